@@ -87,10 +87,10 @@ docs: .venv/.installed-docs  ## build the documentation into docs/_build
 lock: .venv/.installed  ## write the lock files of the image anew, for this Python and processor
 	$(BIN)/python deploy/lock.py
 
-audit: .venv/.installed  ## look for known vulnerabilities in what the image installs (asks a public database)
+audit: .venv/.installed  ## look for known vulnerabilities in what the image installs (asks a public database, and fails without its answer)
 	@$(BIN)/python -m venv build/audit && build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
 	@sed -n 's/^\([^#+ ]*\).*/\1/p' deploy/requirements.lock deploy/build.lock | sort -u > build/audit/packages
-	build/audit/bin/pip-audit --disable-pip --no-deps -r build/audit/packages
+	build/audit/bin/pip-audit --strict --disable-pip --no-deps -r build/audit/packages
 
 test-docker:  ## build the image and train in containers
 	deploy/test.sh

@@ -19,6 +19,12 @@ else
 fi
 compose+=(-p "kvps-test-$$" -f deploy/docker-compose.yml)
 export KVPS_TAG="test-$$"
+# The base by its digest, where it came from a registry: so all builds of this run have the same one.
+base="${KVPS_BASE:-python:3.11-slim-bookworm}"
+docker image inspect "$base" >/dev/null 2>&1 || docker pull "$base" >/dev/null
+digest=$(docker image inspect -f '{{range .RepoDigests}}{{println .}}{{end}}' "$base" | head -n 1)
+export KVPS_BASE="${digest:-$base}"
+echo "test-docker: base $KVPS_BASE"
 # The lock files are for this processor; KVPS_LOCKED=0 takes what there is for another.
 [ "$(uname -m)" = x86_64 ] && export KVPS_LOCKED="${KVPS_LOCKED:-1}"
 
@@ -32,6 +38,11 @@ fail() {
   echo "test-docker: $1" >&2
   "${compose[@]}" logs --no-color 2>&1 | tail -n 60 >&2
   exit 1
+}
+
+# confined ID: print what limits a container.
+confined() {
+  docker inspect -f '{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}} {{.HostConfig.SecurityOpt}} {{.HostConfig.PidsLimit}} {{.HostConfig.Memory}} {{.Config.User}}' "$1"
 }
 
 # round WORKERS SERVERS: run a job to its end and check it.
@@ -71,10 +82,12 @@ refused() {
 # finish WORKERS SERVERS: wait for the end of a job, and check it.
 finish() {
   local ids id code
+  local confined="true [ALL] [no-new-privileges:true] 512"
   ids=$("${compose[@]}" ps -a -q 2>/dev/null || "${compose[@]}" ps -q)
   # The scheduler, and the one that makes the keys.
   [ "$(wc -w <<<"$ids")" -eq $(($1 + $2 + 2)) ] || fail "expected $(($1 + $2 + 2)) containers"
   for id in $ids; do
+    [[ "$(confined "$id")" == "$confined "[1-9]*" kvps" ]] || fail "container $id is confined by: $(confined "$id")"
     code=$(timeout 300 docker wait "$id") || fail "container $id did not end in 300 s"
     [ "$code" = 0 ] || fail "$(docker inspect -f '{{.Name}}' "$id") ended with exit code $code"
   done

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvps.core.limits import TABLE, Limit, Limits, limits_of_role
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S
 from kvps.core.membership_client import JOIN_MAX_S
 from kvps.core.scheduler.seat import DROP_GRACE_S
@@ -306,6 +307,49 @@ def chunk_bytes(env: Mapping[str, str] | None = None) -> int | None:
     """
     given = text("KVPS_CHUNK_BYTES", env=env)
     return None if given is None else as_bytes("KVPS_CHUNK_BYTES", given)
+
+
+def limits(
+    given: Sequence[str] = (), role: str | None = None, env: Mapping[str, str] | None = None
+) -> Limits:
+    """Return the named limits: each from ``--limit``, else from KVPS_LIMITS, else its default.
+
+    Args:
+        given: what ``--limit`` was given, ``NAME=NUMBER`` each.
+        role: the process that heeds them; ``given`` has only limits of this role. The variable may have
+            those of all roles, as all processes of a job inherit it.
+        env: in place of this process's environment.
+
+    Raises:
+        ConfigError: for an unknown name, or what is no number from 1 on.
+
+    Example:
+        >>> limits(["stores=8"], "server", env={"KVPS_LIMITS": "keys=50,stores=9"}).stores
+        8
+    """
+    inherited = [one for one in (text("KVPS_LIMITS", env=env) or "").split(",") if one.strip()]
+    values = dict([_limit("KVPS_LIMITS", one, TABLE) for one in inherited])
+    known = TABLE if role is None else limits_of_role(role)
+    values.update([_limit("--limit", one, known) for one in given])
+    return Limits(**values)
+
+
+def _limit(source: str, given: str, known: Mapping[str, Limit]) -> tuple[str, int]:
+    """Return the name and the number in ``NAME=NUMBER``.
+
+    Raises:
+        ConfigError: for an unknown name, or what is no number from 1 on.
+    """
+    name, _, amount = [part.strip() for part in given.partition("=")]
+    limit = known.get(name)
+    if limit is None:
+        raise ConfigError(
+            f"{source}={given!r:.80} is not a limit; write it as NAME=NUMBER, with one of {', '.join(known)}"
+        )
+    number = (as_bytes if limit.is_bytes else as_whole)(f"{source} {name}", amount)
+    if number < 1:
+        raise ConfigError(f"{source} {name}={amount}: use 1 or more")
+    return name, number
 
 
 def checkpoint_dir(env: Mapping[str, str] | None = None) -> str | None:

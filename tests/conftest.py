@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support import tiers
@@ -24,6 +25,10 @@ REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\
 
 ON_REQUEST = ("slow", "docker")
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
+
+# How long one example takes says how busy the machine is.
+hypothesis.settings.register_profile("kvps", deadline=None)
+hypothesis.settings.load_profile("kvps")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

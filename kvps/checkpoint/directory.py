@@ -30,9 +30,10 @@ from kvps.checkpoint.atomic_file import Sink, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import load_image
+from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.cut import CUT_MAX
 from kvps.core.server.snapshot.model import Snapshot
-from kvps.errors import StorageError
+from kvps.errors import Overload, StorageError
 from kvps.phrases import bytes_in_words
 
 log = logging.getLogger("kvps")
@@ -41,8 +42,8 @@ KEPT = 2
 """The number of complete cuts without a tag that are kept."""
 SPARE = 1.05
 """Free space that a snapshot needs, as a multiple of its size."""
-MANIFEST_MAX = 64 << 20
-"""Bytes of the longest manifest that is read."""
+MANIFEST_MAX = 8 << 20
+"""Bytes of the longest manifest that is read; that of 1,500 servers and 4,096 stores has 1 MiB."""
 _FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
 _OURS = re.compile(r"manifest\.json|server-\d+-of-\d+\.safetensors|server-\d+\.[0-9a-f]+\.tmp")
 
@@ -55,6 +56,7 @@ class CheckpointDirectory:
         server: whose view this is; None for a reader, which writes nothing. A server has one directory,
             and uses it from one thread at a time, but for reading.
         throttle: seconds to sleep for each second of writing.
+        tagged_max: checkpoints with a tag that are kept; another is refused.
 
     Example::
 
@@ -65,11 +67,16 @@ class CheckpointDirectory:
     """
 
     def __init__(
-        self, folder: str | Path, server: int | None = None, throttle: float = 0.0
+        self,
+        folder: str | Path,
+        server: int | None = None,
+        throttle: float = 0.0,
+        tagged_max: int = TABLE["tagged_checkpoints"].default,
     ) -> None:
         self.folder = Path(folder)
         self.server = server
         self._throttle = throttle
+        self._tagged_max = tagged_max
         self._under_way: set[Path] = set()
 
     # --- writing ----------------------------------------------------------------------------
@@ -104,7 +111,9 @@ class CheckpointDirectory:
         Raises:
             StorageError: if the manifest cannot be written, or the snapshot of it that should be here
                 is not.
+            Overload: if it has a tag, like as many others as are kept.
         """
+        self._demand_room_for_tag(manifest)
         folder = self.cut_folder(manifest.cut)
         if self.server is not None and self.server not in self.here(manifest):
             raise StorageError(
@@ -122,6 +131,19 @@ class CheckpointDirectory:
             self._tidy(needed)
         except (OSError, StorageError) as error:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
+
+    def _demand_room_for_tag(self, manifest: Manifest) -> None:
+        """Refuse one more checkpoint that is kept for ever, if there are too many."""
+        if not manifest.tag:
+            return
+        others = [cut for cut in self.numbers() if cut != manifest.cut and self._has_tag(cut)]
+        if len(others) >= self._tagged_max:
+            raise Overload(
+                f"checkpoint {manifest} not completed: {self.folder} already has {len(others)} checkpoints "
+                "with a tag, which are never removed. Remove some with 'kvps checkpoint rm', or "
+                f"{remedy('tagged_checkpoints')}",
+                limit="tagged_checkpoints",
+            )
 
     def drop(self, cut: int) -> None:
         """Remove this server's snapshot of a cut that was given up; a complete cut is left alone.

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from kvps import __version__, config
+from kvps.core.limits import TABLE, Limits
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
@@ -101,6 +102,29 @@ def add_http(parser: Parser) -> None:
         help="serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; needs "
         "kvps[metrics]; KVPS_HTTP (no endpoints)",
     )
+
+
+def add_limits(parser: Parser, role: str) -> None:
+    """Add ``--limit``, for the named limits that a role heeds."""
+    names = ", ".join(
+        [f"{one.name} ({one.default})" for one in TABLE.values() if role in one.roles]
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="NAME=NUMBER",
+        action="append",
+        help=f"set a limit, beyond which requests are refused; may be repeated: {names}; KVPS_LIMITS "
+        "(separated by commas)",
+    )
+
+
+def limits_of(parsed: argparse.Namespace, role: str) -> Limits:
+    """Return the named limits.
+
+    Raises:
+        ConfigError: if one is not known to this role, or is no number.
+    """
+    return config.limits(parsed.limit or (), role)
 
 
 def http_of(parsed: argparse.Namespace) -> Place | None:

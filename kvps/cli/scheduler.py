@@ -31,7 +31,7 @@ servers write a last checkpoint; then stop the job, since no other checkpoint fo
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
-  KVPS_DROP_GRACE, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
+  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
@@ -73,6 +73,7 @@ def _parser() -> flags.Parser:
         help="time for a member to reconnect after its connection breaks, before it is lost; "
         "KVPS_DROP_GRACE (1)",
     )
+    flags.add_limits(parser, "scheduler")
     flags.add_http(parser)
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
@@ -100,6 +101,7 @@ def _main(argv: Sequence[str]) -> int:
         keys=flags.keys_of(parsed, "scheduler"),
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
+        limits=flags.limits_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(parsed.report_fd, f"scheduler {endpoint}"),
         on_concluded=lambda cut: _report(parsed.report_fd, f"checkpoint {cut}"),
     )

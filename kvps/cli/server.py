@@ -32,7 +32,7 @@ kvps.core.optim.torch_rules.register(...) when it is imported.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT,
+  KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS,
   KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
   KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
@@ -87,6 +87,7 @@ def _parser() -> flags.Parser:
         metavar="SECONDS",
         help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
     )
+    flags.add_limits(parser, "server")
     flags.add_http(parser)
     return parser
 
@@ -99,6 +100,7 @@ def _main(argv: Sequence[str]) -> int:
     bind = flags.setting(parsed, "bind", config.as_bind, "")
     threads = flags.setting(parsed, "threads", _threads, None)
     limit = flags.setting(parsed, "memory_limit", config.as_bytes, None)
+    limits = flags.limits_of(parsed, "server")
     rank = flags.setting(parsed, "rank", config.as_whole, None)
     advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
     plugins = parsed.plugin or [one for one in (config.text("KVPS_PLUGIN") or "").split(",") if one]
@@ -126,6 +128,7 @@ def _main(argv: Sequence[str]) -> int:
         insecure=insecure,
         keys=keys,
         http=flags.http_of(parsed),
+        limits=limits,
         checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(),
         checkpoint_every_s=config.checkpoint_every_s(parsed.checkpoint_every),
     )

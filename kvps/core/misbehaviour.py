@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvps.core.effects import Route
+from kvps.core.limits import TABLE
 
-REFUSED_MAX = 100
 WITHIN_S = 10.0
 IGNORED_S = 10.0
-"""Along one connection so many packets may be refused within such a time; else it is ignored for so long."""
+"""The time in which a connection may have some packets refused, and for how long it is ignored for more."""
 KEPT_MAX = 4096
 """How many connections are remembered along which something was refused."""
 
@@ -27,9 +27,14 @@ class _Record:
 
 
 class Misbehaviour:
-    """The refused packets of each connection."""
+    """The refused packets of each connection.
 
-    def __init__(self) -> None:
+    Args:
+        refused_max: how many are refused before a connection is ignored.
+    """
+
+    def __init__(self, refused_max: int = TABLE["refused"].default) -> None:
+        self.refused_max = refused_max
         self.records: dict[Route, _Record] = {}
         """The connection along which something was refused last is the last."""
 
@@ -47,7 +52,7 @@ class Misbehaviour:
         if len(self.records) > KEPT_MAX:
             del self.records[next(iter(self.records))]
         record.count += 1
-        if record.count < REFUSED_MAX:
+        if record.count < self.refused_max:
             return False
         record.count, record.since, record.ignored_until = 0, now, now + IGNORED_S
         return True

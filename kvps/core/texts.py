@@ -6,9 +6,15 @@ an address) is refused by :func:`demand_printable` or :func:`demand_address` if 
 
 from __future__ import annotations
 
+import re
+
 from kvps.errors import ProtocolError
 
 PORT_MAX = 65535
+TAG_MAX = 64
+TAG_RULE = f"use 1 to {TAG_MAX} of the characters A-Z, a-z, 0-9, '.', '_' and '-', not beginning with '.' or '-'"
+"""The tags of checkpoints: words for command lines and file names."""
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 
 
 def shown(text: str) -> str:
@@ -21,6 +27,16 @@ def shown(text: str) -> str:
     if text.isprintable():
         return text
     return "".join([one if one.isprintable() else " " if one.isspace() else "?" for one in text])
+
+
+def is_tag(text: str) -> bool:
+    """Whether ``text`` may be the tag of a checkpoint.
+
+    Example:
+        >>> is_tag("epoch-3"), is_tag("../etc"), is_tag("")
+        (True, False, False)
+    """
+    return len(text) <= TAG_MAX and _TAG.fullmatch(text) is not None
 
 
 def demand_printable(what: str, text: str) -> None:

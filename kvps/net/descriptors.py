@@ -6,11 +6,17 @@ far as the hard limit allows; where that is too low as well, the error says how 
 
 from __future__ import annotations
 
+import errno
+import logging
+import math
 import os
 import resource
 
 from kvps.errors import ConfigError
 
+log = logging.getLogger("kvps")
+TELL_EVERY_S = 10.0
+"""Seconds between two lines of log about a shortage."""
 TRANSPORT = 13
 """Descriptors of one :class:`~kvps.net.zeromq.ZmqTransport`: the pair that wakes it (2), its memory's file
 (1), libzmq's context (1), an event and an epoll of each of its two threads (4), the socket that answers ZAP (1),
@@ -75,6 +81,32 @@ def make_room(count: int) -> None:
         need = _open(soft) + count
         wish = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wish), hard))
+
+
+class Shortage:
+    """The moments at which no descriptor is left, and so no peer can connect.
+
+    libzmq tells of each attempt, in a loop without a pause: its events would be too many.
+    """
+
+    def __init__(self) -> None:
+        self._quiet_until = -math.inf
+
+    def look(self, now: float) -> bool:
+        """Return whether none is left; the log has a line of it now and then."""
+        try:
+            os.close(os.dup(0))
+            return False
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                return False
+        if now >= self._quiet_until:
+            self._quiet_until = now + TELL_EVERY_S
+            log.warning(
+                "all file descriptors of this process are in use (ulimit -n), so no peer can connect; "
+                "of connections that carry nothing, the oldest are closed"
+            )
+        return True
 
 
 def _open(limit: int) -> int:

@@ -15,7 +15,8 @@ import zmq
 
 from kvps.core.effects import Route
 from kvps.core.keys import check_name
-from kvps.core.misbehaviour import IGNORED_S, REFUSED_MAX, WITHIN_S, Misbehaviour
+from kvps.core.limits import Limits
+from kvps.core.misbehaviour import IGNORED_S, WITHIN_S, Misbehaviour
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.driver import Guard, Refused
 from kvps.net.zap import Porter
@@ -49,9 +50,15 @@ class Doorman:
     Args:
         role: what the process is.
         clock: seconds.
+        limits: the named limits.
     """
 
-    def __init__(self, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        role: Role,
+        clock: Callable[[], float] = time.monotonic,
+        limits: Limits | None = None,
+    ) -> None:
         self.counts: Counter[str] = Counter()
         """How many packets were not let in, by why: ``bytes``, ``refused``, ``untold`` (an answer that is
         refused; its sender is not told), ``unheard`` or ``ignored``; how many connections became ignored; and how many were not sent to a peer that does not read: ``unread``."""
@@ -59,7 +66,7 @@ class Doorman:
         self.porter: Porter | None = None
         """The authority that let in the connections that others opened to us; None where keys are not checked."""
         self._place = permissions.LISTENING[role]
-        self._misbehaviour = Misbehaviour()
+        self._misbehaviour = Misbehaviour((limits or Limits()).refused)
         self._clock = clock
 
     def decode(self, route: Route, frames: Sequence[zmq.Frame]) -> Packet | None:
@@ -108,7 +115,7 @@ class Doorman:
             log.warning(
                 "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
                 "%.0f s",
-                *(REFUSED_MAX, whence(route, frames), WITHIN_S, IGNORED_S),
+                *(self._misbehaviour.refused_max, whence(route, frames), WITHIN_S, IGNORED_S),
             )
 
 

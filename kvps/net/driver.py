@@ -97,7 +97,8 @@ class Refusals(NamedTuple):
     packets: Counter[str]
     """As :attr:`kvps.net.doorman.Doorman.counts`."""
     connections: Counter[str]
-    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user`` or ``no_handshake``."""
+    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``, ``no_handshake`` or
+    ``no_descriptor`` (a count of seconds)."""
     closed: Counter[str]
     """As :attr:`kvps.net.inflow.Inflow.closings`."""
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
+from kvps.core.limits import TABLE
 from kvps.net.memory import PAGE_BYTES, give_back, memory_bytes
 from kvps.protocol import wire
 from kvps.protocol.values import ROWS_FRAMES_MAX
@@ -41,8 +42,8 @@ takes 64 bytes of memory and more, however short it is."""
 GIVE_BACK_S, GIVE_BACK_EVERY_S = 10.0, 1.0
 """How long after a connection that had much here memory is given back, and how often: libzmq frees the parts of a
 message one by one, in a thread of its own."""
-IDLE_S, IDLE_MAX = 5.0, 256
-"""Seconds that a connection may carry nothing that is a packet, and maximum such connections: of more, the
+IDLE_S = 5.0
+"""Seconds that a connection may carry nothing that is a packet. Of more such connections than the limit ``idle``, the
 oldest are closed, before they take all file descriptors."""
 TELL_EVERY_S = 2.0
 """Shortest time between two log lines about a connection that was closed, in seconds."""
@@ -105,10 +106,17 @@ class Inflow:
     Args:
         limits: the largest amounts.
         clock: seconds.
+        idle_max: connections that may carry nothing.
     """
 
-    def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        idle_max: int = TABLE["idle"].default,
+    ) -> None:
         self._limits = limits
+        self._idle_max = idle_max
         self._clock = clock
         self._connections: dict[int, _Connection] = {}
         """By file descriptor."""
@@ -173,7 +181,7 @@ class Inflow:
             self.closings["unfinished"] += 1
             self._give_back_until = began + GIVE_BACK_S
         for fd in self._idle(began):
-            self._close(fd, f"it has sent nothing, like more than {IDLE_MAX} others")
+            self._close(fd, f"it has sent nothing, like more than {self._idle_max} others")
             del self._connections[fd]
             self.closings["idle"] += 1
         if self._give_back_at <= began < self._give_back_until:
@@ -206,7 +214,7 @@ class Inflow:
             for fd, one in self._connections.items()  # in the order in which they were opened
             if not one.is_known and now >= one.since + IDLE_S
         ]
-        return idle[: max(0, len(idle) - IDLE_MAX)]
+        return idle[: max(0, len(idle) - self._idle_max)]
 
     def _close(self, fd: int, why: str) -> None:
         try:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 import zmq
 
 from kvps.core.effects import Hold, Route
+from kvps.core.limits import TABLE
 
-UNREAD_MAX_BYTES = 256 << 20
-"""How much that was copied for it may wait to be read by one peer."""
 COPIED_MIN_BYTES = 64 << 10
 """Smaller answers are not counted: their number is bounded."""
 
@@ -28,16 +27,21 @@ class _Leaving(NamedTuple):
 
 
 class Outflow:
-    """The sent messages that have not left yet, by connection."""
+    """The sent messages that have not left yet, by connection.
 
-    def __init__(self) -> None:
+    Args:
+        unread_max_bytes: how much that was copied for it may wait to be read by one peer.
+    """
+
+    def __init__(self, unread_max_bytes: int = TABLE["unread"].default) -> None:
+        self._unread_max_bytes = unread_max_bytes
         self.leaving: dict[Route, deque[_Leaving]] = {}
         self._unread: dict[Route, int] = {}
 
     def is_full(self, route: Route, copied_bytes: int) -> bool:
         """Whether a peer is not to get so much more, as it reads nothing of what it got."""
         unread = self._unread.get(route, 0)
-        return unread > 0 and unread + copied_bytes > UNREAD_MAX_BYTES
+        return unread > 0 and unread + copied_bytes > self._unread_max_bytes
 
     def sent(
         self, route: Route, tracker: zmq.MessageTracker, hold: Hold | None, copied_bytes: int

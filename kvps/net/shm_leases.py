@@ -108,7 +108,7 @@ class Borrowed:
             return None
         self._top = max(self._top, number)
         self._held[number] = None
-        return Lease(number, self.returned)
+        return Lease(number, self._returned)
 
     def settle(self) -> int | None:
         """Return the number below which no lease is held, if that tells the peer everything; else None."""

@@ -30,6 +30,7 @@ import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
 from kvps.core.keys import Keyring, RoleKey, near_door
+from kvps.core.limits import Limits
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
@@ -94,6 +95,7 @@ class ZmqTransport:
         checksums: bool = True,
         role: Role = Role.WORKER,
         keys: Keys | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Open none yet, but a place to listen if one is given.
 
@@ -103,6 +105,7 @@ class ZmqTransport:
             checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
             role: what this process is; it decides what others may send to it, and how much.
             keys: by which it speaks and accepts connections; None to accept any, in clear text.
+            limits: the named limits; None for the defaults.
 
         Raises:
             ConfigError: if that cannot be, or there are too few file descriptors, where libzmq would
@@ -114,10 +117,11 @@ class ZmqTransport:
         self._role = role
         self._keys = keys
         self._porter: Porter | None = None
-        self._doorman = Doorman(role)
+        limits = limits or Limits()
+        self._doorman = Doorman(role, limits=limits)
         self._frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
         self._queue_max = QUEUE_MAX[is_control]
-        self._inflow = Inflow(CONTROL if is_control else data_limits())
+        self._inflow = Inflow(CONTROL if is_control else data_limits(), idle_max=limits.idle)
         self._surplus: Counter[zmq.Socket[bytes]] = Counter()
         """Those in the middle of a message that has too many frames for a packet, and how many were taken out."""
         self._context = zmq.Context()
@@ -135,13 +139,14 @@ class ZmqTransport:
         """Packets that stand in for an answer where no connection is made."""
         self._handshakes = Handshakes(keys)
         self._look_at = time.monotonic()
+        self._shortage = descriptors.Shortage()
         self._router: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._failures: Counter[str] = Counter()
         """How many handshakes of others failed, by why."""
         self._tells_drops = False
         self._routes: dict[int, Route] = {}
-        self._outflow = Outflow()
+        self._outflow = Outflow(limits.unread)
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
@@ -500,6 +505,8 @@ class ZmqTransport:
             return
         self._look_at = now + LOOK_EVERY_S
         self._fade(now)
+        if self._router is not None and self._shortage.look(now):
+            self._failures["no_descriptor"] += 1
         for name, watch in list(self._watches.items()):
             self._heed(name)
             if watch.up is None or self._watches.get(name) is not watch:

@@ -44,9 +44,12 @@ METRICS = (
     Metric(
         "kvps_overloads_total",
         "counter",
-        "Requests that were refused because a named limit was reached.",
+        "Requests that were refused because a named limit was reached, or delayed (checkpoints).",
         label="limit",
-        labels=("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+        labels=(
+            *("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+            *("checkpoints", "tagged_checkpoints"),
+        ),
     ),
     Metric(
         "kvps_dropped_packets_total",
@@ -73,9 +76,13 @@ METRICS = (
         "Connections that were not made: a peer without keys where there are some, or the other way round "
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
-        "handshake (no_handshake), as that of a peer without keys may.",
+        "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file descriptors were "
+        "in use (no_descriptor).",
         label="reason",
-        labels=("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+        labels=(
+            *("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
+            "no_descriptor",
+        ),
     ),
     Metric(
         "kvps_closed_connections_total",

@@ -21,6 +21,7 @@ from typing import cast
 import torch
 
 from kvps.core.effects import Copied, Core, Disk, Effects, Finish, Note, Route, Send
+from kvps.core.limits import ALONE
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import Settings
@@ -74,7 +75,7 @@ class InProcessSession:
         self._server = Server(_identity(Role.SERVER), self._now, checkpoint_every_s=every_s)
         self._worker = Worker(_identity(Role.WORKER), self._now)
         self._cores: dict[str, Core] = {
-            SCHEDULER: Scheduler(Settings(1, 1), os.urandom(16), self._now),
+            SCHEDULER: Scheduler(Settings(1, 1, limits=ALONE), os.urandom(16), self._now),
             SERVER: self._server,
             WORKER: self._worker,
         }
@@ -160,7 +161,12 @@ class InProcessSession:
                     self._tickets[effect.ticket].copied()
                 case Disk():
                     assert self._folder is not None
-                    answer = carry_out(self._folder, cast("AnyOrder", effect.order), rest_s=0.0)
+                    answer = carry_out(
+                        self._folder,
+                        cast("AnyOrder", effect.order),
+                        rest_s=0.0,
+                        tagged_max=ALONE.tagged_checkpoints,
+                    )
                     if answer is not None:
                         self._perform(name, self._server.on_disk(answer, self._now))
                 case Note(level, text) if level != "info":  # who joined is no news here

@@ -176,9 +176,11 @@ class LocalCluster:
             self._sections = generate()
             self._key_memory = KeyMemory(self._sections)
             self.keys = self._key_memory.path
+        limits = config.limits()
         settings = Settings(
             *(self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()),
             has_keys=bool(self.keys),
+            limits=limits,
         )
         transport = ZmqTransport(
             "tcp://127.0.0.1:0",
@@ -186,6 +188,7 @@ class LocalCluster:
             checksums=config.checksums(),
             role=Role.SCHEDULER,
             keys=self._keys_of("scheduler"),
+            limits=limits,
         )
         self.scheduler = transport.endpoint
         now = time.monotonic()
@@ -205,9 +208,8 @@ class LocalCluster:
                 machine=own_machine(),
                 public_key=keys.session.public if keys else "",
             )
-            self._drive(
-                f"server {rank}", Server(identity, now, share_bytes(self.servers), memory), one
-            )
+            core = Server(identity, now, share_bytes(self.servers), memory, limits=limits)
+            self._drive(f"server {rank}", core, one)
 
     def _keys_of(self, role: str) -> Keys | None:
         return of(self._sections, role) if self._sections else None

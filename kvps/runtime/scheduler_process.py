@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvps import config
 from kvps.checkpoint import atomic_file
 from kvps.core.effects import Effects, Exit, Finish
+from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
@@ -182,6 +183,7 @@ def run_scheduler(
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
+    limits: Limits | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
 
@@ -199,6 +201,7 @@ def run_scheduler(
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve metrics; None for nowhere.
+        limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
         ConfigError: if that cannot be, the port or ``state`` is another's, or there are too few file
@@ -216,6 +219,7 @@ def run_scheduler(
         keep_alive=keep_alive,
         persist=state is not None,
         has_keys=keys is not None,
+        limits=limits or config.limits(),
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
         listener = _Listener(kept, on_concluded)
@@ -248,7 +252,12 @@ def _run_scheduler(
     http: Place | None,
 ) -> int:
     transport = ZmqTransport(
-        bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys
+        bind,
+        watch=True,
+        checksums=config.checksums(),
+        role=Role.SCHEDULER,
+        keys=keys,
+        limits=settings.limits,
     )
     try:
         snapshot = listener.kept.read() if listener.kept is not None else None

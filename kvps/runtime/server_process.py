@@ -18,6 +18,7 @@ import torch
 
 from kvps import __version__, config
 from kvps.core.effects import Exit
+from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.seat import SEATS_MAX
 from kvps.core.server.server import Server
@@ -53,6 +54,7 @@ def run_server(
     checkpoint_every_s: float = 0.0,
     keys: Keys | None = None,
     http: Place | None = None,
+    limits: Limits | None = None,
 ) -> int:
     """Run a server until its job is over; return its exit code.
 
@@ -70,12 +72,14 @@ def run_server(
         checkpoint_every_s: how often one is written; 0 only when workers ask for one.
         keys: its own, and the scheduler's public one; None where there are none.
         http: where to serve metrics; None for nowhere.
+        limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
         ConfigError: if that cannot be, the port is busy, or there are too few file descriptors.
         SchedulerLost: if the scheduler's name cannot be resolved.
     """
     config.demand_loopback(bind, insecure or keys is not None)
+    limits = limits or config.limits()
     for plugin in plugins:
         _load(plugin)
     if threads is not None:
@@ -85,7 +89,7 @@ def run_server(
     descriptors.make_room(
         descriptors.of_server(0, SEATS_MAX)
     )  # how many will come is not known yet
-    transport, memory, listens = open_transport(bind, keys)
+    transport, memory, listens = open_transport(bind, keys, limits)
     log.info("server at %s", listens)
     identity = Identity(
         Role.SERVER,
@@ -102,10 +106,16 @@ def run_server(
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = share_bytes() if memory_limit is None else memory_limit
-    core = Server(identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s)
+    core = Server(
+        identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s, limits
+    )
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
-    archive = None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox)
+    archive = (
+        None
+        if checkpoint_dir is None
+        else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
+    )
     sampler = Sampler(
         inbox,
         server_state.state_of,
@@ -130,7 +140,7 @@ def _reachable(endpoint: str, scheduler: str, advertise: str | None, join_max_s:
 
 def _load(plugin: str) -> None:
     if "" not in sys.path:
-        sys.path.insert(0, "")  # this folder, as with python -m
+        sys.path.append("")  # this folder, but before no package that is installed
     try:
         importlib.import_module(plugin)
     except ImportError as error:

@@ -17,6 +17,7 @@ from kvps import __version__
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name, now_in_words
 from kvps.core.effects import Disk
+from kvps.core.limits import TABLE
 from kvps.core.server.snapshot.storage import (
     Answer,
     AnyOrder,
@@ -48,9 +49,13 @@ class StorageThread(NullListener):
     Args:
         folder: where checkpoints lie.
         inbox: of the server's loop, which hears the answers.
+        tagged_max: how many checkpoints with a tag are kept.
     """
 
-    def __init__(self, folder: str, inbox: Inbox[Any]) -> None:
+    def __init__(
+        self, folder: str, inbox: Inbox[Any], tagged_max: int = TABLE["tagged_checkpoints"].default
+    ) -> None:
+        self._tagged_max = tagged_max
         self._folder = folder
         self._inbox = inbox
         self._orders: queue.SimpleQueue[AnyOrder | None] = queue.SimpleQueue()
@@ -72,7 +77,7 @@ class StorageThread(NullListener):
             os.setpriority(os.PRIO_PROCESS, os.gettid(), NICE)
         while (order := self._orders.get()) is not None:
             try:
-                answer = carry_out(self._folder, order)
+                answer = carry_out(self._folder, order, tagged_max=self._tagged_max)
             except Exception as error:  # such as no memory: the next order may be one that can be
                 log.exception("carrying out %s failed", type(order).__name__)
                 answer = refusal(order, StorageError(f"{type(order).__name__}: {error!r:.200}"))
@@ -85,7 +90,12 @@ def _bring(answer: Answer) -> Any:
     return lambda core, now: core.on_disk(answer, now)
 
 
-def carry_out(folder: str, order: AnyOrder, rest_s: float = REST) -> Answer | None:
+def carry_out(
+    folder: str,
+    order: AnyOrder,
+    rest_s: float = REST,
+    tagged_max: int = TABLE["tagged_checkpoints"].default,
+) -> Answer | None:
     """Carry out an order; return its answer, or None."""
     began = time.monotonic()
     match order:
@@ -102,9 +112,8 @@ def carry_out(folder: str, order: AnyOrder, rest_s: float = REST) -> Answer | No
         case Complete():
             cut = order.commit.cut
             try:
-                CheckpointDirectory(folder, order.server).commit(
-                    manifest_of(order), order.commit.kept
-                )
+                shelf = CheckpointDirectory(folder, order.server, tagged_max=tagged_max)
+                shelf.commit(manifest_of(order), order.commit.kept)
             except KvpsError as error:
                 return Completed(cut, error)
             return Completed(cut)

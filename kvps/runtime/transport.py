@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvps import config
+from kvps.core.limits import Limits
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
@@ -66,20 +67,22 @@ class Shared:
 
 
 def open_transport(
-    bind: str | None = None, keys: Keys | None = None
+    bind: str | None = None, keys: Keys | None = None, limits: Limits | None = None
 ) -> tuple[Transport, Memory, str]:
     """Return a transport, the memory to send from, and where it listens.
 
     Args:
         bind: where to listen; None for a worker, which learns that when it has a rank.
         keys: by which it speaks and accepts connections; None to accept any.
+        limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
     """
     wish = config.transport()
+    limits = limits or config.limits()
     role = Role.WORKER if bind is None else Role.SERVER
-    zmq = ZmqTransport(bind, checksums=config.checksums(), role=role, keys=keys)
+    zmq = ZmqTransport(bind, checksums=config.checksums(), role=role, keys=keys, limits=limits)
     if wish == "tcp":
         keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kvps.core.placement import EMBEDDING
+from kvps.core.texts import TAG_RULE, is_tag
 from kvps.core.worker import calls
 from kvps.core.worker.plan import Numbers, alike
 from kvps.dtypes import Spec
@@ -188,12 +189,12 @@ def tag_of(tag: object) -> str:
     """Return the tag of a checkpoint, empty for none.
 
     Raises:
-        ConfigError: if it is no short text in one line.
+        ConfigError: if it is no word of 1 to 64 letters, digits, dots, underscores and dashes.
     """
     if tag is None:
         return ""
-    if not isinstance(tag, str) or not 1 <= len(tag) <= KEY_MAX or not tag.isprintable():
-        raise ConfigError(f"tag={tag!r:.80}: use 1 to {KEY_MAX} printable characters")
+    if not isinstance(tag, str) or not is_tag(tag):
+        raise ConfigError(f"tag={tag!r:.80}: {TAG_RULE}")
     return tag
 
 

@@ -7,6 +7,7 @@ from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, br
 from kvps.torch.comm_hook import CommState, comm_hook
 from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding
+from kvps.torch.gather import all_gather_object, gather_object
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.sharded.shard import Sharded, shard
@@ -20,10 +21,12 @@ __all__ = [
     "Embedding",
     "Sharded",
     "SyncBatchNorm",
+    "all_gather_object",
     "average",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "comm_hook",
+    "gather_object",
     "shard",
 ]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kvps.errors import ConfigError, ProtocolError
+from kvps.net.memory import memory_bytes
 
 DEPTH_MAX = 100
 TUPLE, SET, FROZENSET, DICT, ORDERED, INT, COMPLEX, TENSOR, ARRAY, SCALAR, ASIDE = range(1, 12)
@@ -57,9 +58,21 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
     """
 
     depth = 0
+    room = 0 if aside is None else memory_bytes()
+
+    def blank(name: str, shape: list[int]) -> torch.Tensor:
+        nonlocal room
+        if not all(type(one) is int and one >= 0 for one in shape):
+            raise ValueError(f"shape {shape!r:.60}")
+        room -= math.prod(shape) * _dtype(name).itemsize  # before anything is allocated
+        if room < 0:
+            raise ValueError(
+                f"tensors of more bytes than this machine has, as of shape {shape!r:.60}"
+            )
+        return torch.empty(shape, dtype=_dtype(name))
 
     def extension(code: int, given: bytes) -> Any:
-        return _extension(code, given, read, aside)
+        return _extension(code, given, read, blank, aside)
 
     def read(some: bytes) -> Any:
         nonlocal depth
@@ -158,7 +171,11 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _extension(
-    code: int, given: bytes, read: Callable[[bytes], Any], aside: list[torch.Tensor] | None
+    code: int,
+    given: bytes,
+    read: Callable[[bytes], Any],
+    blank: Callable[[str, list[int]], torch.Tensor],
+    aside: list[torch.Tensor] | None,
 ) -> Any:
     match code:
         case 1:  # TUPLE
@@ -189,9 +206,7 @@ def _extension(
             return array[()] if code == SCALAR else array
         case 11 if aside is not None:  # ASIDE
             name, shape = read(given)
-            if not all(type(one) is int and one >= 0 for one in shape) or math.prod(shape) > 2**40:
-                raise ValueError(f"shape {shape!r:.60}")
-            aside.append(torch.empty(shape, dtype=_dtype(name)))
+            aside.append(blank(name, shape))
             return aside[-1]
     raise ValueError(f"extension {code}")
 

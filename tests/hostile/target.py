@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -124,14 +123,6 @@ def head(
         )
         + body
     )
-
-
-def command(name: bytes, content: bytes = b"") -> bytes:
-    """Return a command of ZMTP as it goes over the wire."""
-    body = bytes([len(name)]) + name + content
-    if len(body) < 256:
-        return b"\x04" + bytes([len(body)]) + body
-    return b"\x06" + struct.pack("!Q", len(body)) + body
 
 
 class Target:

@@ -21,6 +21,7 @@ import pytest
 import zmq
 
 from kvps import protocol as m
+from kvps.compression.spec import CODECS, CodecSpec
 from kvps.core.keys import near_door
 from kvps.errors import Overload, Unauthorized
 from kvps.net.zap import new_pair
@@ -28,9 +29,9 @@ from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.values import Run
 from tests.faults.streams import Stream, TcpProxy
-from tests.hostile.target import ROUNDS, Target, Voice, command, head, hello, spell
+from tests.hostile.target import ROUNDS, Target, Voice, head, hello, spell
 from tests.integration.processes import made, until
-from tests.integration.strangers import connection, throw
+from tests.integration.strangers import command, connection, throw
 
 CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 PORTS = ["scheduler", "server"]
@@ -340,7 +341,10 @@ def assert_it_is_heard(target: Target, one: Voice, port: str = "server") -> None
 
 NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
     "rank 0 to the server": ("server", {"rank": 0}, m.Probe((1,))),
+    "rank 2 of 2": ("server", {"rank": 2}, m.Probe((1,))),
     "rank 2^31": ("server", {"rank": 2**31}, m.Probe((1,))),
+    "rank -1": ("server", {"rank": 2**32 - 1}, m.Probe((1,))),
+    "rank 2 of 2 to the scheduler": ("scheduler", {"rank": 2}, m.Beat(1)),
     "an old incarnation": ("server", {"incarnation": 0}, m.Probe((1,))),
     "an incarnation to come": ("server", {"incarnation": 2**63 - 1}, m.Probe((1,))),
     "another job": ("server", {"job": b"x" * 16}, m.Probe((1,))),
@@ -363,6 +367,19 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
         "server",
         {},
         m.Declare("canary", True, 0, (m.Entry("mine", 1, (4,), 0, 4),), creator=0),
+    ),
+    "another shape of the canary's key": (
+        "server",
+        {},
+        m.Declare("canary", False, 0, (m.Entry("w", 1, (4,), 0, 4),)),
+    ),
+    "another optimizer of the canary": ("server", {}, m.Optimize("canary", 1, True, "adam", {})),
+    "another learning rate of the canary": ("server", {}, m.Rate("canary", 1, True, 9.0)),
+    "the canary back to a checkpoint": ("server", {}, m.Revive("canary", "", 1)),
+    "another store of the canary's name": (
+        "server",
+        {},
+        m.Open("canary", "sync", 0, False, "wait", 10**6),
     ),
     "the state of the optimizer": ("server", {}, m.SetState(0, 0, 1000, 1, ())),
     "a return from no join": ("server", {}, m.Return("canary", 2**63 - 1)),
@@ -418,6 +435,15 @@ def test_hello_again_and_again(target: Target) -> None:
             assert isinstance(one.heard(), m.Welcome)
 
 
+def test_a_barrier_twice(target: Target) -> None:
+    """The insider stands there once, however often it says so, and rank 0 need not come."""
+    with target.voice("scheduler") as one:
+        for _ in range(100):
+            one.say(target.me(), m.Barrier("canary", "twice", 0))
+        answers = [*iter(lambda: one.heard(200), None)]
+        assert not [answer for answer in answers if isinstance(answer, m.Released)], answers
+
+
 @pytest.mark.parametrize(
     "other", [{"view": 2**32 - 1}, {"seq": 0}, {"seq": 10**18}, {"seq": 2**63 - 1}]
 )
@@ -441,6 +467,7 @@ NONSENSE: dict[str, Message] = {
     "a dtype that there is not": entry(dtype=255),
     "65 dimensions": entry(shape=(1,) * 65, size=1),
     "a dimension of 0": entry(shape=(0, 4), size=4),
+    "a dimension of -1": entry(shape=(-1,), size=1),
     "a dimension of 2^62": entry(shape=(1 << 62,), size=1 << 62),
     "2^80 elements": entry(shape=(1 << 40, 1 << 40), size=1 << 62),
     "more elements than there are": entry(size=5),
@@ -459,7 +486,7 @@ NONSENSE: dict[str, Message] = {
     },
     **{
         f"learning rate {rate}": m.Optimize("harm", 1, True, "sgd", {"lr": rate})
-        for rate in (float("nan"), -1.0, float("inf"), 1e300)
+        for rate in (float("nan"), -1.0, float("inf"), 1e300, "0.1", True)
     },
 }
 
@@ -502,9 +529,35 @@ PUSHES: dict[str, tuple[Message, bytes]] = {
         m.Push(0, 1, (1,), 1.0, False, (Run(0, 600, 1), Run(400, 400, 1))),
         VALUES,
     ),
-    "of row -1": (
-        m.PushRows("canary", "w", 1, (1,), 1, 1, 1),
-        struct.pack("<q", -1) + bytes(4),
+    **{
+        f"of row {row}": (
+            m.PushRows("canary", "w", 1, (1,), 1, 1, 1),
+            struct.pack("<q", row) + VALUES[:4],
+        )
+        for row in (-1, 1000, 2**62)
+    },
+    "of more rows than there are": (
+        m.PushRows("canary", "w", 1, (1,), 1, 2**31, 1),
+        struct.pack("<q", 0) + VALUES[:4],
+    ),
+    "of rows that are wider than the key": (
+        m.PushRows("canary", "w", 1, (1,), 2, 1, 1),
+        struct.pack("<q", 0) + VALUES[:8],
+    ),
+    "of 2bit with a payload of another size": (
+        m.Push(0, 1, (1,), 1.0, False, (RUN,), CodecSpec(CODECS["2bit"], 0.5)),
+        bytes(3),
+    ),
+    **{
+        f"of 2bit with the threshold {threshold}": (
+            m.Push(0, 1, (1,), 1.0, False, (RUN,), CodecSpec(CODECS["2bit"], threshold)),
+            bytes(250),
+        )
+        for threshold in (0.0, -1.0, float("nan"), float("inf"))
+    },
+    "of a codec that there is not": (
+        m.Push(0, 1, (1,), 1.0, False, (RUN,), CodecSpec(99, 0.5)),
+        VALUES,
     ),
     "of a key that there is not": (
         m.PushRows("canary", "never", 1, (1,), 1, 1, 1),
@@ -523,8 +576,8 @@ def test_pushes(target: Target, message: Message, payload: bytes) -> None:
         assert_it_is_heard(target, one)
 
 
-TAGS = {"../../etc/x": True, "/abs": True, "a/../b": True, ".": True, "CON": True} | dict.fromkeys(
-    ["a\0b", "a\nb", "\x1b[2J", "\u202e", "x" * 300], False
+TAGS = {"CON": True, "best-1.0_a": True} | dict.fromkeys(
+    ["../../etc/x", "/abs", "a/../b", ".", "a\0b", "a\nb", "\x1b[2J", "\u202e", "x" * 300], False
 )
 """Of each tag whether a worker may use it: it is a word in a manifest, and never a path."""
 

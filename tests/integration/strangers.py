@@ -32,13 +32,23 @@ def throw(endpoint: str, octets: bytes) -> bytes:
     return b""
 
 
-def greeted(endpoint: str) -> socket.socket:
-    """Return a socket behind the handshake of a DEALER."""
+def command(name: bytes, content: bytes = b"") -> bytes:
+    """Return a command of ZMTP as it goes over the wire."""
+    body = bytes([len(name)]) + name + content
+    if len(body) < 256:
+        return b"\x04" + bytes([len(body)]) + body
+    return b"\x06" + struct.pack("!Q", len(body)) + body
+
+
+def greeted(endpoint: str, routing_id: bytes | None = None) -> socket.socket:
+    """Return a socket behind the handshake of a DEALER, which may ask for a routing id."""
     one = connection(endpoint)
     one.sendall(GREETING)
     _exactly(one, 64)
-    ready = b"\x05READY\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
-    one.sendall(b"\x04" + bytes([len(ready)]) + ready)
+    properties = b"\x0bSocket-Type" + struct.pack("!I", 6) + b"DEALER"
+    if routing_id is not None:
+        properties += b"\x08Identity" + struct.pack("!I", len(routing_id)) + routing_id
+    one.sendall(command(b"READY", properties))
     _exactly(one, _exactly(one, 2)[1])
     return one
 

@@ -156,6 +156,62 @@ def test_an_object_that_cannot_be_sent_is_told_to_all_and_the_next_one_is_paired
     assert run(work) == [1, 1]
 
 
+@pytest.mark.parametrize("root", [None, 0, 1])
+def test_objects_of_all_workers(root):
+    """Of other sizes with each call; a root alone has them."""
+
+    def work(rank):
+        seen = []
+        for step in range(4):
+            mine = {
+                "rank": rank,
+                "steps": (step,) * (1 + 500 * step * rank),
+                "w": torch.ones(2) * rank,
+            }
+            found = (
+                front.all_gather_object(mine, "state")
+                if root is None
+                else front.gather_object(mine, root, "state")
+            )
+            if found is not None:
+                seen.append([(one["rank"], one["steps"], one["w"].tolist()) for one in found])
+        return seen
+
+    expected = [
+        [(rank, (step,) * (1 + 500 * step * rank), [float(rank)] * 2) for rank in range(2)]
+        for step in range(4)
+    ]
+    wanted = [expected if root in (None, rank) else [] for rank in range(2)]
+    assert run(work) == wanted
+
+
+def test_objects_of_all_workers_and_some_that_cannot_be_sent():
+    def work(rank):
+        says = (
+            r"obj\['a'\]\[1\] is a builtins"
+            if rank
+            else r"rank 1 cannot send its object: obj\['a'\]"
+        )
+        for root in (None, 0):
+            mine = {"a": [0, print]} if rank else 5
+            with pytest.raises(kvps.ConfigError, match=says):
+                front.all_gather_object(mine) if root is None else front.gather_object(mine, root)
+        with pytest.raises(kvps.ConfigError, match="root_rank=2: there are 2 workers"):
+            front.gather_object(1, 2)
+        return front.all_gather_object(rank)
+
+    assert run(work) == [[0, 1]] * 2
+
+
+def test_objects_of_one_worker_alone():
+    def work(rank):
+        with pytest.raises(kvps.ConfigError, match="obj is a builtins"):
+            front.gather_object(print)
+        return front.all_gather_object({1, 2}), front.gather_object(None)
+
+    assert run(work, workers=1) == [([{1, 2}], [None])]
+
+
 # --- optimizers -----------------------------------------------------------------------------------------
 
 OPTIMIZERS = {

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import torch
 
 from kvps.core.effects import Disk, Effect, Effects, Send
+from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.server.server import Server
@@ -76,12 +77,19 @@ class ServerStage:
     seats: list[Seat] = field(default_factory=list)
     every_s: float | None = None
     """How often it wants cuts; None if it has no place for them."""
+    limits: Limits | None = None
     notes: list[Effect] = field(default_factory=list)
     """All effects that are no Send, in order."""
 
     def __post_init__(self) -> None:
         identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
-        self.server = Server(identity, self.now, self.memory_limit, checkpoint_every_s=self.every_s)
+        self.server = Server(
+            identity,
+            self.now,
+            self.memory_limit,
+            checkpoint_every_s=self.every_s,
+            limits=self.limits,
+        )
         self.seqs = [0] * self.workers
         self.pieces: dict[str, tuple[Piece, ...]] = {}
         self.seats = [Seat("held", 10 + rank) for rank in range(self.workers)]

@@ -50,6 +50,21 @@ def services() -> dict[str, Any]:
     return found
 
 
+def test_every_service_is_confined(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert service["pids_limit"] == 512, name
+        assert service["mem_limit"] == "${KVPS_MEMORY:-4g}", name
+        assert not {"privileged", "cap_add", "ports"} & service.keys(), name
+
+
+def test_an_audit_without_answers_fails() -> None:
+    """pip-audit skips what its database does not know, and would report no vulnerability in it."""
+    assert "pip-audit --strict " in (ROOT / "Makefile").read_text()
+
+
 def test_a_worker_with_a_gpu_is_a_worker_that_reserves_it(services: dict[str, Any]) -> None:
     gpu, worker = services["worker-gpu"], services["worker"]
     assert gpu.pop("profiles") == ["gpu"], "it starts only if its profile is named"

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvps.core.limits import TABLE, remedy
 from kvps.core.refusals import Attempt, Refusal
 from kvps.errors import (
     BY_CODE,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 
     from kvps.core.effects import Route
 
-NAMES_MAX = 1024
-"""Names of barriers in one job, over all stores."""
 NAME_MAX = 256
 """Characters of one name."""
 OPEN_MAX = 64
@@ -101,8 +100,11 @@ Standing = dict[int, Waiter | None]
 class Barriers:
     """The ranks at each barrier, and the barriers that were passed."""
 
-    def __init__(self, required: Iterable[int]) -> None:
+    def __init__(
+        self, required: Iterable[int], names_max: int = TABLE["barrier_names"].default
+    ) -> None:
         self.required = set(required)
+        self._names_max = names_max
         self.lost: set[int] = set()
         """Those of the required whose replacement may come."""
         self.gone: dict[int, str] = {}
@@ -260,10 +262,10 @@ class Barriers:
                 limit="barriers",
             )
         known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
-        if name not in known and len(known) >= NAMES_MAX:
+        if name not in known and len(known) >= self._names_max:
             raise Overload(
-                f"the job already has {NAMES_MAX} names of barriers; reuse a name instead of "
-                f"{_shown(*name)} (barriers of one name are numbered)",
+                f"the job already has {self._names_max} names of barriers; reuse a name instead of "
+                f"{_shown(*name)} (barriers of one name are numbered), or {remedy('barrier_names')}",
                 limit="barrier_names",
             )
 
@@ -373,7 +375,7 @@ class Barriers:
 
     def check(self, alive: set[int]) -> None:
         """Assert the invariants; ``alive`` are the ranks that may be waiting."""
-        assert len(self.open.keys() | self.released.keys()) <= NAMES_MAX, "too many names"
+        assert len(self.open.keys() | self.released.keys()) <= self._names_max, "too many names"
         assert self.hasty <= self.open.keys() | self.released.keys(), "a name that nobody uses"
         assert self.lost <= self.required, "lost, but not required"
         assert self.released.keys() <= self.after.keys(), "passed after nobody knows what"

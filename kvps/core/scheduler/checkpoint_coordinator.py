@@ -11,20 +11,26 @@ lost server is a misfortune or the end.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvps.core.counts import Counts
+from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.barriers import Answer, Waiter
 from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, Letter
 from kvps.core.scheduler.rollback import Rollback
-from kvps.core.texts import shown
-from kvps.errors import ConfigError, KvpsError, ProtocolError, StorageError
+from kvps.core.texts import TAG_RULE, is_tag, shown
+from kvps.errors import ConfigError, KvpsError, Overload, ProtocolError, StorageError
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Recall, Restored, Shelf
-from kvps.protocol.envelope import KEY_MAX, Message, Node, Role
+from kvps.protocol.envelope import Message, Node, Role
 from kvps.protocol.membership import Error
 
 RETRY_S = 5.0
 """How long after a cut that was given up the next is tried, at most."""
+WISHES_WITHIN_S = 60.0
+"""The time of the limit ``checkpoints``: so many are written because workers ask, and then a request waits."""
 
 
 @dataclass(slots=True)
@@ -42,7 +48,19 @@ class CheckpointCoordinator:
     """The cuts of one job; it decides, and leaves what is to be said in ``letters``, ``answers``
     and ``notes``."""
 
-    def __init__(self, workers: int, servers: int) -> None:
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        wishes_max: int = TABLE["checkpoints"].default,
+        counts: Counts | None = None,
+    ) -> None:
+        self._wishes_max = wishes_max
+        self._counts = counts or Counts()
+        self._wished: deque[float] = deque()
+        """When the last cuts began that workers asked for, as many as the limit."""
+        self._delayed: CheckpointRequest | None = None
+        """The request that waits since too many were granted; that was counted."""
         self._workers_count = workers
         self._count = servers
         self.begun = 0
@@ -141,8 +159,8 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: if no server has a place for it, or its tag is none.
         """
-        if len(wish.tag) > KEY_MAX or not wish.tag.isprintable():
-            raise ConfigError(f"tag={wish.tag!r:.80}: use 1 to {KEY_MAX} printable characters")
+        if wish.tag and not is_tag(wish.tag):
+            raise ConfigError(f"tag={wish.tag!r:.80}: {TAG_RULE}")
         granted = self._granted.get(wish.store)
         if granted is not None and wish.number <= granted[0]:
             self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, granted[1])))
@@ -225,7 +243,16 @@ class CheckpointCoordinator:
             return None
         if self.recovery is not None or self._cut is not None or not self._knows_all:
             return self._again_at
-        return self._next_at if self._is_timed and self._may_begin else None
+        if not self._may_begin:
+            return None
+        times = [self._next_at] * self._is_timed + [self._wish_at] * bool(self._wishes)
+        return min(times, default=None)
+
+    @property
+    def _wish_at(self) -> float:
+        """When a cut may begin that workers ask for."""
+        is_full = len(self._wished) >= self._wishes_max
+        return self._wished[0] + WISHES_WITHIN_S if is_full else -math.inf
 
     @property
     def _may_begin(self) -> bool:
@@ -242,7 +269,15 @@ class CheckpointCoordinator:
         if not self._may_begin:
             return
         wish = next(iter(self._wishes.values()), None)
-        if wish is not None or (self._is_timed and now >= self._next_at):
+        is_due = self._is_timed and now >= self._next_at
+        if wish is not None and not is_due:
+            if now < self._wish_at:
+                self._delay(wish, now)
+                return
+            self._wished.append(now)
+            if len(self._wished) > self._wishes_max:
+                self._wished.popleft()
+        if wish is not None or is_due:
             self._served = {
                 store: one
                 for store, one in self._wishes.items()
@@ -263,6 +298,19 @@ class CheckpointCoordinator:
             self.has_changed = True
             self._say_again(now)
 
+    def _delay(self, wish: CheckpointRequest, now: float) -> None:
+        """Let a request wait, and say so once."""
+        if wish is self._delayed:
+            return
+        self._delayed = wish
+        error = Overload(
+            f"a checkpoint of store {wish.store!r} begins in {self._wish_at - now:.0f} s: workers have asked "
+            f"for {self._wishes_max} in {WISHES_WITHIN_S:.0f} s; {remedy('checkpoints')}",
+            limit="checkpoints",
+        )
+        self._counts.refused(error)
+        self.notes.append(("warning", str(error)))
+
     def _end(self, cut: Cut, now: float) -> None:
         if cut.stage is CutStage.COMPLETE:
             self._cut, self.kept, self.has_changed = None, cut.number, True
@@ -272,6 +320,8 @@ class CheckpointCoordinator:
             self.notes.append(("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is CutStage.GIVEN_UP:
+            if not cut.taken and cut.begun_at in self._wished:  # nothing was written
+                self._wished.remove(cut.begun_at)
             if not cut.by_worker:
                 error = StorageError(f"checkpoint {cut.number} was abandoned: {cut.reason}")
                 for asked in self._take_served():

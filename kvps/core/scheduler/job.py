@@ -85,8 +85,8 @@ class Job:
         self.formed = False
         """All seats of this job have been taken once."""
         self.seats = Membership(settings)
-        self.barriers = Barriers(range(settings.workers))
-        self.checkpoints = CheckpointCoordinator(settings.workers, settings.servers)
+        self.barriers = Barriers(range(settings.workers), settings.limits.barrier_names)
+        self.checkpoints = self._coordinator()
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
         self.status_report = StatusReport()
@@ -115,6 +115,12 @@ class Job:
         self._is_concluded = False
         """The end of :meth:`conclude` was reported."""
         self._schedule()
+
+    def _coordinator(self) -> CheckpointCoordinator:
+        settings = self.settings
+        return CheckpointCoordinator(
+            settings.workers, settings.servers, settings.limits.checkpoints, self.counts
+        )
 
     # --- what follows from a change ---------------------------------------------------------
 
@@ -293,10 +299,7 @@ class Job:
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
-        self.checkpoints, self.since = (
-            CheckpointCoordinator(self.settings.workers, self.settings.servers),
-            0,
-        )
+        self.checkpoints, self.since = self._coordinator(), 0
         self._is_concluded = False
         self.status_report = StatusReport()
         self.phase, self.reason = self.assess(now)

@@ -49,8 +49,8 @@ NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
 FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Evict, p.Leave, p.Error)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
-LOOKS_MAX, LOOKS_WITHIN_S = 20, 1.0
-"""Inquiries that are answered in such a time, all together; the others ask again."""
+LOOKS_WITHIN_S = 1.0
+"""The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 """The number of refused newcomers that the log reports in such a time."""
 
@@ -65,7 +65,7 @@ class Scheduler:
         self._begin()
 
     def _begin(self) -> None:
-        self._looks = RateLimit(LOOKS_MAX, LOOKS_WITHIN_S)
+        self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
 
     # --- doors ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
@@ -61,6 +62,8 @@ class Settings:
     """Yield a Save with each change."""
     has_keys: bool = False
     """Members say by which keys they will speak, and have no seat before."""
+    limits: Limits = field(default_factory=Limits)
+    """The named limits."""
 
     def __post_init__(self) -> None:
         seats = self.workers + self.servers

@@ -8,14 +8,12 @@ only rank 0 loads states; no rank ends a join that it has not made.
 from __future__ import annotations
 
 from kvps import protocol as p
+from kvps.core.limits import remedy
 from kvps.core.server.context import RequestContext
 from kvps.core.server.sessions import Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Overload, Unauthorized
 from kvps.protocol.envelope import Message, Role
-
-PENDING_MAX = 65_536
-"""Requests of one worker that wait for an answer."""
 
 
 def check(
@@ -58,9 +56,11 @@ def check(
                 f"{made}",
                 reason="join_not_made",
             )
-    if len(session.pending) >= PENDING_MAX:
+    most = context.limits.pending
+    if len(session.pending) >= most:
         raise Overload(
-            f"{PENDING_MAX} requests of worker {rank} already wait for an answer", limit="pending"
+            f"{most} requests of worker {rank} already wait for an answer; {remedy('pending')}",
+            limit="pending",
         )
 
 

@@ -41,7 +41,7 @@ from kvps.core.server.snapshot.storage import (
     SnapshotWritten,
     Write,
 )
-from kvps.errors import ConfigError, KvpsError
+from kvps.errors import ConfigError, KvpsError, Overload
 from kvps.protocol.envelope import Message
 
 ORDERS = (p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore)
@@ -119,6 +119,8 @@ class Checkpointer:
                 self._written(answer)
             case Completed():
                 taking = self.taking
+                if isinstance(answer.error, Overload):
+                    self._counts.refused(answer.error)
                 if taking.cut == answer.cut:
                     taking.is_committing = False
                     taking.committed = p.Committed(answer.cut, _text(answer.error))

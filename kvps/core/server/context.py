@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Hold, Route, Send
+from kvps.core.limits import Limits
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
@@ -27,6 +28,7 @@ class RequestContext:
         outbox: what this server's door will return; whatever is said is appended.
         lives: by rank, the newest incarnation that was heard of.
         counts: the server's counters.
+        limits: the named limits.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class RequestContext:
         outbox: list[Effect],
         lives: dict[int, int] | None = None,
         counts: Counts | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.counts = counts or Counts()
+        self.limits = limits or Limits()
         self.member = member
         self.chunks = chunks
         self.outbox = outbox

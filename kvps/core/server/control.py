@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvps import protocol as p
+from kvps.core.limits import remedy
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
@@ -41,8 +42,6 @@ from kvps.phrases import and_more, ranks_in_words
 from kvps.protocol.envelope import Message
 from kvps.tensors import dtype_of, from_frame, to_frame
 
-STORES_MAX = 4096
-"""Maximum stores of a job."""
 STATUS_MAX = 1024
 COUNTS_MAX = 16 * 1024
 """Maximum keys, and maximum push counts of ranks, in one STATUS answer."""
@@ -66,7 +65,9 @@ class Control:
         self._chunks = context.chunks
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
-        self.budget = MemoryBudget(context.chunks, memory_limit, self._aggregator.workers)
+        self.budget = MemoryBudget(
+            context.chunks, memory_limit, self._aggregator.workers, context.limits.keys
+        )
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -347,9 +348,11 @@ class Control:
     def _open_store(self, opened: p.Open) -> None:
         store = self._context.stores.get(opened.store)
         if store is None:
-            if len(self._context.stores) >= STORES_MAX:
+            most = self._context.limits.stores
+            if len(self._context.stores) >= most:
                 raise Overload(
-                    f"store {opened.store!r} is refused: a job may have {STORES_MAX} stores",
+                    f"store {opened.store!r} is refused: there are {most} stores already. Close stores "
+                    f"that are no longer needed, or {remedy('stores')}",
                     limit="stores",
                 )
             self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)

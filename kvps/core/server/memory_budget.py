@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvps.core.limits import TABLE, remedy
 from kvps.core.placement import EMBEDDING
 from kvps.dtypes import BY_NAME, summed_in
 from kvps.errors import Overload
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from kvps.core.optim.base import Updater
     from kvps.core.server.chunks.slab import Chunks
     from kvps.protocol.stores import Open
-
-KEYS_MAX = 1_000_000
-"""Keys of a server: each takes 1 to 3 KiB of Python objects, however few its elements."""
 
 
 class Reservation(NamedTuple):
@@ -85,11 +83,19 @@ class MemoryBudget:
         chunks: the chunks, which count the elements of each store.
         limit_bytes: the limit; None for no limit.
         workers: how many push.
+        keys_max: keys of all stores; each takes 1 to 3 KiB of Python objects, however few its elements.
     """
 
-    def __init__(self, chunks: Chunks, limit_bytes: int | None, workers: int = 1) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        limit_bytes: int | None,
+        workers: int = 1,
+        keys_max: int = TABLE["keys"].default,
+    ) -> None:
         self._chunks = chunks
         self._workers = workers
+        self._keys_max = keys_max
         self.limit_bytes = limit_bytes
         self.terms: dict[str, Terms] = {}
         """Store -> what its keys take."""
@@ -113,10 +119,11 @@ class MemoryBudget:
         Raises:
             Overload: if there is not.
         """
-        if sum([len(known) for known in self.keys.values()]) + len(keys) > KEYS_MAX:
+        if sum([len(known) for known in self.keys.values()]) + len(keys) > self._keys_max:
             raise Overload(
-                f"{len(keys)} keys of store {store!r} are too many: a server holds {KEYS_MAX:,} of all stores. Put "
-                "several tensors into one key, or rows into a table, or add servers",
+                f"{len(keys)} keys of store {store!r} are too many: a server holds {self._keys_max:,} of all "
+                "stores. Put several tensors into one key, or rows into a table, or add servers; "
+                f"{remedy('keys')}",
                 limit="keys",
             )
         if keys:

@@ -25,6 +25,7 @@ from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
 from kvps.core.keys import name_of
+from kvps.core.limits import Limits
 from kvps.core.membership_client import (
     SCHEDULER,
     STILL_S,
@@ -86,6 +87,7 @@ class Server:
         memory: Memory = PRIVATE,
         threads: int = 1,
         checkpoint_every_s: float | None = None,
+        limits: Limits | None = None,
     ) -> None:
         """Begin.
 
@@ -97,6 +99,7 @@ class Server:
             threads: how many compute.
             checkpoint_every_s: how often to write a checkpoint, 0 for never unless asked; None
                 without a place for them.
+            limits: the named limits; None for the defaults.
         """
         self._outbox: list[Effect] = []
         """Effects of the door that is being called, in order."""
@@ -108,6 +111,7 @@ class Server:
         self._memory = memory
         self._threads = threads
         self._memory_limit = memory_limit
+        self._limits = limits
         self._make_parts(0, 1, 0, {})
         self._endpoints: dict[int, tuple[str, int]] = {}
         """Server rank -> (endpoint, incarnation) that this server is connected to."""
@@ -287,7 +291,9 @@ class Server:
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
         chunks = Chunks(self._memory, server, servers)
-        self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts)
+        self.context = RequestContext(
+            self.member, chunks, self._outbox, lives, self.counts, self._limits
+        )
         self.push_pull = PushPull(self.context, workers, self._threads)
         self.control = Control(self.context, self.push_pull, self._memory_limit)
 

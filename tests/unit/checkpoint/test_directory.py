@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvps.checkpoint import atomic_file
-from kvps.checkpoint.directory import CheckpointDirectory
+from kvps.checkpoint.directory import MANIFEST_MAX, CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import verified
@@ -291,7 +291,7 @@ def test_an_image_must_hold_what_belongs_there(tmp_path: Path) -> None:
         shelves[0].load(manifest, 0, 2)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[]", b" " * (64 << 20) + b"{}"])
+@pytest.mark.parametrize("text", [b"", b"{", b"\xff", b"[]", b" " * MANIFEST_MAX + b"{}"])
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, text: bytes) -> None:
     snapshots.put(tmp_path, 1)
     path = tmp_path / "cut-00000001" / NAME

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.misbehaviour import IGNORED_S, KEPT_MAX, REFUSED_MAX, WITHIN_S, Misbehaviour
+from kvps.core.limits import TABLE
+from kvps.core.misbehaviour import IGNORED_S, KEPT_MAX, WITHIN_S, Misbehaviour
+
+REFUSED_MAX = TABLE["refused"].default
 
 
 @pytest.mark.spec("R244")

@@ -7,7 +7,8 @@ import resource
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.net import descriptors
+from kvps.net import descriptors, zeromq
+from kvps.net.zeromq import ZmqTransport
 
 ENDLESS = resource.RLIM_INFINITY
 
@@ -93,3 +94,26 @@ def test_larger_jobs_need_more() -> None:
     for count in (descriptors.of_scheduler, descriptors.of_server, descriptors.of_worker):
         assert count(1, 1) < count(2, 1)
         assert count(2, 1) < count(2, 2)
+
+
+def test_it_is_told_when_there_are_none_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in a while, and counted each second."""
+    transport = ZmqTransport("tcp://127.0.0.1:0")
+    monkeypatch.setattr(zeromq, "LOOK_EVERY_S", 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        list(transport.poll(0.0))
+        assert not transport.refused.connections["no_descriptor"]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        for _ in range(3):
+            list(transport.poll(0.0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        transport.close(0.0)
+    assert transport.refused.connections["no_descriptor"] == 3
+    assert [
+        one for one in caplog.messages if "all file descriptors of this process are in use" in one
+    ]
+    assert len(caplog.messages) == 1

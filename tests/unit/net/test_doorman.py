@@ -11,7 +11,8 @@ import pytest
 import zmq
 
 from kvps import protocol as m
-from kvps.core.misbehaviour import IGNORED_S, REFUSED_MAX
+from kvps.core.limits import TABLE
+from kvps.core.misbehaviour import IGNORED_S
 from kvps.errors import Fenced, ProtocolError
 from kvps.net.doorman import Doorman
 from kvps.net.driver import Refused
@@ -84,7 +85,7 @@ def test_an_answer_that_is_none_is_dropped() -> None:
 def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     door = Door()
     caplog.set_level(logging.WARNING)
-    for _ in range(REFUSED_MAX):
+    for _ in range(TABLE["refused"].default):
         with pytest.raises(ProtocolError, match="from an unknown host"):
             door.take(b"nonsense")
     assert door.take(BEAT) is None
@@ -93,11 +94,15 @@ def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixtur
     assert "100 packets of one connection" in line
     door.now = IGNORED_S
     assert door.take(BEAT) == BEAT
-    assert door.counts == {"bytes": REFUSED_MAX, "ignored connections": 1, "ignored": 1}
+    assert door.counts == {
+        "bytes": TABLE["refused"].default,
+        "ignored connections": 1,
+        "ignored": 1,
+    }
 
 
 def test_own_connections_are_never_ignored() -> None:
     door = Door()
-    for _ in range(REFUSED_MAX + 1):
+    for _ in range(TABLE["refused"].default + 1):
         with pytest.raises(ProtocolError):
             door.take(b"nonsense", "scheduler")

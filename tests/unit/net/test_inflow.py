@@ -179,9 +179,9 @@ def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:
 
 @pytest.mark.spec("R244")
 def test_of_very_many_that_say_nothing_the_oldest_are_closed(
-    port: Port, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    port: Port, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(inflow, "IDLE_MAX", 2)
+    port.inflow._idle_max = 2
     known, fd = port.connection()
     port.inflow.know(fd.fileno())
     idle = [port.connection()[0] for _ in range(4)]

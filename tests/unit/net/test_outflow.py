@@ -10,13 +10,15 @@ import torch
 import zmq
 
 from kvps import protocol as m
-from kvps.net.outflow import UNREAD_MAX_BYTES, Outflow
+from kvps.core.limits import TABLE
+from kvps.net.outflow import Outflow
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.tensors import to_frame
 from tests.integration.processes import until
 
+UNREAD_MAX_BYTES = TABLE["unread"].default
 HALF = UNREAD_MAX_BYTES // 2
 
 

@@ -113,9 +113,9 @@ def test_nothing_to_say_while_nothing_was_given_back() -> None:
     held = take(taken, 1, 2)
     assert taken.release() is None
     del held[0]
-    assert len(taken.returned) == 1
+    assert taken.returned == 1
     assert taken.release() == Release(3, (2,))
-    assert len(taken.returned) == 0
+    assert taken.returned == 0
     assert taken.release() is None
 
 

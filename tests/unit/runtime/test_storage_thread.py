@@ -26,7 +26,7 @@ from kvps.core.server.snapshot.storage import (
     SnapshotWritten,
     Write,
 )
-from kvps.errors import StorageError
+from kvps.errors import Overload, StorageError
 from kvps.protocol.checkpoint import Commit, ImageSum, StoreSum
 from kvps.runtime.storage_thread import StorageThread, carry_out, manifest_of
 from tests.support import snapshots
@@ -105,6 +105,23 @@ def test_cuts_are_found_by_job_and_by_tag(tmp_path: Path) -> None:
         (FindCuts(0, 2, bytes(16)), ()),
     ):
         assert carry_out(str(tmp_path), look) == FoundCuts(found, 6)
+
+
+@pytest.mark.spec("R244")
+def test_checkpoints_with_a_tag_are_bounded(tmp_path: Path) -> None:
+    """All others are removed by and by; and of those with a tag, one may be written again."""
+    for cut in (1, 2):
+        complete(tmp_path, cut)
+    sums = write(tmp_path, 3)
+    for server in range(2):
+        refused = carry_out(str(tmp_path), order_of(sums, 3, "more", server), tagged_max=2)
+        assert isinstance(refused, Completed)
+        assert isinstance(refused.error, Overload)
+        assert str(refused.error).startswith("checkpoint 3 (more) not completed: ")
+        assert "already has 2 checkpoints with a tag" in str(refused.error)
+    assert not (tmp_path / "cut-00000003" / "manifest.json").exists()
+    for order in (order_of(write(tmp_path, 4), 4, ""), order_of(sums, 2)):
+        assert carry_out(str(tmp_path), order, tagged_max=2) == Completed(order.commit.cut)
 
 
 def test_one_that_was_given_up_is_removed(tmp_path: Path) -> None:

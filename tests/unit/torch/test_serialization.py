@@ -149,6 +149,16 @@ def test_bytes_that_no_worker_makes(packed):
         unpack(packed)
 
 
+def test_blank_tensors_fit_the_memory_of_this_machine(monkeypatch):
+    """All of them together, and before the first of them is made."""
+    monkeypatch.setattr(serialization, "memory_bytes", lambda: 100)
+    blanks = []
+    unpack(pack([torch.ones(12), torch.ones(12)], []), blanks)
+    assert [one.numel() for one in blanks] == [12, 12]
+    with pytest.raises(ProtocolError, match="more bytes than this machine has"):
+        unpack(pack([torch.ones(12), torch.ones(14)], []), [])
+
+
 @pytest.mark.parametrize("shape", [[-1], [2**50], ["x"]])
 def test_shapes_of_blank_tensors_are_checked(shape):
     bad = msgpack.packb(msgpack.ExtType(serialization.ASIDE, msgpack.packb(["float32", shape])))

@@ -184,9 +184,8 @@ class HostGroup:
     def _endpoint(self, rank: int, incarnation: int) -> str:
         """Return the address at which a worker of this machine listens: a name in the kernel, not a file."""
         key = self._member.key_of(Node(Role.WORKER, rank))
-        if key:
-            return near_door(key)
-        return f"ipc://@kvps-{self._member.job.hex()}-{rank}-{incarnation}"
+        # Every user of the host sees the names of such sockets, and only members may know the job's.
+        return near_door(key or f"{self._member.job.hex()}-{rank}-{incarnation}")
 
     def leader(self, chunk: int) -> int:
         """Return the rank of the worker of this machine that leads a chunk."""

@@ -6,7 +6,6 @@ import pytest
 
 from kvps.core.scheduler.barriers import (
     NAME_MAX,
-    NAMES_MAX,
     OPEN_MAX,
     Answer,
     Barriers,
@@ -131,17 +130,17 @@ def test_a_release_that_nobody_waits_for_any_more() -> None:
 
 
 def test_limits() -> None:
-    barriers = Barriers(range(2))
+    barriers = Barriers(range(2), names_max=8)
     for number in range(OPEN_MAX):
         stand(barriers, 0, number)
     with pytest.raises(Overload, match="64 open waits"):
         stand(barriers, 0, OPEN_MAX)
     with pytest.raises(ConfigError, match="at most 256 characters"):
         stand(barriers, 0, name="x" * (NAME_MAX + 1))
-    for index in range(NAMES_MAX - 1):
+    for index in range(7):
         barriers.released["kv", str(index)] = 0
         barriers.after["kv", str(index)] = {0: 0}
-    with pytest.raises(Overload, match="1024 names"):
+    with pytest.raises(Overload, match=r"8 names .* kvps-scheduler --limit barrier_names=NUMBER"):
         stand(barriers, 0, name="one more")
     assert stand(barriers, 0, 1, name="5") == []
 

@@ -314,6 +314,69 @@ class TestByWish:
         desk.take(2)
         assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
 
+    @pytest.mark.spec("R244")
+    @pytest.mark.parametrize("tag", ["two words", "a\nb", "../x", ".hidden", "-x", "é", "x" * 65])
+    def test_a_tag_is_a_word(self, tag: str) -> None:
+        desk = Desk(every_s=0.0)
+        with pytest.raises(ConfigError, match="use 1 to 64 of the characters"):
+            desk.ask(0, tag=tag)
+        assert desk.letters() == []
+
+    @pytest.mark.spec("R244")
+    def test_so_many_in_a_minute_and_the_next_waits(self) -> None:
+        desk = Desk(every_s=0.0)
+        for number in range(1, 7):
+            desk.ask(0, number=number)
+            desk.take(number)
+            desk.wait(1.0)
+        desk.answers()
+        desk.notes()
+        for seq in (9, 10):  # it asks again
+            desk.ask(0, number=7, seq=seq)
+        assert (desk.letters(), desk.answers()) == ([], [])
+        (told,) = desk.notes()
+        assert told.startswith(
+            "a checkpoint of store 'kv' begins in 54 s: workers have asked for 6"
+        )
+        assert "kvps-scheduler --limit checkpoints=NUMBER" in told
+        assert desk.core._counts.values() == {("kvps_overloads_total", "checkpoints"): 1}
+        assert desk.core.due == desk.now + 54.0
+        assert desk.wait(53.0) == []
+        assert desk.wait(1.0) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
+        desk.take(7)
+        assert desk.answers() == [(b"w0", Checkpointed(10, 7))]
+
+    @pytest.mark.spec("R244")
+    def test_the_interval_of_the_servers_is_not_bounded(self) -> None:
+        desk = Desk(every_s=1.0)
+        for number in range(1, 20):
+            assert desk.wait(1.0) == [(W0, Halt(number, {})), (W1, Halt(number, {}))]
+            desk.take(number)
+        assert desk.core._counts.values() == {}
+
+    @pytest.mark.spec("R244")
+    def test_what_waits_is_granted_by_the_next_by_the_clock(self) -> None:
+        desk = Desk(every_s=20.0)
+        for number in range(1, 7):
+            desk.ask(0, number=number)
+            desk.take(number)
+        desk.answers()
+        desk.ask(0, number=7, tag="best")
+        assert desk.letters() == []
+        assert desk.core.due == desk.now + 20.0
+        assert desk.wait(20.0) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
+        desk.take(7)
+        assert desk.answers() == [(b"w0", Checkpointed(9, 7))]
+
+    def test_one_that_wrote_nothing_does_not_count(self) -> None:
+        desk = Desk(every_s=0.0)
+        for number in range(1, 9):
+            desk.ask(0, number=number)
+            desk.meet(workers=1)
+            desk.hear(*[(node, Proceeding(number, True)) for node in (W0, W1)])
+            desk.meet()
+        assert desk.core._counts.values() == {}
+
     def test_wishes_with_one_tag_are_granted_by_one_and_others_by_the_next(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.server import authority
-from kvps.core.server.control import STORES_MAX
+from kvps.core.limits import Limits
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Error, Join, Return
 from kvps.protocol.stores import SetState
@@ -68,9 +67,10 @@ def test_nobody_returns_from_a_join_that_he_has_not_made() -> None:
 
 
 @pytest.mark.spec("R244")
-def test_what_waits_of_one_worker_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authority, "PENDING_MAX", 3)
-    one = stage()
+def test_what_waits_of_one_worker_is_bounded() -> None:
+    one = ServerStage(3, limits=Limits(pending=3))
+    one.open()
+    one.init("a", [0.0, 0.0])
     for _ in range(3):
         assert one.pull(0, "a", after=1) == []
     assert refusal(one.pull(0, "a", after=1)).startswith(
@@ -82,10 +82,11 @@ def test_what_waits_of_one_worker_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.spec("R244")
 def test_stores_are_bounded() -> None:
-    one = stage()
-    for number in range(STORES_MAX - 1):
+    one = ServerStage(3, limits=Limits(stores=4))
+    one.open()
+    for number in range(3):
         one.server.control._open_store(opening(store=f"kv-{number}"))
-    assert refusal(one.say(0, opening(store="more"))).startswith(
-        "Overload: store 'more' is refused"
-    )
+    said = refusal(one.say(0, opening(store="more")))
+    assert said.startswith("Overload: store 'more' is refused: there are 4 stores already.")
+    assert said.endswith("kvps-server --limit stores=NUMBER (KVPS_LIMITS) raises the limit")
     assert not heard(one.say(0, opening()), Error)

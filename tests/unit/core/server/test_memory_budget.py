@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvps.core.limits import TABLE
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks, Slab
-from kvps.core.server.memory_budget import KEYS_MAX, MemoryBudget, Reservation, Terms
+from kvps.core.server.memory_budget import MemoryBudget, Reservation, Terms
 from kvps.errors import Overload
 from tests.support.server_harness import opening
 
@@ -124,7 +125,7 @@ def test_residuals_are_reserved_once() -> None:
 
 def test_a_server_holds_a_million_keys() -> None:
     budget = holding(None, float32=10)
-    budget.keys["other"] = range(KEYS_MAX - 2)  # type: ignore[assignment]  # as many as that
+    budget.keys["other"] = range(TABLE["keys"].default - 2)  # type: ignore[assignment]  # as many as that
     budget.demand_keys("kv", ["a", "b"], {})
     with pytest.raises(
         Overload, match="3 keys of store 'kv' are too many: a server holds 1,000,000"

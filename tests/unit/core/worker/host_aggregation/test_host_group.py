@@ -105,12 +105,13 @@ class TestMeeting:
     def test_listens_once_under_a_name_that_the_others_know(self) -> None:
         one = Bench(3, 1, 1, machines=(2, 2, 2))
         one.view()
-        name = f"ipc://@kvps-{JOB.hex()}-%d-%d"
-        assert [it for it in one.effects if isinstance(it, Listen)] == [Listen(name % (1, 22))]
+        names = [near_door(f"{JOB.hex()}-{rank}-{21 + rank}") for rank in range(3)]
+        assert [it for it in one.effects if isinstance(it, Listen)] == [Listen(names[1])]
         assert [it for it in one.effects if isinstance(it, Connect)][2:] == [
-            Connect("worker 0", name % (0, 21), is_near=True),
-            Connect("worker 2", name % (2, 23), is_near=True),
+            Connect("worker 0", names[0], is_near=True),
+            Connect("worker 2", names[2], is_near=True),
         ]
+        assert not [name for name in names if JOB.hex() in name], "who lists it knows the job"
 
     @pytest.mark.spec("R95", "R248")
     def test_where_there_are_keys_nobody_else_can_foresee_the_name(self) -> None:
@@ -143,7 +144,7 @@ class TestMeeting:
         one = bench()
         effects = one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
         assert [it for it in effects if isinstance(it, Connect)] == [
-            Connect("worker 1", f"ipc://@kvps-{JOB.hex()}-1-40", is_near=True)
+            Connect("worker 1", near_door(f"{JOB.hex()}-1-40"), is_near=True)
         ]
         one.call(push({"a": ONES}))
         assert pushes(one, "worker 1") == [], "it has not answered HELLO"
