@@ -96,6 +96,7 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         _demand(cuts, (int, int, int, bool, int))
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
+        _demand(counts, (int, int))
         if counts != [settings.workers, settings.servers]:
             raise ConfigError(
                 "the scheduler's state is of a job with {} workers and {} servers, and now there "
@@ -125,6 +126,10 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
                 *keys,
             ) = fields
             seat.keys = keys[0], keys[1]
+        for one in barriers:
+            _demand(one, (str, str, int, int))
+        for one in resumed:
+            _demand(one, (str, int, int))
         passed = {(store, name): Passed(*one) for store, name, *one in barriers}
         places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts
