@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 import socket
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass
 
 from kvps.core.limits import TABLE
@@ -217,20 +215,20 @@ class Inflow:
         return idle[: max(0, len(idle) - self._idle_max)]
 
     def _close(self, fd: int, why: str) -> None:
-        try:
-            same = socket.socket(fileno=os.dup(fd))
+        try:  # without a copy of the descriptor: there may be none left
+            same = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         except OSError:
             return
-        with closing(same):
-            try:
-                if same.getsockname()[1] != self.port:
-                    return  # it broke just now, and the number is another's already
-                peer = same.getpeername()
-            except OSError:
-                return
-            if not _dissolve(same.fileno()):
-                return
-        self._tell(f"{peer[0]}:{peer[1]}", why)
+        try:
+            if same.getsockname()[1] != self.port:
+                return  # it broke just now, and the number is another's already
+            peer = same.getpeername()
+        except OSError:
+            return
+        finally:
+            same.detach()
+        if _dissolve(fd):
+            self._tell(f"{peer[0]}:{peer[1]}", why)
 
     def _tell(self, whence: str, why: str) -> None:
         """Say in the log that a connection was closed, unless that was said of another just now."""

@@ -7,8 +7,10 @@ stays short. Outsiders are not answered; the insider, who has a session key, is 
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
+import resource
 import socket
 import struct
 import threading
@@ -23,6 +25,7 @@ import zmq
 from kvps import protocol as m
 from kvps.compression.spec import CODECS, CodecSpec
 from kvps.core.keys import near_door
+from kvps.core.limits import TABLE
 from kvps.errors import Overload, Unauthorized
 from kvps.net.zap import new_pair
 from kvps.protocol import wire
@@ -32,9 +35,11 @@ from tests.faults.streams import Stream, TcpProxy
 from tests.hostile.target import ROUNDS, Target, Voice, head, hello, spell
 from tests.integration.processes import made, until
 from tests.integration.strangers import command, connection, throw
+from tests.support.scraping import change
 
 CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 PORTS = ["scheduler", "server"]
+IDLE_MAX = TABLE["idle"].default
 PORT = pytest.mark.parametrize("port", PORTS)
 RUN = Run(0, 1000, 10**6)
 VALUES = bytes(4000)
@@ -151,7 +156,7 @@ def _is_closed(one: socket.socket) -> bool:
 
 
 @pytest.mark.thorough
-def test_more_connections_than_there_are_descriptors(target: Target) -> None:
+def test_two_thousand_idle_connections(target: Target) -> None:
     """They wait to be taken, or are closed as idle; members keep theirs."""
     for port in PORTS:
         with ExitStack() as stack:
@@ -160,6 +165,33 @@ def test_more_connections_than_there_are_descriptors(target: Target) -> None:
                     stack.enter_context(connection(place(target, port)))
             count = len(target.rounds())
             until(lambda count=count: len(target.rounds()) > count + ROUNDS, "rounds beside them")
+
+
+@PORT
+@pytest.mark.thorough
+def test_more_connections_than_there_are_descriptors(target: Target, port: str) -> None:
+    """Those that carry nothing are closed, also where not even a descriptor is left to look at them."""
+    process = target.cluster.process if port == "scheduler" else target.server
+    limits = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+
+    def count() -> int:
+        return len(os.listdir(f"/proc/{process.pid}/fd"))
+
+    most = count() + IDLE_MAX + 50
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with ExitStack() as stack:
+            for _ in range(most + 200):
+                with suppress(OSError):
+                    stack.enter_context(connection(place(target, port)))
+            until(lambda: count() >= most, "use of all descriptors")
+            rounds = len(target.rounds())
+            until(lambda: len(target.rounds()) > rounds + ROUNDS, "rounds beside them")
+            until(lambda: count() < most, "descriptors that are free again")
+    finally:
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, limits)
+    at = target.endpoints[PORTS.index(port)]
+    until(lambda: change(at, {}).get(("kvps_refused_connections_total", "no_descriptor")), "metric")
 
 
 # --- handshakes ----------------------------------------------------------------------------------

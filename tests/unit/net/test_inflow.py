@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,9 +180,20 @@ def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("R244")
+@pytest.mark.parametrize("has_descriptors", [True, False])
 def test_of_very_many_that_say_nothing_the_oldest_are_closed(
-    port: Port, caplog: pytest.LogCaptureFixture
+    port: Port,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_descriptors: bool,
 ) -> None:
+    """Also where they have all descriptors that there are."""
+
+    def none_left(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    if not has_descriptors:
+        monkeypatch.setattr(os, "dup", none_left)
     port.inflow._idle_max = 2
     known, fd = port.connection()
     port.inflow.know(fd.fileno())
