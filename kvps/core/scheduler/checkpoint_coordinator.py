@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvps.core.counts import Counts
 from kvps.core.limits import TABLE, remedy
@@ -27,8 +28,11 @@ from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Recall, Restored,
 from kvps.protocol.envelope import Message, Node, Role
 from kvps.protocol.membership import Error
 
+T = TypeVar("T")
 RETRY_S = 5.0
 """How long after a cut that was given up the next is tried, at most."""
+STORES_MAX = 1024
+"""Stores whose requests wait at a time, and stores whose last answer is kept for workers that ask late."""
 WISHES_WITHIN_S = 60.0
 """The time of the limit ``checkpoints``: so many are written because workers ask, and then a request waits."""
 
@@ -158,6 +162,7 @@ class CheckpointCoordinator:
 
         Raises:
             ConfigError: if no server has a place for it, or its tag is none.
+        Overload: if requests of too many stores wait.
         """
         if wish.tag and not is_tag(wish.tag):
             raise ConfigError(f"tag={wish.tag!r:.80}: {TAG_RULE}")
@@ -173,6 +178,11 @@ class CheckpointCoordinator:
         if self._knows_all and not self._keeps:
             raise _no_place()
         asked = self._wishes.get(wish.store)
+        if asked is None and len(self._wishes) >= STORES_MAX:
+            raise Overload(
+                f"checkpoints of {STORES_MAX} stores wait already; ask again when they are written",
+                limit="waiting_checkpoints",
+            )
         if asked is None or asked.number < wish.number:
             asked = self._wishes[wish.store] = CheckpointRequest(wish.store, wish.number, wish.tag)
         asked.waiters[rank] = waiter
@@ -335,7 +345,7 @@ class CheckpointCoordinator:
 
     def _grant(self, cut: Cut) -> None:
         for asked in self._take_served():
-            self._granted[asked.store] = (asked.number, cut.number)
+            _keep(self._granted, asked.store, (asked.number, cut.number))
             for waiter in asked.waiters.values():
                 self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, cut.number)))
 
@@ -353,7 +363,7 @@ class CheckpointCoordinator:
         self._wishes.clear()
 
     def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
-        self._refused[asked.store] = (asked.number, error)
+        _keep(self._refused, asked.store, (asked.number, error))
         for waiter in asked.waiters.values():
             self.answers.append(Answer(waiter.route, Error(waiter.seq, error.code, str(error))))
 
@@ -390,6 +400,14 @@ class CheckpointCoordinator:
         """How often cuts are taken; 0 for only when asked."""
         wanted = [one.every_s for one in self._shelves.values() if one.every_s]
         return min(wanted, default=0.0)
+
+
+def _keep(kept: dict[str, T], store: str, answer: T) -> None:
+    """Keep the last answer to a store, and no more than :data:`STORES_MAX` of them."""
+    kept.pop(store, None)
+    kept[store] = answer
+    if len(kept) > STORES_MAX:
+        del kept[next(iter(kept))]
 
 
 def _no_place() -> ConfigError:

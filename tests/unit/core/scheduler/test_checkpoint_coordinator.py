@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvps.core.scheduler import checkpoint_coordinator as module
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.checkpoint_coordinator import RETRY_S, CheckpointCoordinator
 from kvps.core.scheduler.cut import AGAIN_S, HALT_MAX_S
-from kvps.errors import BY_CODE, ConfigError, StorageError
+from kvps.errors import BY_CODE, ConfigError, Overload, StorageError
 from kvps.protocol.checkpoint import (
     Checkpoint,
     Checkpointed,
@@ -345,6 +346,24 @@ class TestByWish:
         assert desk.wait(1.0) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
         desk.take(7)
         assert desk.answers() == [(b"w0", Checkpointed(10, 7))]
+
+    @pytest.mark.spec("R244")
+    def test_stores_that_wait_and_answers_that_are_kept_are_bounded(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "STORES_MAX", 3)
+        desk = Desk(every_s=0.0)
+        for store in ("a", "b", "c"):
+            desk.ask(0, store=store)
+        with pytest.raises(Overload, match="checkpoints of 3 stores wait already"):
+            desk.ask(0, store="d")
+        desk.ask(1, store="c")
+        desk.take()  # for a alone: it has begun before the others asked
+        desk.take(2)
+        for number, store in enumerate(("d", "e"), 3):
+            desk.ask(0, store=store)
+            desk.take(number)
+        assert list(desk.core._granted) == ["c", "d", "e"]
 
     @pytest.mark.spec("R244")
     def test_the_interval_of_the_servers_is_not_bounded(self) -> None:
