@@ -47,7 +47,16 @@ METRICS = (
         "Requests that were refused because a named limit was reached, or delayed (checkpoints).",
         label="limit",
         labels=(
-            *("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+            *(
+                "pending",
+                "keys",
+                "waiting_keys",
+                "rows",
+                "memory",
+                "stores",
+                "barriers",
+                "barrier_names",
+            ),
             *("checkpoints", "waiting_checkpoints", "tagged_checkpoints"),
         ),
     ),

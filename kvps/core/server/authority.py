@@ -62,6 +62,14 @@ def check(
             f"{most} requests of worker {rank} already wait for an answer; {remedy('pending')}",
             limit="pending",
         )
+    if isinstance(message, p.Declare) and not message.create:
+        keys = session.waiting_keys + len(message.entries)
+        if keys > context.limits.keys:
+            raise Overload(
+                f"requests of worker {rank} wait for {keys:,} keys, and a server holds "
+                f"{context.limits.keys:,}; {remedy('keys')}",
+                limit="waiting_keys",
+            )
 
 
 def _store_of(

@@ -232,9 +232,9 @@ class RequestContext:
             self.refuse(session, seq, error)
             return
         if answer is None:
-            session.pending[seq] = waiting
+            session.wait(seq, waiting)
         else:
-            session.pending.pop(seq, None)
+            session.forget(seq)
             self.send(session, answer)
 
     def retry(self) -> None:
@@ -255,7 +255,7 @@ class RequestContext:
 
     def refuse(self, session: Session, seq: int, error: KvpsError) -> None:
         """Answer a request that was pending by an error."""
-        session.pending.pop(seq, None)
+        session.forget(seq)
         self.counts.refused(error)
         self.send(session, Error(seq, error.code, str(error)))
 

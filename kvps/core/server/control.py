@@ -212,7 +212,7 @@ class Control:
             reason = _of(message.creator, "has not loaded a value")(describe)
             return f"key {key[:64]!r}{and_more(left)}: {reason}"
 
-        self._context.attempt(session, seq, PendingRequest(retry, why))
+        self._context.attempt(session, seq, PendingRequest(retry, why, len(message.entries)))
 
     def optimize(self, session: Session, seq: int, message: p.Optimize) -> None:
         """Set the optimizer, or wait until rank 0 has."""

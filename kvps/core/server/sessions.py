@@ -25,6 +25,21 @@ class Session:
     """Time of its last request; PROBE does not count."""
     pending: dict[int, PendingRequest | PendingRead] = field(default_factory=dict)
     """seq -> request that is still to be answered; others are never answered again."""
+    waiting_keys: int = 0
+    """The keys that pending DECLAREs name, all together."""
+
+    def wait(self, seq: int, request: PendingRequest) -> None:
+        """Keep a request until it can be answered."""
+        if self.pending.get(seq) is not request:
+            self.forget(seq)
+            self.pending[seq] = request
+            self.waiting_keys += request.keys
+
+    def forget(self, seq: int) -> None:
+        """Keep a request no longer: it is answered."""
+        request = self.pending.pop(seq, None)
+        if isinstance(request, PendingRequest):
+            self.waiting_keys -= request.keys
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +49,8 @@ class PendingRequest:
     retry: Callable[[], Message | None]
     """Returns the answer, or None while it still waits."""
     why: Callable[[Describe], str]
+    keys: int = 0
+    """The number of keys that it names, of a DECLARE."""
 
 
 @dataclass(slots=True, eq=False)

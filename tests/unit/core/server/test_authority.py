@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvps.core.limits import Limits
-from kvps.protocol.envelope import Role
+from kvps.protocol.envelope import Message, Role
 from kvps.protocol.membership import Error, Join, Return
-from kvps.protocol.stores import SetState
+from kvps.protocol.stores import Declare, Entry, SetState
 from kvps.protocol.values import Ack
 from tests.support.server_harness import ServerStage, heard, opening, refusal
 
@@ -78,6 +78,28 @@ def test_what_waits_of_one_worker_is_bounded() -> None:
     )
     assert one.pull(1, "a", after=1) == []
     one.push(0, "a", torch.ones(2), 0)
+
+
+@pytest.mark.spec("R244")
+def test_keys_that_one_worker_waits_for_are_bounded() -> None:
+    one = ServerStage(3, limits=Limits(keys=5))
+    one.open()
+
+    def wait_for(*keys: str, rank: int = 1) -> list[Message]:
+        entries = tuple([Entry(key, 1, (2,), 0, 2) for key in keys])
+        return one.say(rank, Declare("kv", False, 0, entries))
+
+    assert wait_for("a", "b", "c") == []
+    assert wait_for("d", "e") == []
+    assert refusal(wait_for("f")).startswith(
+        "Overload: requests of worker 1 wait for 6 keys, and a server holds 5; kvps-server --limit"
+    )
+    assert wait_for("f", rank=2) == []
+    one.init("d", [0.0, 0.0])
+    assert wait_for("f") != [], "one of two keys does not answer the request"
+    one.init("e", [0.0, 0.0])
+    assert one.server.context.sessions[1].waiting_keys == 3
+    assert wait_for("f", "g") == []
 
 
 @pytest.mark.spec("R244")
