@@ -157,7 +157,8 @@ def _parser() -> flags.Parser:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="set a variable for all processes; NAME alone: to its value here; may be repeated",
+        help="set a variable for all processes; NAME alone: to its value here, which keeps a secret out of "
+        "the process list; may be repeated",
     )
     for role in ("server", "worker"):
         parser.add_argument(

@@ -415,6 +415,9 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
     ),
     "the state of the optimizer": ("server", {}, m.SetState(0, 0, 1000, 1, ())),
     "a return from no join": ("server", {}, m.Return("canary", 2**63 - 1)),
+    "a release of rank 0's loans": ("server", {"rank": 0}, m.Release(2**63 - 1, ())),
+    "memory of rank 0": ("server", {"rank": 0}, m.Offer(1, 3, 1 << 20, 7)),
+    "that rank 0 has taken memory": ("server", {"rank": 0}, m.Taken(7, True)),
     "an eviction": ("scheduler", {}, m.Evict(2, 0)),
 }
 
@@ -465,6 +468,18 @@ def test_hello_again_and_again(target: Target) -> None:
         for _ in range(100):
             one.say(target.me(seq=1), hello(1))
             assert isinstance(one.heard(), m.Welcome)
+
+
+@pytest.mark.parametrize("pid", [0, 1, 2**31 - 1, 2**62])
+def test_memory_that_there_is_not(target: Target, pid: int) -> None:
+    """And loans that were never made."""
+    with target.voice("server") as one:
+        one.say(target.me(), m.Offer(pid, 3, 1 << 40, 7))
+        answers = [*iter(lambda: one.heard(200), None)]
+        assert all(isinstance(one, m.Taken | m.Error) for one in answers), answers
+        assert not any(one.mapped for one in answers if isinstance(one, m.Taken)), answers
+        one.say(target.me(), m.Release(2**63 - 1, (1, 2**62)))
+        assert_it_is_heard(target, one)
 
 
 def test_a_barrier_twice(target: Target) -> None:
