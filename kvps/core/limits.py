@@ -72,6 +72,6 @@ def remedy(name: str) -> str:
 
     Example:
         >>> remedy("stores")
-        'kvps-server --limit stores=NUMBER (KVPS_LIMITS) raises the limit'
+        'raise the limit with kvps-server --limit stores=NUMBER (KVPS_LIMITS)'
     """
-    return f"kvps-{TABLE[name].roles[0]} --limit {name}=NUMBER (KVPS_LIMITS) raises the limit"
+    return f"raise the limit with kvps-{TABLE[name].roles[0]} --limit {name}=NUMBER (KVPS_LIMITS)"

@@ -351,8 +351,8 @@ class Control:
             most = self._context.limits.stores
             if len(self._context.stores) >= most:
                 raise Overload(
-                    f"store {opened.store!r} is refused: there are {most} stores already. Close stores "
-                    f"that are no longer needed, or {remedy('stores')}",
+                    f"store {opened.store!r} is refused: there are {most} stores already, and a store lasts as long as "
+                    f"its job. Use one of them, or {remedy('stores')}",
                     limit="stores",
                 )
             self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)

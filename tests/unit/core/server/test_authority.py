@@ -92,7 +92,7 @@ def test_keys_that_one_worker_waits_for_are_bounded() -> None:
     assert wait_for("a", "b", "c") == []
     assert wait_for("d", "e") == []
     assert refusal(wait_for("f")).startswith(
-        "Overload: requests of worker 1 wait for 6 keys, and a server holds 5; kvps-server --limit"
+        "Overload: requests of worker 1 wait for 6 keys, and a server holds 5; raise the limit"
     )
     assert wait_for("f", rank=2) == []
     one.init("d", [0.0, 0.0])
@@ -109,6 +109,6 @@ def test_stores_are_bounded() -> None:
     for number in range(3):
         one.server.control._open_store(opening(store=f"kv-{number}"))
     said = refusal(one.say(0, opening(store="more")))
-    assert said.startswith("Overload: store 'more' is refused: there are 4 stores already.")
-    assert said.endswith("kvps-server --limit stores=NUMBER (KVPS_LIMITS) raises the limit")
+    assert said.startswith("Overload: store 'more' is refused: there are 4 stores already")
+    assert said.endswith("raise the limit with kvps-server --limit stores=NUMBER (KVPS_LIMITS)")
     assert not heard(one.say(0, opening()), Error)
