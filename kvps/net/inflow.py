@@ -63,9 +63,11 @@ class Limits:
     """From then on."""
     crowd: int
     """The limit of all connections together that have not sent a packet yet."""
+    members: int
+    """The limit of all others together."""
 
 
-CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20)
+CONTROL = Limits(strange=2 << 20, known=4 << 20, crowd=32 << 20, members=256 << 20)
 """The limits of a scheduler, which receives only the heads of a few packets."""
 
 
@@ -76,7 +78,8 @@ def data_limits() -> Limits:
     smaller packet, such as a probe for what was lost.
     """
     known = min(wire.FRAME_BYTES_MAX * (ROWS_FRAMES_MAX // 2 + 2), memory_bytes() // 8)
-    return Limits(strange=8 << 20, known=max(known, 64 << 20), crowd=64 << 20)
+    known = max(known, 64 << 20)
+    return Limits(8 << 20, known, crowd=64 << 20, members=max(known, memory_bytes() // 2))
 
 
 @dataclass(slots=True)
@@ -189,21 +192,23 @@ class Inflow:
 
     def _excessive(self, rests: dict[int, float]) -> Iterator[tuple[int, int]]:
         """Yield of which connections too much lies here, and how much may."""
-        strange, known, crowd = self._limits.strange, self._limits.known, self._limits.crowd
-        others: list[tuple[float, int]] = []
+        strange, known = self._limits.strange, self._limits.known
+        strangers: list[tuple[float, int]] = []
+        members: list[tuple[float, int]] = []
         for fd, rest in rests.items():
             one = self._connections[fd]
             limit = known if one.is_known else strange
             if rest > limit or (one.is_known and one.is_swelling(rest, strange)):
                 yield fd, limit
-            elif not one.is_known and rest > PETTY_BYTES:
-                others.append((rest, fd))
-        together = sum([rest for rest, _ in others])
-        for rest, fd in sorted(others, reverse=True):
-            if together <= crowd:
-                return
-            together -= rest
-            yield fd, PETTY_BYTES
+            elif rest > PETTY_BYTES:
+                (members if one.is_known else strangers).append((rest, fd))
+        for some, most in ((strangers, self._limits.crowd), (members, self._limits.members)):
+            together = sum([rest for rest, _ in some])
+            for rest, fd in sorted(some, reverse=True):
+                if together <= most:
+                    break
+                together -= rest
+                yield fd, PETTY_BYTES
 
     def _idle(self, now: float) -> list[int]:
         """Return the oldest of those that carry nothing, where there are too many."""

@@ -14,7 +14,7 @@ from kvps.net import inflow
 from kvps.net.inflow import EACH_S, GREETING, LOOK_EVERY_S, PETTY_BYTES, Inflow, Limits
 from kvps.net.memory import memory_bytes
 
-LIMITS = Limits(strange=100_000, known=200_000, crowd=250_000)
+LIMITS = Limits(strange=100_000, known=200_000, crowd=250_000, members=400_000)
 
 
 class Port:
@@ -105,6 +105,19 @@ def test_one_who_has_sent_a_packet_may_send_more_at_once(port: Port) -> None:
     send(theirs, ours, 80_000)
     port.look()
     assert not is_open(theirs)
+
+
+@pytest.mark.spec("R203")
+def test_of_all_members_together_those_with_most_are_closed(port: Port) -> None:
+    ends = [port.connection() for _ in range(4)]
+    for theirs, ours in ends:
+        port.inflow.know(ours.fileno())
+        send(theirs, ours, 95_000)
+    port.look()
+    assert all(is_open(theirs) for theirs, _ in ends)
+    send(*ends[2], 90_000)
+    port.look()
+    assert [is_open(theirs) for theirs, _ in ends] == [True, True, False, True]
 
 
 @pytest.mark.spec("R203")
