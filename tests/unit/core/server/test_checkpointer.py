@@ -24,7 +24,7 @@ from kvps.core.server.snapshot.storage import (
     SnapshotWritten,
     Write,
 )
-from kvps.errors import Overload, StorageError
+from kvps.errors import KvpsError, Overload, StorageError
 from kvps.protocol.checkpoint import (
     Commit,
     Committed,
@@ -203,10 +203,13 @@ class TestCommit:
         assert one.orders() == []
 
     @pytest.mark.spec("R138")
-    def test_that_fails_is_told(self) -> None:
+    @pytest.mark.parametrize("error", [FULL, Overload("100 are kept", limit="tagged_checkpoints")])
+    def test_that_fails_is_told(self, error: KvpsError) -> None:
         one = self.written()
         order(one, self.COMMIT)
-        assert done(one, Completed(5, FULL)) == [Committed(5, str(FULL))]
+        assert done(one, Completed(5, error)) == [Committed(5, str(error))]
+        counted = one.server.counts.values().get(("kvps_overloads_total", "tagged_checkpoints"), 0)
+        assert counted == isinstance(error, Overload)
 
     def test_of_another_cut_than_the_one_in_hand(self) -> None:
         one = stage()
