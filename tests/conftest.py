@@ -15,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import tiers
+from tests.support import pairwise, tiers
 
 TESTS = Path(__file__).resolve().parent
 PROTOCOL = TESTS.parent / "docs" / "protocol.md"
@@ -70,8 +70,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what is not of this tier; skip what is run on request only, or cannot run here."""
     if not tiers.plays_all() and not names_single_tests(config):
         thorough = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+        everyday = [item for item in items if not item.get_closest_marker("thorough")]
+        rest = {*thorough, *pairwise.repeats(everyday)}
+        config.hook.pytest_deselected(items=list(rest))
+        items[:] = [item for item in items if item not in rest]
     config.stash[COLLECTED] = list(items)
     if folders := [Path(folder).resolve() for folder in config.getoption("--leave-out")]:
         left_out = [item for item in items if any(map(item.path.is_relative_to, folders))]

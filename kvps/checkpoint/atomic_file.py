@@ -28,7 +28,7 @@ class Written(NamedTuple):
     sha256: str
 
 
-class Sink:
+class HashedFile:
     """An open file that counts and hashes what is written to it.
 
     It sleeps ``throttle`` seconds for each second of work, so that others get at the memory and the disk.
@@ -99,7 +99,7 @@ def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
 
 def put(
     path: Path,
-    fill: Callable[[Sink], None],
+    fill: Callable[[HashedFile], None],
     aside: Path | None = None,
     throttle: float = 0.0,
     mode: int = 0o600,
@@ -119,7 +119,7 @@ def put(
     with replacing(path, aside) as place:
         file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         try:
-            sink = Sink(file, throttle)
+            sink = HashedFile(file, throttle)
             fill(sink)
         finally:
             os.close(file)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
-from kvps.checkpoint.atomic_file import Sink, Written
+from kvps.checkpoint.atomic_file import HashedFile, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import load_image
@@ -164,7 +164,7 @@ class CheckpointDirectory:
                 f"checkpoint {cut}, which was given up, cannot be removed from {folder}: {error}"
             ) from error
 
-    def _put(self, path: Path, fill: Callable[[Sink], None]) -> Written:
+    def _put(self, path: Path, fill: Callable[[HashedFile], None]) -> Written:
         if self.server is None:
             raise ValueError("a directory of no server is for reading")
         aside = path.with_name(f"server-{self.server}.{secrets.token_hex(8)}.tmp")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvps.checkpoint.atomic_file import Sink
+from kvps.checkpoint.atomic_file import HashedFile
 from kvps.dtypes import BY_NAME
 from kvps.errors import StorageError
 from kvps.tensors import to_frame
@@ -62,7 +62,7 @@ class Stream:
     size: int
     """Size of the whole file in bytes."""
 
-    def write(self, sink: Sink) -> None:
+    def write(self, sink: HashedFile) -> None:
         """Write the file.
 
         Raises:

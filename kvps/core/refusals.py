@@ -23,7 +23,7 @@ class Attempt(NamedTuple):
     refused: int
 
 
-class Refusal(NamedTuple):
+class RefusedCall(NamedTuple):
     """Why a call of all ranks cannot be done."""
 
     attempt: Attempt
@@ -35,16 +35,16 @@ class Refusal(NamedTuple):
         return attempt.number == self.attempt.number and attempt.refused <= self.attempt.refused
 
 
-class Refusals:
+class RefusedCalls:
     """The newest refusal of each kind of call of one store."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, Refusal] = {}
+        self._kept: dict[Hashable, RefusedCall] = {}
 
     def keep(self, kind: Hashable, attempt: Attempt, error: KvpsError) -> None:
         """Refuse this attempt to everybody by ``error``."""
         self._kept.pop(kind, None)
-        self._kept[kind] = Refusal(attempt, error.code, str(error))
+        self._kept[kind] = RefusedCall(attempt, error.code, str(error))
         if len(self._kept) > KEPT_MAX:
             del self._kept[next(iter(self._kept))]
 

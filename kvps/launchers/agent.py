@@ -30,7 +30,7 @@ MODULE = "kvps.launchers.agent"
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StartOrder:
     """One process of the job, as its host needs it."""
 
     module: str
@@ -55,7 +55,7 @@ class Order:
         return json.dumps(asdict(self)).encode() + b"\n"
 
 
-class Refused(Exception):
+class NotStarted(Exception):
     """The order cannot be carried out; the text says why."""
 
 
@@ -65,7 +65,7 @@ def main() -> int:
     leash = Reaper()
     try:
         return _Agent(leash).run()
-    except Refused as error:
+    except NotStarted as error:
         _write(frame(ERROR, f"{error}\n".encode()))
         return EXIT_CONFIG
     except BrokenPipeError:
@@ -123,28 +123,28 @@ class _Agent:
         code = process.returncode
         return 128 - code if code < 0 else code
 
-    def _order(self) -> Order:
+    def _order(self) -> StartOrder:
         while b"\n" not in self._input:
             got = os.read(0, READ_BYTES)
             if not got:
-                raise Refused("the launch ended before it said what to start")
+                raise NotStarted("the launch ended before it said what to start")
             self._input += got
         line, _, self._input = self._input.partition(b"\n")
         given = json.loads(line)
         host = socket.gethostname()
         if given.get("version") != __version__:
-            raise Refused(
+            raise NotStarted(
                 f"host {host} has kvps {__version__}, and the launch has kvps {given.get('version')}: "
                 "install the same version on both"
             )
-        return Order(**given)
+        return StartOrder(**given)
 
-    def _start(self, order: Order, report_fd: int) -> subprocess.Popen[bytes]:
+    def _start(self, order: StartOrder, report_fd: int) -> subprocess.Popen[bytes]:
         host = socket.gethostname()
         try:
             os.chdir(order.folder)
         except OSError as error:
-            raise Refused(
+            raise NotStarted(
                 f"host {host}: cannot go to the directory {order.folder} ({error.strerror}), where the launch "
                 "was started: share it, or start from a directory that all hosts have"
             ) from error

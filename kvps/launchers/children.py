@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvps.errors import ConfigError
-from kvps.launchers.agent import Order
+from kvps.launchers.agent import StartOrder
 from kvps.launchers.frames import ERROR, OUT, FrameReader
 from kvps.launchers.output import LineBuffer
 from kvps.launchers.reaper import Reaper, kill
@@ -127,7 +127,7 @@ def start_here(
     )
 
 
-def start_there(argv: list[str], order: Order, leash: Reaper) -> subprocess.Popen[bytes]:
+def start_there(argv: list[str], order: StartOrder, leash: Reaper) -> subprocess.Popen[bytes]:
     """Start a process on another host.
 
     Args:

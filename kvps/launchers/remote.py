@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.launchers.agent import MODULE, Order
+from kvps.launchers.agent import MODULE, StartOrder
 from kvps.launchers.children import start_there
 from kvps.launchers.hosts import Placement
 from kvps.launchers.reaper import Reaper
@@ -159,7 +159,7 @@ class Remote:
             ConfigError: as :func:`~kvps.launchers.children.start_there`.
         """
         host = self.placement.host_of(role, rank)
-        order = Order(
+        order = StartOrder(
             f"kvps.cli.{role}",
             words,
             {**config.shared(), **self.env, **env},

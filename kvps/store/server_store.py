@@ -52,7 +52,6 @@ class DistStore(KVStore):
             )
         self._session = session
         self._opened = opened
-        self._worker_grace_s = worker_grace_s
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
         self._step = preemption.RoundTracker(opened.store, preemption.asked)

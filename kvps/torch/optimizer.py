@@ -142,7 +142,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is_awaited=not (self._on_store or overlap_forward or find_unused),
         )
         self._exchange.is_held = self._on_store  # until it is known that no scaler is used
-        self._find_unused = bool(find_unused)
         self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
         self._overflow: Agreement | None = None
         self._is_synchronized = False

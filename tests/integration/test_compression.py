@@ -120,6 +120,7 @@ def assert_close(found: Tensors, expected: dict[str, Any], atol: float = 1e-5) -
 # --- the Trainer ------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
@@ -159,6 +160,7 @@ def test_a_trainer_follows_mxnets_rule(
         assert_close(reference.rests[rank], rests)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize(
     ("codec", "atol"), [("fp16", 0.01), ("bf16", 0.05), ("int8", 0.1)], ids=str
@@ -254,6 +256,7 @@ def wrapped(
     return DistributedOptimizer(sgd, named, "dist_sync", compression, **options)
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("option", ["", "find_unused", "overlap_forward", "bucket_bytes"])

@@ -89,6 +89,7 @@ def alone(name: str, passes: int = 1) -> Weights:
 # --- any number of workers --------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -115,6 +116,7 @@ def test_workers_give_the_weights_of_one_process(
     assert_all(run(workers, work), alone(name))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", ["passes", "no_sync"])

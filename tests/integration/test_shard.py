@@ -124,6 +124,7 @@ def is_away(module: torch.nn.Module) -> bool:
 # --- any number of workers --------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "reentrant"])

@@ -89,6 +89,7 @@ def rows_of(rank: int, workers: int, size: int) -> slice:
 # --- any number of workers --------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("on_store", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)

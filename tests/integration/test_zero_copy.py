@@ -58,6 +58,7 @@ def lies_in(tensor: torch.Tensor, how: str) -> bool:
 # --- equal to copies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64], ids=str)
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])

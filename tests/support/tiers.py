@@ -2,7 +2,8 @@
 
 The everyday tier has every requirement of the protocol and every exhaustive small case; of seeds it plays
 a quarter, another each day, and it leaves out what is marked ``thorough``: cases that repeat a path with other
-sizes, and what takes more than some ten seconds. KVPS_DAY=N plays the seeds of another day.
+sizes, and what takes more than some ten seconds. Of the cases of tests marked ``pairwise`` it plays some
+(:mod:`tests.support.pairwise`). KVPS_DAY=N plays the seeds of another day.
 """
 
 from __future__ import annotations

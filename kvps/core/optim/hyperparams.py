@@ -242,10 +242,10 @@ def _rate(name: str, default: float, doc: str) -> Parameter:
     return Parameter(name, default, low=0.0, high=1.0, high_open=True, doc=doc)
 
 
-def _betas(beta1: float = 0.9, beta2: float = 0.999) -> tuple[Parameter, Parameter]:
+def _betas() -> tuple[Parameter, Parameter]:
     return (
-        _rate("beta1", beta1, "decay of the first moment"),
-        _rate("beta2", beta2, "decay of the second moment"),
+        _rate("beta1", 0.9, "decay of the first moment"),
+        _rate("beta2", 0.999, "decay of the second moment"),
     )
 
 
@@ -253,8 +253,8 @@ def _eps(default: float) -> Parameter:
     return Parameter("eps", default, low=0.0, doc="keeps a division from being by 0")
 
 
-def _momentum(default: float = 0.0) -> Parameter:
-    return Parameter("momentum", default, low=0.0, doc="share of the last step in this one")
+def _momentum() -> Parameter:
+    return Parameter("momentum", 0.0, low=0.0, doc="share of the last step in this one")
 
 
 def _flag(name: str, doc: str) -> Parameter:

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvps.core.limits import TABLE, remedy
-from kvps.core.refusals import Attempt, Refusal
+from kvps.core.refusals import Attempt, RefusedCall
 from kvps.errors import (
     BY_CODE,
     REFUSED,
@@ -119,7 +119,7 @@ class Barriers:
         self.resumed: dict[tuple[str, int], int] = {}
         """By store and rank, after how many rounds it took its predecessor's place."""
         self.floating: dict[Name, dict[int, Float]] = {}
-        self.refused: dict[Name, Refusal] = {}
+        self.refused: dict[Name, RefusedCall] = {}
         """Barriers that are not passed, as the call that all make there has failed."""
 
     def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[Answer]:
@@ -180,7 +180,7 @@ class Barriers:
         waiters = [(rank, waiter)]
         if number is not None:
             self._admit(name, 0)
-            self.refused[name] = Refusal(attempt, code, text)
+            self.refused[name] = RefusedCall(attempt, code, text)
             waiters += [(one_rank, one) for one_rank, one in standing.items() if one]
             waiters = list(dict(reversed(waiters)).items())  # who stood here before, too
             if standing:

@@ -21,7 +21,7 @@ from kvps.core.optim.base import MASTER, State
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING
-from kvps.core.refusals import Refusals
+from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget, Terms
@@ -126,7 +126,7 @@ class ServerStore:
         """Rank 0's last set_optimizer; ``hyper`` also follows set_learning_rate."""
         self.sent_rate = Setting(0.0)
         """Rank 0's last set_learning_rate."""
-        self.refusals = Refusals()
+        self.refusals = RefusedCalls()
         """Errors of rank 0, or of the creator of keys, kept as the answer for all."""
         self.joins = JoinTracker()
         self.restored = 0

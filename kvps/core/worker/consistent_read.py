@@ -69,7 +69,7 @@ class Sink(Protocol):
         """Return the sink of some of the keys."""
 
 
-class Read(Protocol):
+class ReadInParts(Protocol):
     """A read whose parts may have been answered at different versions."""
 
     @property
@@ -88,7 +88,7 @@ class Read(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowSink:
     """A sink that copies values into one tensor for each key."""
 
     rows: Sequence[torch.Tensor]
@@ -97,13 +97,13 @@ class Rows:
         """Take the elements of ``share``."""
         share.scatter(values, self.rows)
 
-    def only(self, indices: Iterable[int]) -> Rows:
+    def only(self, indices: Iterable[int]) -> RowSink:
         """Return the sink of some of the keys."""
-        return Rows([self.rows[index] for index in indices])
+        return RowSink([self.rows[index] for index in indices])
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class PieceSink:
     """A sink that leaves values where they are."""
 
     indices: Sequence[int]
@@ -115,9 +115,9 @@ class Pieces:
         """Take the elements of ``share``."""
         self.written.append((self.indices, share, values))
 
-    def only(self, indices: Iterable[int]) -> Pieces:
+    def only(self, indices: Iterable[int]) -> PieceSink:
         """Return the sink of some of the keys."""
-        return Pieces([self.indices[index] for index in indices], self.written)
+        return PieceSink([self.indices[index] for index in indices], self.written)
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
         """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
@@ -330,7 +330,7 @@ def read(
     return reads
 
 
-def settle_reads(store: WorkerStore, reads: Sequence[Read], tells: bool = True) -> Steps:
+def settle_reads(store: WorkerStore, reads: Sequence[ReadInParts], tells: bool = True) -> Steps:
     """Note what is applied, and read lagging parts again until every key is at one version.
 
     Then tell the caller of dropped updates, unless it stopped waiting: then its next read does.

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core import refusals
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.refusals import Attempt, Attempts, Refusals
+from kvps.core.refusals import Attempt, Attempts, RefusedCalls
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.worker import calls
 from kvps.dtypes import BY_NAME, Spec
@@ -23,7 +23,7 @@ FLOAT = BY_NAME["float32"].id
 
 class TestKept:
     def test_an_attempt_is_refused_and_the_next_is_not(self) -> None:
-        kept = Refusals()
+        kept = RefusedCalls()
         kept.keep("k", Attempt(3, 1), Overload("no room"))
         for number, refused in ((2, 0), (4, 0), (3, 2)):
             kept.check("k", Attempt(number, refused))
@@ -36,7 +36,7 @@ class TestKept:
 
     def test_only_so_many_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(refusals, "KEPT_MAX", 2)
-        kept = Refusals()
+        kept = RefusedCalls()
         for key in ("a", "b", "a", "c"):
             kept.keep(key, Attempt(0, 0), Overload(key))
         kept.check("b", Attempt(0, 0))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvps import __version__
-from kvps.launchers.agent import MODULE, Order
+from kvps.launchers.agent import MODULE, StartOrder
 from kvps.launchers.frames import ERROR, OUT, FrameReader
 from tests.integration.processes import until
 
@@ -44,8 +44,8 @@ def agent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         stream.close()
 
 
-def order(tmp_path: Path, seconds: str = "0") -> Order:
-    return Order("there", [seconds, "two words"], {"LEVEL": "3"}, str(tmp_path))
+def order(tmp_path: Path, seconds: str = "0") -> StartOrder:
+    return StartOrder("there", [seconds, "two words"], {"LEVEL": "3"}, str(tmp_path))
 
 
 def frames(out: bytes) -> dict[int, bytes]:

@@ -36,7 +36,7 @@ Values = list[torch.Tensor]
 into the list."""
 
 
-class Answer(Protocol):
+class SomeAnswer(Protocol):
     """A message that answers a request, other than ACK."""
 
     @property
@@ -63,7 +63,7 @@ class Call(abc.ABC):
     title: ClassVar[str]
     """The name that its user knows."""
     on_timeout: ClassVar[OnTimeout] = OnTimeout.CONTINUE
-    answers: ClassVar[tuple[type[Answer], ...]] = ()
+    answers: ClassVar[tuple[type[SomeAnswer], ...]] = ()
     """Answers of servers to its requests, besides ACK."""
     creates: ClassVar[bool] = False
     """One rank changes values by it, other than by a push."""

@@ -25,10 +25,10 @@ from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
-    Pieces,
+    PieceSink,
     ReadTracker,
     ReplySink,
-    Rows,
+    RowSink,
     Sink,
     Steps,
     own_sink,
@@ -63,8 +63,8 @@ def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     if sinks is None:
         return None
     if isinstance(sinks, Views):
-        return Pieces(range(len(plan.keys)))
-    return Rows(sinks)
+        return PieceSink(range(len(plan.keys)))
+    return RowSink(sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class PushValues(PushCall):
 
 
 def _views(store: WorkerStore, plan: TransferPlan, sink: Sink | None) -> list[torch.Tensor] | None:
-    return sink.views(plan.keys, store.memory) if isinstance(sink, Pieces) else None
+    return sink.views(plan.keys, store.memory) if isinstance(sink, PieceSink) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk
 from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
-    Rows,
+    RowSink,
     Step,
     loaded,
     read,
@@ -150,7 +150,7 @@ class Broadcast(Call):
             is_read = yield from _relay(store, self, values, numbers)
             if not is_read:
                 # An update that was dropped before this broadcast is none of its values.
-                yield from read(store, store.plan(names), Rows(self.sinks), 0, 0, 0, tells=False)
+                yield from read(store, store.plan(names), RowSink(self.sinks), 0, 0, 0, tells=False)
             if not store.ordered:
                 yield from barrier(store, BROADCAST)
         except BaseException as error:
@@ -192,7 +192,7 @@ def _relay(
     for number in sorted(set(numbers)):
         indices = [index for index, own in enumerate(numbers) if own == number]
         plan = plans.cut(make([stubs[index] for index in indices], store.rank), most)
-        into = Rows([call.sinks[index] for index in indices])
+        into = RowSink([call.sinks[index] for index in indices])
         requests += loaded(store, plan, number, begun.stamps, into)
     made = yield from _create(store, call.keys, rows, numbers, beside=requests)
     return made.stamps == begun.stamps

@@ -158,7 +158,7 @@ def _read_whole(
     after = [copy.after for copy in copies]
     priority = [copy.priority for copy in copies]
     reads = yield from consistent_read.read(
-        store, plan, consistent_read.Rows(wholes), after, 0, priority
+        store, plan, consistent_read.RowSink(wholes), after, 0, priority
     )
     known: dict[str, int] = {}
     for read in reads:

@@ -280,6 +280,6 @@ def _read_whole(
     dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
     plan = store.plan((read.key.name,))
     yield from consistent_read.read(
-        store, plan, consistent_read.Rows([dense]), read.after, 0, read.priority
+        store, plan, consistent_read.RowSink([dense]), read.after, 0, read.priority
     )
     out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))

@@ -17,8 +17,8 @@ from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
     LaggingReads,
-    Pieces,
-    Rows,
+    PieceSink,
+    RowSink,
     Step,
     Steps,
     read,
@@ -54,7 +54,7 @@ def reading(one: WorkerStore, *names: str, after: int = 0) -> tuple[Steps, list[
     plan = one.plan(names)
     sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
     conditions = [after] * len(names)
-    return read(one, plan, Rows(sinks), conditions, 0, 0), sinks
+    return read(one, plan, RowSink(sinks), conditions, 0, 0), sinks
 
 
 def pulls(step: Step) -> list[Pull]:
@@ -109,7 +109,7 @@ def test_keys_that_travel_in_two_forms_are_read_by_two_requests(views: bool) -> 
     assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
     assert isinstance(step, list)
     assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
-    if isinstance(sink, Pieces):
+    if isinstance(sink, PieceSink):
         sinks = sink.views(plan.keys, one.memory)
     assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
 
@@ -119,7 +119,7 @@ def test_keys_may_stand_at_different_versions() -> None:
     one.key("a").number = 1
     plan = one.plan(("a", "b"))
     sinks = [torch.zeros(2), torch.zeros(3)]
-    steps = read(one, plan, Rows(sinks), [1, 0], [0, 4], 0)
+    steps = read(one, plan, RowSink(sinks), [1, 0], [0, 4], 0)
     step = next(steps)
     assert pulls(step) == [Pull(1, True, (Ask(0, 2, 1, 0), Ask(2, 3, 0, 4)))]
     assert isinstance(step, list)
@@ -267,9 +267,9 @@ class TestWhatIsKnownToBeApplied:
 class TestViews:
     """Values that stay where they are."""
 
-    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, Pieces]:
+    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, PieceSink]:
         sink = sink_for(Views.VIEWS, one.plan(names))
-        assert isinstance(sink, Pieces)
+        assert isinstance(sink, PieceSink)
         return read(one, one.plan(names), sink, 0, 0, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
@@ -306,7 +306,7 @@ class TestViews:
         one = new_store()
         plan = one.plan(("big",))
         sink = sink_for(Views.VIEWS, plan)
-        assert isinstance(sink, Pieces)
+        assert isinstance(sink, PieceSink)
         for share in reversed(plan.shares):
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
@@ -350,14 +350,14 @@ class TestViews:
             ]
             assert ends(steps, answers)
             assert sink.views(one.plan(names).keys, PRIVATE) == []
-        sink = Pieces(range(1))
+        sink = PieceSink(range(1))
         assert sink.views(one.plan(("a",)).keys, PRIVATE) == []
 
     def test_are_one_of_three_things_that_a_call_may_want(self) -> None:
         plan, row = new_store().plan(("a",)), torch.zeros(2)
         assert sink_for(None, plan) is None
-        assert sink_for((row,), plan) == Rows((row,))
-        assert sink_for(Views.VIEWS, plan) == Pieces(range(1))
+        assert sink_for((row,), plan) == RowSink((row,))
+        assert sink_for(Views.VIEWS, plan) == PieceSink(range(1))
 
 
 def test_an_answer_of_another_length_is_refused() -> None:
