@@ -15,10 +15,12 @@ from kvps import config
 from kvps.errors import ConfigError
 from kvps.runtime.keys import Section
 
-RAY_OLDEST = (2, 56)
-"""The oldest Ray whose trainers replace one worker of a group alone."""
+RAY_OLDEST = (2, 60)
+"""The oldest Ray that the tests ran with. Replacing one worker alone needs Ray Train V2."""
 START_MAX_S = 25.0
 """Seconds that servers may take to find a place, unless the plan says otherwise."""
+SLOW_MAX_S = 60.0
+"""Seconds for which servers may start after that, if the Ray cluster has the resources."""
 CHECKPOINTS = "kvps"
 """The folder of the servers' checkpoints, within the storage path of a run."""
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
@@ -145,11 +147,11 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 def shortage(
     plan: Plan, unplaced: int, total: Mapping[str, float], free: Mapping[str, float]
 ) -> str:
-    """Return why servers found no place.
+    """Return why servers found no place; empty if the Ray cluster has what they need, and may only be slow.
 
     Args:
         plan: the plan.
-        unplaced: how many servers have no place.
+        unplaced: how many servers have not started.
         total: the resources of the Ray cluster.
         free: those that no actor or task has.
     """
@@ -160,16 +162,27 @@ def shortage(
             lacks.append(f"the Ray cluster has {total.get(name, 0):g} {name} in all")
         elif need > free.get(name, 0):
             lacks.append(f"{free.get(name, 0):g} of {total[name]:g} {name} are free")
-    why = (
-        "; ".join(lacks)
-        or f"all of it is free in total, so no single node has room, or nodes are slow to start processes (strategy {plan.strategy!r})"
-    )
-    each = ", ".join(f"{amount:g} {name}" for name, amount in plan.resources_per_server.items())
+    if not lacks:
+        return ""
     return (
-        f"{unplaced} of {plan.servers} kvps servers found no place in {plan.start_timeout:g} s. Each needs {each}: "
-        f"{why}. Add nodes, use fewer workers or servers, or change resources_per_server; if an autoscaler adds "
-        "nodes, allow it more time with start_timeout"
+        f"{unplaced} of {plan.servers} kvps servers found no place in {plan.start_timeout:g} s. Each needs "
+        f"{_each(plan)}: {'; '.join(lacks)}. Add nodes, use fewer workers or servers, or change "
+        "resources_per_server; if an autoscaler adds nodes, allow it more time with start_timeout"
     )
+
+
+def too_slow(plan: Plan, unplaced: int, waited_s: float) -> str:
+    """Return the error of servers that did not start, though the Ray cluster has the resources."""
+    return (
+        f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the Ray cluster has the "
+        f"resources ({_each(plan)} each): no single node may have them all, the strategy {plan.strategy!r} may "
+        "permit no node, or nodes are slow to start processes. See 'ray status' and 'ray list actors'"
+    )
+
+
+def _each(plan: Plan) -> str:
+    needs = plan.resources_per_server.items()
+    return ", ".join(f"{amount:g} {name}" for name, amount in needs) or "no resources"
 
 
 def checkpoint_folder(plan: Plan, filesystem: str, storage: str) -> str | None:

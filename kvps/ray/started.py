@@ -16,7 +16,7 @@ from kvps import __version__, config
 from kvps.errors import ConfigError, KvpsError
 from kvps.net.zap import keys_can_be
 from kvps.ray.actors import KvpsScheduler, KvpsServer
-from kvps.ray.plan import Plan, actor_options, keys_text, shortage
+from kvps.ray.plan import SLOW_MAX_S, Plan, actor_options, keys_text, shortage, too_slow
 from kvps.runtime.keys import Section, generate
 
 log = logging.getLogger("kvps")
@@ -73,9 +73,21 @@ class StartedCluster:
 
     def _places(self, plan: Plan, folder: str | None) -> tuple[str, list[str]]:
         """Return where the scheduler will listen, and the node of each server."""
-        places = [self._scheduler.place.remote(__version__)]
-        places += [one.place.remote(__version__, folder) for one in self._servers]
-        ready, late = ray.wait(places, num_returns=len(places), timeout=plan.start_timeout)
+        endpoint = self._scheduler.place.remote(__version__)
+        places = [one.place.remote(__version__, folder) for one in self._servers]
+        late = self._waited(places, plan.start_timeout)
+        if late:
+            total, free = ray.cluster_resources(), ray.available_resources()
+            if text := shortage(plan, late, total, free):
+                raise ConfigError(text)
+            late = self._waited(places, SLOW_MAX_S)
+        if late or self._waited([endpoint], SLOW_MAX_S):
+            raise ConfigError(too_slow(plan, late, plan.start_timeout + SLOW_MAX_S))
+        return ray.get(endpoint), ray.get(places)
+
+    def _waited(self, places: list[Any], limit_s: float) -> int:
+        """Return how many actors have no place after a time."""
+        ready, late = ray.wait(places, num_returns=len(places), timeout=limit_s)
         try:
             ray.get(ready)
         except RayTaskError as error:
@@ -84,11 +96,7 @@ class StartedCluster:
             raise ConfigError(
                 f"a process of kvps could not start on a Ray node; install kvps there, or name it in runtime_env: {error}"
             ) from error
-        if late:
-            total, free = ray.cluster_resources(), ray.available_resources()
-            raise ConfigError(shortage(plan, len(late), total, free))
-        endpoint, *nodes = ray.get(places)
-        return endpoint, nodes
+        return len(late)
 
     def _run(self, plan: Plan, nodes: list[str], folder: str | None) -> None:
         common = (self.settings, plan.log_level)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvps.errors import ConfigError
@@ -20,7 +21,8 @@ class _Taken:
     """The place that this process has, and what leaving restores."""
 
     place: Place
-    before: dict[str, str]
+    before: dict[str, str | None]
+    """The variables that joining changed, as they were; None for an unset one."""
     keys: KeyMemory | None
 
 
@@ -40,9 +42,11 @@ def take(place: Place) -> None:
             "an actor for each, and no threads"
         )
     keys = KeyMemory(parse(place.keys, "the job")) if place.keys else None
-    before = dict(os.environ)
-    _taken = _Taken(place, before, keys)
-    _become(place.environment(before, None if keys is None else keys.path))
+    now = dict(os.environ)
+    then: dict[str, str | None] = dict(place.environment(now, None if keys is None else keys.path))
+    changed = {name for name in now.keys() | then.keys() if now.get(name) != then.get(name)}
+    _taken = _Taken(place, {name: now.get(name) for name in changed}, keys)
+    _set({name: then.get(name) for name in changed})
 
 
 def leave(failure: BaseException | None) -> None:
@@ -62,7 +66,7 @@ def leave(failure: BaseException | None) -> None:
     try:
         _end_session(failure)
     finally:
-        _become(taken.before)
+        _set(taken.before)
         if taken.keys is not None:
             taken.keys.close()
 
@@ -78,10 +82,12 @@ def _end_session(failure: BaseException | None) -> None:
         process.fail(f"raised {type(failure).__name__}")
 
 
-def _become(environment: dict[str, str]) -> None:
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def warm() -> None:
