@@ -27,7 +27,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from kvps import __version__, config
-from kvps.errors import ConfigError
+from kvps.errors import ConfigError, SchedulerLost
 from kvps.ray import worker
 from kvps.ray.actors import node_address
 from kvps.ray.plan import (
@@ -217,12 +217,25 @@ class StoreBackend(Backend):
         """
         if self._deadline is not None:
             self._deadline.cancel()
+            self._deadline.join()
             self._deadline = None
+        try:
+            self._start(worker_group, backend_config)
+        except BaseException:
+            worker_group.shutdown()  # Ray forgets a group whose start failed, and its resources with it
+            raise
+
+    def _start(self, worker_group: Any, backend_config: KvpsConfig) -> None:
         workers: list[_Described] = _unwrapped(lambda: worker_group.execute(_describe, __version__))
         warmed = worker_group.execute_async(worker.warm)
         size = workers[0].ranks["WORLD_SIZE"]
         if len(workers) == size:
             self._begin(worker_group, workers, backend_config.plan)
+        elif self._cluster is None or self._cluster.is_over(0.0):
+            raise SchedulerLost(
+                "a worker is to be replaced, but the scheduler of its cluster has ended; see its log above. Start the run "
+                "again; with checkpoints, kv.restore() continues from the last checkpoint"
+            )
         assert self._cluster is not None
         keys = self._cluster.worker_keys()
         ray.get(warmed)
@@ -267,9 +280,8 @@ class GroupBackend(StoreBackend):
 
     has_replica_groups = False
 
-    def on_start(self, worker_group: Any, backend_config: KvpsConfig) -> None:
-        """Give each worker its place, and create the process group."""
-        super().on_start(worker_group, backend_config)
+    def _start(self, worker_group: Any, backend_config: KvpsConfig) -> None:
+        super()._start(worker_group, backend_config)
         worker_group.execute(_init_process_group, backend_config.timeout_s)
 
 

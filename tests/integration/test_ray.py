@@ -6,6 +6,7 @@ Ray takes seconds to start, so these tests are slow: pip install 'kvps[ray]', an
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.processes import Process, Processes, has_checkpoint, until
+from tests.integration.processes import ROOT, Process, Processes, has_checkpoint, until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'")
 pytestmark = [
@@ -23,6 +24,9 @@ pytestmark = [
 ]
 LIMIT_S = 400.0
 """Seconds that Ray may take, on a machine that has other work."""
+
+PAGE = (ROOT / "docs" / "launching" / "ray.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 START = """
 import os, sys, signal, pathlib, time
@@ -270,3 +274,12 @@ fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(backend="kvps", servers=2))
     out = done(driver(processes, TRAINER, body))
     found = {line.partition("weights")[2] for line in out.splitlines() if "weights [[" in line}
     assert len(found) == 1, out
+
+
+@pytest.mark.parametrize(("block", "text"), [(0, "-50000.0"), (1, "[3.0, 3.0]")])
+def test_the_blocks_of_the_page_run(processes: Processes, block: int, text: str) -> None:
+    assert len(BLOCKS) == 2
+    process = processes.python(
+        processes.script(BLOCKS[block], "page.py"), HOME=str(processes.folder)
+    )
+    assert text in done(process), process
