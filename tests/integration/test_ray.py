@@ -102,9 +102,9 @@ def driver(processes: Processes, *parts: str, where: str = LOCAL) -> Process:
 
 
 def done(process: Process, limit_s: float = LIMIT_S) -> str:
-    """Return what a driver has printed that ends well."""
+    """Return what a driver has printed that ends well; on stderr, Ray Train repeats what workers print."""
     assert process.wait(limit_s) == 0, process
-    return process.out + process.err
+    return process.out
 
 
 @pytest.mark.parametrize("trainer", ["DataParallelTrainer", "TorchTrainer"])
@@ -215,12 +215,13 @@ del actors
 while ray.available_resources()["CPU"] < 6:
     time.sleep(0.1)
 """
-    out = done(driver(processes, PLAIN, body))
+    process = driver(processes, PLAIN, body)
+    out = done(process)
     assert "(0, 0, [-40.0, -40.0], '0'), (1, 5, [-40.0, -40.0], '1')" in out, out
     assert "[[2.0, 2.0], [2.0, 2.0]]" in out, out
     assert "left [[], []]" in out, out
     assert "rank=1: this cluster has 1 workers" in out, out
-    assert "did not end in" not in out, out
+    assert "did not end in" not in process.err, process
 
 
 def test_missing_resources_are_named(processes: Processes) -> None:
@@ -247,9 +248,8 @@ while ray.available_resources()["CPU"] < 6:
     assert f"plain: {text}" in out, out
     assert "after True" in out, out
     assert "trainer: ControllerError" in out, out
-    assert (
-        "1 of 2 kvps servers found no place in 5 s. Each needs 1 CPU: 0 of 6 CPU are free" in out
-    ), out
+    text = "[12] of 2 kvps servers found no place in 5 s. Each needs 1 CPU: 0 of 6 CPU are free"
+    assert re.search(text, out), out
 
 
 def test_a_process_group_serves_ddp(processes: Processes) -> None:
