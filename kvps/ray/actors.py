@@ -10,10 +10,12 @@ and not in Ray's Global Control Store, which keeps the arguments of constructors
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -78,7 +80,10 @@ class KvpsScheduler:
 
 
 class KvpsServer:
-    """A server of a job."""
+    """A server of a job; it loads torch while the job learns its place."""
+
+    def __init__(self) -> None:
+        threading.Thread(target=_load, name="kvps load", daemon=True).start()
 
     def place(self, version: str, folder: str | None) -> str:
         """Return the address of the node, once it is known that a server can run there.
@@ -138,6 +143,17 @@ class KvpsServer:
             sys.stderr.flush()
             os._exit(code)
         return code
+
+
+def _load() -> None:
+    """Load what a server needs; the collector would only look again and again at objects that are all to stay."""
+    gc.disable()
+    try:
+        import kvps.runtime.server_process  # noqa: F401
+
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _keys(text: str, role: str) -> Keys | None:

@@ -145,7 +145,11 @@ def test_a_killed_server_returns_to_its_checkpoint(processes: Processes) -> None
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_ended_driver_leaves_no_actor(processes: Processes, number: int) -> None:
     """``ray job stop`` sends SIGTERM, and SIGKILL later; the Ray cluster goes on."""
-    hold = "print('address', ray.get_runtime_context().gcs_address, flush=True)\ntime.sleep(1e6)\n"
+    hold = """
+print("address", ray.get_runtime_context().gcs_address, flush=True)
+while not pathlib.Path("end").exists():
+    time.sleep(0.1)
+"""
     head = driver(processes, hold)
     address = head.expect(r"address (\S+)", LIMIT_S)[1]
     config = "train_loop_config=dict(steps=10**9, pause=0.1)"
@@ -158,8 +162,8 @@ def test_an_ended_driver_leaves_no_actor(processes: Processes, number: int) -> N
     process.popen.wait(LIMIT_S)
     until(lambda: not processes.pids(kinds), "end of the actors", 60.0)
     assert processes.pids("raylet"), "Ray goes on"
-    head.signal(signal.SIGKILL)
-    head.popen.wait(LIMIT_S)
+    processes.script("", "end")
+    done(head)
 
 
 PLAIN = """
