@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -36,6 +37,7 @@ from kvps.ray.plan import (
     Plan,
     checkpoint_folder,
     demand_same_version,
+    demand_train_v2,
     torch_variables,
 )
 from kvps.ray.started import StartedCluster
@@ -99,6 +101,7 @@ class KvpsConfig(TorchConfig):
     log_level: str = "warning"
 
     def __post_init__(self) -> None:
+        demand_train_v2()
         if self.backend not in (None, "kvps"):
             raise ConfigError(
                 f"backend={self.backend!r}: use 'kvps', or None for no process group. A process group of another "
@@ -161,9 +164,14 @@ class _Training:
     ) -> None:
         import torch.distributed as dist
 
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-        worker.leave(error)
+        try:
+            if dist.is_available() and dist.is_initialized():
+                with (
+                    nullcontext() if error is None else suppress(Exception)
+                ):  # the first error counts
+                    dist.destroy_process_group()
+        finally:
+            worker.leave(error)
 
 
 @dataclass(frozen=True, slots=True)

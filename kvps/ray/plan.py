@@ -17,6 +17,7 @@ from kvps.runtime.keys import Section
 
 RAY_OLDEST = (2, 60)
 """The oldest Ray that the tests ran with. Replacing one worker alone needs Ray Train V2."""
+TRAIN_V2 = "RAY_TRAIN_V2_ENABLED"
 START_MAX_S = 25.0
 """Seconds that servers may take to find a place, unless the plan says otherwise."""
 SLOW_MAX_S = 60.0
@@ -111,6 +112,18 @@ def demand_version(found: str) -> None:
         oldest = ".".join(map(str, RAY_OLDEST))
         raise ConfigError(
             f"Ray {found} is installed, and kvps.ray needs {oldest} or later: pip install 'kvps[ray]' on every node"
+        )
+
+
+def demand_train_v2(env: Mapping[str, str] | None = None) -> None:
+    """Check that the environment does not ask for Ray Train V1, which restarts all workers.
+
+    Raises:
+        ConfigError: if it does.
+    """
+    if not config.switch(TRAIN_V2, env, default=True):
+        raise ConfigError(
+            f"{TRAIN_V2}=0 selects Ray Train V1, which kvps.ray does not support: unset it"
         )
 
 

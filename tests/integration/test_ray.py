@@ -256,28 +256,35 @@ while ray.available_resources()["CPU"] < 6:
     assert re.search(text, out), out
 
 
-def test_a_process_group_serves_ddp(processes: Processes) -> None:
+def test_a_process_group_serves_ddp_and_starts_over_as_a_whole(processes: Processes) -> None:
     body = """
-def train():
+def train(config):
     import torch
     import ray.train.torch
     import torch.distributed as dist
+    print(f"worker {dist.get_rank()} begins", flush=True)
     torch.manual_seed(0)
     model = ray.train.torch.prepare_model(torch.nn.Linear(4, 1))
     assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
     assert dist.get_backend() == "kvps", dist.get_backend()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
+        mark = pathlib.Path(config["mark"])
+        if (dist.get_rank(), step) == (1, 1) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
         model(torch.ones(2, 4) * (dist.get_rank() + step)).sum().backward()
         optimizer.step()
     print("weights", [value.tolist() for value in model.module.parameters()], flush=True)
-
-fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(backend="kvps", servers=2))
 """
-    out = done(driver(processes, TRAINER, body))
-    found = {line.partition("weights")[2] for line in out.splitlines() if "weights [[" in line}
-    assert len(found) == 1, out
+    config = f"train_loop_config=dict(mark={str(processes.folder / 'mark')!r})"
+    run = f"fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(backend='kvps', servers=2), {config})\n"
+    out = done(driver(processes, TRAINER, body, run))
+    assert out.count("worker 0 begins") == out.count("worker 1 begins") == 2, out
+    found = [line.partition("weights")[2] for line in out.splitlines() if "weights [[" in line]
+    assert len(found) == 2, out
+    assert len(set(found)) == 1, out
 
 
 @pytest.mark.parametrize(("block", "text"), [(0, "-50000.0"), (1, "[3.0, 3.0]")])

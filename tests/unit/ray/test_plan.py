@@ -13,6 +13,7 @@ from kvps.ray.plan import (
     actor_options,
     checkpoint_folder,
     demand_same_version,
+    demand_train_v2,
     demand_version,
     demand_workers,
     keys_text,
@@ -61,6 +62,13 @@ def test_a_newer_ray_is_taken(found: str) -> None:
 def test_an_older_ray_is_refused(found: str) -> None:
     with pytest.raises(ConfigError, match=f"Ray {found} is installed, and kvps.ray needs 2.60"):
         demand_version(found)
+
+
+def test_ray_train_v1_is_refused() -> None:
+    demand_train_v2({})
+    demand_train_v2({"RAY_TRAIN_V2_ENABLED": "1"})
+    with pytest.raises(ConfigError, match="RAY_TRAIN_V2_ENABLED=0 selects Ray Train V1"):
+        demand_train_v2({"RAY_TRAIN_V2_ENABLED": "0"})
 
 
 def test_a_node_with_another_kvps_is_named() -> None:
