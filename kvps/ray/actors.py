@@ -25,7 +25,7 @@ from kvps import __version__
 from kvps.core.membership_client import EXIT_TEMPORARY
 from kvps.errors import ConfigError
 from kvps.net.zap import Keys
-from kvps.ray.plan import demand_same_version
+from kvps.ray.plan import RESTART_MAX_S, demand_same_version
 from kvps.runtime.keys import of, parse
 
 log = logging.getLogger("kvps")
@@ -75,6 +75,7 @@ class KvpsScheduler:
             insecure=not keys,
             silence_max_s=config.silence_max_s(),
             drop_grace_s=config.drop_grace_s(),
+            replace_max_s=RESTART_MAX_S,
             keys=_keys(keys, "scheduler"),
         )
 

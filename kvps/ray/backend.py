@@ -7,7 +7,7 @@ for all workers first, and later for each worker that was replaced. The backend 
 A worker takes the rank that Ray gave it, so a replacement takes the seat of its predecessor.
 
 If no worker is left, Ray ends the whole group before it starts another. The servers still have the weights, so
-they stay for :data:`RESTART_MAX_S`, and the new workers are replacements, too. With a process group there is nothing
+they stay for :data:`~kvps.ray.plan.RESTART_MAX_S`, and the new workers are replacements, too. With a process group there is nothing
 to return to, since its size is fixed: then Ray restarts all workers, and the cluster with them.
 """
 
@@ -32,6 +32,7 @@ from kvps.errors import ConfigError, SchedulerLost
 from kvps.ray import worker
 from kvps.ray.actors import node_address
 from kvps.ray.plan import (
+    RESTART_MAX_S,
     START_MAX_S,
     Place,
     Plan,
@@ -47,8 +48,6 @@ OVER_MAX_S = 2.0
 """Seconds that a job which is over may take to tell so."""
 END_MAX_S = 10.0
 """Seconds that servers may take to end when the job is over."""
-RESTART_MAX_S = 60.0
-"""Seconds for which servers wait for another group of workers, when no worker is left."""
 
 
 @dataclass(kw_only=True)

@@ -22,6 +22,8 @@ START_MAX_S = 25.0
 """Seconds that servers may take to find a place, unless the plan says otherwise."""
 SLOW_MAX_S = 60.0
 """Seconds for which servers may start after that, if the Ray cluster has the resources."""
+RESTART_MAX_S = 120.0
+"""Seconds for which servers wait for another worker when none is left: Ray takes a while to start one."""
 CHECKPOINTS = "kvps"
 """The folder of the servers' checkpoints, within the storage path of a run."""
 OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
