@@ -64,6 +64,8 @@ def train(config):
             if not mark.exists():
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        while step == config.get("hold") and not pathlib.Path(config["mark"]).exists():
+            time.sleep(0.05)
         try:
             kv.pushpull("w", torch.ones(3), out=out)
             step += 1
@@ -131,14 +133,16 @@ def test_servers_keep_the_weights_while_all_workers_are_replaced(processes: Proc
 
 def test_a_killed_server_returns_to_its_checkpoint(processes: Processes) -> None:
     config = "kvps.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
-    run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config=dict(steps=400, pause=0.05))\n"
+    loop = f"dict(steps=100, pause=0.05, hold=60, mark={str(processes.folder / 'mark')!r})"
+    run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config={loop})\n"
     process = driver(processes, TRAINER, COUNT, run)
     folder = processes.folder / "runs" / "run" / "kvps"
     until(lambda: has_checkpoint(folder), "checkpoint", LIMIT_S)
     os.kill(processes.pids("ray::KvpsServer")[0], signal.SIGKILL)
+    processes.script("", "mark")
     out = done(process)
     assert out.count("goes back to") == 2, out
-    assert out.count("has [-800.0, -800.0, -800.0]") == 2, out
+    assert out.count("has [-200.0, -200.0, -200.0]") == 2, out
     assert out.count("is process") == 2, "no worker was restarted"
 
 
