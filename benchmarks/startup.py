@@ -121,11 +121,13 @@ def in_turns(
             took_s = measure()
             if turn:  # the first fills the caches
                 found.append(took_s)
+                print(f"  turn {turn}, {measure.__name__}: {took_s:.2f} s", flush=True)
     mine, other = (statistics.median(found) for found in times)
-    spread = " ".join(f"{a:.2f}/{b:.2f}" for a, b in zip(*times, strict=True))
     load = os.getloadavg()[0]
-    print(f"{name}: {mine:.2f} s, {other:.2f} s, ratio {mine / other:.2f} (load {load:.1f})")
-    print(f"  turns: {spread}", flush=True)
+    print(
+        f"{name}: {mine:.2f} s, {other:.2f} s, ratio {mine / other:.2f} (load {load:.1f})",
+        flush=True,
+    )
 
 
 def main() -> int:
