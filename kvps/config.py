@@ -447,6 +447,11 @@ def shared(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {k: v for k, v in variables("KVPS_", env).items() if k not in _PLACE}
 
 
+def is_place(name: str) -> bool:
+    """Return whether a variable describes the place of one process, so that it misleads another."""
+    return name in _PLACE
+
+
 def variables(prefix: str, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return all variables whose names begin with ``prefix``."""
     given = os.environ if env is None else env

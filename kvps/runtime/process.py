@@ -11,10 +11,11 @@ import atexit
 import logging
 import sys
 import threading
+from contextlib import suppress
 
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
-from kvps.errors import ConfigError, SchedulerLost
+from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.runtime.keys import load_if_any
 from kvps.runtime.local_cluster import LocalCluster, worker_session
 from kvps.runtime.open_stores import AtExit, OpenStores
@@ -74,6 +75,11 @@ def shutdown() -> None:
         _process.end()
 
 
+def fail(reason: str) -> None:
+    """Leave the cluster as a worker that failed, so that a replacement may take its rank; flush nothing."""
+    _process.fail(reason)
+
+
 class _Process:
     """The session that all dist stores of this process share."""
 
@@ -128,6 +134,15 @@ class _Process:
         elif session is not None and not session.is_over:
             session.flush(TIMEOUT_S)
             session.leave(done=True, exit_code=0, reason="shutdown()")
+
+    def fail(self, reason: str) -> None:
+        """Leave the cluster; the next store begins anew."""
+        with suppress(KvpsError):
+            self.endings.end(is_done=False)
+        with self.lock:
+            session, self.session = self.session, None
+        if session is not None and self.embedded is None:
+            session.leave(done=False, exit_code=1, reason=reason)
 
 
 _process = _Process()

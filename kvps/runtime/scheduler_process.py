@@ -25,7 +25,7 @@ from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.scheduler import Scheduler
-from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
+from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
@@ -178,6 +178,7 @@ def run_scheduler(
     insecure: bool = False,
     silence_max_s: float = SILENCE_MAX_S,
     drop_grace_s: float = DROP_GRACE_S,
+    replace_max_s: float = REPLACE_MAX_S,
     on_ready: Callable[[str], None] | None = None,
     on_concluded: Callable[[int], None] | None = None,
     keys: Keys | None = None,
@@ -196,6 +197,7 @@ def run_scheduler(
         insecure: other machines may reach ``bind``.
         silence_max_s: seconds of silence after which a member is lost.
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
+        replace_max_s: seconds for which a job with no worker left waits for the replacement of a lost one.
         on_ready: called with its address when it listens.
         on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
@@ -217,6 +219,7 @@ def run_scheduler(
     settings = Settings(
         *(workers, servers, silence_max_s, drop_grace_s),
         keep_alive=keep_alive,
+        replace_max_s=replace_max_s,
         persist=state is not None,
         has_keys=keys is not None,
         limits=limits or config.limits(),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +40,34 @@ for name, value in sorted(model.state_dict().items()):
 print("sha256", digest.hexdigest(), flush=True)
 kv.close()
 """
+RAY = """
+import pathlib
+import sys
+import ray
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+import kvps.ray
+
+def train(config):
+    import contextlib, io
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(config["script"], "train.py", "exec"), {{"__name__": "__main__"}})
+    pathlib.Path(config["out"], str(ray.train.get_context().get_world_rank())).write_text(printed.getvalue())
+
+ray.init(num_cpus={workers} + {servers}, include_dashboard=False, object_store_memory=100_000_000)
+TorchTrainer(
+    train,
+    train_loop_config={{"script": pathlib.Path("train.py").read_text(), "out": sys.argv[1]}},
+    torch_config=kvps.ray.KvpsConfig(servers={servers}),
+    scaling_config=ScalingConfig(num_workers={workers}),
+    run_config=RunConfig(storage_path=sys.argv[1] + "/runs"),
+).fit()
+for rank in range({workers}):
+    print(pathlib.Path(sys.argv[1], str(rank)).read_text(), end="", flush=True)
+"""
+"""The script as the training function of Ray; its lines come back by files."""
+RAY_LIMIT_S = 300.0
 COMMAND = (sys.executable, "train.py")
 
 
@@ -100,6 +130,21 @@ def by_mpirun(name: str, *flags: str) -> Callable[[Processes, Path], list[Proces
     return start
 
 
+def by_ray(processes: Processes, folder: Path) -> list[Process]:
+    """Start the script in workers of Ray Train, each of which runs it as a program."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'kvps[ray]'")
+    processes.script(RAY.format(workers=WORKERS, servers=SERVERS), "ray_train.py")
+    env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
+    temporary = tempfile.mkdtemp(prefix="kvps-ray-", dir="/tmp")  # short: Ray has sockets there
+    try:
+        driver = processes.python("ray_train.py", folder, RAY_TMPDIR=temporary, **env)
+        driver.wait(RAY_LIMIT_S)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [driver]
+
+
 ENGINES: dict[str, Callable[[Processes, Path], list[Process]]] = {
     "kvps-launch": by_launch,
     "kvps-launch, ssh": by_engine(Ssh),
@@ -107,6 +152,7 @@ ENGINES: dict[str, Callable[[Processes, Path], list[Process]]] = {
     "kvps-worker by hand": by_hand,
     "DMLC variables by hand": by_dmlc,
     "torchrun": by_torchrun,
+    "Ray Train": by_ray,
     "mpirun of Open MPI": by_mpirun("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"),
     "mpiexec of MPICH": by_mpirun("mpiexec.hydra"),
 }

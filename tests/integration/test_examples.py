@@ -150,6 +150,7 @@ SEEN = {
     "ddp_digits.py": (r"test accuracy 0\.9[789]", 120.0),
     "horovod_digits.py": (r"test accuracy 0\.9[789]", 120.0),
     "gluon_digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "ray_digits.py": (r"test accuracy 0\.9[789]", 500.0),
     "linear_numpy.py": (r"(?s)(distance to the true weights .*){5}", 60.0),
     "async_vs_sync.py": (r"dist_async", 120.0),
     "compressed_digits.py": (r"(?s)randomk, both ways: 0\.9[789].*1bit has a learning rate", 300.0),
@@ -163,6 +164,7 @@ COMMANDS = re.findall(r"`((?:python|kvps-launch)[^`]*examples/[^`]*)`", TABLE)
 FLAGS = {
     "examples/horovod_digits.py": "--update-on-kvstore",
     "examples/gluon_digits.py": "--overlap",
+    "examples/ray_digits.py": "--kill",
 }
 COMMANDS += [f"{one} {FLAGS[one.split()[-1]]}" for one in COMMANDS if one.split()[-1] in FLAGS]
 
@@ -178,6 +180,8 @@ def test_the_table_names_every_example() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_table(processes: Processes, command: str) -> None:
     (processes.folder / "examples").symlink_to(ROOT / "examples")
+    if "ray_digits" in command:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'")
     words = [str(BIN / one) if (BIN / one).exists() else one for one in shlex.split(command)]
     process = processes.start("example", *words)
     script = re.search(r"(\w+\.py)", command)

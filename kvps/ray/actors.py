@@ -1,0 +1,171 @@
+"""The actors of a job on Ray: a scheduler, and servers, each with its loop in the main thread of its process.
+
+Theory of operation
+-------------------
+An actor is first asked for its place, which it tells at once, and then to run. The call of ``run`` lasts for the job.
+When the process of a server is killed, Ray starts the actor again and repeats that call, with the arguments that
+the owner of the actor has kept. So keys travel from process to process: they are in no command line, no environment,
+and not in Ray's Global Control Store, which keeps the arguments of constructors.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import ray
+
+from kvps import __version__
+from kvps.core.membership_client import EXIT_TEMPORARY
+from kvps.errors import ConfigError
+from kvps.net.zap import Keys
+from kvps.ray.plan import RESTART_MAX_S, demand_same_version
+from kvps.runtime.keys import of, parse
+
+log = logging.getLogger("kvps")
+
+
+def node_address() -> str:
+    """Return the address of this node that other nodes reach."""
+    return str(ray.util.get_node_ip_address())
+
+
+class KvpsScheduler:
+    """The scheduler of a job."""
+
+    def __init__(self) -> None:
+        self._kept: socket.socket | None = None
+
+    def place(self, version: str) -> str:
+        """Return where the scheduler will listen.
+
+        Raises:
+            ConfigError: if this node has another version of kvps.
+        """
+        node = node_address()
+        demand_same_version(version, __version__, node)
+        # Bound and not listened on, so that no other process gets the port before the scheduler runs.
+        self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._kept.bind((node, 0))
+        return f"tcp://{node}:{self._kept.getsockname()[1]}"
+
+    def run(
+        self,
+        endpoint: str,
+        workers: int,
+        servers: int,
+        keys: str,
+        settings: Mapping[str, str],
+        log_level: str,
+    ) -> int:
+        """Run the scheduler until the job is over; return its exit code."""
+        _prepare("kvps-scheduler", settings, log_level)
+        from kvps import config
+        from kvps.runtime.scheduler_process import run_scheduler
+
+        return run_scheduler(
+            *(workers, servers, endpoint),
+            insecure=not keys,
+            silence_max_s=config.silence_max_s(),
+            drop_grace_s=config.drop_grace_s(),
+            replace_max_s=RESTART_MAX_S,
+            keys=_keys(keys, "scheduler"),
+        )
+
+
+class KvpsServer:
+    """A server of a job; it loads torch while the job learns its place."""
+
+    def __init__(self) -> None:
+        threading.Thread(target=_load, name="kvps load", daemon=True).start()
+
+    def place(self, version: str, folder: str | None) -> str:
+        """Return the address of the node, once it is known that a server can run there.
+
+        Raises:
+            ConfigError: if this node has another version of kvps, or cannot write to the folder of checkpoints.
+        """
+        node = node_address()
+        demand_same_version(version, __version__, node)
+        if folder is not None:
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"the Ray node {node} cannot write checkpoints to {folder}: {error}. Give "
+                    "checkpoint_dir=, a directory that all servers share"
+                ) from error
+        return node
+
+    def run(
+        self,
+        scheduler: str,
+        rank: int,
+        keys: str,
+        settings: Mapping[str, str],
+        log_level: str,
+        folder: str | None,
+        every_s: float,
+        memory_limit: int | None,
+        neighbours: int,
+    ) -> int:
+        """Run the server until the job is over; return its exit code.
+
+        It shares the memory of its node with its neighbours. The process ends at once if the server is to be started again: Ray starts only actors again that died.
+        """
+        _prepare(f"kvps-server {rank}", settings, log_level)
+        from kvps import config
+        from kvps.net.memory import share_bytes
+        from kvps.runtime.server_process import run_server
+
+        wished = config.text("KVPS_MEMORY_LIMIT")
+        if memory_limit is None and wished is not None:
+            memory_limit = config.as_bytes("KVPS_MEMORY_LIMIT", wished)
+        code = run_server(
+            scheduler,
+            f"tcp://{node_address()}:0",
+            rank=rank,
+            memory_limit=share_bytes(neighbours) if memory_limit is None else memory_limit,
+            threads=config.whole("KVPS_THREADS"),
+            plugins=[one for one in (config.text("KVPS_PLUGIN") or "").split(",") if one],
+            insecure=not keys,
+            checkpoint_dir=folder,
+            checkpoint_every_s=every_s,
+            keys=_keys(keys, "server"),
+        )
+        if code == EXIT_TEMPORARY:
+            sys.stderr.flush()
+            os._exit(code)
+        return code
+
+
+def _load() -> None:
+    """Load what a server needs; the collector would only look again and again at objects that are all to stay."""
+    gc.disable()
+    try:
+        import kvps.runtime.server_process  # noqa: F401
+
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def _keys(text: str, role: str) -> Keys | None:
+    return of(parse(text, "the job"), role, "of the job") if text else None
+
+
+def _prepare(name: str, settings: Mapping[str, str], level: str) -> None:
+    """Make the settings those of this process, and send the log to where Ray collects it."""
+    os.environ.update(settings)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{name}: %(levelname)s: %(message)s"))
+    log.handlers[:] = [handler]
+    log.setLevel(level.upper())
+    log.propagate = False
