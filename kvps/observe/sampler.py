@@ -6,7 +6,6 @@ stands still there is no new sample, and /livez says so. Without ``--http`` ther
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -152,8 +151,3 @@ def network_values(refused: Refusals) -> Values:
     for why, count in refused.closed.items():
         values["kvps_closed_connections_total", why] = count
     return values
-
-
-def limit_value(limit: int | None) -> float:
-    """Return a limit as a number; infinite for none."""
-    return math.inf if limit is None else limit

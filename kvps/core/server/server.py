@@ -33,7 +33,7 @@ from kvps.core.membership_client import (
     MembershipClient,
     check_protocol,
 )
-from kvps.core.server import authority
+from kvps.core.server import authority, figures
 from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
@@ -42,6 +42,7 @@ from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
 from kvps.core.server.stragglers import Stall, StragglerLog
+from kvps.core.server.tally import Tally
 from kvps.errors import (
     ConfigError,
     KvpsError,
@@ -58,6 +59,8 @@ TELL_AFTER_S = 1.0
 """Seconds that a round must have been open for the scheduler to be told of it."""
 TELL_MAX = 256
 """Maximum stores, and maximum ranks of each, that the scheduler is told of."""
+SPANS_MAX = 10_000
+"""Spans up to which open rounds are looked for at each MEASURE; where there are more, every 5 s."""
 EXIT_TORN = 1
 """Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
@@ -105,6 +108,7 @@ class Server:
         """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now)
         self.counts = Counts()
+        self._tally = Tally(self.counts)
         self.oldest_round_s = 0.0
         """Age of the oldest open round when the rounds were looked at last; 0 for none."""
         self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s, self.counts)
@@ -264,6 +268,11 @@ class Server:
             if packet.envelope.job == job:
                 self.checkpointer.on_order(packet.message, self.control)
             return
+        if isinstance(packet.message, p.Measure) and welcome is not None:
+            self.member.heard_at = now
+            if packet.envelope.job == job:
+                self._reply(SCHEDULER, self._measured(packet.message.number, now))
+            return
         self._outbox.extend(self.member.on_packet(packet, now))
         if self.member.stopped is not None:
             self._outbox.append(Exit(self.member.stopped.exit_code, self.member.stopped.reason))
@@ -278,6 +287,19 @@ class Server:
         if self.member.number != before:
             self._on_view()
 
+    def gauges(self) -> dict[tuple[str, str], float]:
+        """Return the gauges of this server, by metric and label."""
+        budget, epoch = self.control.budget, self.checkpointer.epoch
+        return figures.gauges(self.member, self.context, budget, epoch, self.oldest_round_s)
+
+    def _measured(self, number: int, now: float) -> p.Measured:
+        spans = sum([len(chunk.spans) for chunk in self.context.chunks.by_number.values()])
+        rounds: list[p.OldRound] = []
+        if spans <= SPANS_MAX:
+            rounds = [self._shown(stall) for stall in self.control.oldest(now)]
+            self.oldest_round_s = max([one.age_s for one in rounds], default=0.0)
+        return figures.measured(number, self.context, self.gauges(), tuple(rounds[:TELL_MAX]))
+
     def _begin(self) -> None:
         """Start a job with no stores."""
         self.checkpointer.begin()
@@ -290,9 +312,10 @@ class Server:
         self._make_parts(self.member.rank, welcome.servers, welcome.workers, lives)
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
+        self._tally.forget()
         chunks = Chunks(self._memory, server, servers)
         self.context = RequestContext(
-            self.member, chunks, self._outbox, lives, self.counts, self._limits
+            self.member, chunks, self._outbox, lives, self._tally, self._limits
         )
         self.push_pull = PushPull(self.context, workers, self._threads)
         self.control = Control(self.context, self.push_pull, self._memory_limit)
