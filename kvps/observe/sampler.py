@@ -37,7 +37,7 @@ class State:
     """The state of the process, in words."""
     status: dict[str, object]
     figures: tuple[Figures, ...] = ()
-    """Of a scheduler, what its servers have sent."""
+    """The figures that servers have sent to a scheduler; empty for a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Sample:
 
 
 NOTHING = Sample()
-"""What there is before the first sample."""
+"""The sample before the first."""
 
 
 class Queue(Protocol[C_co]):
