@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
 from kvps.observe.sampler import State
 
@@ -9,7 +10,8 @@ from kvps.observe.sampler import State
 def state_of(core: Server, now: float) -> State:
     """Return the state of a server."""
     member, budget = core.member, core.control.budget
-    reserved, gauges = budget.reserved(), core.gauges()
+    reserved, epoch = budget.reserved(), core.checkpointer.epoch
+    values = gauges(core.context, core.control, epoch, core.oldest_round_s)
     status: dict[str, object] = {
         "epoch": core.checkpointer.epoch,
         "view": member.number,
@@ -27,4 +29,4 @@ def state_of(core: Server, now: float) -> State:
         status["rank"] = member.rank
         status["job"] = member.job.hex()[:8]
     is_ready = member.welcome is not None and not core.checkpointer.is_returning
-    return State(gauges, is_ready, why, {**status, "ready": is_ready, "reason": why})
+    return State(values, is_ready, why, {**status, "ready": is_ready, "reason": why})

@@ -12,8 +12,9 @@ from kvps.compression.spec import INT8, CodecSpec
 from kvps.core.counts import STALENESS, Counts
 from kvps.core.effects import Send
 from kvps.core.membership_client import Identity
-from kvps.core.server import server, tally
+from kvps.core.server import measured, tally
 from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.server import Server
 from kvps.core.server.tally import Tally
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
@@ -24,6 +25,11 @@ from tests.support.server_harness import ServerStage, heard, over
 def counted(stage: ServerStage, name: str) -> dict[str, float]:
     """Return a counter by its labels."""
     return {label: n for (of, label), n in stage.server.counts.values().items() if of == name}
+
+
+def gauges_of(one: Server) -> dict[tuple[str, str], float]:
+    """Return the gauges of a server."""
+    return measured.gauges(one.context, one.control, one.checkpointer.epoch, one.oldest_round_s)
 
 
 def measure(stage: ServerStage, number: int = 1) -> Measured:
@@ -165,7 +171,7 @@ def test_measure_is_answered_at_once_with_gauges_counters_and_rounds() -> None:
     stage.now += 3.0
     answer = measure(stage, 7)
     values = {(one.name, one.label): one.value for one in answer.counts}
-    gauges = stage.server.gauges()
+    gauges = gauges_of(stage.server)
     assert answer.number == 7
     assert values == {
         at: value
@@ -181,12 +187,12 @@ def test_measure_is_answered_at_once_with_gauges_counters_and_rounds() -> None:
     (histogram,) = answer.histograms
     assert (histogram.name, sum(histogram.buckets)) == ("kvps_round_duration_seconds", 1)
     assert answer.rounds == ()
-    assert stage.server.gauges()["kvps_round_age_seconds", ""] == 0.0
+    assert gauges_of(stage.server)["kvps_round_age_seconds", ""] == 0.0
 
 
 @pytest.mark.spec("R270")
 def test_rounds_are_left_out_where_there_are_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "SPANS_MAX", 0)
+    monkeypatch.setattr(measured, "SPANS_MAX", 0)
     stage = ServerStage(2)
     stage.open()
     stage.init("a", [0.0])
@@ -203,7 +209,7 @@ def test_another_jobs_measure_is_not_answered() -> None:
 
 def test_a_server_without_a_seat_has_no_incarnation() -> None:
     identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
-    alone = server.Server(identity, 0.0)
-    assert ("kvps_incarnation", "") not in alone.gauges()
+    alone = Server(identity, 0.0)
+    assert ("kvps_incarnation", "") not in gauges_of(alone)
     question = over(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Measure(1))
     assert not [one for one in alone.on_packet("scheduler", question, 0.0) if isinstance(one, Send)]

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 
-from kvps.core.membership_client import MembershipClient
 from kvps.core.server.context import RequestContext
-from kvps.core.server.memory_budget import MemoryBudget
+from kvps.core.server.control import Control
+from kvps.core.server.stragglers import Stall
 from kvps.protocol.membership import Count, Histogram, Measured, OldRound, StoreFigures
 
 COUNTS_MAX = 8192
 """Counters and gauges of an answer: with 1,500 workers there are 6,000 of workers."""
 STORES_MAX = 64
+SPANS_MAX = 10_000
+"""Spans up to which open rounds are looked for at each MEASURE; where there are more, every 5 s."""
+TELL_MAX = 256
+"""Maximum stores, and maximum ranks of each, that the scheduler is told of."""
 
 
 def gauges(
-    member: MembershipClient,
-    context: RequestContext,
-    budget: MemoryBudget,
-    epoch: int,
-    oldest_round_s: float,
+    context: RequestContext, control: Control, epoch: int, oldest_round_s: float
 ) -> dict[tuple[str, str], float]:
     """Return the gauges of a server, by metric and label; the memory limit is infinite where there is none."""
+    member, budget = context.member, control.budget
     values: dict[tuple[str, str], float] = {
         ("kvps_epoch", ""): epoch,
         ("kvps_view", ""): member.number,
@@ -39,21 +40,30 @@ def gauges(
     return values
 
 
-def measured(
+def measure(
     number: int,
     context: RequestContext,
-    values: dict[tuple[str, str], float],
-    rounds: tuple[OldRound, ...],
-) -> Measured:
-    """Return the answer to MEASURE ``number``.
+    control: Control,
+    epoch: int,
+    oldest_round_s: float,
+    now: float,
+) -> tuple[Measured, float]:
+    """Return the answer to a MEASURE, and the age of the oldest open round.
 
     Args:
-        number: that of the question.
+        number: of the MEASURE.
         context: the stores and the counters.
-        values: the gauges.
-        rounds: the oldest open round of each store.
+        control: finds the oldest open rounds, and has the memory budget.
+        epoch: how often the job was rolled back.
+        oldest_round_s: that age when the rounds were looked at last.
+        now: the time.
     """
-    counted = {**context.counts.values(), **values}
+    spans = sum([len(chunk.spans) for chunk in context.chunks.by_number.values()])
+    rounds: list[OldRound] = []
+    if spans <= SPANS_MAX:
+        rounds = [old_round(context.member.rank, stall) for stall in control.oldest(now)]
+        oldest_round_s = max([one.age_s for one in rounds], default=0.0)
+    counted = {**context.counts.values(), **gauges(context, control, epoch, oldest_round_s)}
     counts = [
         Count(name, label, float(value))
         for (name, label), value in counted.items()
@@ -68,11 +78,18 @@ def measured(
         StoreFigures(name, one.opened.mode, len(one.shards), versions.get(name, 0))
         for name, one in context.stores.items()
     ]
-    return Measured(
+    answer = Measured(
         number,
         tuple(counts[:COUNTS_MAX]),
         tuple(histograms),
         tuple(stores[:STORES_MAX]),
         context.tally.hot(context.chunks),
-        rounds,
+        tuple(rounds[:TELL_MAX]),
     )
+    return answer, oldest_round_s
+
+
+def old_round(server: int, stall: Stall) -> OldRound:
+    """Return an open round as the scheduler is told of it."""
+    missing = stall.missing[:TELL_MAX]
+    return OldRound(server, stall.store, stall.key, stall.number, missing, stall.age_s)
