@@ -1,9 +1,9 @@
 """The HTTP endpoints of a process: probes, metrics and status, and at the scheduler the dashboard.
 
-They are read-only, and answer from the newest sample. A client may hold a connection for some seconds, and only some clients at a time: of more, the
-oldest is cut off, so that open connections never keep a probe out. A few clients may have /events, each for as
-long as it reads them. Where KVPS_HTTP_TOKEN is set, all but /livez, /readyz and the dashboard's files ask for it as
-a bearer token.
+They are read-only, and answer from the newest sample. A client may hold a connection for some seconds, and only
+some clients at a time: of more, the oldest is cut off, so that open connections never keep a probe out. A few
+clients may have /events, each for as long as it reads them. Where KVPS_HTTP_TOKEN is set, all but /livez, /readyz
+and the dashboard's files ask for it as a bearer token.
 """
 
 from __future__ import annotations
@@ -211,9 +211,13 @@ class Server(ThreadingHTTPServer):
             seen = newest
             yield b"data: " + json.dumps(self.document(newest)).encode() + b"\n\n"
 
-    def begin_stream(self) -> bool:
-        """Return whether another client may have events."""
-        return self._streams.acquire(blocking=False)
+    def begin_stream(self, request: Any) -> bool:
+        """Return whether another client may have events; it is then none of those of which the oldest is cut off."""
+        if not self._streams.acquire(blocking=False):
+            return False
+        with self._lock, suppress(ValueError):
+            self._clients.remove(request)
+        return True
 
     def end_stream(self) -> None:
         """Let another client have events."""
@@ -246,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, kind: str) -> None:
         """Send events as long as the client reads them: a write that waits for long ends the connection."""
-        if not self.server.begin_stream():
+        if not self.server.begin_stream(self.request):
             self._head(503, PLAIN)
             self.send_header("Retry-After", "5")
             self.end_headers()

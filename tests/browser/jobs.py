@@ -93,7 +93,12 @@ class Training:
 
     def status(self) -> dict[str, Any]:
         """Return /statusz of the scheduler."""
-        code, text = get(f"{self.url}/statusz")
+        for attempt in range(10):
+            try:
+                code, text = get(f"{self.url}/statusz")
+                break
+            except ConnectionError:  # on a busy machine: of many connections the oldest is cut off
+                assert attempt < 9, "the scheduler serves nobody"
         assert code == 200, text
         found: dict[str, Any] = json.loads(text)
         return found

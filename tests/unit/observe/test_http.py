@@ -350,6 +350,22 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
             assert server._streams.acquire(timeout=30.0)  # it was given back
 
 
+def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
+    loop = Loop()
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, Cluster()) as server:
+        assert server is not None
+        address = ("127.0.0.1", server.server_port)
+        with socket.create_connection(address, 30) as stream:
+            stream.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert stream.recv(12) == b"HTTP/1.0 200"
+            silent = [socket.create_connection(address, 10) for _ in range(CLIENTS_MAX + 2)]
+            assert silent[0].recv(1) == b""
+            while b"nothing new" not in (some := stream.recv(4096)):
+                assert some
+            for one in silent:
+                one.close()
+
+
 def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:
     with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, Cluster()) as server:
         assert server is not None
