@@ -7,20 +7,28 @@ are from small fixed sets. The names of keys, stores and peers are never labels.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 
 from kvps.errors import BY_CODE, KvpsError, Overload, Unauthorized
 
 BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-"""The upper bounds of all histograms but the last bound, which is infinite."""
+"""The upper bounds of histograms of durations but the last bound, which is infinite."""
+STALENESS = "kvps_staleness_versions"
+STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+"""The upper bounds of the histogram of staleness, which counts versions."""
 UNFORESEEN = "unforeseen"
 """The reason of a refusal that is a bug here, or of an error without a class of its own."""
 
 
+def bounds_of(name: str) -> tuple[float, ...]:
+    """Return the upper bounds of a histogram; the last, infinite one is left out."""
+    return STALENESS_BOUNDS if name == STALENESS else BOUNDS_S
+
+
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """The durations of one kind of event."""
+    """The values of one histogram: durations of events, or the staleness of pushes."""
 
     buckets: tuple[int, ...]
     """How many were within each bound and above the one before; the last is without a bound."""
@@ -33,19 +41,20 @@ class Counts:
     def __init__(self) -> None:
         self.now = 0.0
         """The time of the door that was called last, for events that are not told the time."""
-        self._values: Counter[tuple[str, str]] = Counter()
+        self._values: defaultdict[tuple[str, str], float] = defaultdict(int)
         self._buckets: dict[str, list[int]] = {}
         self._total_s: dict[str, float] = {}
 
-    def add(self, name: str, label: str = "", by: int = 1) -> None:
-        """Count ``by`` more events."""
+    def add(self, name: str, label: str = "", by: float = 1) -> None:
+        """Count ``by`` more events, bytes or seconds."""
         self._values[name, label] += by
 
-    def observe(self, name: str, seconds: float) -> None:
-        """Count one event that took so long."""
-        buckets = self._buckets.setdefault(name, [0] * (len(BOUNDS_S) + 1))
-        buckets[bisect_left(BOUNDS_S, seconds)] += 1
-        self._total_s[name] = self._total_s.get(name, 0.0) + seconds
+    def observe(self, name: str, value: float) -> None:
+        """Count one event that took so many seconds, or was so many versions late."""
+        bounds = bounds_of(name)
+        buckets = self._buckets.setdefault(name, [0] * (len(bounds) + 1))
+        buckets[bisect_left(bounds, value)] += 1
+        self._total_s[name] = self._total_s.get(name, 0.0) + value
 
     def refused(self, error: Exception) -> None:
         """Count a request that was answered by an error: a limit by its name, all else by the error."""
@@ -54,7 +63,7 @@ class Counts:
         else:
             self.add("kvps_refusals_total", reason_of(error))
 
-    def values(self) -> dict[tuple[str, str], int]:
+    def values(self) -> dict[tuple[str, str], float]:
         """Return a copy of all counters, by name and label."""
         return dict(self._values)
 

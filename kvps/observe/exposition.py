@@ -8,13 +8,12 @@ from itertools import accumulate
 from typing import Any, cast
 
 from kvps import __version__
-from kvps.core.counts import BOUNDS_S, Durations
+from kvps.core.counts import Durations, bounds_of
 from kvps.errors import ConfigError
 from kvps.observe.metrics import Metric, of_role
 from kvps.observe.sampler import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-NONE = Durations((0,) * (len(BOUNDS_S) + 1), 0.0)
 
 
 def demand_library() -> None:
@@ -60,8 +59,9 @@ class _Families:
         for metric in of_role(self._role):
             if metric.kind == "histogram":
                 family = HistogramMetricFamily(metric.name, metric.help)
-                durations = self._sample.durations.get(metric.name, NONE)
-                family.add_metric([], _buckets(durations), durations.total_s)
+                none = Durations((0,) * (len(bounds_of(metric.name)) + 1), 0.0)
+                durations = self._sample.durations.get(metric.name, none)
+                family.add_metric([], _buckets(metric.name, durations), durations.total_s)
                 yield family
                 continue
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
@@ -80,8 +80,8 @@ def _values(metric: Metric, values: Mapping[tuple[str, str], float]) -> dict[str
     return found
 
 
-def _buckets(durations: Durations) -> list[tuple[str, float]]:
-    bounds = [*BOUNDS_S, math.inf]
+def _buckets(name: str, durations: Durations) -> list[tuple[str, float]]:
+    bounds = [*bounds_of(name), math.inf]
     sums = accumulate(durations.buckets)
     return [
         ("+Inf" if math.isinf(bound) else str(float(bound)), total)

@@ -1,8 +1,9 @@
-"""The HTTP endpoints of a process: /livez, /readyz, /metrics and /statusz, each from the newest sample.
+"""The HTTP endpoints of a process: probes, metrics and status, and at the scheduler the dashboard.
 
-They are read-only. A client may hold a connection for some seconds, and only some clients at a time: of more, the
-oldest is cut off, so that open connections never keep a probe out. Where KVPS_HTTP_TOKEN is set,
-/metrics and /statusz ask for it as a bearer token; /livez and /readyz answer any client by one line.
+They are read-only, and answer from the newest sample. A client may hold a connection for some seconds, and only
+some clients at a time: of more, the oldest is cut off, so that open connections never keep a probe out. A few
+clients may have /events, each for as long as it reads them. Where KVPS_HTTP_TOKEN is set, all but /livez, /readyz
+and the dashboard's files ask for it as a bearer token.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from typing import Any
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.observe import exposition
-from kvps.observe.sampler import STILL_MAX_S, Sampler
+from kvps.observe import assets, exposition
+from kvps.observe.cluster import Cluster
+from kvps.observe.sampler import NOTHING, STILL_MAX_S, Sample, Sampler
 
 log = logging.getLogger("kvps")
 READ_MAX_S = 5.0
 """How long a client may send nothing."""
 CLIENTS_MAX = 16
 """Connections at a time; of more, the oldest is cut off."""
+STREAMS_MAX = 6
+"""Clients that have events at a time; of more, the newest is sent away."""
+KEEP_ALIVE_S = 2.0
+"""How often something is sent along a stream: a client that is gone is noticed by that."""
+SEND_BYTES = 256 << 10
+"""Bytes of events that may wait in the kernel for a client that does not read."""
 TOKEN = "KVPS_HTTP_TOKEN"
+PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +60,20 @@ class Place:
                 f"of stores. Set {TOKEN} to a secret that readers send as a bearer token, bind to "
                 "127.0.0.1:PORT, or give --insecure (KVPS_INSECURE=1) in a network that you trust"
             )
+
+    def is_named_by(self, host: str) -> bool:
+        """Return whether the header ``Host`` may be that of an honest client.
+
+        On loopback without a token, a page of another site whose name resolves to this host is kept out by it.
+        """
+        if self.token or not host or not config.is_loopback(f"tcp://{self._shown}"):
+            return True
+        try:
+            return config.host_of(f"tcp://{host}") == self.host or config.is_loopback(
+                f"tcp://{host}"
+            )
+        except ValueError:  # no host at all
+            return False
 
     @property
     def _shown(self) -> str:
@@ -78,6 +101,7 @@ class Server(ThreadingHTTPServer):
         place: where.
         role: ``scheduler`` or ``server``.
         sampler: has the samples.
+        cluster: has the history that the dashboard shows; None without a dashboard.
 
     Raises:
         ConfigError: if it cannot listen there.
@@ -86,8 +110,11 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, place: Place, role: str, sampler: Sampler[Any]) -> None:
-        self.place, self.role, self.sampler = place, role, sampler
+    def __init__(
+        self, place: Place, role: str, sampler: Sampler[Any], cluster: Cluster | None = None
+    ) -> None:
+        self.place, self.role, self.sampler, self.cluster = place, role, sampler, cluster
+        self._streams = threading.BoundedSemaphore(STREAMS_MAX)
         self._clients: list[socket.socket] = []
         self._lock = threading.Lock()
         self.address_family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
@@ -125,31 +152,76 @@ class Server(ThreadingHTTPServer):
         """Leave a client behind that broke off."""
         log.debug("an HTTP client broke off", exc_info=True)
 
-    def answer(self, path: str, token: str) -> tuple[int, str, bytes]:
+    def answer(self, path: str, token: str, host: str = "") -> tuple[int, str, bytes]:
         """Return the status, the content type and the body of the answer to a GET.
 
         Args:
             path: what is asked for.
             token: the header ``Authorization``.
+            host: the header ``Host``.
         """
-        plain, sampler, sample = "text/plain; charset=utf-8", self.sampler, self.sampler.newest
+        sampler, sample = self.sampler, self.sampler.newest
         if path == "/livez":
             if sampler.is_live:
-                return 200, plain, b"ok\n"
+                return 200, PLAIN, b"ok\n"
             why = f"the loop has not turned for {sampler.still_s:.0f} s (limit {STILL_MAX_S:g} s)\n"
-            return 503, plain, why.encode()
+            return 503, PLAIN, why.encode()
         if path == "/readyz":
             is_ready = sample.is_ready and sampler.is_live
-            return (200, plain, b"ok\n") if is_ready else (503, plain, b"not ready\n")
-        if path not in ("/metrics", "/statusz"):
-            return 404, plain, b"there are /livez, /readyz, /metrics and /statusz\n"
+            return (200, PLAIN, b"ok\n") if is_ready else (503, PLAIN, b"not ready\n")
+        if self.cluster is not None and path in assets.FILES:
+            return (200, *assets.read(path))  # it shows nothing without what is guarded below
+        if path not in self.guarded:
+            return 404, PLAIN, f"there are /livez, /readyz, {', '.join(self.guarded)}\n".encode()
+        if not self.place.is_named_by(host):
+            return 403, PLAIN, b"ask by the address of this host, or by localhost\n"
         wanted = None if self.place.token is None else f"Bearer {self.place.token}"
         if wanted is not None and not hmac.compare_digest(wanted.encode(), token.encode()):
-            return 401, plain, b"a bearer token is needed\n"
+            return 401, PLAIN, b"a bearer token is needed\n"
         if path == "/metrics":
             return 200, exposition.CONTENT_TYPE, exposition.text_of(self.role, sample)
-        shown = {"role": self.role, "live": sampler.is_live, **sample.status}
-        return 200, "application/json", json.dumps(shown, indent=2).encode() + b"\n"
+        if path == "/history" and self.cluster is not None:
+            with sampler.changed:
+                return 200, JSON, json.dumps(self.cluster.history()).encode()
+        if path == "/events":
+            return 200, "text/event-stream; charset=utf-8", b""
+        return 200, JSON, json.dumps(self.document(sample), indent=2).encode() + b"\n"
+
+    @property
+    def guarded(self) -> tuple[str, ...]:
+        """The paths that the token guards."""
+        more = () if self.cluster is None else ("/history", "/events")
+        return "/metrics", "/statusz", *more
+
+    def document(self, sample: Sample) -> dict[str, object]:
+        """Return what /statusz and /events show of a sample."""
+        return {"role": self.role, "live": self.sampler.is_live, **sample.status}
+
+    def events(self) -> Iterator[bytes]:
+        """Yield each new sample as a server-sent event; end with the sampler."""
+        sampler, seen = self.sampler, NOTHING
+        while not sampler.is_ended:
+            with sampler.changed:
+                if sampler.newest is seen:
+                    sampler.changed.wait(KEEP_ALIVE_S)
+                newest = sampler.newest
+            if newest is seen:
+                yield b": nothing new\n\n"
+                continue
+            seen = newest
+            yield b"data: " + json.dumps(self.document(newest)).encode() + b"\n\n"
+
+    def begin_stream(self, request: Any) -> bool:
+        """Return whether another client may have events; it is then none of those of which the oldest is cut off."""
+        if not self._streams.acquire(blocking=False):
+            return False
+        with self._lock, suppress(ValueError):
+            self._clients.remove(request)
+        return True
+
+    def end_stream(self) -> None:
+        """Let another client have events."""
+        self._streams.release()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -159,14 +231,42 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer."""
         path, token = self.path.partition("?")[0], self.headers.get("Authorization", "")
-        status, kind, body = self.server.answer(path, token)
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
+        status, kind, body = self.server.answer(path, token, self.headers.get("Host", ""))
+        if path == "/events" and status == 200:
+            self._stream(kind)
+            return
+        self._head(status, kind)
         self.send_header("Content-Length", str(len(body)))
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
         self.wfile.write(body)
+
+    def _head(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        for name, value in assets.HEADERS.items():
+            self.send_header(name, value)
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+
+    def _stream(self, kind: str) -> None:
+        """Send events as long as the client reads them: a write that waits for long ends the connection."""
+        if not self.server.begin_stream(self.request):
+            self._head(503, PLAIN)
+            self.send_header("Retry-After", "5")
+            self.end_headers()
+            self.wfile.write(b"too many clients have this page open\n")
+            return
+        try:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+            self._head(200, kind)
+            self.end_headers()
+            for event in self.server.events():
+                self.wfile.write(event)
+        except OSError:
+            log.debug("a reader of events left, or did not read", exc_info=True)
+        finally:
+            self.server.end_stream()
+            self.close_connection = True
 
     def version_string(self) -> str:
         """Return the name of the server, without the version of Python."""
@@ -177,12 +277,14 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(place: Place | None, role: str, sampler: Sampler[Any]) -> Iterator[Server | None]:
+def serving(
+    place: Place | None, role: str, sampler: Sampler[Any], cluster: Cluster | None = None
+) -> Iterator[Server | None]:
     """Serve at ``place`` as long as the block runs; nothing at all if it is None."""
     if place is None:
         yield None
         return
-    server = Server(place, role, sampler)
+    server = Server(place, role, sampler, cluster)
     host, port = server.server_address[:2]
     log.info("http at %s:%s", host, port)
     thread = threading.Thread(target=server.serve_forever, name="kvps-http", daemon=True)

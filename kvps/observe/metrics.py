@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvps.core.counts import REASONS
+from kvps.core.counts import REASONS, STALENESS
 
 SCHEDULER, SERVER = "scheduler", "server"
 BOTH = (SCHEDULER, SERVER)
@@ -134,9 +134,59 @@ METRICS = (
         (SERVER,),
     ),
     Metric(
+        "kvps_short_rounds_total",
+        "counter",
+        "Rounds that closed without the gradient of a lost worker (on_worker_lost='shrink').",
+        (SERVER,),
+    ),
+    Metric(
+        "kvps_straggler_seconds_total",
+        "counter",
+        "Time by which pushes came after the first push of their round, by worker.",
+        (SERVER,),
+        "rank",
+    ),
+    Metric(
+        "kvps_straggler_pushes_total",
+        "counter",
+        "Pushes to rounds, by worker: what kvps_straggler_seconds_total is the sum over.",
+        (SERVER,),
+        "rank",
+    ),
+    Metric("kvps_worker_pushes_total", "counter", "Counted pushes, by worker.", (SERVER,), "rank"),
+    Metric(
+        "kvps_worker_bytes_total",
+        "counter",
+        "Bytes of counted pushes, as they travelled, by worker.",
+        (SERVER,),
+        "rank",
+    ),
+    Metric(
+        STALENESS,
+        "histogram",
+        "Versions that a key had moved on from when its worker read it to when it pushed (async and ssp).",
+        (SERVER,),
+    ),
+    Metric(
+        "kvps_compressed_bytes_total",
+        "counter",
+        "Bytes of compressed values, by direction.",
+        (SERVER,),
+        "direction",
+        ("in", "out"),
+    ),
+    Metric(
+        "kvps_uncompressed_bytes_total",
+        "counter",
+        "Bytes that the same values have uncompressed, by direction.",
+        (SERVER,),
+        "direction",
+        ("in", "out"),
+    ),
+    Metric(
         "kvps_round_age_seconds",
         "gauge",
-        "Age of the oldest open round, as of the last look (every 5 s).",
+        "Age of the oldest open round, as of the last look (every 5 s, or each second while the scheduler serves the dashboard).",
         (SERVER,),
     ),
     Metric("kvps_stores", "gauge", "Open stores.", (SERVER,)),

@@ -6,15 +6,15 @@ stands still there is no new sample, and /livez says so. Without ``--http`` ther
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core, Effects
+from kvps.core.scheduler.measurements import Figures
 from kvps.net.driver import Refusals
 
 C = TypeVar("C", bound=Core)
@@ -36,6 +36,8 @@ class State:
     why: str
     """The state of the process, in words."""
     status: dict[str, object]
+    figures: tuple[Figures, ...] = ()
+    """The figures that servers have sent to a scheduler; empty for a server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,13 @@ class Sample:
     is_ready: bool = False
     why: str = "the loop has not begun"
     status: Mapping[str, object] = field(default_factory=dict)
+    figures: tuple[Figures, ...] = ()
+    at: float = 0.0
+    """When it was taken, by the clock of the loop."""
+
+
+NOTHING = Sample()
+"""The sample before the first."""
 
 
 class Queue(Protocol[C_co]):
@@ -65,6 +74,8 @@ class Sampler(Generic[C]):
         counts: returns its counters.
         network: returns the counters of its transport.
         clock: seconds.
+        also: done by the loop after each sample, with the effects that it returns.
+        document: makes the status that is shown from a sample; it runs outside the loop.
     """
 
     def __init__(
@@ -74,8 +85,15 @@ class Sampler(Generic[C]):
         counts: Callable[[C], Counts],
         network: Callable[[], Values],
         clock: Callable[[], float] = time.monotonic,
+        also: Callable[[C, float], Effects] = lambda core, now: iter(()),
+        document: Callable[[Sample], Mapping[str, object]] = lambda sample: sample.status,
     ) -> None:
-        self.newest = Sample()
+        self.newest = NOTHING
+        self.changed = threading.Condition()
+        """Notified when there is a newer sample."""
+        self._taken = Sample()
+        self._arrived = threading.Event()
+        self._also, self._document = also, document
         self._inbox = inbox
         self._state, self._counts, self._network = state, counts, network
         self._clock = clock
@@ -92,6 +110,7 @@ class Sampler(Generic[C]):
     def close(self) -> None:
         """End the thread."""
         self._ended.set()
+        self._arrived.set()
         self._thread.join()
 
     def ask(self) -> None:
@@ -110,10 +129,28 @@ class Sampler(Generic[C]):
         """Whether the loop turns."""
         return self.still_s <= STILL_MAX_S
 
+    def publish(self) -> None:
+        """Show the sample that was taken last."""
+        taken = self._taken
+        with self.changed:
+            self.newest = replace(taken, status=self._document(taken))
+            self.changed.notify_all()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether there will be no more samples."""
+        return self._ended.is_set()
+
     def _run(self) -> None:
         while not self._ended.is_set():
+            began = self._clock()
             self.ask()
-            self._ended.wait(EVERY_S)
+            if self._arrived.wait(EVERY_S) and not self._ended.is_set():
+                self._arrived.clear()
+                self.publish()
+            self._ended.wait(max(0.0, began + EVERY_S - self._clock()))
+        with self.changed:
+            self.changed.notify_all()
 
     def _take(self, core: C, now: float) -> Iterator[Any]:
         """Copy all numbers; the loop runs this."""
@@ -129,9 +166,13 @@ class Sampler(Generic[C]):
             ("kvps_loop_lag_max_seconds", ""): self._lag_max_s,
             ("kvps_ready", ""): float(state.is_ready),
         }
-        self.newest = Sample(values, counts.durations(), state.is_ready, state.why, state.status)
+        self._taken = Sample(
+            *(values, counts.durations(), state.is_ready, state.why, state.status),
+            *(state.figures, now),
+        )
         self._is_asked = False
-        yield from ()
+        self._arrived.set()
+        yield from self._also(core, now)
 
 
 def network_values(refused: Refusals) -> Values:
@@ -152,8 +193,3 @@ def network_values(refused: Refusals) -> Values:
     for why, count in refused.closed.items():
         values["kvps_closed_connections_total", why] = count
     return values
-
-
-def limit_value(limit: int | None) -> float:
-    """Return a limit as a number; infinite for none."""
-    return math.inf if limit is None else limit

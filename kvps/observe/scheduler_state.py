@@ -1,13 +1,16 @@
-"""The state of a scheduler, as its metrics and its status show it."""
+"""The state of a scheduler, as its metrics, its status and its dashboard show it."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+from kvps.core.scheduler.fault_log import Fault
+from kvps.core.scheduler.job import Job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.scheduler import Scheduler
+from kvps.core.scheduler.seat import State as SeatState
 from kvps.observe.sampler import State
-from kvps.protocol.envelope import Role
+from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Seen
 
 
@@ -23,12 +26,26 @@ def state_of(core: Scheduler, now: float) -> State:
     }
     gauges.update({("kvps_members", label): count for label, count in seats.items()})
     is_ready = job.stop is None and job.phase is not Phase.ENDING
-    return State(gauges, is_ready, f"{job.phase.value}: {job.reason}", shown(core, now))
+    return State(
+        gauges,
+        is_ready,
+        f"{job.phase.value}: {job.reason}",
+        {**shown(core, now), **_more(job, now)},
+        tuple(job.measurements.figures(now)),
+    )
 
 
 def shown(core: Scheduler, now: float) -> dict[str, object]:
-    """Return what /statusz shows."""
-    return as_json(core.job.name, core.seen(0, now))
+    """Return the answer to a status query, with the version and the age of each member."""
+    status = as_json(core.job.name, core.seen(0, now))
+    members = status["members"]
+    assert isinstance(members, list)
+    for member in members:
+        seat = core.job.seats.by_node[Node(Role[member["role"].upper()], member["rank"])]
+        member["version"] = seat.software
+        is_held = seat.state is SeatState.HELD and seat.taken_at is not None
+        member["held_s"] = now - (seat.taken_at or 0.0) if is_held else None
+    return status
 
 
 def as_json(job: bytes, seen: Seen) -> dict[str, object]:
@@ -40,4 +57,37 @@ def as_json(job: bytes, seen: Seen) -> dict[str, object]:
         "reason": seen.reason,
         "members": members,
         "rounds": [one._asdict() for one in seen.rounds],
+    }
+
+
+def _more(job: Job, now: float) -> dict[str, object]:
+    """Return the parts of the status that only HTTP shows."""
+    ours = job.checkpoints
+    return {
+        "epoch": ours.epoch,
+        "checkpoints": {
+            "begun": ours.begun,
+            "kept": ours.kept,
+            "kept_age_s": None if ours.kept_at is None else now - ours.kept_at,
+            "took_s": ours.took_s,
+            "every_s": ours.every_s,
+            "stage": ours.stage,
+            "failure": ours.failure,
+        },
+        "faults": [_fault(one, now) for one in reversed(job.fault_log.faults)],
+        "events": [
+            {"age_s": now - one.at, "level": one.level, "text": one.text}
+            for one in reversed(job.fault_log.events)
+        ],
+    }
+
+
+def _fault(fault: Fault, now: float) -> dict[str, object]:
+    return {
+        "member": str(fault.node),
+        "age_s": now - fault.at,
+        "reason": fault.reason,
+        "steps": [{"after_s": at - fault.at, "text": text} for at, text in fault.steps],
+        "is_over": fault.over_at is not None,
+        "lasted_s": (now if fault.over_at is None else fault.over_at) - fault.at,
     }

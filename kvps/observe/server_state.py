@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
-from kvps.observe.sampler import State, limit_value
+from kvps.observe.sampler import State
 
 
 def state_of(core: Server, now: float) -> State:
     """Return the state of a server."""
     member, budget = core.member, core.control.budget
-    reserved = budget.reserved()
-    gauges: dict[tuple[str, str], float] = {
-        ("kvps_epoch", ""): core.checkpointer.epoch,
-        ("kvps_view", ""): member.number,
-        ("kvps_round_age_seconds", ""): core.oldest_round_s,
-        ("kvps_stores", ""): len(core.context.stores),
-        ("kvps_pending_requests", ""): sum(
-            [len(one.pending) for one in core.context.sessions.values()]
-        ),
-        ("kvps_memory_limit_bytes", ""): limit_value(budget.limit_bytes),
-    }
-    for kind, size in reserved._asdict().items():
-        gauges["kvps_memory_bytes", kind] = size
+    reserved, epoch = budget.reserved(), core.checkpointer.epoch
+    values = gauges(core.context, core.control, epoch, core.oldest_round_s)
     status: dict[str, object] = {
         "epoch": core.checkpointer.epoch,
         "view": member.number,
@@ -38,7 +28,5 @@ def state_of(core: Server, now: float) -> State:
     else:
         status["rank"] = member.rank
         status["job"] = member.job.hex()[:8]
-    if member.welcome is not None:
-        gauges["kvps_incarnation", ""] = member.welcome.incarnation
     is_ready = member.welcome is not None and not core.checkpointer.is_returning
-    return State(gauges, is_ready, why, {**status, "ready": is_ready, "reason": why})
+    return State(values, is_ready, why, {**status, "ready": is_ready, "reason": why})

@@ -338,6 +338,75 @@ class Seen(Message):
     """The oldest of each store, the oldest first."""
 
 
+# --- figures of servers ---------------------------------------------------------------------------
+
+
+@tag(120)
+@dataclass(frozen=True, slots=True)
+class Measure(Message):
+    """Scheduler to server: send your figures, once."""
+
+    number: int
+    """Each is larger than the one before."""
+
+
+class Count(NamedTuple):
+    """A counter or a gauge of a server."""
+
+    name: str
+    """The name of the metric."""
+    label: str
+    """The value of its label; several are separated by commas, and empty is none."""
+    value: float
+
+
+class Histogram(NamedTuple):
+    """A histogram of a server."""
+
+    name: str
+    buckets: tuple[int, ...]
+    """How many values were within each bound and above the one before; the last has no bound."""
+    total: float
+
+
+class StoreFigures(NamedTuple):
+    """A store as a server has it."""
+
+    store: str
+    mode: str
+    size: int
+    """Its keys of which the server holds a part."""
+    version: int
+    """The newest version of any key: closed rounds, or applied pushes."""
+
+
+class KeyTraffic(NamedTuple):
+    """Neighbouring keys that are pushed and pulled together, and the bytes of their values that moved."""
+
+    store: str
+    key: str
+    """The first of them."""
+    others: int
+    """How many keys follow it."""
+    moved_bytes: int
+
+
+@tag(121)
+@dataclass(frozen=True, slots=True)
+class Measured(Message):
+    """Answer to MEASURE: the figures of the server as of now."""
+
+    number: int
+    """That of MEASURE."""
+    counts: tuple[Count, ...]
+    histograms: tuple[Histogram, ...]
+    stores: tuple[StoreFigures, ...]
+    traffic: tuple[KeyTraffic, ...]
+    """Those with the most traffic, the first with the most."""
+    rounds: tuple[OldRound, ...]
+    """The oldest open round of each store that has one."""
+
+
 # --- keys -----------------------------------------------------------------------------------------
 
 

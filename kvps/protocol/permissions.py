@@ -49,6 +49,8 @@ from kvps.protocol.membership import (
     Leave,
     Left,
     Look,
+    Measure,
+    Measured,
     Probe,
     Probed,
     Released,
@@ -124,7 +126,8 @@ _SHARING = frozenset({Offer, Taken, Release})
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding},
-        Role.SERVER: _MEMBER | {Stalled, ImageTaken, ImageKept, Committed, Shelf, Restored},
+        Role.SERVER: _MEMBER
+        | {Stalled, Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
     Place.SERVER: {
         Role.WORKER: _SHARING
@@ -139,7 +142,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
-        | {TakeImage, Commit, GiveUp, Recall, Restore},
+        | {TakeImage, Commit, GiveUp, Recall, Restore, Measure},
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
@@ -156,7 +159,7 @@ HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
     {
-        *(View, Seen, Stalled, Halt, Halted, ImageKept, Commit, Shelf),
+        *(View, Seen, Stalled, Measured, Halt, Halted, ImageKept, Commit, Shelf),
         *(Declare, Declared, Find, FoundAll, Optimize, Probe, Probed, Release),
         *(Push, Pull, Pulled, Load, Ack, StatusIs, Resumed, Revived, StateIs, SetState),
     }

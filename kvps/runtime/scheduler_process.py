@@ -33,6 +33,7 @@ from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
+from kvps.observe.cluster import Cluster
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
@@ -279,15 +280,18 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
+    cluster = Cluster()
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
+        also=lambda core, now: core.on_measure(now),
+        document=cluster.add,
     )
     last = _at(signal.SIGUSR2, inbox, lambda core, now: core.on_conclude(now))
     with (
-        serving(http, "scheduler", sampler),
+        serving(http, "scheduler", sampler, cluster),
         again,
         last,
         on_stop(inbox, lambda core, now, number: core.on_stop(now)),

@@ -236,6 +236,19 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Evict(2, 3), ()),
         (SCHEDULER, m.Challenge(1_700_000_042), ()),
         (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
+        (SCHEDULER, m.Measure(5), ()),
+        (
+            SERVER,
+            m.Measured(
+                5,
+                (m.Count("kvps_pushes_total", "counted", 12.0),),
+                (m.Histogram("kvps_round_duration_seconds", (0, 3, 1), 0.5),),
+                (m.StoreFigures("weights", "sync", 3, 6),),
+                (m.KeyTraffic("weights", "w", 2, 4096),),
+                (m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),),
+            ),
+            (),
+        ),
     ]
 
 

@@ -71,6 +71,10 @@ class CheckpointCoordinator:
         """The number of the newest cut that was begun, by this job or another."""
         self.kept = 0
         """The newest cut of this job that is complete; 0 while there is none."""
+        self.kept_at: float | None = None
+        """When it became complete; None if this process did not see that."""
+        self.took_s = 0.0
+        """How long it took."""
         self.epoch = 0
         self.recovery: Rollback | None = None
         self.failure = ""
@@ -324,6 +328,7 @@ class CheckpointCoordinator:
     def _end(self, cut: Cut, now: float) -> None:
         if cut.stage is CutStage.COMPLETE:
             self._cut, self.kept, self.has_changed = None, cut.number, True
+            self.kept_at, self.took_s = now, now - cut.begun_at
             self._next_at = now + self._pause_s
             if cut.number == self._final:
                 self.concluded = cut.number
@@ -376,6 +381,16 @@ class CheckpointCoordinator:
         elif self._is_running:
             for rank in sorted(self._servers - self._shelves.keys()):
                 self.letters.append((Node(Role.SERVER, rank), Recall(self.epoch)))
+
+    @property
+    def stage(self) -> str:
+        """How far the cut that is being taken has come; empty if there is none."""
+        return "" if self._cut is None else self._cut.stage.value
+
+    @property
+    def every_s(self) -> float | None:
+        """How often cuts are taken, 0 for only when asked; None where servers have no place for them."""
+        return self._every_s if self._keeps else None
 
     @property
     def _knows_all(self) -> bool:

@@ -29,6 +29,8 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
+from kvps.core.scheduler.fault_log import FaultLog
+from kvps.core.scheduler.measurements import Measurements
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
@@ -90,6 +92,8 @@ class Job:
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
         self.status_report = StatusReport()
+        self.measurements = Measurements()
+        self.fault_log = FaultLog()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """The STOP for members when the job is over."""
@@ -172,6 +176,7 @@ class Job:
         for seat in lost:
             self.counts.add("kvps_members_lost_total", str(seat.node.role))
             self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
+            self.fault_log.lost(seat.node, seat.reason, now)
         if lost or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
         if self._patience_until is not None and now >= self._patience_until:
@@ -202,6 +207,7 @@ class Job:
         self.checkpoints.hear(node, message, now)
         self._heed_checkpoints()
         if was_returning and self.checkpoints.recovery is None:
+            self.fault_log.rolled_back(self.checkpoints.kept, self.checkpoints.failure, now)
             self.apply_changes(now)
         self._schedule()
 
@@ -220,7 +226,13 @@ class Job:
 
     def return_to_cut(self, seat: Seat, now: float) -> None:
         """A server was replaced: a new epoch begins, if there is a cut to return to."""
-        if self.formed and self.checkpoints.replaced(seat.node.rank, now):
+        if not self.formed:
+            return
+        if not self.checkpoints.replaced(seat.node.rank, now):
+            self.fault_log.unsaved(seat.node, now)
+        else:
+            ours = self.checkpoints
+            self.fault_log.rollback_began(seat.node, ours.epoch, ours.kept, now)
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
             if left := self.seats.workers(State.LEFT):
@@ -260,6 +272,7 @@ class Job:
         """Give a seat back to a member that was lost, is heard again, and was not replaced."""
         if seat.state is State.LOST and seat.is_alive:
             seat.revive()
+            self.fault_log.returned(seat.node, now)
             self.note("info", f"{seat.node} is back")
             self.apply_changes(now)
 
@@ -301,7 +314,7 @@ class Job:
         self.barriers.clear(range(self.settings.workers))
         self.checkpoints, self.since = self._coordinator(), 0
         self._is_concluded = False
-        self.status_report = StatusReport()
+        self.status_report, self.measurements = StatusReport(), Measurements()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()
@@ -352,6 +365,7 @@ class Job:
 
     def note(self, level: str, text: str) -> None:
         """Report a fact."""
+        self.fault_log.note(level, text, self.counts.now)
         self._outbox.append(Note(level, text))
 
     def view(self, now: float) -> View:
@@ -444,6 +458,7 @@ class Job:
         """Return the job of a former scheduler; its members have to speak again."""
         former = load(snapshot, settings, now)
         job = cls(settings, former.job, now)
+        job.counts.now = now
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
         job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts

@@ -51,6 +51,7 @@ FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Evict, p.Leave, p.Error)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
 """The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""
+SHORT_ROUNDS = "kvps_short_rounds_total"
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 """The number of refused newcomers that the log reports in such a time."""
 
@@ -78,6 +79,7 @@ class Scheduler:
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A peer said something."""
+        self.job.counts.now = now
         envelope, message = packet.envelope, packet.message
         try:
             match message:
@@ -115,6 +117,8 @@ class Scheduler:
                     self._on_resume(route, envelope, message, now)
                 case p.Stalled():
                     self._on_stalled(route, envelope, message, now)
+                case p.Measured():
+                    self._on_measured(route, envelope, message, now)
                 case _:
                     raise ProtocolError(f"a scheduler does not accept {type(message).__name__}")
         except KvpsError as error:
@@ -127,6 +131,7 @@ class Scheduler:
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet caused an unexpected error: its sender is told, and the job goes on."""
+        self.job.counts.now = now
         self.job.counts.refused(error)
         said = unforeseen("the scheduler", error)
         self.job.send(route, p.Error(envelope.seq, said.code, str(said)))
@@ -134,11 +139,13 @@ class Scheduler:
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """The connection along ``route`` broke: its seat has a moment to speak again."""
+        self.job.counts.now = now
         self.job.seats.drop(route, now)
         return self.job.flush()
 
     def on_timer(self, now: float) -> Effects:
         """Find the members that were silent for too long, and the waits that have lasted too long."""
+        self.job.counts.now = now
         if self.job.stop is None:
             self.job.on_time(now)
         else:
@@ -147,6 +154,7 @@ class Scheduler:
 
     def on_stop(self, now: float) -> Effects:
         """The operator ends the scheduler, and with it the job."""
+        self.job.counts.now = now
         if self.job.stop is None:
             self.job.note("info", "asked to stop")
             self.job.halt(p.Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
@@ -154,8 +162,18 @@ class Scheduler:
 
     def on_conclude(self, now: float) -> Effects:
         """The operator is about to stop the job: one more checkpoint is taken, and none after it."""
+        self.job.counts.now = now
         if self.job.stop is None:
             self.job.conclude(now)
+        return self.job.flush()
+
+    def on_measure(self, now: float) -> Effects:
+        """Ask servers for their figures; called every second while the dashboard is served."""
+        if self.job.stop is None:
+            seats = self.job.seats.by_node.values()
+            for seat, question in self.job.measurements.ask(seats, now):
+                for route in seat.links:
+                    self.job.send(route, question)
         return self.job.flush()
 
     def deadline(self) -> float | None:
@@ -184,6 +202,8 @@ class Scheduler:
             seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
             self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
+            if seat.is_replacement:
+                self.job.fault_log.replaced(seat.node, f"{hello.host}:{hello.pid}", now)
             if replaces and seat.node.role is Role.SERVER:
                 self.job.return_to_cut(seat, now)
             self.job.withdraw(seat)
@@ -273,6 +293,8 @@ class Scheduler:
         if is_new:
             level = "info" if seat.state is State.LEFT else "warning"
             self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
+            if seat.state is not State.LEFT:
+                self.job.fault_log.lost(seat.node, seat.reason, now)
             if seat.state is not State.LOST:
                 self.job.withdraw(seat)
             self.job.apply_changes(now)
@@ -295,6 +317,7 @@ class Scheduler:
         for at in list(seat.links):
             self.job.send(at, p.Error(0, fenced.code, str(fenced)))
         self.job.seats.evict(seat, why, now)
+        self.job.fault_log.lost(seat.node, why, now)
         self.job.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) {why}")
         self.job.apply_changes(now)
         self.job.send(route, p.Done(seq))
@@ -359,6 +382,17 @@ class Scheduler:
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} reported rounds; only servers may")
         self.job.status_report.tell(seat.node.rank, stalled.rounds, now)
+
+    def _on_measured(
+        self, route: Route, envelope: Envelope, measured: p.Measured, now: float
+    ) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is not Role.SERVER:
+            raise ProtocolError(f"{seat.node} sent figures; only servers may")
+        rank = seat.node.rank
+        self.job.measurements.hear(rank, seat.incarnation, measured, now)
+        short = [one.value for one in measured.counts if one.name == SHORT_ROUNDS]
+        self.job.fault_log.short_rounds(rank, sum(short), now)
 
     def seen(self, seq: int, now: float) -> p.Seen:
         """Return the answer to a status query."""

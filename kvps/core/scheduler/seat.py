@@ -119,6 +119,10 @@ class Seat:
     """It ended by its own word, so no packet brings it back."""
     has_begun: bool = False
     """Its holder has spoken as this incarnation: the WELCOME arrived, and others may rely on it."""
+    software: str = ""
+    """The version of kvps of its holder; empty if it took the seat before the scheduler was restarted."""
+    taken_at: float | None = None
+    """When its holder took it; None if the scheduler was restarted since."""
     heard_at: float = 0.0
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
     """The progress of its script."""
@@ -196,6 +200,7 @@ class Seat:
         self.state, self.incarnation = State.HELD, incarnation
         self.host, self.pid, self.endpoint = hello.host, hello.pid, hello.endpoint
         self.master, self.machine = hello.master, hello.machine
+        self.software, self.taken_at = shortened(hello.software), now
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""

@@ -14,6 +14,7 @@ from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
+from kvps.core.server.tally import Tally
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error
@@ -27,7 +28,7 @@ class RequestContext:
         chunks: the values of all stores.
         outbox: what this server's door will return; whatever is said is appended.
         lives: by rank, the newest incarnation that was heard of.
-        counts: the server's counters.
+        tally: the server's counters.
         limits: the named limits.
     """
 
@@ -37,10 +38,11 @@ class RequestContext:
         chunks: Chunks,
         outbox: list[Effect],
         lives: dict[int, int] | None = None,
-        counts: Counts | None = None,
+        tally: Tally | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.counts = counts or Counts()
+        self.tally = tally or Tally(Counts())
+        self.counts = self.tally.counts
         self.limits = limits or Limits()
         self.member = member
         self.chunks = chunks

@@ -48,12 +48,19 @@ class PushPull:
     def __init__(self, context: RequestContext, workers: int, threads: int = 1) -> None:
         self._context = context
         self._chunks = context.chunks
-        self.aggregator = Aggregator(context.chunks, workers, self.wake, threads, context.counts)
+        self.aggregator = Aggregator(context.chunks, workers, self.wake, threads, context.tally)
 
     def _apply(self, judged: JudgedPush, now: float) -> None:
         """Apply a push, and answer the requests that waited for it."""
         self.aggregator.apply(judged, self._context.quorum(judged.store), now)
         self.tell_norms()
+
+    def _count(self, judged: JudgedPush, packet: Packet) -> None:
+        """Count a push by its verdict and by the ranks that it speaks for."""
+        tally = self._context.tally
+        tally.counts.add("kvps_pushes_total", judged.verdict.value)
+        if judged.verdict is Verdict.COUNTED:
+            tally.pushed(judged.ranks, sum([one.nbytes for one in packet.payload]))
 
     def _acknowledge(self, session: Session, seq: int, version: int) -> None:
         self._context.send(session, p.Ack((p.Receipt(seq, version),)))
@@ -66,9 +73,14 @@ class PushPull:
         gradient = self._gradient(chunk, message, packet)
         is_lent = bool(packet.loans) and message.code is None  # what was decompressed is ours
         judged = self.aggregator.judge(store, message, gradient, is_lent=is_lent)
-        self._context.counts.add("kvps_pushes_total", judged.verdict.value)
+        self._count(judged, packet)
         if judged.verdict is Verdict.EARLY:
             return  # not taken in: the worker will probe, and send it again
+        itemsize = BY_NAME[chunk.dtype].itemsize
+        self._context.tally.traffic(chunk.number, message.runs, itemsize)
+        if message.code is not None:
+            size = sum([one.nbytes for one in packet.payload])
+            self._context.tally.compressed("in", size, len(gradient) * itemsize)
         reading = None
         if message.pull:
             asks = tuple(p.Ask(run.start, run.size, run.number + 1, 0) for run in message.runs)
@@ -161,9 +173,11 @@ class PushPull:
             gradient = target.gradient(message, packet.payload)
         is_lent = bool(packet.loans)
         judged = self.aggregator.judge_rows(store, target, message, gradient, is_lent=is_lent)
-        self._context.counts.add("kvps_pushes_total", judged.verdict.value)
+        self._count(judged, packet)
         if judged.verdict is Verdict.EARLY:
             return  # as a PUSH that is early
+        piece, size = target.pieces[0], sum([one.nbytes for one in packet.payload])
+        self._context.tally.moved_bytes(piece.chunk, piece.start, piece.size, size)
         if isinstance(target, TableRows) and judged.verdict is Verdict.COUNTED:
             store.budget.demand_growth(target.chunk.keys[0])
         self._apply(judged, now)
@@ -247,12 +261,18 @@ class PushPull:
         stands, values, hold = reads.read(store, chunk, reading)
         steps: tuple[p.Steps, ...] = ()
         adds = False
+        tally, rank = self._context.tally, session.rank
+        if values is not None:
+            tally.traffic(chunk.number, reading.asks, BY_NAME[chunk.dtype].itemsize)
+            for stand in () if store.ordered else stands:
+                tally.read(rank, chunk.number, stand.start, stand.version)
         # One who reads values where they lie saves nothing by steps.
         memory = self._chunks.memory
         if values is not None and reading.held and not memory.lends(session.route, (values,)):
             adds = store.updater is not None
             steps, octets = reads.lead(chunk, reading, stands)
             if steps:
+                tally.compressed("out", octets.nbytes, values.nbytes)
                 values, hold = octets, None
         answer = p.Pulled(
             reading.seq,
@@ -274,6 +294,12 @@ class PushPull:
             return
         del session.pending[reading.seq]
         answer, frames = reads.read_rows(store, self._chunks, reading)
+        tally, piece = self._context.tally, reading.target.pieces[0]
+        size = sum([one.nbytes for one in frames])
+        tally.moved_bytes(piece.chunk, piece.start, piece.size, size)
+        for piece in () if store.ordered else reading.target.pieces:
+            span = self._chunks.span_at(piece)
+            tally.read(session.rank, piece.chunk, span.start, span.version)
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
 
     # --- norms of whole tensors -------------------------------------------------------------

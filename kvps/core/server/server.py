@@ -38,10 +38,12 @@ from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.measured import TELL_MAX, measure, old_round
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
 from kvps.core.server.stragglers import Stall, StragglerLog
+from kvps.core.server.tally import Tally
 from kvps.errors import (
     ConfigError,
     KvpsError,
@@ -56,8 +58,6 @@ TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 TELL_AFTER_S = 1.0
 """Seconds that a round must have been open for the scheduler to be told of it."""
-TELL_MAX = 256
-"""Maximum stores, and maximum ranks of each, that the scheduler is told of."""
 EXIT_TORN = 1
 """Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
@@ -104,7 +104,8 @@ class Server:
         self._outbox: list[Effect] = []
         """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now)
-        self.counts = Counts()
+        self._tally = Tally(Counts())
+        self.counts = self._tally.counts
         self.oldest_round_s = 0.0
         """Age of the oldest open round when the rounds were looked at last; 0 for none."""
         self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s, self.counts)
@@ -246,23 +247,16 @@ class Server:
             self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX]))
 
     def _shown(self, stall: Stall) -> p.OldRound:
-        return p.OldRound(
-            self.member.rank,
-            stall.store,
-            stall.key,
-            stall.number,
-            stall.missing[:TELL_MAX],
-            stall.age_s,
-        )
+        return old_round(self.member.rank, stall)
 
     # --- the scheduler --------------------------------------------------------------------------
 
     def _on_scheduler(self, packet: Packet, now: float) -> None:
         before, job, welcome = self.member.number, self.member.job, self.member.welcome
-        if isinstance(packet.message, ORDERS) and welcome is not None:
+        if isinstance(packet.message, (*ORDERS, p.Measure)) and welcome is not None:
             self.member.heard_at = now
             if packet.envelope.job == job:
-                self.checkpointer.on_order(packet.message, self.control)
+                self._on_order(packet.message, now)
             return
         self._outbox.extend(self.member.on_packet(packet, now))
         if self.member.stopped is not None:
@@ -278,6 +272,14 @@ class Server:
         if self.member.number != before:
             self._on_view()
 
+    def _on_order(self, order: Message, now: float) -> None:
+        if isinstance(order, p.Measure):
+            parts = self.context, self.control, self.checkpointer.epoch, self.oldest_round_s
+            answer, self.oldest_round_s = measure(order.number, *parts, now)
+            self._reply(SCHEDULER, answer)
+        else:
+            self.checkpointer.on_order(order, self.control)
+
     def _begin(self) -> None:
         """Start a job with no stores."""
         self.checkpointer.begin()
@@ -290,9 +292,10 @@ class Server:
         self._make_parts(self.member.rank, welcome.servers, welcome.workers, lives)
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
+        self._tally.forget()
         chunks = Chunks(self._memory, server, servers)
         self.context = RequestContext(
-            self.member, chunks, self._outbox, lives, self.counts, self._limits
+            self.member, chunks, self._outbox, lives, self._tally, self._limits
         )
         self.push_pull = PushPull(self.context, workers, self._threads)
         self.control = Control(self.context, self.push_pull, self._memory_limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from shutil import which
 from typing import Any
 
@@ -19,10 +21,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvps.core.counts import Counts
 from kvps.errors import ConfigError
 from kvps.net.driver import Refusals
-from kvps.observe import exposition, sampler
+from kvps.observe import assets, exposition, http, sampler
+from kvps.observe.cluster import Cluster
 from kvps.observe.http import CLIENTS_MAX, Place, Server, as_place, serving
 from kvps.observe.metrics import METRICS, of_role
-from kvps.observe.sampler import STILL_MAX_S, Sampler, State, network_values
+from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, State, network_values
 
 
 class Loop:
@@ -51,6 +54,8 @@ class Loop:
         items, self._items = self._items, []
         for item in items:
             assert list(item(self, self.now)) == []
+        if items:
+            self.sampler.publish()
         return len(items)
 
 
@@ -239,3 +244,161 @@ def test_nothing_is_served_where_nothing_is_asked_for() -> None:
     with serving(None, "server", loop.sampler) as server:
         assert server is None
     assert loop.turn() == 0
+
+
+def dashboard(loop: Loop, place: Place | None = None) -> Server:
+    """Return the endpoints of a scheduler, with a dashboard."""
+    return Server(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, Cluster())
+
+
+def test_only_a_scheduler_has_the_dashboard() -> None:
+    loop = Loop()
+    for path in (*assets.FILES, "/events", "/history"):
+        assert served(loop, path)[0] == 404
+    server = dashboard(loop)
+    for path, (_, kind) in assets.FILES.items():
+        status, found, body = server.answer(path, "")
+        assert (status, found, bool(body)) == (200, kind, True)
+    assert json.loads(server.answer("/history", "")[2])["age_s"] == []
+    assert b"/events" in server.answer("/nothing", "")[2]
+    server.server_close()
+
+
+def test_the_page_asks_no_other_host_and_has_no_inline_script() -> None:
+    page = assets.read("/")[1].decode()
+    assert not re.search(r"<script(?![^>]*src=\"/)|<style|style=|\son\w+=|https?:", page)
+    own = b"".join([assets.read(path)[1] for path in ("/page.js", "/format.js", "/page.css")])
+    assert not re.search(
+        rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:|url\(", own
+    )
+    files = {name for name, _ in assets.FILES.values()} | {"LICENSE.uplot"}
+    folder = Path(assets.__file__).parent / "page"
+    assert {one.name for one in folder.iterdir()} == files
+
+
+def test_the_token_guards_all_figures_and_none_of_the_files() -> None:
+    server = dashboard(Loop(), Place("127.0.0.1", 0, "s3cret"))
+    for path in server.guarded:
+        assert server.answer(path, "")[0] == 401
+        assert server.answer(path, "Bearer s3cret")[0] == 200
+    assert server.answer("/", "")[0] == 200
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("", 200),
+        ("127.0.0.1:9464", 200),
+        ("localhost:9464", 200),
+        ("LOCALHOST", 200),
+        ("[::1]:9464", 200),
+        ("127.0.0.1", 200),
+        ("evil.example:9464", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("[", 403),
+    ],
+)
+def test_on_loopback_a_page_of_another_site_is_refused_by_its_host(host: str, status: int) -> None:
+    server = dashboard(Loop())
+    for path in server.guarded:
+        assert server.answer(path, "", host)[0] == status
+    assert server.answer("/livez", "", host)[0] == 200
+    server.server_close()
+
+
+def test_where_others_may_come_any_name_will_do() -> None:
+    assert Place("0.0.0.0", 9).is_named_by("scheduler.example")
+    assert Place("127.0.0.1", 9, "token").is_named_by("scheduler.example")
+    assert Place("localhost", 9).is_named_by("localhost:9")
+
+
+def test_events_are_the_newest_samples_until_the_sampler_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.01)
+    loop = Loop()
+    server = dashboard(loop)
+    events = server.events()
+    assert next(events) == b": nothing new\n\n"
+    loop.sampler.ask()
+    loop.turn()
+    sent = json.loads(next(events).removeprefix(b"data: "))
+    assert sent == json.loads(server.answer("/statusz", "")[2])
+    assert next(events) == b": nothing new\n\n"
+    loop.sampler.start()
+    loop.sampler.close()
+    assert list(events) == []
+    server.server_close()
+
+
+def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SEND_BYTES", 4096)
+    monkeypatch.setattr(http, "STREAMS_MAX", 1)
+    monkeypatch.setattr(http._Handler, "timeout", 0.2)
+    monkeypatch.setattr(Server, "events", lambda self: iter([b"x" * 65536] * 1000))
+    loop = Loop()
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, Cluster()) as server:
+        assert server is not None
+        request = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", server.server_port), 10) as silent:
+            silent.sendall(request)
+            assert silent.recv(12) == b"HTTP/1.0 200"
+            with socket.create_connection(("127.0.0.1", server.server_port), 10) as second:
+                second.sendall(request)
+                assert second.recv(12) in (b"HTTP/1.0 503", b"HTTP/1.0 200")
+            assert server._streams.acquire(timeout=30.0)  # it was given back
+
+
+def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
+    loop = Loop()
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, Cluster()) as server:
+        assert server is not None
+        address = ("127.0.0.1", server.server_port)
+        with socket.create_connection(address, 30) as stream:
+            stream.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert stream.recv(12) == b"HTTP/1.0 200"
+            silent = [socket.create_connection(address, 10) for _ in range(CLIENTS_MAX + 2)]
+            assert silent[0].recv(1) == b""
+            while b"nothing new" not in (some := stream.recv(4096)):
+                assert some
+            for one in silent:
+                one.close()
+
+
+def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:
+    with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, Cluster()) as server:
+        assert server is not None
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{server.server_port}/", timeout=10
+        ) as answer:
+            policy = answer.headers["Content-Security-Policy"]
+            assert "default-src 'self'" in policy
+            assert "unsafe" not in policy
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_document_is_made_outside_the_loop_and_the_loop_does_what_comes_after() -> None:
+    made: list[Sample] = []
+
+    class Queue:
+        def put(self, item: Callable[[Any, float], Iterator[Any]]) -> None:
+            done.extend(item(None, 7.0))
+
+    def document(sample: Sample) -> dict[str, object]:
+        made.append(sample)
+        return {"at": sample.at}
+
+    done: list[Any] = []
+    sampler_ = Sampler(
+        *(Queue(), lambda core, now: State({}, True, "", {}), lambda core: Counts(), dict),
+        also=lambda core, now: iter(["after"]),  # type: ignore[list-item]
+        document=document,
+    )
+    sampler_.ask()
+    assert (done, made) == (["after"], [])
+    sampler_.start()
+    with sampler_.changed:
+        assert sampler_.changed.wait_for(lambda: sampler_.newest.status, 30.0)
+    assert sampler_.newest.status == {"at": 7.0}
+    sampler_.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from kvps.observe import scheduler_state, server_state
 from kvps.observe.metrics import SCHEDULER, SERVER, of_role
@@ -68,3 +69,53 @@ def test_a_scheduler() -> None:
     assert state.gauges["kvps_members", "worker,empty"] == 1
     assert state.is_ready
     assert json.loads(json.dumps(state.status))["phase"] == "forming"
+    assert json.loads(json.dumps(state.status))["checkpoints"]["every_s"] is None
+
+
+def test_a_scheduler_shows_since_when_seats_are_held_and_what_happened() -> None:
+    stage = Stage(1, 1)
+    stage.form()
+    stage.shelf("s0", keeps=True, every_s=30.0)
+    stage.wait(5.0, ["s0", "w0"])
+    stage.drop("w0")
+    stage.wait(2.0, ["s0"])
+    status = scheduler_state.state_of(stage.scheduler, stage.now).status
+    found = json.loads(json.dumps(status))
+    worker, server = found["members"]
+    assert (server["held_s"], worker["held_s"]) == (7.0, None)
+    assert server["version"]
+    assert found["checkpoints"]["every_s"] == 30.0
+    assert found["checkpoints"]["stage"] == ""
+    (fault,) = found["faults"]
+    assert (fault["member"], fault["is_over"], fault["steps"]) == ("worker 0", False, [])
+    assert any(one["text"].startswith("worker 0 (host-w0:7) lost") for one in found["events"])
+
+
+def test_a_checkpoint_that_is_being_taken() -> None:
+    stage = Stage(1, 1)
+    stage.form()
+    stage.shelf("s0", keeps=True)
+    stage.conclude()
+    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["checkpoints"]
+    assert (found["stage"], found["begun"], found["kept"]) == ("halting", 1, 0)
+
+
+def test_a_fault_that_is_over_shows_its_steps() -> None:
+    stage = Stage(2, 1)
+    stage.form()
+    stage.drop("w1")
+    stage.wait(2.0, ["s0", "w0"])
+    stage.hello("w2", rank=1)
+    stage.wait(3.0, ["s0", "w0", "w2"])
+    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["faults"]
+    (fault,) = found
+    assert fault["is_over"]
+    assert fault["lasted_s"] == fault["steps"][0]["after_s"] < fault["age_s"]
+
+
+def test_members_of_a_restarted_scheduler_have_no_known_age() -> None:
+    stage = Stage(1, 1, persist=True)
+    stage.form()
+    stage.restart()
+    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["members"]
+    assert [one["held_s"] for one in found] == [None, None]

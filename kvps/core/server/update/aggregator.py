@@ -35,6 +35,7 @@ from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore, Shard
+from kvps.core.server.tally import Tally
 from kvps.core.server.update.apply import Updates, Wake
 from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums
@@ -94,10 +95,10 @@ class Aggregator:
         workers: int,
         wake: Wake,
         threads: int = 1,
-        counts: Counts | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.chunks = chunks
-        self._counts = counts or Counts()
+        self._tally = tally or Tally(Counts())
         self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
@@ -280,13 +281,16 @@ class Aggregator:
         if store.ordered:
             keep = store.opened.deterministic or chunk.embedding is not None
             round_ = span.round(number, now)
+            self._tally.late(judged.ranks, now - round_.opened_at)
             round_.add(judged.ranks, pushed.gradient, lent=judged.is_lent, keep=keep)
             round_.backs.add(judged.back)
             self.close(store, chunk, span, quorum)
         else:
             total, ranks = GradientSum((pushed.gradient,)), judged.ranks
             due = PendingUpdate(number, ranks, total, (ranks,), back=judged.back)
+            self._tally.stale(ranks, chunk.number, span.start, span.version)
             self._due(store, chunk, span, due)
+            self._tally.moved(store.name, span.version)
 
     def hear(self, store: ServerStore, number: NormId, server: int, told: PartialSums) -> None:
         """Take in another server's part of a tensor's sums, and update what is complete by it.
@@ -304,6 +308,8 @@ class Aggregator:
         """Close the rounds of ``span`` that are complete."""
         required = quorum.required(store.opened.on_worker_lost)
         while required and span.closable(required):
+            if not quorum.lost <= span.rounds[0].ranks:
+                self._tally.counts.add("kvps_short_rounds_total")
             for part in self._close_first(store, chunk, span):
                 self.close(store, chunk, part, quorum)
 
@@ -316,7 +322,7 @@ class Aggregator:
     def _close_first(self, store: ServerStore, chunk: Chunk, span: Span) -> list[Span]:
         """Close the oldest round of ``span``; return the spans that were split off from it."""
         closed, stop = span.rounds.popleft(), span.stop
-        self._counts.observe("kvps_round_duration_seconds", self._counts.now - closed.opened_at)
+        self._tally.closed(store.name, closed.number, closed.opened_at)
         self._due(store, chunk, span, closed.update(average=store.opened.average))
         return list(chunk.spans_in(span.stop, stop)) if span.stop < stop else []
 

@@ -1,0 +1,95 @@
+"""The figures of a server: its gauges, and the answer to MEASURE, made of these and of all that it has counted."""
+
+from __future__ import annotations
+
+import math
+
+from kvps.core.server.context import RequestContext
+from kvps.core.server.control import Control
+from kvps.core.server.stragglers import Stall
+from kvps.protocol.membership import Count, Histogram, Measured, OldRound, StoreFigures
+
+COUNTS_MAX = 8192
+"""Counters and gauges of an answer: with 1,500 workers there are 6,000 of workers."""
+STORES_MAX = 64
+SPANS_MAX = 10_000
+"""Spans up to which open rounds are looked for at each MEASURE; where there are more, every 5 s."""
+TELL_MAX = 256
+"""Maximum stores, and maximum ranks of each, that the scheduler is told of."""
+
+
+def gauges(
+    context: RequestContext, control: Control, epoch: int, oldest_round_s: float
+) -> dict[tuple[str, str], float]:
+    """Return the gauges of a server, by metric and label; the memory limit is infinite where there is none."""
+    member, budget = context.member, control.budget
+    values: dict[tuple[str, str], float] = {
+        ("kvps_epoch", ""): epoch,
+        ("kvps_view", ""): member.number,
+        ("kvps_round_age_seconds", ""): oldest_round_s,
+        ("kvps_stores", ""): len(context.stores),
+        ("kvps_pending_requests", ""): sum([len(one.pending) for one in context.sessions.values()]),
+        ("kvps_memory_limit_bytes", ""): (
+            math.inf if budget.limit_bytes is None else budget.limit_bytes
+        ),
+    }
+    for kind, size in budget.reserved()._asdict().items():
+        values["kvps_memory_bytes", kind] = size
+    if member.welcome is not None:
+        values["kvps_incarnation", ""] = member.welcome.incarnation
+    return values
+
+
+def measure(
+    number: int,
+    context: RequestContext,
+    control: Control,
+    epoch: int,
+    oldest_round_s: float,
+    now: float,
+) -> tuple[Measured, float]:
+    """Return the answer to a MEASURE, and the age of the oldest open round.
+
+    Args:
+        number: of the MEASURE.
+        context: the stores and the counters.
+        control: finds the oldest open rounds, and has the memory budget.
+        epoch: how often the job was rolled back.
+        oldest_round_s: that age when the rounds were looked at last.
+        now: the time.
+    """
+    spans = sum([len(chunk.spans) for chunk in context.chunks.by_number.values()])
+    rounds: list[OldRound] = []
+    if spans <= SPANS_MAX:
+        rounds = [old_round(context.member.rank, stall) for stall in control.oldest(now)]
+        oldest_round_s = max([one.age_s for one in rounds], default=0.0)
+    counted = {**context.counts.values(), **gauges(context, control, epoch, oldest_round_s)}
+    counts = [
+        Count(name, label, float(value))
+        for (name, label), value in counted.items()
+        if math.isfinite(value)
+    ]
+    histograms = [
+        Histogram(name, one.buckets, float(one.total_s))
+        for name, one in context.counts.durations().items()
+    ]
+    versions = context.tally.versions
+    stores = [
+        StoreFigures(name, one.opened.mode, len(one.shards), versions.get(name, 0))
+        for name, one in context.stores.items()
+    ]
+    answer = Measured(
+        number,
+        tuple(counts[:COUNTS_MAX]),
+        tuple(histograms),
+        tuple(stores[:STORES_MAX]),
+        context.tally.hot(context.chunks),
+        tuple(rounds[:TELL_MAX]),
+    )
+    return answer, oldest_round_s
+
+
+def old_round(server: int, stall: Stall) -> OldRound:
+    """Return an open round as the scheduler is told of it."""
+    missing = stall.missing[:TELL_MAX]
+    return OldRound(server, stall.store, stall.key, stall.number, missing, stall.age_s)

@@ -1,0 +1,122 @@
+"""The tally of a server: how late each rank pushes, how stale its values were, and which keys move the most bytes.
+
+Every figure is counted where it happens, by a few additions, and all of it is bounded: beyond
+:data:`RUNS_MAX` runs of keys, and :data:`READS_MAX` reads, new ones are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nlargest
+from itertools import islice
+
+from kvps.core.counts import STALENESS, Counts
+from kvps.core.placement import EMBEDDING
+from kvps.core.server.chunks.slab import Chunks
+from kvps.protocol.membership import KeyTraffic
+from kvps.protocol.values import Ask, Run
+
+RUNS_MAX = 4096
+"""Runs of keys whose traffic is counted."""
+READS_MAX = 65_536
+"""Reads whose version is remembered, each of one span by one rank."""
+HOT_MAX = 16
+"""Keys, or runs of keys, that are reported."""
+OTHERS_MAX = 10_000
+"""Keys of a run that are counted when it is reported."""
+
+
+class Tally:
+    """The counters of one server.
+
+    Args:
+        counts: those that are metrics; they last as long as the process, all else as long as the stores.
+    """
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self.versions: dict[str, int] = {}
+        """Store -> the newest version of any of its keys."""
+        self._traffic: dict[tuple[int, int, int], int] = {}
+        """(chunk, start, size) of a run -> bytes of values that were pushed and pulled."""
+        self._reads: dict[tuple[int, int, int], int] = {}
+        """(rank, chunk, start of a span) -> the version that this rank read last, where pushes have no rounds."""
+
+    def forget(self) -> None:
+        """Forget what belongs to stores that are dropped."""
+        self.versions.clear()
+        self._traffic.clear()
+        self._reads.clear()
+
+    # --- pushes -----------------------------------------------------------------------------
+
+    def pushed(self, ranks: tuple[int, ...], size: int) -> None:
+        """Count a push of ``size`` bytes, which speaks for these ranks."""
+        for rank in ranks:
+            label = str(rank)
+            self.counts.add("kvps_worker_pushes_total", label)
+            self.counts.add("kvps_worker_bytes_total", label, size // len(ranks))
+
+    def late(self, ranks: tuple[int, ...], seconds: float) -> None:
+        """Count by how much a push came after the first of its round."""
+        for rank in ranks:
+            label = str(rank)
+            self.counts.add("kvps_straggler_seconds_total", label, seconds)
+            self.counts.add("kvps_straggler_pushes_total", label)
+
+    def closed(self, store: str, number: int, opened_at: float) -> None:
+        """Count a round that closes now."""
+        self.counts.observe("kvps_round_duration_seconds", self.counts.now - opened_at)
+        self.moved(store, number + 1)
+
+    def moved(self, store: str, version: int) -> None:
+        """Take in the version of a key."""
+        if version > self.versions.get(store, 0):
+            self.versions[store] = version
+
+    def compressed(self, direction: str, size: int, uncompressed: int) -> None:
+        """Count compressed values: their bytes, and how many they would have been."""
+        self.counts.add("kvps_compressed_bytes_total", direction, size)
+        self.counts.add("kvps_uncompressed_bytes_total", direction, uncompressed)
+
+    # --- staleness --------------------------------------------------------------------------
+
+    def read(self, rank: int, chunk: int, start: int, version: int) -> None:
+        """Note which version of a span a rank is given."""
+        at = rank, chunk, start
+        if at in self._reads or len(self._reads) < READS_MAX:
+            self._reads[at] = version
+
+    def stale(self, ranks: tuple[int, ...], chunk: int, start: int, version: int) -> None:
+        """Count by how many versions a span has moved since the ranks that push to it read it."""
+        for rank in ranks:
+            before = self._reads.get((rank, chunk, start))
+            if before is not None:
+                self.counts.observe(STALENESS, max(version - before, 0))
+
+    # --- keys -------------------------------------------------------------------------------
+
+    def traffic(self, chunk: int, runs: Sequence[Run] | Sequence[Ask], itemsize: int) -> None:
+        """Count the values of runs that are pushed or pulled."""
+        for run in runs:
+            self.moved_bytes(chunk, run.start, run.size, run.size * itemsize)
+
+    def moved_bytes(self, chunk: int, start: int, size: int, count: int) -> None:
+        """Count bytes of values of one run."""
+        at = chunk, start, size
+        before = self._traffic.get(at)
+        if before is not None or len(self._traffic) < RUNS_MAX:
+            self._traffic[at] = (before or 0) + count
+
+    def hot(self, chunks: Chunks) -> tuple[KeyTraffic, ...]:
+        """Return the runs with the most traffic, by the names of their keys."""
+        found = []
+        for at, count in nlargest(HOT_MAX, self._traffic.items(), key=lambda one: one[1]):
+            number, start, size = at
+            chunk = chunks.by_number.get(number)
+            if chunk is None:
+                continue
+            keys = [key for key, _, _ in islice(chunk.pieces(start, start + size), OTHERS_MAX)]
+            name = keys[0].removeprefix(EMBEDDING)
+            found.append(KeyTraffic(chunk.store, name, len(keys) - 1, count))
+        return tuple(found)

@@ -1,0 +1,335 @@
+"""The figures of a cluster over time: rates, quantiles and shares, made from one sample of the scheduler after another.
+
+What a server sends are counters and gauges; all that is shown of it is computed here, once, so that the
+dashboard and /statusz cannot differ. Rates are those between the last two answers of a server. Latencies and
+lateness are of the last :data:`WINDOW_S` seconds; quantiles are interpolated within the buckets of the histogram.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from kvps.core.counts import STALENESS, STALENESS_BOUNDS, bounds_of
+from kvps.core.scheduler.measurements import Figures
+from kvps.observe.findings import findings
+from kvps.observe.sampler import Sample
+from kvps.protocol.membership import StoreFigures
+
+WINDOW_S = 30.0
+"""Seconds over which latencies and lateness are taken."""
+HISTORY_MAX = 600
+"""Samples of the history: ten minutes."""
+LINES_MAX = 16
+"""Servers, and workers, whose lines the history has."""
+KEYS_MAX = 10
+"""Keys that are shown, of all servers."""
+LATENCY = "kvps_round_duration_seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An answer of a server, by the names of metrics."""
+
+    at: float
+    number: int
+    values: Mapping[tuple[str, str], float]
+    buckets: Mapping[str, tuple[int, ...]]
+    versions: Mapping[str, int]
+    moved: Mapping[tuple[str, str], int]
+
+    @classmethod
+    def of(cls, figures: Figures, now: float) -> Moment:
+        """Return what ``figures`` say, which were measured ``age_s`` before ``now``."""
+        measured = figures.measured
+        return cls(
+            now - figures.age_s,
+            measured.number,
+            {(one.name, one.label): one.value for one in measured.counts},
+            {one.name: one.buckets for one in measured.histograms},
+            {one.store: one.version for one in measured.stores},
+            {(one.store, one.key): one.moved_bytes for one in measured.traffic},
+        )
+
+    def value(self, name: str, label: str = "") -> float:
+        """Return a counter or gauge; 0 where there is none."""
+        return self.values.get((name, label), 0.0)
+
+    def total(self, name: str) -> float:
+        """Return the sum of a metric over its labels."""
+        return sum([value for (of, _), value in self.values.items() if of == name])
+
+
+@dataclass(slots=True)
+class Track:
+    """The answers of one incarnation of a server in the last seconds."""
+
+    incarnation: int
+    stores: tuple[StoreFigures, ...] = ()
+    moments: deque[Moment] = field(default_factory=deque)
+
+    def add(self, moment: Moment) -> None:
+        """Take in an answer, unless it is the last one again."""
+        if not self.moments or moment.number != self.moments[-1].number:
+            self.moments.append(moment)
+        while len(self.moments) > 2 and self.moments[1].at < moment.at - WINDOW_S:
+            self.moments.popleft()
+
+    @property
+    def last(self) -> Moment:
+        """The newest answer."""
+        return self.moments[-1]
+
+    def rate(self, name: str, label: str = "") -> float:
+        """Return by how much a counter grows per second, between the last two answers."""
+        return self._rate([(one.at, one.value(name, label)) for one in self._pair])
+
+    def rounds_rate(self) -> float:
+        """Return how many versions the stores advance per second: those with rounds, or all if none has."""
+        kept = [one.store for one in self.stores if one.mode == "sync"] or list(self.last.versions)
+        points = [
+            (one.at, sum([one.versions.get(store, 0) for store in kept])) for one in self._pair
+        ]
+        return self._rate(points)
+
+    def moved_rate(self, key: tuple[str, str]) -> float:
+        """Return how many bytes of values of a run of keys move per second."""
+        return self._rate([(one.at, one.moved.get(key, 0)) for one in self._pair])
+
+    def growth(self, name: str, label: str = "") -> float:
+        """Return by how much a counter has grown in the window."""
+        return max(0.0, self.last.value(name, label) - self.moments[0].value(name, label))
+
+    def grown_buckets(self, name: str) -> list[int]:
+        """Return the values that came into each bucket of a histogram in the window."""
+        before, after = [one.buckets.get(name, ()) for one in (self.moments[0], self.last)]
+        empty = (0,) * (len(bounds_of(name)) + 1)
+        pairs = zip(before or empty, after or empty, strict=False)
+        return [max(0, new - old) for old, new in pairs]
+
+    @property
+    def _pair(self) -> list[Moment]:
+        return list(self.moments)[-2:]
+
+    @staticmethod
+    def _rate(points: Sequence[tuple[float, float]]) -> float:
+        (begin, before), (end, after) = points[0], points[-1]
+        return max(0.0, after - before) / (end - begin) if end > begin else 0.0
+
+
+class Cluster:
+    """The history of one cluster."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[int, Track] = {}
+        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
+        self._number = 0
+
+    def add(self, sample: Sample) -> dict[str, object]:
+        """Take in the newest sample of the scheduler; return the document that is shown."""
+        for figures in sample.figures:
+            track = self._tracks.get(figures.rank)
+            if track is None or track.incarnation != figures.incarnation:
+                track = self._tracks[figures.rank] = Track(figures.incarnation)
+            track.stores = figures.measured.stores
+            track.add(Moment.of(figures, sample.at))
+        for rank in self._tracks.keys() - {one.rank for one in sample.figures}:
+            del self._tracks[rank]
+        self._number += 1
+        document: dict[str, Any] = {"sample": self._number, **sample.status}
+        document["servers"] = servers = [self._server(one) for one in sample.figures]
+        document["workers"] = self._workers(document)
+        document["totals"] = self._totals(servers)
+        document["staleness"] = self._staleness()
+        document["keys"] = self._keys(sample.figures)
+        document["compression"] = {way: self._compression(way) for way in ("in", "out")}
+        document["loop_lag_s"] = sample.values.get(("kvps_loop_lag_seconds", ""), 0.0)
+        document["findings"] = findings(document)
+        self._history.append(_line(document, sample.at))
+        return document
+
+    def history(self, now: float | None = None) -> dict[str, object]:
+        """Return the lines of the charts, one list for each, the oldest first."""
+        lines = list(self._history)
+        end = now if now is not None else lines[-1]["at"] if lines else 0.0
+        servers = sorted({rank for one in lines for rank in one["servers"]})
+        return {
+            "sample": self._number,
+            "age_s": [end - one["at"] for one in lines],
+            "rounds_per_s": [one["rounds_per_s"] for one in lines],
+            "p50_s": [one["p50_s"] for one in lines],
+            "p99_s": [one["p99_s"] for one in lines],
+            "servers": {str(rank): [one["servers"].get(rank) for one in lines] for rank in servers},
+        }
+
+    # --- the parts of the document ----------------------------------------------------------
+
+    def _server(self, figures: Figures) -> dict[str, Any]:
+        track = self._tracks[figures.rank]
+        last = track.last
+        buckets = track.grown_buckets(LATENCY)
+        memory = {
+            kind: size for (of, kind), size in last.values.items() if of == "kvps_memory_bytes"
+        }
+        limit = last.values.get(("kvps_memory_limit_bytes", ""))
+        used = sum(memory.values())
+        return {
+            "rank": figures.rank,
+            "incarnation": figures.incarnation,
+            "answer_s": figures.answer_s,
+            "age_s": figures.age_s,
+            "rounds_per_s": track.rounds_rate(),
+            "in_bytes_per_s": track.rate("kvps_payload_bytes_total", "in"),
+            "out_bytes_per_s": track.rate("kvps_payload_bytes_total", "out"),
+            "round_p50_s": quantile(LATENCY, buckets, 0.5),
+            "round_p99_s": quantile(LATENCY, buckets, 0.99),
+            "round_buckets": buckets,
+            "memory_bytes": used,
+            "memory_by_kind": memory,
+            "memory_limit_bytes": limit,
+            "memory_share": used / limit if limit else None,
+            "pending_requests": last.value("kvps_pending_requests"),
+            "short_rounds": last.value("kvps_short_rounds_total"),
+            "duplicates": last.value("kvps_pushes_total", "duplicate"),
+            "refusals": last.total("kvps_refusals_total"),
+            "overloads": last.total("kvps_overloads_total"),
+            "snapshots_written": last.value("kvps_checkpoints_total", "written"),
+            "snapshots_failed": last.value("kvps_checkpoints_total", "failed"),
+            "snapshot_bytes": last.value("kvps_checkpoint_bytes_total"),
+            "rollbacks": last.value("kvps_rollbacks_total", "restored"),
+            "stores": [one._asdict() for one in figures.measured.stores],
+            "rounds": [one._asdict() for one in figures.measured.rounds],
+        }
+
+    def _workers(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return each worker: how late it pushes, and how long a round has waited for it."""
+        waits: dict[int, float] = {}
+        for server in document["servers"]:
+            for one in server["rounds"]:
+                for rank in one["missing"]:
+                    waits[rank] = max(waits.get(rank, 0.0), one["age_s"])
+        found = []
+        for member in document.get("members", ()):
+            if member["role"] != "worker":
+                continue
+            rank = member["rank"]
+            label = str(rank)
+            late = self._grown("kvps_straggler_seconds_total", label)
+            pushes = self._grown("kvps_straggler_pushes_total", label)
+            tracks = self._tracks.values()
+            found.append(
+                {
+                    "rank": rank,
+                    "state": member["state"],
+                    "presence": member["presence"],
+                    "lateness_s": late / pushes if pushes else None,
+                    "waited_s": waits.get(rank),
+                    "bytes_per_s": sum(
+                        [one.rate("kvps_worker_bytes_total", label) for one in tracks]
+                    ),
+                    "pushes_per_s": sum(
+                        [one.rate("kvps_worker_pushes_total", label) for one in tracks]
+                    ),
+                }
+            )
+        return found
+
+    def _grown(self, name: str, label: str) -> float:
+        return sum([track.growth(name, label) for track in self._tracks.values()])
+
+    def _totals(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+        buckets = added([one["round_buckets"] for one in servers])
+        moved = [one["in_bytes_per_s"] + one["out_bytes_per_s"] for one in servers]
+        for one, each in zip(servers, moved, strict=True):
+            one["traffic_share"] = each / sum(moved) if sum(moved) else None  # type: ignore[index]
+        return {
+            "has_rounds": any(
+                store["mode"] == "sync" for one in servers for store in one["stores"]
+            ),
+            "rounds_per_s": max([one["rounds_per_s"] for one in servers], default=0.0),
+            "in_bytes_per_s": sum([one["in_bytes_per_s"] for one in servers]),
+            "out_bytes_per_s": sum([one["out_bytes_per_s"] for one in servers]),
+            "round_p50_s": quantile(LATENCY, buckets, 0.5),
+            "round_p99_s": quantile(LATENCY, buckets, 0.99),
+            "short_rounds": sum([one["short_rounds"] for one in servers]),
+            "imbalance": max(moved) / fmean(moved) if moved and sum(moved) else None,
+        }
+
+    def _staleness(self) -> dict[str, object]:
+        """Return how many pushes were how stale, since the servers began."""
+        counts = added([one.last.buckets.get(STALENESS, ()) for one in self._tracks.values()])
+        return {"bounds": list(STALENESS_BOUNDS), "counts": counts, "pushes": sum(counts)}
+
+    def _keys(self, all_figures: Iterable[Figures]) -> list[dict[str, Any]]:
+        """Return the keys with the most traffic; parts of one key on several servers are separate."""
+        found = [
+            {
+                "server": figures.rank,
+                **one._asdict(),
+                "bytes_per_s": self._tracks[figures.rank].moved_rate((one.store, one.key)),
+            }
+            for figures in all_figures
+            for one in figures.measured.traffic
+        ]
+        found.sort(key=lambda one: -one["moved_bytes"])
+        total = sum([one["moved_bytes"] for one in found])
+        for one in found:
+            one["share"] = one["moved_bytes"] / total if total else 0.0
+        return found[:KEYS_MAX]
+
+    def _compression(self, direction: str) -> dict[str, object]:
+        tracks = self._tracks.values()
+        size, uncompressed = [
+            sum([one.last.value(name, direction) for one in tracks])
+            for name in ("kvps_compressed_bytes_total", "kvps_uncompressed_bytes_total")
+        ]
+        ratio = uncompressed / size if size else None
+        return {"bytes": size, "uncompressed_bytes": uncompressed, "ratio": ratio}
+
+
+def _line(document: Mapping[str, Any], at: float) -> dict[str, Any]:
+    """Return one moment of the history."""
+    totals = document["totals"]
+    return {
+        "at": at,
+        "rounds_per_s": totals["rounds_per_s"],
+        "p50_s": totals["round_p50_s"],
+        "p99_s": totals["round_p99_s"],
+        "servers": {
+            one["rank"]: one["in_bytes_per_s"] + one["out_bytes_per_s"]
+            for one in document["servers"][:LINES_MAX]
+        },
+    }
+
+
+def added(rows: Sequence[Sequence[int]]) -> list[int]:
+    """Return the sums of the columns; rows may be empty.
+
+    Example:
+        >>> added([(1, 2), (), (3, 4)])
+        [4, 6]
+    """
+    return [sum(column) for column in zip(*[row for row in rows if row], strict=False)]
+
+
+def quantile(name: str, buckets: Sequence[int], share: float) -> float | None:
+    """Return a quantile of a histogram, interpolated within its bucket; None if it is empty.
+
+    Above the highest bound that bound is returned.
+
+    Example:
+        >>> quantile("kvps_round_duration_seconds", [0, 0, 4], 0.5)
+        0.00175
+    """
+    bounds, target = bounds_of(name), share * sum(buckets)
+    if not target:
+        return None
+    below, seen = 0.0, 0
+    for bound, count in zip(bounds, buckets, strict=False):
+        if count and seen + count >= target:
+            return below + (bound - below) * (target - seen) / count
+        below, seen = bound, seen + count
+    return float(bounds[-1])

@@ -1,0 +1,176 @@
+"""Findings: the sentences that say what is wrong with a cluster, whose fault it is, and what to do next.
+
+They are made from the document that the dashboard shows. A rule says nothing where its figures are unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import median
+from typing import Any, NamedTuple
+
+from kvps.phrases import bytes_in_words
+
+MEMORY_FULL = 0.9
+"""Share of its memory limit from which on a server is called full."""
+ANSWER_SLOW_S, ANSWER_LATE_S = 0.25, 1.5
+"""Seconds of an answer from which on a server is slow, if the others are not; or is late in any case."""
+SLOWER = 4.0
+"""Times the median of the others that such an answer takes."""
+WAIT_S = 1.0
+"""Seconds that a round is open before a finding names the ranks that it waits for."""
+LATE_S, LATE_SHARE = 0.02, 0.25
+"""Seconds, and share of a step, by which a worker must be late on average."""
+IMBALANCE = 1.6
+"""Times the mean that the busiest server carries before it is called out of balance."""
+TRAFFIC_MIN = 1 << 20
+"""Bytes per second below which balance does not matter."""
+RECENT_S = 60.0
+"""Seconds for which a fault that is over is still a finding."""
+LAG_S = 1.0
+
+BAD, WARN, INFO = "bad", "warn", "info"
+
+
+class Finding(NamedTuple):
+    """One sentence, how serious it is, and the panel with the figures."""
+
+    level: str
+    panel: str
+    text: str
+    member: str = ""
+    """The member that it is about; empty for none."""
+
+
+def findings(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Return what there is to say, the worst first; nothing if all is well."""
+    found = [one for rule in RULES for one in rule(document)]
+    order = (BAD, WARN, INFO)
+    return [one._asdict() for one in sorted(found, key=lambda one: order.index(one.level))]
+
+
+def _phase(document: Mapping[str, Any]) -> Iterator[Finding]:
+    phase = document.get("phase")
+    if phase != "running":
+        level = INFO if phase == "forming" else BAD
+        yield Finding(level, "cluster", f"The job is {phase}: {document.get('reason')}.")
+
+
+def _faults(document: Mapping[str, Any]) -> Iterator[Finding]:
+    for fault in document.get("faults", ()):
+        last = fault["steps"][-1]["text"] if fault["steps"] else "nothing was done yet"
+        if not fault["is_over"]:
+            what = f"{fault['member'].capitalize()} is lost: {fault['reason']}; {last}."
+            yield Finding(BAD, "faults", what, fault["member"])
+        elif fault["age_s"] - fault["lasted_s"] <= RECENT_S:
+            what = f"{fault['member'].capitalize()} was lost for {fault['lasted_s']:.1f} s ({fault['reason']}): {last}."
+            yield Finding(INFO, "faults", what, fault["member"])
+
+
+def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Name the workers that the oldest open rounds wait for."""
+    for worker in document["workers"]:
+        waited_s = worker["waited_s"]
+        if waited_s is not None and waited_s >= WAIT_S and worker["state"] in ("held", "lost"):
+            yield Finding(
+                BAD,
+                "workers",
+                f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} s for its gradient. "
+                f"It is {worker['presence']}. Look at its script, its host and its link.",
+                f"worker {worker['rank']}",
+            )
+
+
+def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Name the workers that are late in each round."""
+    rate = document["totals"]["rounds_per_s"]
+    least_s = max(LATE_S, LATE_SHARE / rate if rate else 0.0)
+    workers = document["workers"]
+    for worker in workers:
+        others = [one["lateness_s"] or 0.0 for one in workers if one is not worker]
+        late_s = worker["lateness_s"]
+        is_slow = late_s is not None and late_s >= least_s and others
+        if is_slow and late_s >= 2 * median(others) and (worker["waited_s"] or 0.0) < WAIT_S:
+            yield Finding(
+                WARN,
+                "workers",
+                f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the first worker of a round, "
+                "and the others wait for it. Its computation, its input or its link is slower than theirs.",
+                f"worker {worker['rank']}",
+            )
+
+
+def _servers(document: Mapping[str, Any]) -> Iterator[Finding]:
+    servers = document["servers"]
+    for server in servers:
+        name, share, answer_s = (
+            f"Server {server['rank']}",
+            server["memory_share"],
+            server["answer_s"],
+        )
+        if share is not None and share >= MEMORY_FULL:
+            used, limit = server["memory_bytes"], server["memory_limit_bytes"]
+            yield Finding(
+                WARN,
+                "servers",
+                f"{name} is full: {bytes_in_words(int(used))} of its limit of {bytes_in_words(int(limit))} are reserved "
+                f"({share:.0%}), so larger keys or optimizers are refused. Add servers, or raise --memory-limit.",
+                name.lower(),
+            )
+        others = [one["answer_s"] for one in servers if one is not server]
+        is_slower = bool(others) and answer_s >= SLOWER * median(others)
+        if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
+            yield Finding(
+                BAD if answer_s >= ANSWER_LATE_S else WARN,
+                "servers",
+                f"{name} is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or overloaded, "
+                "or the link to it is full. Look at the processors of its host.",
+                name.lower(),
+            )
+        if server["overloads"]:
+            yield Finding(
+                WARN,
+                "servers",
+                f"{name} has refused {server['overloads']:.0f} requests at a limit; its log names the limit.",
+                name.lower(),
+            )
+
+
+def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
+    totals = document["totals"]
+    moved = totals["in_bytes_per_s"] + totals["out_bytes_per_s"]
+    if (totals["imbalance"] or 0.0) >= IMBALANCE and moved >= TRAFFIC_MIN:
+        busiest = max(document["servers"], key=lambda one: one["traffic_share"])
+        yield Finding(
+            WARN,
+            "keys",
+            f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key that is hot or large "
+            "lies there; see the keys below. A lower bigarray_bound spreads large keys over all servers.",
+        )
+
+
+def _checkpoints(document: Mapping[str, Any]) -> Iterator[Finding]:
+    ours = document.get("checkpoints")
+    if not ours:
+        return
+    if ours["failure"]:
+        yield Finding(BAD, "checkpoints", f"Checkpoints failed: {ours['failure']}.")
+    every_s, age_s = ours["every_s"], ours["kept_age_s"]
+    if every_s and age_s is not None and age_s > 3 * every_s:
+        text = f"The newest checkpoint is {age_s:.0f} s old, and one is due every {every_s:g} s."
+        yield Finding(WARN, "checkpoints", text)
+    if any(one["snapshots_failed"] for one in document["servers"]):
+        yield Finding(WARN, "checkpoints", "A server could not write its part of a checkpoint.")
+
+
+def _loop(document: Mapping[str, Any]) -> Iterator[Finding]:
+    if document["loop_lag_s"] >= LAG_S:
+        text = f"The scheduler itself is slow: its loop is {document['loop_lag_s']:.1f} s late."
+        yield Finding(WARN, "cluster", text)
+
+
+RULES = (_phase, _faults, _waits, _late, _servers, _balance, _checkpoints, _loop)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

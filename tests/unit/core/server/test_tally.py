@@ -1,0 +1,215 @@
+"""What a server counts of pushes and reads, and what of it answers MEASURE."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvps.compression.codecs import encode
+from kvps.compression.spec import INT8, CodecSpec
+from kvps.core.counts import STALENESS, Counts
+from kvps.core.effects import Send
+from kvps.core.membership_client import Identity
+from kvps.core.server import measured, tally
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.server import Server
+from kvps.core.server.tally import Tally
+from kvps.protocol.envelope import Envelope, Role
+from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
+from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run
+from tests.support.server_harness import ServerStage, heard, over
+
+
+def counted(stage: ServerStage, name: str) -> dict[str, float]:
+    """Return a counter by its labels."""
+    return {label: n for (of, label), n in stage.server.counts.values().items() if of == name}
+
+
+def gauges_of(one: Server) -> dict[tuple[str, str], float]:
+    """Return the gauges of a server."""
+    return measured.gauges(one.context, one.control, one.checkpointer.epoch, one.oldest_round_s)
+
+
+def measure(stage: ServerStage, number: int = 1) -> Measured:
+    """Ask for the figures, as the scheduler does."""
+    (answer,) = heard(stage.scheduler(Measure(number)), Measured, "scheduler")
+    return answer
+
+
+def test_lateness_is_the_time_since_the_first_push_of_the_round() -> None:
+    stage = ServerStage(3)
+    stage.open()
+    stage.init("a", [0.0] * 4)
+    stage.push(0, "a", [1.0] * 4, 0)
+    stage.now += 2.0
+    stage.push(1, "a", [1.0] * 4, 0)
+    stage.now += 0.5
+    stage.push(2, "a", [1.0] * 4, 0)
+    assert counted(stage, "kvps_straggler_seconds_total") == {"0": 0.0, "1": 2.0, "2": 2.5}
+    assert counted(stage, "kvps_straggler_pushes_total") == {"0": 1, "1": 1, "2": 1}
+    assert counted(stage, "kvps_worker_bytes_total") == {"0": 16, "1": 16, "2": 16}
+    stage.push(2, "a", [1.0] * 4, 0)  # a duplicate
+    assert counted(stage, "kvps_worker_pushes_total") == {"0": 1, "1": 1, "2": 1}
+
+
+def test_staleness_is_counted_where_pushes_have_no_rounds() -> None:
+    stage = ServerStage(2)
+    stage.open("async")
+    stage.optimizer("sgd", lr=0.5)
+    stage.init("a", [0.0] * 4)
+    stage.push(0, "a", [1.0] * 4, 0)  # by one that has read nothing
+    stage.pull(0, "a")
+    stage.pull(1, "a")
+    stage.push(0, "a", [1.0] * 4, 1)
+    stage.push(0, "a", [1.0] * 4, 2)
+    stage.push(1, "a", [1.0] * 4, 0)
+    found = stage.server.counts.durations()[STALENESS]
+    assert (found.buckets[:3], sum(found.buckets), found.total_s) == ((1, 1, 1), 3, 3.0)
+    assert measure(stage).stores == (StoreFigures("kv", "async", 1, 4),)
+
+
+def test_rounds_have_no_staleness() -> None:
+    stage = ServerStage(1)
+    stage.open()
+    stage.init("a", [0.0])
+    stage.pull(0, "a")
+    stage.push(0, "a", [1.0], 0)
+    assert STALENESS not in stage.server.counts.durations()
+
+
+def test_a_round_that_closes_without_a_lost_worker_is_short() -> None:
+    stage = ServerStage(2)
+    stage.open(on_worker_lost="shrink")
+    stage.init("a", [0.0])
+    stage.push(0, "a", [1.0], 0)
+    stage.push(1, "a", [1.0], 0)
+    assert not counted(stage, "kvps_short_rounds_total")
+    stage.push(1, "a", [1.0], 1)
+    stage.show(w1="lost")
+    stage.push(0, "a", [1.0], 1)  # rank 1 had pushed for this round
+    assert not counted(stage, "kvps_short_rounds_total")
+    stage.push(0, "a", [1.0], 2)
+    assert counted(stage, "kvps_short_rounds_total") == {"": 1}
+
+
+def test_compressed_pushes_and_answers() -> None:
+    stage, code = ServerStage(1), CodecSpec(INT8)
+    stage.open()
+    stage.init("a", torch.zeros(1000))
+    stage.optimizer("sgd", lr=0.5)
+    (piece,) = stage.pieces["a"]
+    octets = encode(code, torch.zeros(1000))
+    run = Run(piece.start, 1000, 0)
+    stage.say(0, Push(piece.chunk, 1, (0,), 1.0, False, (run,), code, code), octets)
+    stage.say(0, Pull(piece.chunk, True, (Ask(piece.start, 1000, 1, 0),), held=(0,)))
+    compressed = counted(stage, "kvps_compressed_bytes_total")
+    assert counted(stage, "kvps_uncompressed_bytes_total") == {"in": 4000, "out": 4000}
+    assert compressed == {"in": len(octets), "out": len(octets)}
+
+
+def test_the_keys_with_the_most_traffic_come_first() -> None:
+    stage = ServerStage(1)
+    stage.open()
+    for key in ("a", "b", "c"):
+        stage.init(key, [0.0] * 4)
+    stage.push(0, ["a", "b"], [1.0] * 8, 0)
+    for number in range(3):
+        stage.push(0, "c", [1.0] * 4, number)
+    stage.pull(0, "c")
+    found = {(one.key, one.others): one.moved_bytes for one in measure(stage).traffic}
+    assert found == {("c", 0): 64, ("a", 0): 16, ("b", 0): 16}
+    assert measure(stage).traffic[0] == KeyTraffic("kv", "c", 0, 64)
+
+
+def test_rows_count_as_their_key() -> None:
+    stage = ServerStage(1)
+    stage.open("async")
+    stage.optimizer("sgd", lr=0.5)
+    stage.init("t", torch.zeros(40), shape=(10, 4))
+    ids = torch.tensor([3])
+    stage.say(0, PullRows("kv", "t", 0, 0, 1), ids)
+    stage.say(0, PushRows("kv", "t", 1, (0,), 0, 4, 1), ids, torch.ones(4))
+    (traffic,) = measure(stage).traffic
+    assert (traffic.key, traffic.others, traffic.moved_bytes) == ("t", 0, 16 + 24)
+    assert sum(stage.server.counts.durations()[STALENESS].buckets) == 1
+
+
+def test_what_is_counted_by_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tally, "RUNS_MAX", 1)
+    monkeypatch.setattr(tally, "READS_MAX", 1)
+    found = Tally(Counts())
+    for start in (0, 0, 8):
+        found.moved_bytes(1, start, 8, 5)
+        found.read(0, 1, start, start + 1)
+    found.stale((0,), 1, 8, 20)
+    assert not found.counts.durations()
+    found.stale((0,), 1, 0, 2)
+    assert found.counts.durations()[STALENESS].total_s == 1.0
+    assert found.hot(Chunks()) == ()  # its chunk is not there any more
+
+
+def test_a_job_that_begins_anew_forgets_keys_and_keeps_counters() -> None:
+    stage = ServerStage(1)
+    stage.open()
+    stage.init("a", [0.0])
+    stage.push(0, "a", [1.0], 0)
+    assert measure(stage).stores == (StoreFigures("kv", "sync", 1, 1),)
+    stage.server._reset({})
+    answer = measure(stage)
+    assert (answer.stores, answer.traffic) == ((), ())
+    assert counted(stage, "kvps_worker_pushes_total") == {"0": 1}
+
+
+@pytest.mark.spec("R270")
+def test_measure_is_answered_at_once_with_gauges_counters_and_rounds() -> None:
+    stage = ServerStage(2, memory_limit=None)
+    stage.open()
+    stage.init("a", [0.0] * 4)
+    stage.push(0, "a", [1.0] * 4, 0)
+    stage.now += 3.0
+    answer = measure(stage, 7)
+    values = {(one.name, one.label): one.value for one in answer.counts}
+    gauges = gauges_of(stage.server)
+    assert answer.number == 7
+    assert values == {
+        at: value
+        for at, value in {**stage.server.counts.values(), **gauges}.items()
+        if math.isfinite(value)
+    }
+    assert math.isinf(gauges["kvps_memory_limit_bytes", ""])  # is left out
+    assert values["kvps_memory_bytes", "weights"] == 16
+    assert answer.rounds == (OldRound(0, "kv", "a", 0, (1,), 3.0),)
+    assert values["kvps_round_age_seconds", ""] == 3.0
+    stage.push(1, "a", [1.0] * 4, 0)
+    answer = measure(stage, 8)
+    (histogram,) = answer.histograms
+    assert (histogram.name, sum(histogram.buckets)) == ("kvps_round_duration_seconds", 1)
+    assert answer.rounds == ()
+    assert gauges_of(stage.server)["kvps_round_age_seconds", ""] == 0.0
+
+
+@pytest.mark.spec("R270")
+def test_rounds_are_left_out_where_there_are_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "SPANS_MAX", 0)
+    stage = ServerStage(2)
+    stage.open()
+    stage.init("a", [0.0])
+    stage.push(0, "a", [1.0], 0)
+    assert measure(stage).rounds == ()
+
+
+@pytest.mark.spec("R270")
+def test_another_jobs_measure_is_not_answered() -> None:
+    stage = ServerStage(1)
+    stage.job = bytes(16)
+    assert not heard(stage.scheduler(Measure(1)), Measured)
+
+
+def test_a_server_without_a_seat_has_no_incarnation() -> None:
+    identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
+    alone = Server(identity, 0.0)
+    assert ("kvps_incarnation", "") not in gauges_of(alone)
+    question = over(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Measure(1))
+    assert not [one for one in alone.on_packet("scheduler", question, 0.0) if isinstance(one, Send)]
