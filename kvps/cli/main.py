@@ -37,7 +37,7 @@ to start a cluster:
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_LOG_LEVEL
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
 
 

@@ -31,7 +31,8 @@ servers write a last checkpoint; then stop the job, since no other checkpoint fo
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
-  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
+  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL,
+  KVPS_LOG_FORMAT
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """

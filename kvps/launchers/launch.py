@@ -43,6 +43,7 @@ from kvps.launchers.output import LineBuffer, OutputMux
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
 from kvps.net.memory import share_bytes
+from kvps.observe.logs import Speaker, wrapped
 from kvps.runtime.keys import KeyMemory, generate
 
 log = logging.getLogger("kvps")
@@ -69,6 +70,8 @@ class LaunchPlan:
     """Variables of the processes of one role, by role, wherever they are."""
     command: Sequence[str]
     log_level: str
+    log_format: str = "text"
+    """Format of log lines; with ``json``, the lines that commands print are wrapped, too."""
     checkpoint_dir: str | None = None
     """Where servers write checkpoints; one that fails is started again from there."""
     checkpoint_every: str | None = None
@@ -235,7 +238,10 @@ class Launch:
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
         bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
-        words = [*place, *bare, "--log-level", self._plan.log_level, *more]
+        logged = ["--log-level", self._plan.log_level]
+        if self._plan.log_format != "text":
+            logged += ["--log-format", self._plan.log_format]
+        words = [*place, *bare, *logged, *more]
         remote = None if role == "scheduler" else self._plan.remote
         number = rank if role == "worker" else self._plan.workers + rank
         if remote is None:
@@ -303,8 +309,13 @@ class Launch:
         return bool(got)
 
     def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
-        prefix = self._screen.prefix(child.name, child.number, sink)
         try:
+            if self._screen.is_json:
+                who = Speaker(child.role, child.rank)
+                stream = ("stdout", "stderr")[sink]
+                self._screen.write(sink, b"", [wrapped(line, who, stream) for line in lines])
+                return
+            prefix = self._screen.prefix(child.name, child.number, sink)
             self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)

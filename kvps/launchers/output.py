@@ -52,8 +52,12 @@ def shown(line: bytes) -> bytes:
 class OutputMux:
     """Where lines go: stdout and stderr, of which each may be a terminal."""
 
-    def __init__(self, out: BinaryIO, error: BinaryIO, colour: bool) -> None:
+    def __init__(
+        self, out: BinaryIO, error: BinaryIO, colour: bool, *, is_json: bool = False
+    ) -> None:
         self._sinks = (out, error)
+        self.is_json = is_json
+        """Lines are JSON objects that name their process, so that no prefix does."""
         self._is_terminal = tuple(sink.isatty() for sink in self._sinks)
         self._colour = colour
         self._below = b""

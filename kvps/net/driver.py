@@ -298,7 +298,7 @@ def drive(
             case Send():
                 transport.send(effect.to, effect.packet, effect.hold)
             case Note():
-                log.log(LEVELS[effect.level], "%s", effect.text)
+                log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
             case Connect():
                 transport.connect(
                     *(effect.to, effect.endpoint, effect.is_near, effect.key, effect.is_member)

@@ -32,6 +32,7 @@ from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
+from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.open_stores import OpenStores
@@ -324,7 +325,11 @@ class LocalCluster:
         if isinstance(core, Server):
             inbox.put(lambda core, now: core.start(now))
 
+        role, _, rank = name.partition(" ")
+        speaker = logs.Speaker(role, int(rank) if rank else None)
+
         def run() -> None:
+            logs.speak_in_thread_as(lambda: speaker)
             try:
                 drive(core, transport, inbox)
             except Exception:  # nobody joins this thread for its result: the log must have it

@@ -29,6 +29,7 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, NullListener, Transport, drive
+from kvps.observe import logs
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared
@@ -77,6 +78,7 @@ class WorkerSession(NullListener):
     # --- the loop's side ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        logs.speak_in_thread_as(self.speaker)
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
             self._inbox.put(lambda core, now: core.start(now))
@@ -119,6 +121,10 @@ class WorkerSession(NullListener):
     def info(self) -> ClusterInfo:
         """The newest snapshot of the cluster that the loop has published."""
         return self._core.info
+
+    def speaker(self) -> logs.Speaker:
+        """Return the role and rank that log lines carry."""
+        return logs.Speaker("worker", self.info.rank if self.info.workers else None)
 
     @property
     def is_over(self) -> bool:

@@ -171,7 +171,8 @@ class Job:
         lost = self.seats.expire(now)
         for seat in lost:
             self.counts.add("kvps_members_lost_total", str(seat.node.role))
-            self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
+            text = f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}"
+            self.note("warning", text, member=str(seat.node), state="lost")
         if lost or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
         if self._patience_until is not None and now >= self._patience_until:
@@ -350,9 +351,9 @@ class Job:
                 self.counts.add("kvps_waits_failed_total")
             self.send(route, message)
 
-    def note(self, level: str, text: str) -> None:
-        """Report a fact."""
-        self._outbox.append(Note(level, text))
+    def note(self, level: str, text: str, **fields: object) -> None:
+        """Report a fact; ``fields`` are the parts of it that a program may look for."""
+        self._outbox.append(Note(level, text, fields))
 
     def view(self, now: float) -> View:
         """Return the holder of each seat."""

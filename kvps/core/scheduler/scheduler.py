@@ -183,7 +183,8 @@ class Scheduler:
             seat, replaces = self.job.seats.take(route, hello, now)
             seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
-            self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
+            text = f"{seat.node} {verb} {hello.host}:{hello.pid}"
+            self.job.note("info", text, member=str(seat.node), host=hello.host)
             if replaces and seat.node.role is Role.SERVER:
                 self.job.return_to_cut(seat, now)
             self.job.withdraw(seat)
@@ -272,7 +273,8 @@ class Scheduler:
         self.job.send(route, p.Left())
         if is_new:
             level = "info" if seat.state is State.LEFT else "warning"
-            self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
+            text = f"{seat.node} {seat.state.value}: {seat.reason}"
+            self.job.note(level, text, member=str(seat.node), state=seat.state.value)
             if seat.state is not State.LOST:
                 self.job.withdraw(seat)
             self.job.apply_changes(now)
