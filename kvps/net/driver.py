@@ -110,6 +110,10 @@ class Transport(Protocol):
     def refused(self) -> Refusals:
         """The packets and connections that were refused."""
 
+    @property
+    def reconnects(self) -> int:
+        """Number of connections opened here that broke, or that others have replaced."""
+
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
 

@@ -36,7 +36,7 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.scheduler_process import own_machine
+from kvps.runtime.scheduler_process import WORLD, own_machine
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession
@@ -193,7 +193,9 @@ class LocalCluster:
         )
         self.scheduler = transport.endpoint
         now = time.monotonic()
-        self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
+        self._drive(
+            "scheduler", Scheduler(settings, secrets.token_bytes(16), now, WORLD), transport
+        )
         for rank in range(self.servers):
             keys = self._keys_of("server")
             one, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)

@@ -19,12 +19,12 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvps import config
+from kvps import __version__, config
 from kvps.checkpoint import atomic_file
 from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
-from kvps.core.scheduler.scheduler import Scheduler
+from kvps.core.scheduler.scheduler import Scheduler, World
 from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
+WORLD = World(__version__, time.time)
 RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
@@ -263,10 +264,10 @@ def _run_scheduler(
         snapshot = listener.kept.read() if listener.kept is not None else None
         now = time.monotonic()
         if snapshot:  # an empty one says that the job was over
-            core = Scheduler.restore(settings, snapshot, now)
+            core = Scheduler.restore(settings, snapshot, now, WORLD)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
-            core = Scheduler(settings, secrets.token_bytes(16), now)
+            core = Scheduler(settings, secrets.token_bytes(16), now, WORLD)
     except KvpsError:
         transport.close(0.0)
         raise

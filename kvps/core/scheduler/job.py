@@ -334,13 +334,13 @@ class Job:
 
     # --- what is said -----------------------------------------------------------------------
 
-    def send(self, route: Route, message: Message) -> None:
+    def send(self, route: Route, message: Message, payload: tuple[memoryview, ...] = ()) -> None:
         """Send a message along one route; a process without a seat does not learn the name of the job."""
         name = self.name if route in self.seats.routes else STRANGERS_JOB
         if isinstance(message, Seen):
             name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
         envelope = Envelope(name, self.number, Role.SCHEDULER, 0, 0, 0)
-        self._outbox.append(Send(route, Packet(envelope, message)))
+        self._outbox.append(Send(route, Packet(envelope, message, payload)))
 
     def answer(self, answers: list[Answer]) -> None:
         """Say what the barriers answer."""

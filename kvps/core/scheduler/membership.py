@@ -191,6 +191,7 @@ class Membership:
                 f"rank {seat.node.rank} is alive: {_who(rivals)} already speaks for {seat.node}; was "
                 "the command's process started twice?"
             )
+        seat.software = hello.software
         is_guardian = seat.is_guarded and hello.guardian
         if seat.is_guarded and not is_guardian:
             for at in [at for at, one in seat.links.items() if one.is_guardian is False]:

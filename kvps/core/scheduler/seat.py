@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
@@ -128,6 +129,10 @@ class Seat:
     """Since when it is lost or gone."""
     reason: str = ""
     """Why it is left, lost or gone."""
+    software: str = ""
+    """The version of its holder's kvps; empty if this scheduler has had no HELLO of it."""
+    figures: BeatFigures = field(default_factory=BeatFigures)
+    """From its newest BEAT."""
     links: dict[Route, SeatLink] = field(default_factory=dict)
 
     @property
@@ -199,6 +204,7 @@ class Seat:
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
+        self.software, self.figures = hello.software, BeatFigures()
         self.progress = Progress(0, now)
         self.links = {}
 

@@ -280,6 +280,7 @@ class Aggregator:
         if store.ordered:
             keep = store.opened.deterministic or chunk.embedding is not None
             round_ = span.round(number, now)
+            store.lateness.note(judged.ranks, now - round_.opened_at)
             round_.add(judged.ranks, pushed.gradient, lent=judged.is_lent, keep=keep)
             round_.backs.add(judged.back)
             self.close(store, chunk, span, quorum)
