@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvps import config
@@ -104,6 +104,7 @@ def _main(argv: Sequence[str]) -> int:
         http=flags.http_of(parsed),
         limits=flags.limits_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(parsed.report_fd, f"scheduler {endpoint}"),
+        on_seats=_seats_reporter(parsed.report_fd),
         on_concluded=lambda cut: _report(parsed.report_fd, f"checkpoint {cut}"),
     )
 
@@ -112,6 +113,10 @@ def _folder(name: str, given: str) -> str:
     if Path(given).exists() and not Path(given).is_dir():
         raise ConfigError(f"{name}={given!r} is not a directory")
     return given
+
+
+def _seats_reporter(fd: int | None) -> Callable[[int], None] | None:
+    return None if fd is None else lambda taken: _report(fd, f"seats {taken}")
 
 
 def _report(fd: int | None, line: str) -> None:

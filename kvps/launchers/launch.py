@@ -39,7 +39,7 @@ from kvps.core.membership_client import EXIT_CONFIG
 from kvps.launchers.children import Child, start_here
 from kvps.launchers.foothold import Foothold
 from kvps.launchers.frames import REPORT
-from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.output import LineBuffer, OutputMux, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
 from kvps.net.memory import share_bytes
@@ -142,6 +142,7 @@ class Launch:
         try:
             if self._plan.max_restarts:
                 self._foothold = Foothold(self._leash, self._host)
+            self._show_seats(0)
             log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
             if self._keys is not None:
                 log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
@@ -187,11 +188,21 @@ class Launch:
                 match line.decode().split():
                     case ["scheduler", endpoint]:
                         self._start_members(endpoint)
+                    case ["seats", taken]:
+                        self._show_seats(int(taken))
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
                         log.warning("checkpoint %s is written; ending the job", number)
                         self._stop_members(signal.SIGTERM)
                     case ["worker", pid, code] if int(pid) in self._children:
                         self._on_worker_end(self._children[int(pid)], int(code))
+
+    def _show_seats(self, taken: int) -> None:
+        """Show on a terminal how many processes have joined, until all have."""
+        if not self._screen.has_status:
+            return
+        total = self._plan.workers + self._plan.servers
+        text = "" if taken >= total else bar_text(taken, total, "processes have joined")
+        self._screen.set_status(text)
 
     def _on_far_report(self, child: Child, report: bytes) -> None:
         match report.split():

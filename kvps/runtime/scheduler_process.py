@@ -24,8 +24,9 @@ from kvps.checkpoint import atomic_file
 from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
+from kvps.core.scheduler.job import CONCLUDED
 from kvps.core.scheduler.scheduler import Scheduler, World
-from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
+from kvps.core.scheduler.seat import DROP_GRACE_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
@@ -181,6 +182,7 @@ def run_scheduler(
     drop_grace_s: float = DROP_GRACE_S,
     on_ready: Callable[[str], None] | None = None,
     on_concluded: Callable[[int], None] | None = None,
+    on_seats: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
@@ -199,6 +201,7 @@ def run_scheduler(
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
         on_ready: called with its address when it listens.
         on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
+        on_seats: called with the number of taken seats, each time it changes until all are.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve metrics; None for nowhere.
@@ -219,28 +222,35 @@ def run_scheduler(
         *(workers, servers, silence_max_s, drop_grace_s),
         keep_alive=keep_alive,
         persist=state is not None,
+        tells_seats=on_seats is not None,
         has_keys=keys is not None,
         limits=limits or config.limits(),
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        listener = _Listener(kept, on_concluded)
+        listener = _Listener(kept, on_concluded, on_seats)
         return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
 
 
 class _Listener(NullListener):
     """Keeps the state, if it is to be kept, and reports the last checkpoint."""
 
-    def __init__(self, kept: StateFile | None, on_concluded: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        kept: StateFile | None,
+        on_concluded: Callable[[int], None] | None,
+        on_seats: Callable[[int], None] | None,
+    ) -> None:
         self.kept = kept
-        self._on_concluded = on_concluded
+        self._heard = {CONCLUDED: on_concluded, SEATS: on_seats}
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:
             self.kept.save(state)
 
     def finish(self, effect: Finish) -> None:
-        if self._on_concluded is not None and isinstance(effect.value, int):
-            self._on_concluded(effect.value)
+        tell = self._heard.get(effect.ticket)
+        if tell is not None and isinstance(effect.value, int):
+            tell(effect.value)
 
 
 def _run_scheduler(

@@ -87,6 +87,7 @@ def test_wrong_address(processes: Processes) -> None:
     assert "DNS" in unknown["address"][2]
 
 
+@pytest.mark.thorough
 def test_another_service_at_that_port(processes: Processes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         found = examined(processes, 1, "--scheduler", f"tcp://127.0.0.1:{other.getsockname()[1]}")
@@ -121,6 +122,7 @@ def test_wrong_and_missing_key(processes: Processes) -> None:
     cluster.process.signal(signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_no_shared_memory(processes: Processes) -> None:
     """A file may not be as large as a segment, and a segment is a file: ``ulimit -f``."""
     cluster = processes.scheduler(1, 0)
@@ -135,6 +137,7 @@ def test_no_shared_memory(processes: Processes) -> None:
     cluster.process.signal(signal.SIGTERM)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("limit", "workers", "answers"), [(24, 1, False), (64, 40, True)], ids=["any", "this-job"]
 )
@@ -163,6 +166,7 @@ def another_scheduler(processes: Processes, change: str) -> Iterator[Cluster]:
     process.signal(signal.SIGTERM)
 
 
+@pytest.mark.thorough
 def test_version_mismatch(processes: Processes) -> None:
     with another_scheduler(processes, "kvps.__version__ = '0.0.7'") as cluster:
         found = examined(processes, 0, "--scheduler", cluster.endpoint)
@@ -172,6 +176,7 @@ def test_version_mismatch(processes: Processes) -> None:
     assert "install one version" in advice
 
 
+@pytest.mark.thorough
 def test_another_framing(processes: Processes) -> None:
     change = "from kvps.protocol import wire; wire.VERSION = 2"
     with another_scheduler(processes, change) as cluster:
@@ -181,6 +186,7 @@ def test_another_framing(processes: Processes) -> None:
     assert "kvps --version" in advice
 
 
+@pytest.mark.thorough
 def test_clock_skew(processes: Processes) -> None:
     change = "now = time.time; time.time = lambda: now() + 90"
     with another_scheduler(processes, change) as cluster:
@@ -193,6 +199,7 @@ def test_clock_skew(processes: Processes) -> None:
     assert "chrony" in advice
 
 
+@pytest.mark.thorough
 def test_dead_server(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server("--log-level", "info")
@@ -257,6 +264,7 @@ def test_slow_link(processes: Processes, has_namespaces: None, tmp_path: Path) -
     assert "compression" in advice
 
 
+@pytest.mark.thorough
 def test_a_wrong_flag(processes: Processes) -> None:
     asked = doctor(processes, "--scheduler", "here")
     assert asked.wait() == 78

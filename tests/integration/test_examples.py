@@ -192,6 +192,7 @@ def test_a_command_of_the_table(processes: Processes, command: str) -> None:
     assert re.search(pattern, process.out), process
 
 
+@pytest.mark.thorough
 def test_numbers_are_logged_as_csv(processes: Processes) -> None:
     flags = ("--epochs", 1, "--csv", "run.csv", "--plot", "run.png")
     process = processes.python(ROOT / "examples" / "metrics.py", *flags)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
+
 from tests.integration.processes import Processes
 
 TRAINS = """
@@ -41,6 +43,7 @@ def test_every_line_of_a_launch_parses_and_names_its_process(processes: Processe
     assert [(one["role"], one["rank"]) for one in ends] == [("server", 0)]
 
 
+@pytest.mark.thorough
 def test_text_stays_as_it_is(processes: Processes) -> None:
     script = processes.script(TRAINS)
     launch = processes.kvps("launch", "-n", 1, "-s", 1, "--", sys.executable, script)
@@ -61,6 +64,7 @@ def test_a_complaint_is_json_too(processes: Processes) -> None:
     assert bad.err == "kvps-server: KVPS_LOG_FORMAT='xml': use one of text, json\n"
 
 
+@pytest.mark.thorough
 def test_a_script_without_a_launcher_logs_json(processes: Processes) -> None:
     script = processes.script(TRAINS)
     one = processes.python(script, KVPS_LOG_FORMAT="json", PYTHONWARNINGS="ignore")

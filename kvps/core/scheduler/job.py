@@ -33,7 +33,7 @@ from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.saved_state import SavedState, dump, load
-from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.core.scheduler.seat import SEATS, Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
@@ -114,6 +114,8 @@ class Job:
         self._outbox: list[Effect] = []
         self._is_concluded = False
         """The end of :meth:`conclude` was reported."""
+        self._seats_told, self._is_seated = 0, False
+        """The number of taken seats that was told last, and whether it was all of them."""
         self._schedule()
 
     def _coordinator(self) -> CheckpointCoordinator:
@@ -146,6 +148,7 @@ class Job:
         if self.phase is not before:
             is_stuck = self.phase is Phase.ENDING
             self._patience_until = now + NOTICE_MAX_S if is_stuck else None
+        self._tell_seats()
         answers = self._assemble()
         self._meet(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
@@ -158,6 +161,13 @@ class Job:
             self._announce(now)
         self.answer(answers)
         self._schedule()
+
+    def _tell_seats(self) -> None:
+        """Tell how many seats are taken, as long as not all of them were."""
+        taken = sum([seat.is_taken for seat in self.seats.by_node.values()])
+        if self.settings.tells_seats and taken != self._seats_told and not self._is_seated:
+            self._seats_told, self._is_seated = taken, self.formed
+            self._outbox.append(Finish(SEATS, taken))
 
     def on_time(self, now: float) -> None:
         """Do what is due by the time alone."""

@@ -21,6 +21,8 @@ from kvps.protocol.membership import Hello, Leave, Member
 if TYPE_CHECKING:
     from kvps.core.effects import Route
 
+SEATS = 2
+"""The ticket that tells how many seats are taken."""
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
@@ -61,6 +63,8 @@ class Settings:
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
     """Yield a Save with each change."""
+    tells_seats: bool = False
+    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while the job forms."""
     has_keys: bool = False
     """Members say by which keys they will speak, and have no seat before."""
     limits: Limits = field(default_factory=Limits)
