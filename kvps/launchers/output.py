@@ -82,7 +82,7 @@ class OutputMux:
         self._below = b""
         """The unfinished line that stands below all others."""
         self._status = b""
-        """What stands there while no process has an unfinished line."""
+        """The text that stands there while no process has an unfinished line."""
 
     def prefix(self, name: str, number: int, sink: int) -> bytes:
         """Return what stands before each line of process ``number``."""
