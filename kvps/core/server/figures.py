@@ -8,6 +8,7 @@ once is soon forgotten, and one that is slow always is found within some rounds.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from kvps.core.counts import Counts
 from kvps.core.membership_client import BeatFigures
@@ -39,6 +40,17 @@ class Lateness:
     def means(self) -> dict[int, float]:
         """Return a copy of the means, by rank."""
         return dict(self._means)
+
+
+class Measured(Protocol):
+    """A store whose ranks' lateness is measured."""
+
+    lateness: Lateness
+
+
+def news_of(stores: Iterable[Measured]) -> list[Lateness]:
+    """Return the lateness of the stores to which there were pushes since this was asked last."""
+    return [one.lateness for one in stores if one.lateness.take_news()]
 
 
 def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:

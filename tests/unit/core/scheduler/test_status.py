@@ -8,7 +8,7 @@ import pytest
 
 from kvps.core.effects import Send
 from kvps.core.membership_client import BeatFigures
-from kvps.core.scheduler.scheduler import LOOKS_MAX, Scheduler, World
+from kvps.core.scheduler.scheduler import Scheduler, World
 from kvps.core.scheduler.seat import Seat, State
 from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, figures, sights
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
@@ -178,4 +178,4 @@ def test_a_ping_that_is_too_large_is_refused_and_too_many_are_not_answered() -> 
     assert "at most 262144" in refused.packet.message.text
     small = Packet(NOBODY, Ping())
     answers = [list(stage.scheduler.on_packet(b"x", small, stage.now)) for _ in range(30)]
-    assert sum([bool(one) for one in answers]) == LOOKS_MAX
+    assert sum([bool(one) for one in answers]) == stage.settings.limits.looks
