@@ -19,11 +19,12 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from digits import ConvNet, accuracy, load
+from digits import ConvNet, accuracy, load, plot
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -151,6 +152,9 @@ def main(arguments: list[str] | None = None) -> int:
     names = [run.codec for run in RUNS]
     parser.add_argument("--codecs", nargs="*", default=names, choices=names, metavar="CODEC")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the accuracy after each epoch"
+    )
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
@@ -187,6 +191,12 @@ def main(arguments: list[str] | None = None) -> int:
     for run in chosen:
         if run.lr != LR:
             console.print(f"{run.codec} has a learning rate of its own, {run.lr:g}; others {LR:g}.")
+    if flags.plot:
+        curves = {
+            run.codec + (", both ways" if both else ""): one.curve
+            for (run, both), one in results.items()
+        }
+        plot(curves, flags.plot, "Compressed", ylabel="test accuracy", xlabel="epoch")
     least = min(one.curve[-1] for one in results.values())
     if least < flags.min_accuracy:
         print(f"one of them is below {flags.min_accuracy}", file=sys.stderr)

@@ -76,8 +76,8 @@ def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
     return (model(images).argmax(1) == labels).float().mean().item()
 
 
-def show(losses: Iterable[float], steps: int, per_epoch: int) -> None:
-    """Show how ``losses`` fall: a bar in a terminal, else a line per epoch."""
+def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
+    """Collect ``losses``, and show how they fall: a bar in a terminal, else a line per epoch."""
     seen: list[float] = []
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TimeRemainingColumn())
     loss_now = TextColumn("loss {task.fields[loss]:.4f}")
@@ -91,6 +91,7 @@ def show(losses: Iterable[float], steps: int, per_epoch: int) -> None:
             bar.update(task, advance=1, epoch=epoch, loss=mean)
             if at_end and not is_terminal:
                 print(f"epoch {epoch:2}  loss {mean:.4f}", flush=True)
+    return seen
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -99,6 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="kvps", choices=("kvps", "gloo"))
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--save", type=Path, metavar="FILE.safetensors", help="write the weights")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
@@ -111,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
     losses = train(model, loader, flags.epochs)
     if rank == 0:
         print(f"{flags.backend}: {ranks} ranks, {len(data)} images to train with")
-        show(losses, flags.epochs * len(loader), len(loader))
+        seen = show(losses, flags.epochs * len(loader), len(loader))
     else:
         for _ in losses:
             pass
@@ -124,6 +126,10 @@ def main(arguments: list[str] | None = None) -> int:
     if flags.save:
         save_file(model.module.state_dict(), flags.save)
         print(f"weights in {flags.save}")
+    if flags.plot:
+        from digits import plot  # draws by matplotlib, if it is there
+
+        plot({"loss": seen}, flags.plot, "Digits with DistributedDataParallel")
     if result < flags.min_accuracy:
         print(f"that is below {flags.min_accuracy}", file=sys.stderr)
         return 1

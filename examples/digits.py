@@ -99,8 +99,15 @@ def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
     return seen
 
 
-def plot(losses: list[float], path: Path) -> None:
-    """Draw the loss of each step, if matplotlib is there."""
+def plot(
+    curves: dict[str, list[float]],
+    path: Path,
+    title: str = "Handwritten digits",
+    *,
+    ylabel: str = "loss",
+    xlabel: str = "step",
+) -> None:
+    """Draw learning curves, by label, if matplotlib is there; the other examples call this, too."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -110,11 +117,16 @@ def plot(losses: list[float], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.semilogy(losses)
-    axes.set(xlabel="step", ylabel="loss", title="Handwritten digits")
+    for label, values in curves.items():
+        axes.plot(range(1, len(values) + 1), values, label=label)
+    if ylabel == "loss":
+        axes.set_yscale("log")
+    axes.set(xlabel=xlabel, ylabel=ylabel, title=title)
+    if len(curves) > 1:
+        axes.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-    print(f"loss curve in {path}")
+    print(f"learning curve in {path}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -150,7 +162,7 @@ def main(arguments: list[str] | None = None) -> int:
         save_file(model.state_dict(), flags.save)
         print(f"weights in {flags.save}")
     if flags.plot:
-        plot(seen, flags.plot)
+        plot({"loss": seen}, flags.plot)
     if result < flags.min_accuracy:
         print(f"that is below {flags.min_accuracy}", file=sys.stderr)
         return 1

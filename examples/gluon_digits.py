@@ -101,8 +101,8 @@ def accuracy(model: torch.nn.Module, data: TensorDataset, device: str) -> float:
     return (model(images.to(device)).argmax(1).cpu() == labels).float().mean().item()
 
 
-def show(losses: Iterable[float], steps: int, per_epoch: int) -> None:
-    """Show how ``losses`` fall: a bar in a terminal, else a line per epoch."""
+def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
+    """Collect ``losses``, and show how they fall: a bar in a terminal, else a line per epoch."""
     seen: list[float] = []
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TimeRemainingColumn())
     loss_now = TextColumn("loss {task.fields[loss]:.4f}")
@@ -116,6 +116,7 @@ def show(losses: Iterable[float], steps: int, per_epoch: int) -> None:
             bar.update(task, advance=1, epoch=epoch, loss=mean)
             if at_end and not is_terminal:
                 print(f"epoch {epoch:2}  loss {mean:.4f}", flush=True)
+    return seen
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--overlap", action="store_true", help="push while backward is running")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--save", type=Path, metavar="FILE.safetensors", help="write the weights")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
@@ -143,12 +145,16 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{kv.type}: {kv.num_workers} workers, each with {', '.join(devices)}")
     share = -(-len(data) // kv.num_workers)
     per_epoch = -(-share // max(1, BATCH // kv.num_workers))
-    show(losses, flags.epochs * per_epoch, per_epoch)
+    seen = show(losses, flags.epochs * per_epoch, per_epoch)
     result = accuracy(model, unseen, devices[0])
     print(f"test accuracy {result:.4f}")
     if flags.save:
         save_file(model.state_dict(), flags.save)
         print(f"weights in {flags.save}")
+    if flags.plot:
+        from digits import plot  # draws by matplotlib, if it is there
+
+        plot({"loss": seen}, flags.plot, "Digits as with gluon")
     if result < flags.min_accuracy:
         print(f"that is below {flags.min_accuracy}", file=sys.stderr)
         return 1

@@ -129,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--store", default="dist_sync", help="dist_sync, local")
     parser.add_argument("--update-on-kvstore", action="store_true", help="AdamW on the servers")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--max-loss", type=float, default=2.4, help="exit 1 above this")
     flags = parser.parse_args(arguments)
 
@@ -158,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"{PASSES} passes of {own} pieces each",
             flush=True,
         )
-    begin, recent = time.perf_counter(), math.nan
+    begin, recent, seen = time.perf_counter(), math.nan, []
     columns = (TextColumn("step {task.completed}"), BarColumn(), TimeRemainingColumn())
     loss_now = TextColumn("loss {task.fields[loss]:.3f}")
     is_terminal = sys.stdout.isatty()
@@ -172,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
             optimizer.step()
             scheduler.step()
             now = loss.item() * PASSES
+            seen.append(now)
             recent = now if math.isnan(recent) else 0.95 * recent + 0.05 * now
             bar.update(task, advance=1, loss=recent)
             if kv.rank == 0 and not is_terminal and step % 50 == 0:
@@ -190,6 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
     result = sum(losses) / len(losses)
     print(f"{flags.steps} steps in {seconds:.0f} s", end="; ")
     print(f"test loss {result:.3f} ({result / math.log(2):.2f} bits a character)")
+    if flags.plot:
+        from digits import plot  # draws by matplotlib, if it is there
+
+        plot({"loss": seen}, flags.plot, "A small GPT")
     print("---", write(model, "Return the", 200), "---", sep="\n")
     if result > flags.max_loss:
         print(f"that is above {flags.max_loss}", file=sys.stderr)

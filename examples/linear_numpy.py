@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", default="dist_sync", help="any store of kvps.create")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the distance")
     flags = parser.parse_args(arguments)
 
     true_weights = np.random.default_rng(0).normal(size=FEATURES)  # the same on every worker
@@ -35,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = inputs @ true_weights + NOISE * mine.normal(size=EXAMPLES)
 
         weights = np.zeros(FEATURES)
+        distances = []
         # What is pushed is a sum over examples; rescale_grad makes a mean of the total.
         kv.set_optimizer("sgd", lr=flags.lr, rescale_grad=1 / (BATCH * kv.num_workers))
         kv.init("weights", weights)
@@ -42,9 +45,14 @@ def main(arguments: list[str] | None = None) -> int:
             batch = mine.integers(EXAMPLES, size=BATCH)
             errors = inputs[batch] @ weights - targets[batch]
             kv.pushpull("weights", inputs[batch].T @ errors, out=weights)
+            distances.append(float(np.linalg.norm(weights - true_weights)))
             if kv.rank == 0 and (number + 1) % (flags.rounds // 5 or 1) == 0:
-                distance = np.linalg.norm(weights - true_weights)
-                print(f"round {number + 1:4}  distance to the true weights {distance:.4f}")
+                print(f"round {number + 1:4}  distance to the true weights {distances[-1]:.4f}")
+        if flags.plot and kv.rank == 0:
+            from digits import plot  # draws by matplotlib, if it is there
+
+            axes = {"ylabel": "distance to the true weights", "xlabel": "round"}
+            plot({"distance": distances}, flags.plot, "Linear regression", **axes)
 
     found = np.linalg.norm(weights - true_weights) < NOISE
     return 0 if found else 1

@@ -99,7 +99,7 @@ def hit_rate(
     return (recommended == test[:, 1:]).any(1).float().mean().item()
 
 
-def train_for(seconds: float, store: str) -> int:
+def train_for(seconds: float, store: str, picture: Path | None = None) -> int:
     """Be one worker for so long; return the exit code."""
     train, test, users, items = load()
     torch.manual_seed(0)
@@ -113,7 +113,7 @@ def train_for(seconds: float, store: str) -> int:
     loss_now = TextColumn("step {task.fields[step]}  loss {task.fields[loss]:.3f}")
     is_shown = kv.rank == 0 and sys.stdout.isatty()
     kv.barrier()
-    begin, steps = time.perf_counter(), 0
+    begin, steps, seen = time.perf_counter(), 0, []
     with Progress(*columns, loss_now, disable=not is_shown) as bar:
         task = bar.add_task("train", total=seconds, step=0, loss=0.0)
         while (now := time.perf_counter() - begin) < seconds:
@@ -124,7 +124,8 @@ def train_for(seconds: float, store: str) -> int:
             loss.backward()
             optimizer.step()
             steps += 1
-            bar.update(task, completed=now, step=steps, loss=loss.item())
+            seen.append(loss.item())
+            bar.update(task, completed=now, step=steps, loss=seen[-1])
             if is_slow:
                 time.sleep((SLOW - 1) * (time.perf_counter() - at))
     if store == "dist_sync":
@@ -142,6 +143,10 @@ def train_for(seconds: float, store: str) -> int:
     baseline = hit_rate(uses.expand(users, items), train, test)
     print(f"{store}: {len(train):,} pairs of {users:,} users and {items:,} items")
     print(f"hidden items among the first 10: {result:.3f}; popular ones alone {baseline:.3f}")
+    if picture:
+        from digits import plot  # draws by matplotlib, if it is there
+
+        plot({"loss": seen}, picture, f"A recommender, {store}, rank 0")
     if result <= baseline:
         print("that is no better than what is popular", file=sys.stderr)
         return 1
@@ -153,13 +158,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a recommender with one slow worker.")
     parser.add_argument("--store", default="dist_async", help="dist_async, dist_ssp or dist_sync")
     parser.add_argument("--seconds", type=float, default=30.0, help="to train for")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--worker", action="store_true", help="be one worker of a cluster")
     flags = parser.parse_args(arguments)
     if flags.worker:
-        return train_for(flags.seconds, flags.store)
+        return train_for(flags.seconds, flags.store, flags.plot)
     script = [sys.executable, __file__, "--worker", "--store", flags.store]
     launch = [sys.executable, "-m", "kvps.cli.launch", "-n", str(WORKERS), "-s", str(SERVERS), "--"]
-    return subprocess.call([*launch, *script, "--seconds", str(flags.seconds)])
+    picture = ["--plot", str(flags.plot)] if flags.plot else []
+    return subprocess.call([*launch, *script, "--seconds", str(flags.seconds), *picture])
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a model that lives on the servers.")
     parser.add_argument("--whole", action="store_true", help="hold the whole model here instead")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--depth", type=int, default=DEPTH, help="how many blocks")
     flags = parser.parse_args(arguments)
 
@@ -99,6 +100,10 @@ def main(arguments: list[str] | None = None) -> int:
         how = "all of it here" if flags.whole else "some blocks here"
         print(f"model of {size:.0f} MiB, {how}: memory grew by {peak_mib() - begun:.0f} MiB")
         print(f"loss {losses[0]:.3f} -> {sum(losses[-5:]) / 5:.3f}, accuracy {accuracy:.3f}")
+        if flags.plot:
+            from digits import plot  # draws by matplotlib, if it is there
+
+            plot({"loss": losses}, flags.plot, "A sharded model")
     return 0 if accuracy > 0.9 else 1
 
 

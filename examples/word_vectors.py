@@ -138,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=45.0, help="to train for")
     parser.add_argument("--store", default="dist_async", help="dist_async, dist_ssp, local")
     parser.add_argument("--export", help="write the vectors to this safetensors file")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     parser.add_argument("--min-gain", type=float, default=0.1, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
@@ -155,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     loss_now = TextColumn("step {task.fields[step]}  loss {task.fields[loss]:.3f}")
     is_shown = kv.rank == 0 and sys.stdout.isatty()
     kv.barrier()
-    begin, steps = time.perf_counter(), 0
+    begin, steps, seen = time.perf_counter(), 0, []
     with Progress(*columns, loss_now, disable=not is_shown) as bar:
         task = bar.add_task("train", total=flags.seconds, step=0, loss=0.0)
         while (now := time.perf_counter() - begin) < flags.seconds:
@@ -165,7 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
             loss = loss_of((vectors * near).sum(1), (vectors[:, None] * contexts(far)).sum(2))
             loss.backward()  # it pushes
             steps += 1
-            bar.update(task, completed=now, step=steps, loss=loss.item() / BATCH)
+            seen.append(loss.item() / BATCH)
+            bar.update(task, completed=now, step=steps, loss=seen[-1])
     kv.barrier()
     print(f"worker {kv.rank}: {steps} steps of {BATCH} pairs", flush=True)
     if kv.rank != 0:
@@ -180,6 +182,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"held-out pairs ranked right: {result:.3f}; by frequency alone {baseline:.3f}")
     if flags.export:
         words.table.export(flags.export)
+    if flags.plot:
+        from digits import plot  # draws by matplotlib, if it is there
+
+        plot({"loss": seen}, flags.plot, "Word vectors")
     if result < baseline + flags.min_gain:
         print(f"that is less than {flags.min_gain} above the baseline", file=sys.stderr)
         return 1

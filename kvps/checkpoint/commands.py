@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from kvps.checkpoint import atomic_file
 from kvps.checkpoint.directories import LocatedCut, all_cuts, choose, matches
+from kvps.checkpoint.progress import shown
 from kvps.checkpoint.reshard import gathered, merged
 from kvps.checkpoint.safetensors_writer import Column, stream_of
 from kvps.checkpoint.verify import read_image, verified
@@ -101,7 +100,7 @@ def _verify(cut: LocatedCut, screen: Console) -> list[str]:
         return [cut.wrong]
     snapshots: list[Snapshot] = []
     wrong: list[str] = []
-    with _progress(screen, f"checkpoint {cut}", cut.manifest.size) as step:
+    with shown(f"checkpoint {cut}", cut.manifest.size, screen) as step:
         for server, path in enumerate(cut.paths):
             try:
                 for size in verified(path, cut.manifest.images[server]):
@@ -147,7 +146,8 @@ def export(
     stream = stream_of(columns, {"format": "pt", "kvps.checkpoint": str(cut), "kvps.store": name})
     path = Path(file)
     try:
-        atomic_file.put(path, stream.write, mode=0o666)
+        with shown(f"writing {file}", stream.size, screen) as step:
+            atomic_file.put(path, lambda sink: stream.write(sink, step), mode=0o666)
     except OSError as error:
         raise StorageError(
             f"cannot write {file}: {error} (need {bytes_in_words(stream.size)}). An older file there is "
@@ -161,7 +161,7 @@ def export(
 def _images(cut: LocatedCut, screen: Console) -> list[Snapshot]:
     manifest = cut.manifest
     assert manifest is not None  # it was chosen
-    with _progress(screen, f"reading {cut}", manifest.size) as step:
+    with shown(f"reading {cut}", manifest.size, screen) as step:
         for server, path in enumerate(cut.paths):
             for size in verified(path, manifest.images[server]):
                 step(size)
@@ -186,29 +186,3 @@ def _store_of(snapshots: Sequence[Snapshot], wanted: str | None) -> str:
 def _screen(out: TextIO) -> Console:
     screen = Console(file=out)
     return screen if screen.is_terminal else Console(file=out, width=WIDTH)
-
-
-class _Step:
-    """Moves a progress bar on."""
-
-    def __init__(self, progress: Progress, what: str, total: int) -> None:
-        self._progress = progress
-        self._task = progress.add_task(escape(what), total=total)
-
-    def __call__(self, size: int) -> None:
-        self._progress.advance(self._task, size)
-
-
-@contextmanager
-def _progress(screen: Console, what: str, total: int) -> Iterator[_Step]:
-    """Show the progress of a read on a terminal."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(
-        *columns, console=screen, transient=True, disable=not screen.is_terminal
-    ) as progress:
-        yield _Step(progress, what, total)

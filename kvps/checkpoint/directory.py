@@ -28,6 +28,7 @@ from pathlib import Path
 from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
 from kvps.checkpoint.atomic_file import HashedFile, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
+from kvps.checkpoint.progress import restoring
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import load_image
 from kvps.core.limits import TABLE, remedy
@@ -312,11 +313,13 @@ class CheckpointDirectory:
         Raises:
             StorageError: if a file is missing, damaged, or of something else.
         """
-        folder = self.cut_folder(manifest.cut)
-        some = [
-            load_image(folder / manifest.images[number].name, manifest, number)
-            for number in _needed(manifest, server, servers)
-        ]
+        folder, needed = self.cut_folder(manifest.cut), _needed(manifest, server, servers)
+        total = sum([manifest.images[number].size for number in needed])
+        with restoring(manifest.cut, total) as step:
+            some = [
+                load_image(folder / manifest.images[number].name, manifest, number, step)
+                for number in needed
+            ]
         return some[0] if servers == manifest.servers else regroup(some, server, servers)
 
     # --- removing ---------------------------------------------------------------------------

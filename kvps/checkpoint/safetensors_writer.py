@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,16 +62,22 @@ class Stream:
     size: int
     """Size of the whole file in bytes."""
 
-    def write(self, sink: HashedFile) -> None:
+    def write(self, sink: HashedFile, step: Callable[[int], None] = lambda size: None) -> None:
         """Write the file.
+
+        Args:
+            sink: takes the bytes.
+            step: called with the number of bytes after each part.
 
         Raises:
             OSError: if that fails.
         """
         sink.write(self.head)
+        step(len(self.head))
         for column in self.columns:
             for tensor in _joined(column.parts):
                 sink.write(to_frame(tensor))
+                step(tensor.nbytes)
 
 
 def stream_of(columns: Mapping[str, Column], metadata: Mapping[str, str]) -> Stream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -16,15 +16,23 @@ from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import StorageError
 
 
-def load_image(path: Path, manifest: Manifest, server: int) -> Snapshot:
+def load_image(
+    path: Path, manifest: Manifest, server: int, step: Callable[[int], None] = lambda size: None
+) -> Snapshot:
     """Return the snapshot of one server from its file, verified: the file that is compared is the one that is read.
+
+    Args:
+        path: the file.
+        manifest: of its cut.
+        server: whose snapshot it is.
+        step: called with the number of bytes of each step of the comparison.
 
     Raises:
         StorageError: if it is missing, damaged, or of something else.
     """
     with _opened(path) as file:
-        for _ in _compared(file, path, manifest.images[server]):
-            pass
+        for size in _compared(file, path, manifest.images[server]):
+            step(size)
         return read_image(path, manifest, server, file.fileno())
 
 

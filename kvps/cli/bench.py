@@ -42,7 +42,7 @@ and links of a set rate, and draws plots.
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_LOG_LEVEL
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
 MOVED = ("--mxnet", "--ray", "--sweep", "--at", "--network", "--rate", "--plot")
 """Flags that :data:`COMPARE` has."""

@@ -18,6 +18,7 @@ from kvps.core.limits import TABLE, Limits
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
+from kvps.observe import logs
 from kvps.observe.exposition import demand_library
 from kvps.observe.http import Place, as_place
 from kvps.runtime.keys import load_if_any
@@ -56,6 +57,12 @@ class Parser(argparse.ArgumentParser):
             "--log-level",
             metavar="LEVEL",
             help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: no output unless something is wrong)",
+        )
+        self.add_argument(
+            "--log-format",
+            metavar="FORMAT",
+            help="text, or json: one object per line with time, level, role, rank, event and fields; "
+            "KVPS_LOG_FORMAT (text)",
         )
         self.add_argument(
             "--insecure",
@@ -211,10 +218,12 @@ def level(name: str, given: str) -> str:
 
 def run(name: str, argv: Sequence[str] | None, main: Callable[[Sequence[str]], int]) -> int:
     """Run a command; return its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return main(sys.argv[1:] if argv is None else argv)
+        return main(words)
     except KvpsError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        is_json = logs.is_wished(words)
+        print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)
         if isinstance(error, ConfigError | Unauthorized):
             return EXIT_CONFIG
         return EXIT_TEMPORARY if isinstance(error, SchedulerLost) else 1
@@ -226,13 +235,27 @@ def start_log(name: str, parsed: argparse.Namespace, handler: logging.Handler | 
     """Send the log to ``handler``, else to stderr; return its level.
 
     Raises:
-        ConfigError: for an unknown level.
+        ConfigError: for an unknown level or format.
     """
     chosen = setting(parsed, "log_level", level, "warning")
     sink = handler or logging.StreamHandler()
-    sink.setFormatter(_Lines(name))
+    if log_format(parsed) == "json":
+        sink.setFormatter(logs.JsonLines())
+        logging.captureWarnings(True)
+    else:
+        sink.setFormatter(_Lines(name))
+    logs.speak_as(lambda: logs.Speaker(logs.role_of(name)))
     logging.basicConfig(level=chosen.upper(), handlers=[sink])
     return chosen
+
+
+def log_format(parsed: argparse.Namespace) -> str:
+    """Return the format of log lines: ``text`` or ``json``.
+
+    Raises:
+        ConfigError: for an unknown format.
+    """
+    return setting(parsed, "log_format", logs.as_format, "text")
 
 
 class _Lines(logging.Formatter):

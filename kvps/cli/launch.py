@@ -54,7 +54,8 @@ example:
   kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
   kvps-launch -n 4 -s 2 --dry-run=sbatch --nodes 2 -- python train.py > job.sh
 
-Each line of output begins with the role and rank of its process: [worker 0]. The environment of COMMAND
+Each line of output begins with the role and rank of its process: [worker 0]. With --log-format json each
+line is a JSON object, those that COMMAND prints included. The environment of COMMAND
 has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. If they are not set, OMP_NUM_THREADS becomes the number of
 cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
@@ -79,7 +80,8 @@ exit codes:
   any other: the exit code of the first worker that failed, or else of a server or the scheduler
 
 environment, where the flag is not given:
-  KVPS_GRACE, KVPS_LOG_LEVEL; for the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS, KVPS_PLUGIN,
+  KVPS_GRACE, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT,
+  KVPS_LIMITS, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
   KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
   KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a
@@ -215,7 +217,13 @@ def _main(argv: Sequence[str]) -> int:
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
     demand_command(command)
-    screen = OutputMux(sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None)
+    log_format = flags.log_format(parsed)
+    screen = OutputMux(
+        sys.stdout.buffer,
+        sys.stderr.buffer,
+        config.text("NO_COLOR") is None,
+        is_json=log_format == "json",
+    )
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(_given(parsed.env), workers + servers)
@@ -228,6 +236,7 @@ def _main(argv: Sequence[str]) -> int:
         role_env=_of_role(parsed),
         command=command,
         log_level=level,
+        log_format=log_format,
         checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(env),
         checkpoint_every=parsed.checkpoint_every,
         keys=keys,

@@ -16,6 +16,8 @@ from kvps.cli import flags
 NAME = "kvps"
 COMMANDS = {
     "status": "show the members of a job, their states, and the ranks that open rounds wait for",
+    "top": "show a job live: members, rounds and bytes per second, late workers",
+    "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
     "bench": "compare the speed of kvps and torch's gloo on this machine",
@@ -27,6 +29,8 @@ commands:
 {"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
 examples:
   kvps status
+  kvps top
+  kvps doctor --scheduler tcp://10.0.0.1:9091
   kvps bench --workloads small
   kvps bench --help
   kvps checkpoint list /ckpt
@@ -37,7 +41,7 @@ to start a cluster:
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_LOG_LEVEL
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvps import config
@@ -31,7 +31,8 @@ servers write a last checkpoint; then stop the job, since no other checkpoint fo
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
-  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL
+  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL,
+  KVPS_LOG_FORMAT
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
 """
@@ -103,6 +104,7 @@ def _main(argv: Sequence[str]) -> int:
         http=flags.http_of(parsed),
         limits=flags.limits_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(parsed.report_fd, f"scheduler {endpoint}"),
+        on_seats=_seats_reporter(parsed.report_fd),
         on_concluded=lambda cut: _report(parsed.report_fd, f"checkpoint {cut}"),
     )
 
@@ -111,6 +113,10 @@ def _folder(name: str, given: str) -> str:
     if Path(given).exists() and not Path(given).is_dir():
         raise ConfigError(f"{name}={given!r} is not a directory")
     return given
+
+
+def _seats_reporter(fd: int | None) -> Callable[[int], None] | None:
+    return None if fd is None else lambda taken: _report(fd, f"seats {taken}")
 
 
 def _report(fd: int | None, line: str) -> None:

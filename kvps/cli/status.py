@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from kvps import config
 from kvps.cli import flags
 from kvps.cli.inquiry import inquire
+from kvps.observe.cluster_view import UNKNOWN
 from kvps.observe.scheduler_state import as_json
-from kvps.phrases import ranks_in_words
+from kvps.phrases import bytes_in_words, ranks_in_words
 from kvps.protocol.envelope import Role
-from kvps.protocol.membership import Look, OldRound, Seen, Sight
+from kvps.protocol.membership import Figures, Look, OldRound, Seen, Sight
 
 NAME = "kvps status"
 TIMEOUT_S = 5.0
 KEY_SHOWN = 40
 """Characters of a key that a line shows."""
 WHAT = """\
-Shows the members of a job and their states, and the oldest open round of each store: its age, and the ranks
-that it waits for. It takes no seat in the job, and does not disturb it."""
+Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
+open round of each store: its age, and the ranks that it waits for. It takes no seat in the job."""
 MORE = f"""\
 examples:
   kvps status --scheduler tcp://10.0.0.1:9091
@@ -31,7 +32,7 @@ Only rounds that have been open for some seconds are shown. The state of a worke
 
 {flags.EXIT_CODES}
 environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
 
 
@@ -62,10 +63,11 @@ def _main(argv: Sequence[str]) -> int:
 
 def screen(job: bytes, seen: Seen) -> str:
     """Return what a person is shown."""
-    lines = [f"job {job.hex()[:8]} is {seen.phase}: {seen.reason}", ""]
+    lines = [f"job {job.hex()[:8]} is {seen.phase}: {seen.reason}", *_facts(seen), ""]
+    figures = seen.figures or (UNKNOWN,) * len(seen.members)
     lines += _table(
-        ("member", "state", "incarnation", "where", "heard", "status"),
-        [_member(one) for one in seen.members],
+        ("member", "state", "incarnation", "where", "version", "memory", "heard", "status"),
+        [_member(*one) for one in zip(seen.members, figures, strict=False)],
     )
     presence = {one.rank: one.presence for one in seen.members if one.role == Role.WORKER}
     if seen.rounds:
@@ -79,12 +81,27 @@ def screen(job: bytes, seen: Seen) -> str:
     return "\n".join(lines)
 
 
-def _member(one: Sight) -> tuple[str, ...]:
+def _facts(seen: Seen) -> list[str]:
+    """Return a line about the scheduler, and about checkpoints if there are any."""
+    version = f"kvps {seen.software}" if seen.software else "older than this command"
+    lines = [f"scheduler: {version}"]
+    if seen.checkpoint or seen.epoch:
+        rollbacks = f", rolled back {seen.epoch} times" if seen.epoch else ""
+        lines.append(f"newest complete checkpoint: {seen.checkpoint or 'none'}{rollbacks}")
+    return lines
+
+
+def _member(one: Sight, figures: Figures) -> tuple[str, ...]:
     name = f"{Role(one.role)} {one.rank}"
     if one.state == "empty":
-        return name, one.state, "", "", "", one.presence
-    where = f"{one.host}:{one.pid}"
-    return name, one.state, str(one.incarnation), where, f"{one.heard_s:.1f} s", one.presence
+        return name, one.state, "", "", "", "", "", one.presence
+    where, heard = f"{one.host}:{one.pid}", f"{one.heard_s:.1f} s"
+    memory = bytes_in_words(figures.memory_bytes) if one.role == Role.SERVER else ""
+    if memory and figures.limit_bytes:
+        memory += f" of {bytes_in_words(figures.limit_bytes)}"
+    version = figures.software or "unknown"
+    incarnation = str(one.incarnation)
+    return name, one.state, incarnation, where, version, memory, heard, one.presence
 
 
 def _round(one: OldRound, presence: dict[int, str]) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
+from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
 from kvps.runtime.keys import SESSION, KeyMemory, Section
@@ -58,7 +59,7 @@ The exit code is that of COMMAND, or 128 + N if signal N killed it. Before COMMA
 {flags.EXIT_CODES}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_KEYS, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler),
-  KVPS_LOG_LEVEL,
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
@@ -124,6 +125,11 @@ def _main(argv: Sequence[str]) -> int:
         limit_s = END_MAX_S if grace_s is None else grace_s
         core = Supervisor(identity, time.monotonic(), not parsed.no_replacement, limit_s)
         env = lent if grace_s is None else lent | {"KVPS_LEAVE_AT_SIGTERM": "1"}
+        if flags.log_format(parsed) == "json":
+            env = env | {logs.VARIABLE: "json"}
+        logs.speak_as(
+            lambda: logs.Speaker("worker", core.member.rank if core.member.welcome else rank)
+        )
         transport = ZmqTransport(checksums=config.checksums(), keys=keys)
         shell = Shell(core, transport, leash, command, parsed.report_fd, env)
         try:

@@ -63,6 +63,10 @@ class Counts:
         else:
             self.add("kvps_refusals_total", reason_of(error))
 
+    def value(self, name: str, label: str = "") -> int:
+        """Return one counter."""
+        return int(self._values[name, label])
+
     def values(self) -> dict[tuple[str, str], float]:
         """Return a copy of all counters, by name and label."""
         return dict(self._values)

@@ -9,8 +9,8 @@ list and compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvps.errors import KvpsError
@@ -75,6 +75,8 @@ class Note:
 
     level: str
     text: str
+    fields: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
+    """The facts of the text by name, for programs that read the log."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 from kvps.errors import Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Node
-from kvps.protocol.membership import Enrol, Evict, Hello, Look
+from kvps.protocol.membership import Enrol, Evict, Hello, Look, Ping
 from kvps.protocol.permissions import Place
 
 ROLES = ("scheduler", "server", "worker", "admin", "look")
@@ -29,8 +29,8 @@ KEY_CHARACTERS = 40
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({Enrol, Hello}),
     "server": frozenset({Enrol, Hello}),
-    "admin": frozenset({Evict, Look}),
-    "look": frozenset({Look}),
+    "admin": frozenset({Evict, Look, Ping}),
+    "look": frozenset({Look, Ping}),
 }
 """The messages that a role key permits."""
 

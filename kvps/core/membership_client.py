@@ -8,7 +8,9 @@ read its view. A member that has to wait is told so. A member that hears nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
@@ -109,6 +111,16 @@ def check_protocol(hello: p.Hello, me: str) -> None:
         )
 
 
+class BeatFigures(NamedTuple):
+    """The numbers of a BEAT, as the message has them."""
+
+    rounds: int = 0
+    in_bytes: int = 0
+    out_bytes: int = 0
+    memory_bytes: int = 0
+    limit_bytes: int = 0
+
+
 class MembershipClient:
     """One process's membership of one job, from HELLO to LEFT."""
 
@@ -130,6 +142,8 @@ class MembershipClient:
         """How many calls the script has made."""
         self.waits_in = ""
         """The call that it waits in."""
+        self.figures: Callable[[], BeatFigures] = BeatFigures
+        """Returns the numbers for the next BEAT; asked once per second."""
         self.heard_at = now
         self._leave: p.Leave | None = None
         """The LEAVE that was sent, until it is acknowledged."""
@@ -290,7 +304,8 @@ class MembershipClient:
             return
         self._next_beat = now + BEAT_EVERY_S
         if self.welcome is not None:
-            yield Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in)))
+            beat = p.Beat(self.progress, self.waits_in, *self.figures())
+            yield Send(SCHEDULER, self.packet(beat))
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))
         elif self.silent_for(now) < self.identity.join_max_s:

@@ -159,6 +159,7 @@ def _batch_job(parsed: argparse.Namespace, command: Sequence[str]) -> sbatch.Bat
         "--checkpoint-every": every,
         "--keys": parsed.keys,
         "--log-level": parsed.log_level,
+        "--log-format": parsed.log_format,
         "--rsh": parsed.rsh,
         "--python": None if parsed.python == sys.executable else parsed.python,
     }

@@ -39,10 +39,11 @@ from kvps.core.membership_client import EXIT_CONFIG
 from kvps.launchers.children import Child, start_here
 from kvps.launchers.foothold import Foothold
 from kvps.launchers.frames import REPORT
-from kvps.launchers.output import LineBuffer, OutputMux
+from kvps.launchers.output import LineBuffer, OutputMux, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
 from kvps.net.memory import share_bytes
+from kvps.observe.logs import Speaker, wrapped
 from kvps.runtime.keys import KeyMemory, generate
 
 log = logging.getLogger("kvps")
@@ -69,6 +70,8 @@ class LaunchPlan:
     """Variables of the processes of one role, by role, wherever they are."""
     command: Sequence[str]
     log_level: str
+    log_format: str = "text"
+    """Format of log lines; with ``json``, the lines that commands print are wrapped, too."""
     checkpoint_dir: str | None = None
     """Where servers write checkpoints; one that fails is started again from there."""
     checkpoint_every: str | None = None
@@ -139,6 +142,7 @@ class Launch:
         try:
             if self._plan.max_restarts:
                 self._foothold = Foothold(self._leash, self._host)
+            self._show_seats(0)
             log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
             if self._keys is not None:
                 log.info("the job's keys, for kvps status: --keys %s", self._keys.path)
@@ -184,11 +188,21 @@ class Launch:
                 match line.decode().split():
                     case ["scheduler", endpoint]:
                         self._start_members(endpoint)
+                    case ["seats", taken]:
+                        self._show_seats(int(taken))
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
                         log.warning("checkpoint %s is written; ending the job", number)
                         self._stop_members(signal.SIGTERM)
                     case ["worker", pid, code] if int(pid) in self._children:
                         self._on_worker_end(self._children[int(pid)], int(code))
+
+    def _show_seats(self, taken: int) -> None:
+        """Show on a terminal how many processes have joined, until all have."""
+        if not self._screen.has_status:
+            return
+        total = self._plan.workers + self._plan.servers
+        text = "" if taken >= total else bar_text(taken, total, "processes have joined")
+        self._screen.set_status(text)
 
     def _on_far_report(self, child: Child, report: bytes) -> None:
         match report.split():
@@ -235,7 +249,10 @@ class Launch:
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
         bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
-        words = [*place, *bare, "--log-level", self._plan.log_level, *more]
+        logged = ["--log-level", self._plan.log_level]
+        if self._plan.log_format != "text":
+            logged += ["--log-format", self._plan.log_format]
+        words = [*place, *bare, *logged, *more]
         remote = None if role == "scheduler" else self._plan.remote
         number = rank if role == "worker" else self._plan.workers + rank
         if remote is None:
@@ -303,8 +320,13 @@ class Launch:
         return bool(got)
 
     def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
-        prefix = self._screen.prefix(child.name, child.number, sink)
         try:
+            if self._screen.is_json:
+                who = Speaker(child.role, child.rank)
+                stream = ("stdout", "stderr")[sink]
+                self._screen.write(sink, b"", [wrapped(line, who, stream) for line in lines])
+                return
+            prefix = self._screen.prefix(child.name, child.number, sink)
             self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)

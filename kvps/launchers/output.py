@@ -7,11 +7,14 @@ newest of them stands below the last whole line; anywhere else only its end is s
 from __future__ import annotations
 
 import os
+from io import StringIO
 from shutil import get_terminal_size
 from typing import BinaryIO
 
 LINE_MAX = 1 << 16
 """Bytes after which a line that does not end is ended."""
+BAR_WIDTH = 30
+"""Columns of a progress bar."""
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _CLEAR = b"\r\x1b[2K"
 
@@ -49,15 +52,37 @@ def shown(line: bytes) -> bytes:
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 
+def bar_text(done: int, total: int, what: str) -> str:
+    """Return a progress bar as text, with its numbers.
+
+    Example:
+        >>> bar_text(1, 4, "processes have joined")
+        '━━━━━━━╸                       1 of 4 processes have joined'
+    """
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+
+    console = Console(file=StringIO(), width=BAR_WIDTH, color_system=None, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(ProgressBar(total, done, width=BAR_WIDTH), end="")
+    return f"{captured.get():<{BAR_WIDTH}} {done} of {total} {what}"
+
+
 class OutputMux:
     """Where lines go: stdout and stderr, of which each may be a terminal."""
 
-    def __init__(self, out: BinaryIO, error: BinaryIO, colour: bool) -> None:
+    def __init__(
+        self, out: BinaryIO, error: BinaryIO, colour: bool, *, is_json: bool = False
+    ) -> None:
         self._sinks = (out, error)
+        self.is_json = is_json
+        """Lines are JSON objects that name their process, so that no prefix does."""
         self._is_terminal = tuple(sink.isatty() for sink in self._sinks)
         self._colour = colour
         self._below = b""
         """The unfinished line that stands below all others."""
+        self._status = b""
+        """The text that stands there while no process has an unfinished line."""
 
     def prefix(self, name: str, number: int, sink: int) -> bytes:
         """Return what stands before each line of process ``number``."""
@@ -65,6 +90,19 @@ class OutputMux:
         if not (self._colour and self._is_terminal[sink]):
             return text + b" "
         return b"\x1b[%dm%s\x1b[0m " % (_COLOURS[number % len(_COLOURS)], text)
+
+    @property
+    def has_status(self) -> bool:
+        """Whether a status is shown: one of the streams is a terminal, and lines are not JSON."""
+        return any(self._is_terminal) and not self.is_json
+
+    def set_status(self, text: str) -> None:
+        """Let ``text`` stand below all lines while no process has an unfinished one; empty for nothing."""
+        is_free = self._below == self._status
+        self._status = text.encode()
+        if self.has_status and is_free:
+            self._clear()
+            self._draw(self._status)
 
     def write(self, sink: int, prefix: bytes, lines: list[bytes], unfinished: bytes = b"") -> None:
         """Show whole lines on stdout (0) or stderr (1), and perhaps an unfinished one.
@@ -77,6 +115,7 @@ class OutputMux:
             return
         if lines and below == self._below and below.startswith(prefix):
             below = b""  # that line is whole now
+        below = below or self._status
         target = self._sinks[sink]
         try:
             self._clear()
@@ -91,6 +130,7 @@ class OutputMux:
 
     def close(self) -> None:
         """Leave the terminal as it should be."""
+        self._status = b""
         self._clear()
 
     def _clear(self) -> None:

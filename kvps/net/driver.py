@@ -110,6 +110,10 @@ class Transport(Protocol):
     def refused(self) -> Refusals:
         """The packets and connections that were refused."""
 
+    @property
+    def reconnects(self) -> int:
+        """Number of connections opened here that broke, or that others have replaced."""
+
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
 
@@ -298,7 +302,7 @@ def drive(
             case Send():
                 transport.send(effect.to, effect.packet, effect.hold)
             case Note():
-                log.log(LEVELS[effect.level], "%s", effect.text)
+                log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
             case Connect():
                 transport.connect(
                     *(effect.to, effect.endpoint, effect.is_near, effect.key, effect.is_member)

@@ -57,6 +57,11 @@ class MemoryTransport:
             network.ends[bind] = self
 
     @property
+    def reconnects(self) -> int:
+        """Always 0: nothing breaks here."""
+        return 0
+
+    @property
     def refused(self) -> Refusals:
         """Nothing is counted here."""
         return Refusals(Counter(), Counter(), Counter())

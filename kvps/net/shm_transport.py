@@ -109,6 +109,11 @@ class SharingTransport:
         """The packets and connections that were refused."""
         return self._inner.refused
 
+    @property
+    def reconnects(self) -> int:
+        """Number of connections opened here that broke, or that others have replaced."""
+        return self._inner.reconnects
+
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, those about memory among them."""
         self._inner.guard(admit)

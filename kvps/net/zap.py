@@ -303,20 +303,26 @@ class Handshakes:
 
 
 NULL, CURVE = b"NULL", b"CURVE"
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + CURVE.ljust(20, b"\0") + bytes(32)
+GREETING_BYTES = 64
 GREETS_MAX_S = 0.2
 
 
-def greeting_of(endpoint: str) -> bytes:
-    """Return the mechanism in the greeting of the listener; a relay without its target sends none."""
+def greeting_of(endpoint: str, ours: bytes = CURVE) -> bytes:
+    """Return the mechanism in the greeting of the listener; a relay without its target sends none.
+
+    Args:
+        endpoint: where it listens.
+        ours: the mechanism to announce. A listener with another one may hang up without its own.
+    """
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + ours.ljust(20, b"\0")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (
         suppress(OSError, ValueError),
         socket.create_connection((host.strip("[]"), int(port)), GREETS_MAX_S) as probe,
     ):
-        probe.sendall(GREETING)
-        while len(got) < len(GREETING) and (more := probe.recv(len(GREETING))):
+        probe.sendall(greeting.ljust(GREETING_BYTES, b"\0"))
+        while len(got) < GREETING_BYTES and (more := probe.recv(GREETING_BYTES)):
             got += more
     return got[12:32].rstrip(b"\0")
 

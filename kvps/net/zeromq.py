@@ -151,6 +151,7 @@ class ZmqTransport:
         self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._poller.register(self._woken, zmq.POLLIN)
+        self._reconnects = 0
         self.endpoint = ""
         if bind is not None:
             self.listen(bind, watch)
@@ -164,6 +165,11 @@ class ZmqTransport:
         """The packets and connections that were refused."""
         asked = self._porter.refused if self._porter is not None else Counter()
         return Refusals(self._doorman.counts, asked + self._failures, self._inflow.closings)
+
+    @property
+    def reconnects(self) -> int:
+        """Number of connections opened here that broke, or that others have replaced."""
+        return self._reconnects
 
     def trust(self, keys: dict[str, str]) -> None:
         """Take connections by these session keys."""
@@ -255,6 +261,7 @@ class ZmqTransport:
         if old is not None:
             self._forget(name, old)
             is_handed_over = is_member and not self._openings[name][3]
+            self._reconnects += not is_handed_over
             if not is_handed_over:
                 self._deafen(old)
             self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
@@ -476,6 +483,7 @@ class ZmqTransport:
             kind, value = event["event"], event["value"]
             if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
                 is_up = kind == zmq.EVENT_CONNECTED
+                self._reconnects += not is_up
                 watch.up, watch.pulse = value if is_up else None, None
                 watch.connected_at = now if is_up else watch.connected_at
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

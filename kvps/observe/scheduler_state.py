@@ -50,11 +50,18 @@ def shown(core: Scheduler, now: float) -> dict[str, object]:
 
 def as_json(job: bytes, seen: Seen) -> dict[str, object]:
     """Return the answer to a status query as a program is shown it."""
-    members = [{**one._asdict(), "role": str(Role(one.role))} for one in seen.members]
+    members: list[dict[str, object]] = [
+        {**one._asdict(), "role": str(Role(one.role))} for one in seen.members
+    ]
+    for member, figures in zip(members, seen.figures, strict=False):  # an old scheduler has none
+        member.update(figures._asdict())
     return {
         "job": job.hex()[:8],
         "phase": seen.phase,
         "reason": seen.reason,
+        "software": seen.software,
+        "epoch": seen.epoch,
+        "checkpoint": seen.checkpoint,
         "members": members,
         "rounds": [one._asdict() for one in seen.rounds],
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     pass
 from kvps.protocol.envelope import Message, tag
+
+PING_BYTES_MAX = 256 << 10
+"""Octets of payload of a PING, and of its answer."""
 
 # --- joining and living together ------------------------------------------------------------------
 
@@ -93,6 +96,14 @@ class Beat(Message):
 
     progress: int
     reason: str = ""
+    rounds: int = 0
+    """Pushes of the key that a worker has pushed most often; 0 of a server."""
+    in_bytes: int = 0
+    out_bytes: int = 0
+    """Bytes of values that the member has received and sent since it began."""
+    memory_bytes: int = 0
+    limit_bytes: int = 0
+    """The memory that the values of a server have reserved, and its limit; 0 for no limit, and of a worker."""
 
 
 @tag(5)
@@ -300,6 +311,8 @@ class Stalled(Message):
     """Server to scheduler: these rounds have been open for a while; none, if none has."""
 
     rounds: tuple[OldRound, ...]
+    late: dict[str, float] = field(default_factory=dict)
+    """By rank, the seconds by which its pushes came after the first of their round: a moving mean."""
 
 
 @tag(78)
@@ -325,6 +338,21 @@ class Sight(NamedTuple):
     """How its holder stands, in words."""
 
 
+class Figures(NamedTuple):
+    """The figures of the holder of a seat, as the scheduler shows them in answer to LOOK."""
+
+    software: str
+    """Its version; empty if it is not known."""
+    rounds: int
+    """This and the following as in its newest BEAT."""
+    in_bytes: int
+    out_bytes: int
+    memory_bytes: int
+    limit_bytes: int
+    late_s: float
+    """Seconds by which the pushes of a worker come after the first of their round, at the server where most."""
+
+
 @tag(79)
 @dataclass(frozen=True, slots=True)
 class Seen(Message):
@@ -336,6 +364,40 @@ class Seen(Message):
     members: tuple[Sight, ...]
     rounds: tuple[OldRound, ...]
     """The oldest of each store, the oldest first."""
+    software: str = ""
+    """The version of the scheduler; empty if it is too old to say."""
+    epoch: int = 0
+    """How often the job was rolled back to a checkpoint."""
+    checkpoint: int = 0
+    """The newest complete checkpoint; 0 for none."""
+    figures: tuple[Figures, ...] = ()
+    """In the order of ``members``."""
+
+
+@tag(130)
+@dataclass(frozen=True, slots=True)
+class Ping(Message):
+    """Anybody to scheduler: answer at once, with as many octets as follow."""
+
+    size: int = 0
+    """At most :data:`PING_BYTES_MAX`."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        return (self.size,) if self.size else ()
+
+
+@tag(131)
+@dataclass(frozen=True, slots=True)
+class Pong(Message):
+    """Answer to PING."""
+
+    seq: int
+    clock_s: float
+    """The sender's clock, in seconds since 1970; 0 if it has none."""
+    size: int = 0
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        return (self.size,) if self.size else ()
 
 
 # --- figures of servers ---------------------------------------------------------------------------

@@ -51,6 +51,8 @@ from kvps.protocol.membership import (
     Look,
     Measure,
     Measured,
+    Ping,
+    Pong,
     Probe,
     Probed,
     Released,
@@ -120,7 +122,7 @@ LISTENING = {
 }
 """Where others come in to a process of each role."""
 
-_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Error})
+_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Ping, Error})
 _SHARING = frozenset({Offer, Taken, Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
@@ -140,7 +142,9 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},
     },
     Place.TO_SCHEDULER: {
-        Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
+        Role.SCHEDULER: frozenset(
+            {Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong}
+        )
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
         | {TakeImage, Commit, GiveUp, Recall, Restore, Measure},
     },

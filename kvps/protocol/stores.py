@@ -263,3 +263,5 @@ class StatusIs(Message):
     clocks: tuple[Clock, ...]
     dropped: dict[str, int] = field(default_factory=dict)
     """By key, how many updates were dropped, as they were not finite."""
+    late: dict[str, float] = field(default_factory=dict)
+    """By rank, the seconds by which its pushes came after the first of their round: a moving mean."""

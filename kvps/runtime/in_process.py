@@ -97,6 +97,11 @@ class InProcessSession:
         """The cluster: this worker and one server."""
         return self._worker.info
 
+    def figures(self, store: str) -> dict[str, float]:
+        """Return the numbers of a store."""
+        with self._lock:
+            return self._worker.figures(store)
+
     @torch.no_grad()
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Carry a call out; its ticket has ended."""

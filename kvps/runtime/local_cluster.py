@@ -32,10 +32,11 @@ from kvps.net.driver import Inbox, Transport, drive
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
+from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.scheduler_process import own_machine
+from kvps.runtime.scheduler_process import WORLD, own_machine
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession
@@ -192,7 +193,9 @@ class LocalCluster:
         )
         self.scheduler = transport.endpoint
         now = time.monotonic()
-        self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now), transport)
+        self._drive(
+            "scheduler", Scheduler(settings, secrets.token_bytes(16), now, WORLD), transport
+        )
         for rank in range(self.servers):
             keys = self._keys_of("server")
             one, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
@@ -324,7 +327,11 @@ class LocalCluster:
         if isinstance(core, Server):
             inbox.put(lambda core, now: core.start(now))
 
+        role, _, rank = name.partition(" ")
+        speaker = logs.Speaker(role, int(rank) if rank else None)
+
         def run() -> None:
+            logs.speak_in_thread_as(lambda: speaker)
             try:
                 drive(core, transport, inbox)
             except Exception:  # nobody joins this thread for its result: the log must have it

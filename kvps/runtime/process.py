@@ -16,6 +16,7 @@ from contextlib import suppress
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
+from kvps.observe import logs
 from kvps.runtime.keys import load_if_any
 from kvps.runtime.local_cluster import LocalCluster, worker_session
 from kvps.runtime.open_stores import AtExit, OpenStores
@@ -110,18 +111,21 @@ class _Process:
             )
             leave_at_exit(self.session, found.incarnation > 0, TIMEOUT_S)
         assert self.session is not None
+        logs.speak_as(self.session.speaker)
         return self.session
 
     def _embed(self) -> WorkerSession:
         self.embedded = LocalCluster(workers=1, servers=1)
         self.embedded.start()
+        session = self.embedded.session()
+        logs.speak_as(session.speaker)
         log.warning(
             "KVPS_SCHEDULER is not set: this process is a cluster of one worker "
             "and one server at %s",
             self.embedded.scheduler,
         )
         atexit.register(self.end)
-        return self.embedded.session()
+        return session
 
     def end(self) -> None:
         """Leave the cluster; the next store begins anew."""

@@ -19,13 +19,14 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvps import config
+from kvps import __version__, config
 from kvps.checkpoint import atomic_file
 from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
-from kvps.core.scheduler.scheduler import Scheduler
-from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, Settings
+from kvps.core.scheduler.job import CONCLUDED
+from kvps.core.scheduler.scheduler import Scheduler, World
+from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
+WORLD = World(__version__, time.time)
 RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
@@ -182,6 +184,7 @@ def run_scheduler(
     replace_max_s: float = REPLACE_MAX_S,
     on_ready: Callable[[str], None] | None = None,
     on_concluded: Callable[[int], None] | None = None,
+    on_seats: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
@@ -201,6 +204,7 @@ def run_scheduler(
         replace_max_s: seconds for which a job with no worker left waits for the replacement of a lost one.
         on_ready: called with its address when it listens.
         on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
+        on_seats: called with the number of taken seats, each time it changes until all are.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve metrics; None for nowhere.
@@ -222,28 +226,35 @@ def run_scheduler(
         keep_alive=keep_alive,
         replace_max_s=replace_max_s,
         persist=state is not None,
+        tells_seats=on_seats is not None,
         has_keys=keys is not None,
         limits=limits or config.limits(),
     )
     with nullcontext() if state is None else closing(StateFile(state)) as kept:
-        listener = _Listener(kept, on_concluded)
+        listener = _Listener(kept, on_concluded, on_seats)
         return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
 
 
 class _Listener(NullListener):
     """Keeps the state, if it is to be kept, and reports the last checkpoint."""
 
-    def __init__(self, kept: StateFile | None, on_concluded: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        kept: StateFile | None,
+        on_concluded: Callable[[int], None] | None,
+        on_seats: Callable[[int], None] | None,
+    ) -> None:
         self.kept = kept
-        self._on_concluded = on_concluded
+        self._heard = {CONCLUDED: on_concluded, SEATS: on_seats}
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:
             self.kept.save(state)
 
     def finish(self, effect: Finish) -> None:
-        if self._on_concluded is not None and isinstance(effect.value, int):
-            self._on_concluded(effect.value)
+        tell = self._heard.get(effect.ticket)
+        if tell is not None and isinstance(effect.value, int):
+            tell(effect.value)
 
 
 def _run_scheduler(
@@ -267,10 +278,10 @@ def _run_scheduler(
         snapshot = listener.kept.read() if listener.kept is not None else None
         now = time.monotonic()
         if snapshot:  # an empty one says that the job was over
-            core = Scheduler.restore(settings, snapshot, now)
+            core = Scheduler.restore(settings, snapshot, now, WORLD)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
-            core = Scheduler(settings, secrets.token_bytes(16), now)
+            core = Scheduler(settings, secrets.token_bytes(16), now, WORLD)
     except KvpsError:
         transport.close(0.0)
         raise

@@ -27,7 +27,7 @@ from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
-from kvps.observe import server_state
+from kvps.observe import logs, server_state
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
@@ -109,6 +109,7 @@ def run_server(
     core = Server(
         identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s, limits
     )
+    logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(lambda core, now: core.start(now))
     archive = (

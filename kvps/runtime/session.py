@@ -30,5 +30,8 @@ class Session(Protocol):
     def is_over(self) -> bool:
         """Whether it takes no more calls."""
 
+    def figures(self, store: str) -> dict[str, float]:
+        """Return the numbers of a store; asks nobody but the loop of this process."""
+
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Begin a call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from kvps.errors import EpochChanged, KvpsError
@@ -119,6 +120,11 @@ class Handle:
         self._lock = threading.Lock()
         self._value: object = None
         self._is_taken = False
+        self._tell_wait: Callable[[float], object] | None = None
+
+    def tell_wait(self, tell: Callable[[float], object]) -> None:
+        """Call ``tell`` with the seconds that the first :meth:`wait` took."""
+        self._tell_wait = tell
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -137,10 +143,14 @@ class Handle:
         Raises:
             KvpsError: if it failed; Timeout if its ``timeout`` passed.
         """
+        began = time.perf_counter()
         for one in self._before:
             one.wait()
         self._ticket.wait()
         with self._lock:
             if not self._is_taken:
                 self._value, self._is_taken = self._result(), True
+        if self._tell_wait is not None:
+            self._tell_wait(time.perf_counter() - began)
+            self._tell_wait = None
         return self._value

@@ -22,13 +22,14 @@ from typing import NoReturn
 
 import torch
 
-from kvps.core.effects import Copied, Exit, Finish
+from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import Identity
 from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
-from kvps.net.driver import Inbox, NullListener, Transport, drive
+from kvps.net.driver import LOOK_EVERY_S, Inbox, NullListener, Transport, drive
+from kvps.observe import logs
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared
@@ -77,6 +78,7 @@ class WorkerSession(NullListener):
     # --- the loop's side ------------------------------------------------------------------------
 
     def _run(self) -> None:
+        logs.speak_in_thread_as(self.speaker)
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
             self._inbox.put(lambda core, now: core.start(now))
@@ -120,6 +122,10 @@ class WorkerSession(NullListener):
         """The newest snapshot of the cluster that the loop has published."""
         return self._core.info
 
+    def speaker(self) -> logs.Speaker:
+        """Return the role and rank that log lines carry."""
+        return logs.Speaker("worker", self.info.rank if self.info.workers else None)
+
     @property
     def is_over(self) -> bool:
         """Whether the loop has ended."""
@@ -130,6 +136,22 @@ class WorkerSession(NullListener):
         number = self._stores.get(prefix, 0)
         self._stores[prefix] = number + 1
         return f"{prefix}-{number}"
+
+    def figures(self, store: str) -> dict[str, float]:
+        """Return the numbers of a store: a copy that the loop makes, or the last if the loop has ended."""
+        copied: list[dict[str, float]] = []
+        done = threading.Event()
+
+        def copy(core: Worker, now: float) -> Effects:
+            copied.append({**core.figures(store), "reconnects": self._transport.reconnects})
+            done.set()
+            yield from ()
+
+        self._inbox.put(copy)
+        while not done.wait(LOOK_EVERY_S):
+            if not self._thread.is_alive():  # so nobody else reads or writes the core
+                return self._core.figures(store)
+        return copied[0]
 
     def join(self, timeout_s: float) -> None:
         """Wait until all seats of the cluster are taken.

@@ -14,6 +14,7 @@ from kvps import config
 from kvps.core.nonfinite import ACTIONS
 from kvps.core.placement import BIGARRAY_BOUND
 from kvps.errors import ConfigError
+from kvps.observe import logs
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.stores import Open
 from kvps.runtime import process
@@ -95,6 +96,7 @@ def create(
         >>> kvps.create("local").type
         'local'
     """
+    logs.begin_in_script()
     plugin = KVStoreBase.registry.get(str(store).lower())
     if plugin is not None:
         return plugin(**options)
@@ -155,6 +157,7 @@ def create_own(
             a user can have.
         average, on_worker_lost, timeout_s: as in :func:`create`.
     """
+    logs.begin_in_script()
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
     if kind is not None and kind.mode == "allreduce":
         return _ring(kind, None, RESERVED + owner, TIMEOUT_S)

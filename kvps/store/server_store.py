@@ -23,6 +23,7 @@ from kvps.store.arguments import check_values, reduce, values_of
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore, Straggler
+from kvps.store.metrics import of_servers
 from kvps.store.names import Kind
 from kvps.tensors import Array
 
@@ -109,9 +110,12 @@ class DistStore(KVStore):
     def staleness(self) -> dict[str, int]:
         """Return for each key by how many pushes this rank is ahead of the slowest live one."""
         self._begin()
+        return self._ahead(self._status())
+
+    def _ahead(self, answers: list[StatusIs]) -> dict[str, int]:
         live = self._live()
         ahead: dict[str, int] = {}
-        for answer in self._status():
+        for answer in answers:
             for key, pushes in answer.clocks:
                 clocks = [n for rank, n in pushes.items() if int(rank) in live and n]
                 mine = pushes.get(str(self.rank), 0)
@@ -139,6 +143,14 @@ class DistStore(KVStore):
             for key, count in answer.dropped.items():
                 dropped[key] = max(dropped.get(key, 0), count)  # every server of it says the same
         return dropped
+
+    def _figures(self) -> dict[str, float]:
+        figures = self._session.figures(self._name)
+        return {"servers": self._session.info.servers, **figures, "keys": len(self._specs)}
+
+    def _server_figures(self) -> dict[str, float]:
+        answers = self._status()
+        return of_servers(answers, self.rank, self._ahead(answers))
 
     # --- what a kind of store does --------------------------------------------------------------------
 

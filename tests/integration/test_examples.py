@@ -5,8 +5,10 @@ Here they make a few steps. With ``-m slow`` each command of the table runs as i
 
 from __future__ import annotations
 
+import csv
 import re
 import shlex
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -15,10 +17,12 @@ from safetensors.torch import load_file
 
 import kvps
 from examples import digits, gluon_digits, gpt, horovod_digits, recommender, word_vectors
+from kvps.store.metrics import NAMES
 from tests.integration.processes import BIN, ROOT, Processes
 
 TABLE = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
 DATA, UNSEEN = digits.load()
+PNG = b"\x89PNG\r\n"
 
 
 def run(example: object, *flags: str, workers: int = 2) -> list[int]:
@@ -147,6 +151,7 @@ def test_word_vectors_beat_frequency(
 
 SEEN = {
     "digits.py": (r"test accuracy 0\.9[789]", 120.0),
+    "metrics.py": (r"(?s)test accuracy 0\.9.*99th percentile", 120.0),
     "ddp_digits.py": (r"test accuracy 0\.9[789]", 120.0),
     "horovod_digits.py": (r"test accuracy 0\.9[789]", 120.0),
     "gluon_digits.py": (r"test accuracy 0\.9[789]", 120.0),
@@ -189,3 +194,57 @@ def test_a_command_of_the_table(processes: Processes, command: str) -> None:
     pattern, limit_s = SEEN[script[1]]
     assert process.wait(limit_s) == 0, process
     assert re.search(pattern, process.out), process
+
+
+@pytest.mark.thorough
+def test_numbers_are_logged_as_csv(processes: Processes) -> None:
+    flags = ("--epochs", 1, "--csv", "run.csv", "--plot", "run.png")
+    process = processes.python(ROOT / "examples" / "metrics.py", *flags)
+    assert process.wait(120) == 0, process
+    with (processes.folder / "run.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["10", "20"]
+    assert rows[0].keys() == {"step", "loss", *NAMES}
+    assert [int(row["rounds"]) for row in rows] == [10, 20]
+    assert int(rows[1]["sent_bytes"]) > int(rows[0]["sent_bytes"]) > 0
+    assert (processes.folder / "run.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.thorough
+def test_numbers_are_logged_for_tensorboard(processes: Processes) -> None:
+    pytest.importorskip("tensorboard", reason="pip install tensorboard")
+    flags = ("--epochs", 1, "--tensorboard", "runs")
+    process = processes.python(ROOT / "examples" / "metrics.py", *flags)
+    assert process.wait(120) == 0, process
+    assert list((processes.folder / "runs").glob("events.out.tfevents.*"))
+
+
+CURVES = [
+    ("ddp_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
+    ("horovod_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
+    ("gluon_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
+    ("digits.py", ["--epochs", "1"]),
+    ("gpt.py", ["--steps", "3", "--batch-size", "8"]),
+    ("word_vectors.py", ["--seconds", "2"]),
+    ("recommender.py", ["--seconds", "2"]),
+    ("sharded_mlp.py", ["--steps", "3", "--depth", "1"]),
+    ("linear_numpy.py", ["--rounds", "10"]),
+    ("compressed_digits.py", ["--epochs", "1", "--codecs", "fp16"]),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "flags"), CURVES)
+def test_an_example_draws_its_learning_curve(
+    processes: Processes, name: str, flags: list[str]
+) -> None:
+    """The runs are short, and so learn too little for their exit code."""
+    words = [ROOT / "examples" / name, *flags, "--plot", "curve.png"]
+    if name == "ddp_digits.py":
+        words = [BIN / "kvps-launch", "-n", "1", "-s", "1", "--", sys.executable, *words]
+        process = processes.start("example", *words)
+    else:
+        process = processes.python(*words)
+    process.wait(300)
+    assert "Traceback" not in process.err, process
+    assert (processes.folder / "curve.png").read_bytes().startswith(PNG), process

@@ -32,7 +32,7 @@ import pytest
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
 from kvps.protocol.envelope import MESSAGES, Message, Node, Role
-from kvps.protocol.membership import Error, Member, View, Welcome
+from kvps.protocol.membership import Beat, Error, Member, View, Welcome
 from tests.scenarios.plays import check, performed, plays, words_of
 from tests.support.scheduler_harness import Stage
 
@@ -128,6 +128,8 @@ def spoken(message: Message) -> Iterator[str]:
         case Welcome():
             yield f"rank={message.rank} incarnation={message.incarnation}"
             yield f"local={message.local_rank}/{message.local_size} master={message.master!r}"
+        case Beat():
+            yield f"progress={message.progress} reason={message.reason!r}"
         case Error():
             yield f"{message.code}: {message.text}"
         case _:

@@ -24,10 +24,17 @@ class Inquiry:
         answer: the class of the message that answers it.
         now: the time.
         limit_s: seconds until it is given up.
+        payload: the payload of the request.
     """
 
     def __init__(
-        self, scheduler: str, request: Message, answer: type[Message], now: float, limit_s: float
+        self,
+        scheduler: str,
+        request: Message,
+        answer: type[Message],
+        now: float,
+        limit_s: float,
+        payload: tuple[memoryview, ...] = (),
     ) -> None:
         self.answer: Packet | None = None
         """The scheduler's answer."""
@@ -37,7 +44,7 @@ class Inquiry:
         )
         """Why there is no answer."""
         self._scheduler = scheduler
-        self._request = request
+        self._request, self._payload = request, payload
         self._kind = answer
         self._until = now + limit_s
         self._ask_at = now
@@ -81,7 +88,7 @@ class Inquiry:
         elif now >= self._ask_at:
             self._ask_at = now + ASK_AGAIN_S
             envelope = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
-            yield Send(SCHEDULER, Packet(envelope, self._request))
+            yield Send(SCHEDULER, Packet(envelope, self._request, self._payload))
 
     def deadline(self) -> float:
         """Return when to ask again, or to give up."""

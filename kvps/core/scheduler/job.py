@@ -35,7 +35,7 @@ from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.saved_state import SavedState, dump, load
-from kvps.core.scheduler.seat import Seat, Settings, State
+from kvps.core.scheduler.seat import SEATS, Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
@@ -118,6 +118,8 @@ class Job:
         self._outbox: list[Effect] = []
         self._is_concluded = False
         """The end of :meth:`conclude` was reported."""
+        self._seats_told, self._is_seated = 0, False
+        """The number of taken seats that was told last, and whether it was all of them."""
         self._schedule()
 
     def _coordinator(self) -> CheckpointCoordinator:
@@ -150,6 +152,7 @@ class Job:
         if self.phase is not before:
             is_stuck = self.phase is Phase.ENDING
             self._patience_until = now + NOTICE_MAX_S if is_stuck else None
+        self._tell_seats()
         answers = self._assemble()
         self._meet(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
@@ -163,6 +166,13 @@ class Job:
         self.answer(answers)
         self._schedule()
 
+    def _tell_seats(self) -> None:
+        """Tell how many seats are taken, as long as not all of them were."""
+        taken = sum([seat.is_taken for seat in self.seats.by_node.values()])
+        if self.settings.tells_seats and taken != self._seats_told and not self._is_seated:
+            self._seats_told, self._is_seated = taken, self.formed
+            self._outbox.append(Finish(SEATS, taken))
+
     def on_time(self, now: float) -> None:
         """Do what is due by the time alone."""
         still_s, self._looked_at = now - self._looked_at, now
@@ -175,7 +185,8 @@ class Job:
         lost = self.seats.expire(now)
         for seat in lost:
             self.counts.add("kvps_members_lost_total", str(seat.node.role))
-            self.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}")
+            text = f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}"
+            self.note("warning", text, member=str(seat.node), state="lost")
             self.fault_log.lost(seat.node, seat.reason, now)
         if lost or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
@@ -346,13 +357,13 @@ class Job:
 
     # --- what is said -----------------------------------------------------------------------
 
-    def send(self, route: Route, message: Message) -> None:
+    def send(self, route: Route, message: Message, payload: tuple[memoryview, ...] = ()) -> None:
         """Send a message along one route; a process without a seat does not learn the name of the job."""
         name = self.name if route in self.seats.routes else STRANGERS_JOB
         if isinstance(message, Seen):
             name = self.name[:SHOWN_OCTETS].ljust(len(self.name), b"\0")
         envelope = Envelope(name, self.number, Role.SCHEDULER, 0, 0, 0)
-        self._outbox.append(Send(route, Packet(envelope, message)))
+        self._outbox.append(Send(route, Packet(envelope, message, payload)))
 
     def answer(self, answers: list[Answer]) -> None:
         """Say what the barriers answer."""
@@ -363,10 +374,10 @@ class Job:
                 self.counts.add("kvps_waits_failed_total")
             self.send(route, message)
 
-    def note(self, level: str, text: str) -> None:
-        """Report a fact."""
+    def note(self, level: str, text: str, **fields: object) -> None:
+        """Report a fact; ``fields`` are the parts of it that a program may look for."""
         self.fault_log.note(level, text, self.counts.now)
-        self._outbox.append(Note(level, text))
+        self._outbox.append(Note(level, text, fields))
 
     def view(self, now: float) -> View:
         """Return the holder of each seat."""

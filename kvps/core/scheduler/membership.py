@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from kvps.core.keys import name_of
 from kvps.core.scheduler.claims import Claims
 from kvps.core.scheduler.phase import told
-from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State
+from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State, shortened
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Leave, Member
@@ -191,6 +191,7 @@ class Membership:
                 f"rank {seat.node.rank} is alive: {_who(rivals)} already speaks for {seat.node}; was "
                 "the command's process started twice?"
             )
+        seat.software = shortened(hello.software)
         is_guardian = seat.is_guarded and hello.guardian
         if seat.is_guarded and not is_guardian:
             for at in [at for at, one in seat.links.items() if one.is_guardian is False]:

@@ -19,15 +19,18 @@ A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(me
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvps import protocol as p
+from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
-from kvps.core.scheduler.status import sights
+from kvps.core.scheduler.status import figures, sights
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.errors import (
     ConfigError,
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
 
 NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
-FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Evict, p.Leave, p.Error)
+FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Leave, p.Error)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
 """The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""
@@ -55,18 +58,33 @@ SHORT_ROUNDS = "kvps_short_rounds_total"
 REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 """The number of refused newcomers that the log reports in such a time."""
 
-__all__ = ["Scheduler", "Settings"]
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The process of a scheduler, as those that look are shown it."""
+
+    software: str = ""
+    """The version of kvps."""
+    clock: Callable[[], float] = lambda: 0.0
+    """Returns seconds since 1970, for PONG; nothing is decided by it."""
+
+
+NO_WORLD = World()
+
+__all__ = ["Scheduler", "Settings", "World"]
 
 
 class Scheduler:
     """The core of the scheduler; see :class:`~kvps.core.effects.Core` for its doors."""
 
-    def __init__(self, settings: Settings, job: bytes, now: float) -> None:
+    def __init__(self, settings: Settings, job: bytes, now: float, world: World = NO_WORLD) -> None:
         self.job = Job(settings, job, now)
-        self._begin()
+        self._begin(world)
 
-    def _begin(self) -> None:
+    def _begin(self, world: World) -> None:
+        self._world = world
         self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
+        self._pings = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
 
     # --- doors ------------------------------------------------------------------------------
@@ -88,6 +106,8 @@ class Scheduler:
                         self.job.send(route, self.seen(envelope.seq, now))
                     else:
                         self.job.counts.add("kvps_dropped_packets_total", "looks")
+                case p.Ping():
+                    self._on_ping(route, envelope.seq, packet, now)
                 case p.Leave():
                     self._on_leave(route, envelope, message, now)
                 case p.Error():
@@ -201,7 +221,8 @@ class Scheduler:
             seat, replaces = self.job.seats.take(route, hello, now)
             seat.is_replacement = replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
-            self.job.note("info", f"{seat.node} {verb} {hello.host}:{hello.pid}")
+            text = f"{seat.node} {verb} {hello.host}:{hello.pid}"
+            self.job.note("info", text, member=str(seat.node), host=hello.host)
             if seat.is_replacement:
                 self.job.fault_log.replaced(seat.node, f"{hello.host}:{hello.pid}", now)
             if replaces and seat.node.role is Role.SERVER:
@@ -242,6 +263,16 @@ class Scheduler:
         if alive.number == link.challenge:
             link.proved, link.is_guardian = alive.number, alive.guardian and seat.is_guarded
 
+    def _on_ping(self, route: Route, seq: int, packet: Packet, now: float) -> None:
+        size = sum([one.nbytes for one in packet.payload])
+        if size > p.PING_BYTES_MAX:
+            raise ProtocolError(f"a PING of {size} octets; at most {p.PING_BYTES_MAX} are echoed")
+        if not self._pings.is_within(now):
+            self.job.counts.add("kvps_dropped_packets_total", "looks")
+            return
+        pong = p.Pong(seq, self._world.clock(), size)
+        self.job.send(route, pong, tuple([memoryview(bytes(one)) for one in packet.payload]))
+
     def _note_refusal(self, who: str, error: KvpsError, now: float) -> None:
         """Say in the log that a newcomer was refused, unless that was said of many just now."""
         unsaid = self._refusals.exceeded
@@ -266,6 +297,9 @@ class Scheduler:
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
         if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
+            seat.figures = BeatFigures(
+                *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes)
+            )
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
             if news:
                 self.job.note("info", f"{seat.node} {news}")
@@ -292,7 +326,8 @@ class Scheduler:
         self.job.send(route, p.Left())
         if is_new:
             level = "info" if seat.state is State.LEFT else "warning"
-            self.job.note(level, f"{seat.node} {seat.state.value}: {seat.reason}")
+            text = f"{seat.node} {seat.state.value}: {seat.reason}"
+            self.job.note(level, text, member=str(seat.node), state=seat.state.value)
             if seat.state is not State.LEFT:
                 self.job.fault_log.lost(seat.node, seat.reason, now)
             if seat.state is not State.LOST:
@@ -381,7 +416,7 @@ class Scheduler:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} reported rounds; only servers may")
-        self.job.status_report.tell(seat.node.rank, stalled.rounds, now)
+        self.job.status_report.tell(seat.node.rank, stalled.rounds, now, stalled.late)
 
     def _on_measured(
         self, route: Route, envelope: Envelope, measured: p.Measured, now: float
@@ -396,9 +431,18 @@ class Scheduler:
 
     def seen(self, seq: int, now: float) -> p.Seen:
         """Return the answer to a status query."""
-        seats = self.job.seats.by_node
-        members, rounds = sights(seats.values(), now), self.job.status_report.rounds(seats, now)
-        return p.Seen(seq, self.job.phase.value, self.job.reason, members, rounds)
+        job, seats, report = self.job, self.job.seats.by_node, self.job.status_report
+        return p.Seen(
+            seq,
+            job.phase.value,
+            job.reason,
+            sights(seats.values(), now),
+            report.rounds(seats, now),
+            self._world.software,
+            job.checkpoints.epoch,
+            job.checkpoints.kept,
+            figures(seats, report, now),
+        )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:
         major, minor = PROTOCOL
@@ -471,14 +515,16 @@ class Scheduler:
         return self.job.snapshot()
 
     @classmethod
-    def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Scheduler:
+    def restore(
+        cls, settings: Settings, snapshot: bytes, now: float, world: World = NO_WORLD
+    ) -> Scheduler:
         """Return a scheduler that goes on from ``snapshot``.
 
         An empty Save is none: it says that there is nothing to go on from.
         """
         scheduler = cls.__new__(cls)
         scheduler.job = Job.restore(settings, snapshot, now)
-        scheduler._begin()
+        scheduler._begin(world)
         return scheduler
 
     def check(self) -> None:

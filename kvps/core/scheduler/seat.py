@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
+from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
@@ -20,6 +21,8 @@ from kvps.protocol.membership import Hello, Leave, Member
 if TYPE_CHECKING:
     from kvps.core.effects import Route
 
+SEATS = 2
+"""The ticket that tells how many seats are taken."""
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
@@ -60,6 +63,8 @@ class Settings:
     """How long a job with no worker left waits for the replacement of a lost one."""
     persist: bool = False
     """Yield a Save with each change."""
+    tells_seats: bool = False
+    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while the job forms."""
     has_keys: bool = False
     """Members say by which keys they will speak, and have no seat before."""
     limits: Limits = field(default_factory=Limits)
@@ -132,6 +137,8 @@ class Seat:
     """Since when it is lost or gone."""
     reason: str = ""
     """Why it is left, lost or gone."""
+    figures: BeatFigures = field(default_factory=BeatFigures)
+    """From its newest BEAT."""
     links: dict[Route, SeatLink] = field(default_factory=dict)
 
     @property
@@ -204,6 +211,7 @@ class Seat:
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
+        self.figures = BeatFigures()
         self.progress = Progress(0, now)
         self.links = {}
 

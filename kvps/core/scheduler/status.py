@@ -6,14 +6,17 @@ few seconds; after that, a silent server counts as having none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
+from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.seat import Seat, State
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import OldRound, Sight
+from kvps.protocol.membership import Figures, OldRound, Sight
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
+NOBODY_LATE: Mapping[str, float] = MappingProxyType({})
 
 
 class StatusReport:
@@ -22,22 +25,60 @@ class StatusReport:
     def __init__(self) -> None:
         self._told: dict[int, tuple[float, tuple[OldRound, ...]]] = {}
         """By server: when, and what."""
+        self._late: dict[int, Mapping[str, float]] = {}
+        """By server: the lateness of each rank, when it told it last."""
 
-    def tell(self, server: int, rounds: tuple[OldRound, ...], now: float) -> None:
-        """A server says which rounds are open on it."""
-        self._told[server] = now, rounds
+    def tell(
+        self,
+        server: int,
+        rounds: tuple[OldRound, ...],
+        now: float,
+        late: Mapping[str, float] = NOBODY_LATE,
+    ) -> None:
+        """A server says which rounds are open on it, and how late each rank is."""
+        self._told[server], self._late[server] = (now, rounds), late
 
-    def rounds(self, seats: dict[Node, Seat], now: float) -> tuple[OldRound, ...]:
+    def late_s(self, rank: int, seats: Mapping[Node, Seat], now: float) -> float:
+        """Return the lateness of a worker, at the server where it is largest."""
+        key = str(rank)
+        return max([late.get(key, 0.0) for late in self._newest_late(seats, now)], default=0.0)
+
+    def _newest_late(self, seats: Mapping[Node, Seat], now: float) -> Iterator[Mapping[str, float]]:
+        for server, (at, _) in self._told.items():
+            if self._is_valid(server, at, seats, now):
+                yield self._late[server]
+
+    def _is_valid(self, server: int, at: float, seats: Mapping[Node, Seat], now: float) -> bool:
+        return now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD
+
+    def rounds(self, seats: Mapping[Node, Seat], now: float) -> tuple[OldRound, ...]:
         """Return the oldest open round of each store, the oldest first."""
         oldest: dict[str, OldRound] = {}
         for server, (at, rounds) in self._told.items():
-            if now - at > TOLD_MAX_S or seats[Node(Role.SERVER, server)].state is not State.HELD:
+            if not self._is_valid(server, at, seats, now):
                 continue
             for told in rounds:
                 one = told._replace(server=server, age_s=told.age_s + now - at)
                 if one.store not in oldest or one.age_s > oldest[one.store].age_s:
                     oldest[one.store] = one
         return tuple(sorted(oldest.values(), key=lambda one: -one.age_s))
+
+
+def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[Figures, ...]:
+    """Return the figures of every seat, in the order of :func:`sights`; zeros for those that no process holds."""
+    shown = []
+    for seat in in_order(seats.values()):
+        node, is_held = seat.node, seat.state is State.HELD
+        is_worker = is_held and node.role is Role.WORKER
+        late_s = report.late_s(node.rank, seats, now) if is_worker else 0.0
+        numbers = seat.figures if is_held else BeatFigures()
+        shown.append(Figures(seat.software, *numbers, late_s))
+    return tuple(shown)
+
+
+def in_order(seats: Iterable[Seat]) -> list[Seat]:
+    """Return seats as they are shown, the workers first."""
+    return sorted(seats, key=lambda one: (-one.node.role, one.node.rank))
 
 
 def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
@@ -58,6 +99,6 @@ def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
                 now - seat.heard_at if seat.state is not State.EMPTY else 0.0,
                 seat.presence(now),
             )
-            for seat in sorted(seats, key=lambda one: (-one.node.role, one.node.rank))
+            for seat in in_order(seats)
         ]
     )

@@ -20,6 +20,7 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
+from kvps.core.server.figures import most_late
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.push_pull import PushPull
@@ -422,9 +423,9 @@ class Control:
                     age_s = max(0.0, now - oldest.opened_at)
                     rounds.append(p.OpenRound(key, oldest.number, missing, age_s))
         dropped = {} if store.drops is None else store.drops.counts
-        return p.StatusIs(
-            seq, tuple(rounds), tuple(clocks), dict(islice(dropped.items(), STATUS_MAX))
-        )
+        shown = dict(islice(dropped.items(), STATUS_MAX))
+        late = most_late([store.lateness], STATUS_MAX)
+        return p.StatusIs(seq, tuple(rounds), tuple(clocks), shown, late)
 
     # --- the optimizer's state ------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.figures import most_late, news_of, of_beat
 from kvps.core.server.measured import TELL_MAX, measure, old_round
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
@@ -109,6 +110,7 @@ class Server:
         self.oldest_round_s = 0.0
         """Age of the oldest open round when the rounds were looked at last; 0 for none."""
         self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s, self.counts)
+        self.member.figures = lambda: of_beat(self.counts, self.control.budget)
         self._memory = memory
         self._threads = threads
         self._memory_limit = memory_limit
@@ -242,9 +244,10 @@ class Server:
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
-        if self.member.welcome is not None and (rounds or self._has_told):
+        late = most_late(news_of(self.context.stores.values()), TELL_MAX)
+        if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
-            self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX]))
+            self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX], late))
 
     def _shown(self, stall: Stall) -> p.OldRound:
         return old_round(self.member.rank, stall)

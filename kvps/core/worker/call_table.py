@@ -185,7 +185,7 @@ class CallTable:
         unacked = self._unacked.setdefault(store.name, {})
         pending.is_asking = True
         for request in pending.requests:
-            request.owner = pending
+            request.owner, request.traffic = pending, store.traffic
             if request.server is None:
                 request.seq = next(self._numbers)
                 self.asked[request.seq] = request
@@ -270,7 +270,7 @@ class CallTable:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
             case _ if isinstance(message, ANSWERS):
-                request = link.answer(message.seq)
+                request = link.answer(message.seq, packet)
                 if request is not None:
                     yield from self.answered(request, packet, now)
             case p.Probed():

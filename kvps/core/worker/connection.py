@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from kvps.core.worker.plan import HERE
+from kvps.core.worker.traffic import Traffic
 from kvps.protocol.envelope import Message, Packet
 from kvps.tensors import PRIVATE, Memory
 
@@ -66,6 +67,8 @@ class Request:
     """The reason that the server last gave for not having answered."""
     owner: object = None
     """A pending call, or a merged request of several workers."""
+    traffic: Traffic | None = None
+    """The counters of its store; None while it is not known here."""
     link: Connection | None = None
     """The connection that it goes along; None while it waits to be merged with others."""
 
@@ -224,6 +227,8 @@ class Connection:
         self._seq += 1
         request.seq, request.sent_at = self._seq, now
         self.outstanding[request.seq] = request
+        if request.traffic is not None:
+            request.traffic.sent_bytes += request.payload_bytes
         if not self._memory.lends(self.route, request.payload):
             self._away[request.seq] = request
             self.bytes_away += request.payload_bytes
@@ -265,16 +270,20 @@ class Connection:
         request = self.outstanding.get(seq)
         if request is not None:
             self._arrives(request)
+            if request.traffic is not None:
+                request.traffic.resent += 1
         return request
 
     def _arrives(self, request: Request) -> None:
         if self._away.pop(request.seq, None) is not None:
             self.bytes_away -= request.payload_bytes
 
-    def answer(self, seq: int) -> Request | None:
-        """Note that the server answered request ``seq``; return it, None if that was known."""
+    def answer(self, seq: int, packet: Packet | None = None) -> Request | None:
+        """Note that the server answered request ``seq``, by ``packet``; return it, None if that was known."""
         request = self.receive(seq)
         if request is not None:
+            if request.traffic is not None and packet is not None:
+                request.traffic.received(packet)
             del self.outstanding[seq]
             request.payload = ()
         return request

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
+from kvps.core.worker.traffic import Traffic
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.phrases import never_initialised
@@ -65,6 +67,7 @@ class WorkerStore:
     attempts: Attempts = field(default_factory=Attempts)
     """Counts of refusals of calls that all ranks make: of keys, the optimizer, its rate, barriers."""
     feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
+    traffic: Traffic = field(default_factory=Traffic)
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
     @property
@@ -81,6 +84,23 @@ class WorkerStore:
     def pushed(self) -> int:
         """Number of rounds that this rank has pushed for; 0 where there are no rounds."""
         return max([key.number for key in self.keys.values()], default=0) if self.ordered else 0
+
+    @property
+    def pushes(self) -> int:
+        """Number of pushes of the key that this rank has pushed most often, in a store of any kind."""
+        return max([key.number for key in self.keys.values()], default=0)
+
+    def figures(self) -> dict[str, float]:
+        """Return the numbers of this store for :meth:`kvps.KVStore.metrics`."""
+        ours = self.traffic
+        return {
+            "rounds": self.pushes,
+            "keys": len(self.keys),
+            "sent_bytes": ours.sent_bytes,
+            "received_bytes": ours.received_bytes,
+            "compression_ratio": ours.compression_ratio,
+            "resent_requests": ours.resent,
+        }
 
     @property
     def waits_for_lost(self) -> bool:
@@ -199,3 +219,12 @@ class WorkerStore:
             key.pieces = tuple(pieces)
             self.feedback.forget([name])
         self._plans.clear()
+
+
+def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:
+    """Return the numbers of a worker for its next BEAT."""
+    return BeatFigures(
+        rounds=max([one.pushes for one in stores.values()], default=0),
+        in_bytes=sum([one.traffic.received_bytes for one in stores.values()]),
+        out_bytes=sum([one.traffic.sent_bytes for one in stores.values()]),
+    )

@@ -36,7 +36,7 @@ from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.quiesce import DeferredCall, Quiesce
 from kvps.core.worker.resync import StoreResync, epoch_changed
-from kvps.core.worker.store import WorkerStore
+from kvps.core.worker.store import WorkerStore, of_beat
 from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import (
     ConfigError,
@@ -79,6 +79,7 @@ class Worker:
         """The ticket of the last call that this core made itself; they count down."""
         self._told_at = now
         """Time at which the servers were last told that this worker lives, in place of the scheduler."""
+        self.member.figures = partial(of_beat, self.stores)
         self._complete = False
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
@@ -331,6 +332,10 @@ class Worker:
         return Connect(link.route, server.endpoint, is_near, key, bool(key))
 
     # --- servers and neighbours ----------------------------------------------------------------------
+
+    def figures(self, name: str) -> dict[str, float]:
+        """Return the numbers of a store for :meth:`kvps.KVStore.metrics`."""
+        return {**self.stores[name].figures(), "epoch": self._epoch}
 
     def _link_of(self, route: str, envelope: Envelope) -> Connection | None:
         """Return our connection along which a peer answers; None if it has gone."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import builtins
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -84,6 +85,9 @@ class AllreduceStore(KVStore):
         self._stood: dict[bytes, Collective] = {}
         """Digest -> a collective that has timed out, and that the same call made again waits for."""
         self._plans: dict[tuple[object, ...], BucketPlan] = {}
+        self._push_counts: Counter[str] = Counter()
+        """By key, how often it was pushed."""
+        self._pushed_bytes = 0
         meeting.gather(timeout_s)
         self._ring = CollectiveGroup(meeting)
         self._queue = CollectiveQueue(meeting.name)
@@ -253,7 +257,14 @@ class AllreduceStore(KVStore):
             reduced = [row.cpu() for row in reduced]
         return tuple(reduced)
 
+    def _figures(self) -> dict[str, float]:
+        rounds = max(self._push_counts.values(), default=0)
+        both = self._pushed_bytes  # a sum is as large as what each rank gives to it
+        return {"rounds": rounds, "sent_bytes": both, "received_bytes": both}
+
     def _push(self, call: calls.PushValues, limit_s: float) -> Ticket:
+        self._push_counts.update(call.keys)
+        self._pushed_bytes += sum([row.nbytes for row in call.rows])
         device = call.rows[0].device if call.rows else torch.device("cpu")
         plan = self._plan("push", call.keys, device.type)
         with torch.no_grad():

@@ -27,6 +27,7 @@ TAGS = {
     **{104: "Export", 105: "Exported", 106: "TableRate"},
     **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
     **{120: "Measure", 121: "Measured"},
+    **{130: "Ping", 131: "Pong"},
 }
 """Written down once more: a tag that was given is for ever."""
 

@@ -106,6 +106,7 @@ class PushValues(PushCall):
                     tracker.after = alike([number + 1 for number in own])
                 requests += self._pushed(store, group, group.rows(values), alike(own), tracker)
                 reads.append(tracker)
+            store.traffic.encoded(values, [one.payload_bytes for one in requests])
             yield requests
         store.was_pushed_to = True
         if sink is not None:

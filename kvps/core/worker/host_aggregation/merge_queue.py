@@ -31,13 +31,14 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.worker.connection import Request
+from kvps.core.worker.traffic import Traffic
 from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.protocol.envelope import Message
 from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
@@ -266,6 +267,7 @@ class Bundles:
             lane=message.chunk,
             priority=participant.priority,
             owner=bundle,
+            traffic=_traffic_of([participant]),
         )
         queue.pulling[place] = bundle
         return bundle.request
@@ -381,6 +383,7 @@ class Bundles:
             lane=first.chunk,
             priority=max([participant.priority for participant in participants]),
             owner=bundle,
+            traffic=_traffic_of(participants),
         )
         return bundle.request
 
@@ -448,3 +451,9 @@ def _versions(shape: Shape, stands: tuple[Stand, ...]) -> tuple[int, ...]:
             index += 1
         versions.append(lowest)
     return tuple(versions)
+
+
+def _traffic_of(participants: Iterable[Participant]) -> Traffic | None:
+    """Return the counters of the store that a merged request is of; None if this worker has no part in it."""
+    own = [one.who.traffic for one in participants if isinstance(one.who, Request)]
+    return own[0] if own else None

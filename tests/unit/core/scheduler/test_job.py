@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.effects import Effect, Exit, Save, Send
+from kvps.core.effects import Effect, Exit, Finish, Save, Send
 from kvps.core.scheduler import pace
 from kvps.core.scheduler.job import LOOK_EVERY_S, Job, Place, next_job
-from kvps.core.scheduler.seat import NAME_MAX, SEATS_MAX, Settings, State
+from kvps.core.scheduler.seat import NAME_MAX, SEATS, SEATS_MAX, Settings, State
 from kvps.errors import WorkerLost
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
 from kvps.protocol.membership import Error, Hello, Released, Stop, View, Welcome
@@ -444,3 +444,15 @@ def test_the_largest_view_fits_into_a_head() -> None:
         seat.lose("r" * NAME_MAX, 1.0)
     packet = Packet(Envelope(JOB, 1, Role.SCHEDULER, 0, 0, 0), job.view(1e6 / 3))
     assert decode(encode(packet)) == packet  # type: ignore[arg-type]
+
+
+def test_the_number_of_taken_seats_is_told_until_all_are() -> None:
+    def counted(effects: list[Effect]) -> list[object]:
+        return [one.value for one in effects if isinstance(one, Finish) and one.ticket == SEATS]
+
+    stage = Stage(workers=1, servers=1, tells_seats=True)
+    assert counted(stage.hello("s0")) == [1]
+    assert counted(stage.hello("w0")) == [2]
+    assert counted(stage.leave("w0", done=False, code=1)) == []
+    silent = Stage(workers=1, servers=1)
+    assert counted(silent.hello("s0")) == []

@@ -6,10 +6,26 @@ from dataclasses import replace
 
 import pytest
 
+from kvps.core.effects import Send
+from kvps.core.membership_client import BeatFigures
+from kvps.core.scheduler.scheduler import Scheduler, World
 from kvps.core.scheduler.seat import Seat, State
-from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, sights
-from kvps.protocol.envelope import Envelope, Node, Role
-from kvps.protocol.membership import Error, Look, OldRound, Seen, Sight, Stalled, Stop
+from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, figures, sights
+from kvps.protocol.envelope import Envelope, Node, Packet, Role
+from kvps.protocol.membership import (
+    PING_BYTES_MAX,
+    Beat,
+    Error,
+    Figures,
+    Look,
+    OldRound,
+    Ping,
+    Pong,
+    Seen,
+    Sight,
+    Stalled,
+    Stop,
+)
 from tests.support.scheduler_harness import Stage, sent
 
 NOBODY = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 9)
@@ -104,3 +120,62 @@ def test_what_servers_tell_is_shown() -> None:
     assert shown == OLD._replace(age_s=13.0)
     (error,) = sent(stage.say("w0", Stalled((OLD,))), Error)
     assert "worker 0 reported rounds" in error.text
+
+
+@pytest.mark.spec("R330")
+def test_figures_come_from_beats_hellos_and_what_servers_tell() -> None:
+    stage = Stage(workers=2, servers=1)
+    for route in ("w0", "w1", "s0"):
+        stage.hello(route)
+    stage.say("w1", Beat(3, "", 7, 100, 50))
+    stage.say("s0", Beat(0, "", 0, 50, 100, 4096, 8192))
+    stage.say("s0", Stalled((), {"1": 0.25, "0": 0.0}))
+    seen = look(stage)
+    by_node = {
+        (one.role, one.rank): figures
+        for one, figures in zip(seen.members, seen.figures, strict=True)
+    }
+    version = "kvps 0.1"
+    assert by_node[Role.WORKER, 1] == Figures(version, 7, 100, 50, 0, 0, 0.25)
+    assert by_node[Role.WORKER, 0] == Figures(version, 0, 0, 0, 0, 0, 0.0)
+    assert by_node[Role.SERVER, 0] == Figures(version, 0, 50, 100, 4096, 8192, 0.0)
+    assert (seen.epoch, seen.checkpoint) == (0, 0)
+
+
+@pytest.mark.spec("R330")
+def test_a_seat_that_is_not_held_has_no_figures_and_old_lateness_is_not_shown() -> None:
+    report = StatusReport()
+    report.tell(0, (), 100.0, {"0": 0.5})
+    worker = Seat(Node(Role.WORKER, 0), State.HELD, 1, software="1.0")
+    seats = {**held(0), worker.node: worker}
+    assert [one.late_s for one in figures(seats, report, 100.0)] == [0.5, 0.0]
+    assert [one.late_s for one in figures(seats, report, 100.1 + TOLD_MAX_S)] == [0.0, 0.0]
+    worker.figures = BeatFigures(rounds=7)
+    worker.lose("silent", 100.0)
+    assert figures(seats, report, 100.0)[0] == Figures("1.0", 0, 0, 0, 0, 0, 0.0)
+
+
+@pytest.mark.spec("R331")
+def test_a_ping_comes_back_with_its_octets_and_the_time() -> None:
+    stage = Stage(workers=1, servers=0)
+    stage.scheduler = Scheduler(stage.settings, bytes(16), stage.now, World("1.0", lambda: 1.8e9))
+    payload = memoryview(b"12345678")
+    packet = Packet(NOBODY, Ping(8), (payload,))
+    effects = list(stage.scheduler.on_packet(b"x", packet, stage.now))
+    (send,) = effects
+    assert isinstance(send, Send)
+    assert send.packet.message == Pong(9, 1.8e9, 8)
+    assert send.packet.payload == (payload,)
+
+
+@pytest.mark.spec("R331")
+def test_a_ping_that_is_too_large_is_refused_and_too_many_are_not_answered() -> None:
+    stage = Stage(workers=1, servers=0)
+    large = Packet(NOBODY, Ping(PING_BYTES_MAX + 1), (memoryview(bytes(PING_BYTES_MAX + 1)),))
+    (refused,) = stage.scheduler.on_packet(b"x", large, stage.now)
+    assert isinstance(refused, Send)
+    assert isinstance(refused.packet.message, Error)
+    assert "at most 262144" in refused.packet.message.text
+    small = Packet(NOBODY, Ping())
+    answers = [list(stage.scheduler.on_packet(b"x", small, stage.now)) for _ in range(30)]
+    assert sum([bool(one) for one in answers]) == stage.settings.limits.looks

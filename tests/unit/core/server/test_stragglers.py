@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvps.core.effects import Note
+from kvps.core.server.figures import SMOOTHING, Lateness, most_late
 from kvps.core.server.stragglers import STALL_AFTER_S, Stall, StragglerLog
 from kvps.phrases import ranks_in_words
 from kvps.protocol.membership import OldRound, Stalled
@@ -98,16 +99,29 @@ def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are
     one.open()
     one.init("a", [0.0])
 
-    def told(seconds: float) -> list[tuple[OldRound, ...]]:
+    def told(seconds: float) -> list[Stalled]:
         one.now += seconds
         said = one.take(one.server.on_timer(one.now))
-        return [each.message.rounds for each in said if isinstance(each.message, Stalled)]
+        return [each.message for each in said if isinstance(each.message, Stalled)]
 
     assert told(10) == []
     one.push(0, "a", [1.0], 0)
-    assert told(5) == [(OldRound(0, "kv", "a", 0, (1, 2), 5.0),)]
+    assert told(5) == [Stalled((OldRound(0, "kv", "a", 0, (1, 2), 5.0),), {"0": 0.0})]
     one.push(1, "a", [1.0], 0)
-    assert told(6) == [(OldRound(0, "kv", "a", 0, (2,), 11.0),)]
+    assert told(6) == [Stalled((OldRound(0, "kv", "a", 0, (2,), 11.0),), {"1": 5.0, "0": 0.0})]
+    assert told(5) == [Stalled((OldRound(0, "kv", "a", 0, (2,), 16.0),))]
     one.push(2, "a", [1.0], 0)
-    assert told(5) == [()]
+    assert told(5) == [Stalled((), {"2": 16.0, "1": 5.0, "0": 0.0})]
     assert told(5) == []
+
+
+def test_a_server_tells_how_late_ranks_are_at_the_store_where_most() -> None:
+    one, other = Lateness(), Lateness()
+    one.note((0,), 0.0)
+    one.note((1, 2), 0.8)
+    other.note((1,), 2.0)
+    assert most_late([one, other], 9) == {"1": 2.0, "2": 0.8, "0": 0.0}
+    assert list(most_late([one, other], 1)) == ["1"]
+    for _ in range(SMOOTHING * 8):
+        other.note((1,), 0.0)
+    assert most_late([one, other], 1)["1"] == 0.8  # what was long ago is forgotten

@@ -1,0 +1,116 @@
+"""``kvps doctor``: finds out why a process does not reach its cluster, or is slow, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvps import config
+from kvps.cli import flags
+from kvps.cli.inquiry import Inquirer
+from kvps.errors import ConfigError
+from kvps.observe.diagnosis import Finding, Level, Measurements, diagnose, exit_code
+
+NAME = "kvps doctor"
+TIMEOUT_S = 3.0
+STYLES = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31;1", Level.SKIP: "2"}
+WHAT = """\
+Looks at all that a process needs to be part of a job: the scheduler's name and port, the connection, keys,
+the answer, versions, the members, round trip, bandwidth, clocks, shared memory and file descriptors. Run it
+on the host that has trouble, as the user that has it. It takes no seat in the job."""
+MORE = """\
+examples:
+  kvps doctor --scheduler tcp://10.0.0.1:9091
+  kvps doctor --keys /etc/kvps/keys
+  kvps doctor --bind tcp://0.0.0.0:9091          whether the scheduler can listen there
+  kvps doctor --json | jq '.findings[] | select(.level == "fail")'
+
+Each line is ok, warn, fail or skip (it could not be looked at), then the figure, and then what to do. The bandwidth
+is that of the way to the scheduler, by some hundred KiB that it echoes. Servers talk to members of the job
+only, so the way to them is not measured; kvps bench compares the speed of kvps with the machine's.
+
+exit codes:
+  0   nothing failed; there may be warnings
+  1   something failed
+  78  a bad flag
+
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TRANSPORT, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL,
+  KVPS_LOG_FORMAT, NO_COLOR
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    flags.add_scheduler(parser)
+    parser.add_argument(
+        "--bind", metavar="tcp://HOST:PORT", help="also try to listen here, as a process would"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+    )
+    parsed = parser.parse_args(argv)
+    flags.start_log(NAME, parsed)
+    scheduler = flags.scheduler_of(parsed)
+    bind = "" if parsed.bind is None else config.as_bind("--bind", parsed.bind)
+    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    from kvps.runtime import examination  # loads numpy, which --help does not wait for
+
+    found = examination.of_this_process(bind)
+    found, keys = examination.with_keys(found, lambda: flags.keys_of(parsed, "look"))
+    found = examination.of_address(found, scheduler)
+    if found.mechanism in ("NULL", "CURVE") and not found.keys_error:
+        try:
+            with Inquirer(scheduler, keys) as inquirer:
+                found = examination.of_scheduler(found, inquirer.ask, limit_s)
+        except ConfigError as error:  # there are too few descriptors for one connection
+            found = replace(found, look_error=str(error))
+    findings = diagnose(found)
+    print(as_json(findings, found) if parsed.json else report(findings, is_coloured()))
+    return exit_code(findings)
+
+
+def is_coloured() -> bool:
+    """Return whether the output is a terminal that may show colours."""
+    return sys.stdout.isatty() and config.text("NO_COLOR") is None
+
+
+def report(findings: Sequence[Finding], colour: bool) -> str:
+    """Return the findings as a person is shown them: a line each, and below it what to do."""
+    width = max([len(one.name) for one in findings])
+    lines = []
+    for one in findings:
+        level = f"{one.level.value:<4}"
+        if colour:
+            level = f"\x1b[{STYLES[one.level]}m{level}\x1b[0m"
+        lines.append(f"{level}  {one.name:<{width}}  {one.figure}")
+        if one.advice:
+            lines.append(f"{'':<{6 + width}}  -> {one.advice}")
+    failed = sum([one.level is Level.FAIL for one in findings])
+    warned = sum([one.level is Level.WARN for one in findings])
+    lines += ["", f"{failed} failed, {warned} to look at" if failed or warned else "all is well"]
+    return "\n".join(lines)
+
+
+def as_json(findings: Sequence[Finding], found: Measurements) -> str:
+    """Return the findings as a program is shown them."""
+    shown = {
+        "scheduler": found.scheduler,
+        "exit_code": exit_code(findings),
+        "findings": [{**one._asdict(), "level": one.level.value} for one in findings],
+    }
+    return json.dumps(shown, indent=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,401 @@
+"""The findings of ``kvps doctor``: what measurements of one process and its way to the scheduler mean, and what to do.
+
+Everything here is decided from :class:`Measurements`, which :mod:`kvps.runtime.examination` takes. A finding is one
+line: what was looked at, whether it is well, the figure, and the next step.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvps import __version__
+from kvps.core.liveness import SILENT_AFTER_S
+from kvps.net import descriptors
+from kvps.phrases import bytes_in_words, some_of
+from kvps.protocol.envelope import PROTOCOL, Node, Role
+from kvps.protocol.membership import Seen, Sight
+
+RTT_SLOW_S = 0.01
+"""Round trip from which a link counts as slow."""
+LINK_SLOW_BITS_S = 200e6
+"""Bandwidth below which a link counts as slow, in bits per second: an ordinary gradient of 100 MB takes 4 s there."""
+SKEW_MAX_S = 1.0
+"""Difference of clocks from which logs and traces of two hosts contradict each other."""
+MEMBERS_SHOWN = 5
+
+
+class Level(enum.Enum):
+    """How a finding stands."""
+
+    OK = "ok"
+    WARN = "warn"
+    """It works, and may be slow or confusing."""
+    FAIL = "fail"
+    """It does not work."""
+    SKIP = "skip"
+    """It could not be looked at, as something before it failed."""
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    level: Level
+    figure: str
+    """The measurement with its unit; or the error."""
+    advice: str = ""
+    """The next step; empty if there is nothing to do."""
+
+
+class Limits(NamedTuple):
+    """The file descriptors of this process."""
+
+    open: int
+    soft: int
+    hard: int
+    """-1 stands for no limit."""
+
+
+NO_LIMITS = Limits(0, -1, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """Measurements of one process; an empty text or None means that something was not measured."""
+
+    scheduler: str
+    """Its address, as ``tcp://HOST:PORT``."""
+    addresses: tuple[str, ...] = ()
+    """The addresses of its host's name."""
+    resolve_error: str = ""
+    connect_s: float | None = None
+    """Seconds until a TCP connection stood."""
+    connect_error: str = ""
+    """``refused``, ``silent`` for no answer, or another error."""
+    mechanism: str | None = None
+    """The security mechanism that the listener announces: ``NULL``, ``CURVE``, or another text, as a relay or another
+    service does; empty if it announces none."""
+    has_keys: bool = False
+    """This process was given keys."""
+    keys_error: str = ""
+    """Why the keys that were given cannot be read."""
+    refusal: str = ""
+    """Why the scheduler does not serve this process."""
+    look_error: str = ""
+    """Why there is no answer to LOOK, other than a refusal."""
+    seen: Seen | None = None
+    """The answer to LOOK."""
+    round_trips_s: tuple[float, ...] = ()
+    """Times of PINGs without payload."""
+    transfers: tuple[tuple[int, float], ...] = ()
+    """(bytes, seconds) of PINGs that carried bytes there and back."""
+    clock_ahead_s: float | None = None
+    """By how much the scheduler's clock is ahead of this process's."""
+    limits: Limits = NO_LIMITS
+    shared_memory_error: str = ""
+    """Why this process cannot share memory with others of its host; empty if it can."""
+    transport: str = "auto"
+    """KVPS_TRANSPORT."""
+    bind: str = ""
+    """An address that a process here is to listen at; empty for none."""
+    bind_error: str = ""
+    bind_holder: str = ""
+    """The process that has this port, if it is known."""
+    software: str = field(default=__version__)
+    """The version of this process."""
+
+
+def diagnose(m: Measurements) -> list[Finding]:
+    """Return the findings, in the order in which a connection is made.
+
+    Example:
+        >>> found = diagnose(Measurements("tcp://head:9091", resolve_error="Name or service not known"))
+        >>> found[0].name, found[0].level.value
+        ('address', 'fail')
+    """
+    return [
+        _address(m),
+        _connection(m),
+        _keys(m),
+        _answer(m),
+        *_versions(m),
+        *_members(m),
+        _round_trip(m),
+        _bandwidth(m),
+        _clock(m),
+        _shared_memory(m),
+        _descriptors(m),
+        *_bind(m),
+    ]
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Return 1 if anything failed, else 0."""
+    return int(any(one.level is Level.FAIL for one in findings))
+
+
+def _address(m: Measurements) -> Finding:
+    if m.resolve_error:
+        advice = (
+            "check the name in --scheduler (KVPS_SCHEDULER) and the DNS of this host; getent hosts NAME "
+            "must print an address"
+        )
+        return Finding("address", Level.FAIL, f"{m.scheduler}: {m.resolve_error}", advice)
+    return Finding("address", Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}")
+
+
+def _connection(m: Measurements) -> Finding:
+    name = "connection"
+    if m.resolve_error:
+        return _skipped(name)
+    if m.connect_error == "refused":
+        advice = (
+            "no process listens there: start kvps-scheduler, or give --scheduler the address of its --bind. If it "
+            "is bound to 127.0.0.1, other hosts cannot reach it"
+        )
+        return Finding(name, Level.FAIL, f"{m.scheduler} refuses connections", advice)
+    if m.connect_error:
+        advice = "the address is wrong, its host is down, or a firewall drops packets: check --scheduler, and allow the port"
+        return Finding(name, Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)
+    assert m.connect_s is not None
+    if m.mechanism not in ("NULL", "CURVE"):
+        told = f"announces {m.mechanism!r}" if m.mechanism else "does not greet as ZeroMQ does"
+        advice = "another service has this port, or a relay without its target: check --scheduler"
+        return Finding(name, Level.FAIL, f"{m.scheduler} accepts connections, and {told}", advice)
+    return Finding(name, Level.OK, f"connected in {_ms(m.connect_s)}")
+
+
+def _keys(m: Measurements) -> Finding:
+    name = "keys"
+    if m.keys_error:
+        return Finding(name, Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")
+    if m.mechanism not in ("NULL", "CURVE"):
+        return _skipped(name)
+    needs = m.mechanism == "CURVE"
+    if needs and not m.has_keys:
+        advice = "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info shows it"
+        return Finding(name, Level.FAIL, "the scheduler has keys, and this command none", advice)
+    if m.has_keys and not needs:
+        advice = "leave --keys and KVPS_KEYS out, or start the scheduler with --keys"
+        return Finding(name, Level.FAIL, "this command has keys, and the scheduler none", advice)
+    if m.refusal:
+        advice = "use the keys of this job: 'look' or 'admin' of the directory that kvps keygen made for it"
+        return Finding(name, Level.FAIL, m.refusal, advice)
+    if needs:
+        return Finding(name, Level.OK, "the scheduler accepts the key, packets are encrypted")
+    return Finding(
+        name, Level.OK, "no keys on either side: use them where others reach the network"
+    )
+
+
+def _answer(m: Measurements) -> Finding:
+    name = "answer"
+    if m.seen is not None:
+        return Finding(name, Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}")
+    if not m.look_error:
+        return _skipped(name)
+    if "version" in m.look_error:
+        advice = "install one version of kvps on all hosts"
+    else:
+        advice = (
+            "this may be the port of a server or of another kvps process, the scheduler may be stopped or overloaded, or "
+            "its protocol another: compare kvps --version on both hosts"
+        )
+    return Finding(name, Level.FAIL, m.look_error, advice)
+
+
+def _versions(m: Measurements) -> Iterator[Finding]:
+    name, ours = "versions", f"this is kvps {m.software} (protocol {PROTOCOL[0]}.{PROTOCOL[1]})"
+    if m.seen is None:
+        yield _skipped(name)
+        return
+    theirs = m.seen.software
+    others = [
+        f"{_node(one)} has {figures.software}"
+        for one, figures in zip(m.seen.members, m.seen.figures, strict=False)
+        if one.state == "held" and figures.software not in ("", m.software)
+    ]
+    if theirs != m.software:
+        others.insert(0, f"the scheduler has {theirs or 'an older version'}")
+    if others:
+        figure = f"{ours}; {some_of(others, MEMBERS_SHOWN)}"
+        advice = "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again"
+        yield Finding(name, Level.WARN, figure, advice)
+    else:
+        yield Finding(name, Level.OK, f"kvps {m.software} everywhere")
+
+
+def _members(m: Measurements) -> Iterator[Finding]:
+    if m.seen is None:
+        yield _skipped("members")
+        return
+    lost = [one for one in m.seen.members if one.state in ("lost", "gone")]
+    silent = [
+        one for one in m.seen.members if one.state == "held" and one.heard_s >= SILENT_AFTER_S
+    ]
+    empty = [one for one in m.seen.members if one.state == "empty"]
+    servers = [one for one in lost if one.role == Role.SERVER]
+    workers = [one for one in lost if one.role == Role.WORKER]
+    for bad, advice in (
+        (
+            servers,
+            "start kvps-server again with the same --rank and the --checkpoint-dir that has its files: the job "
+            "continues from the last checkpoint. Without checkpoints start the job again",
+        ),
+        (
+            workers,
+            "start kvps-worker again with the same --rank, or create the store with on_worker_lost",
+        ),
+    ):
+        if bad:
+            told = [f"{_node(one)} ({one.host}) is {one.presence}" for one in bad]
+            yield Finding("members", Level.FAIL, some_of(told, MEMBERS_SHOWN), advice)
+    if silent:
+        told = [f"{_node(one)} ({one.host}:{one.pid}) is {one.presence}" for one in silent]
+        advice = "its process is stopped, its host overloaded, or the network between them cut: look there"
+        yield Finding("members", Level.WARN, some_of(told, MEMBERS_SHOWN), advice)
+    if empty:
+        told = [_node(one) for one in empty]
+        advice = "start them, or expect fewer with kvps-scheduler --workers and --servers"
+        figure = f"not joined yet: {some_of(told, MEMBERS_SHOWN)}"
+        yield Finding("members", Level.WARN, figure, advice)
+    if not (lost or silent or empty):
+        yield Finding("members", Level.OK, f"all {len(m.seen.members)} members are well")
+
+
+def _round_trip(m: Measurements) -> Finding:
+    name = "round trip"
+    if not m.round_trips_s:
+        return _skipped(name)
+    median_s = _median(m.round_trips_s)
+    worst_s = max(m.round_trips_s)
+    figure = f"{_ms(median_s)} (median of {len(m.round_trips_s)}, longest {_ms(worst_s)})"
+    if median_s < RTT_SLOW_S:
+        return Finding(name, Level.OK, figure)
+    advice = "a push and pull takes at least this long: place servers nearer to workers, and push many keys in one call"
+    return Finding(name, Level.WARN, figure, advice)
+
+
+def bits_s(m: Measurements) -> float | None:
+    """Return the bandwidth of the way to the scheduler in bits per second; None if it was not measured.
+
+    It is that of the largest transfer: the bytes go there and come back, and the round trip is subtracted.
+    """
+    if not m.transfers or not m.round_trips_s:
+        return None
+    size, seconds = max(m.transfers)
+    left_s = max(seconds - _median(m.round_trips_s), seconds / 100)
+    return 2 * size * 8 / left_s
+
+
+def _bandwidth(m: Measurements) -> Finding:
+    name, rate = "bandwidth", bits_s(m)
+    if rate is None:
+        return _skipped(name)
+    size, _ = max(m.transfers)
+    figure = f"{_bits(rate)} to the scheduler ({bytes_in_words(size)} there and back)"
+    if rate >= LINK_SLOW_BITS_S:
+        return Finding(name, Level.OK, figure)
+    seconds = 100e6 * 8 / rate
+    advice = (
+        f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), place servers where "
+        "the link is wider, or check the network (ethtool, iperf3)"
+    )
+    return Finding(name, Level.WARN, f"slow link: {figure}", advice)
+
+
+def _clock(m: Measurements) -> Finding:
+    name = "clock"
+    if m.clock_ahead_s is None:
+        return _skipped(name)
+    ahead = m.clock_ahead_s
+    figure = f"the scheduler's clock is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}"
+    if abs(ahead) < SKEW_MAX_S:
+        return Finding(name, Level.OK, figure)
+    advice = (
+        "logs, traces and the dates of keys disagree between hosts: let chrony or systemd-timesyncd set the clocks "
+        "(timedatectl); training itself does not depend on them"
+    )
+    return Finding(name, Level.WARN, figure, advice)
+
+
+def _shared_memory(m: Measurements) -> Finding:
+    name = "shared memory"
+    if m.shared_memory_error:
+        advice = (
+            "values travel in packets, also on one host: allow memfd_create and raise RLIMIT_FSIZE (ulimit -f "
+            "unlimited) and the memory of the container"
+        )
+        level = Level.FAIL if m.transport == "shm" else Level.WARN
+        return Finding(name, level, m.shared_memory_error, advice)
+    if m.transport == "tcp":
+        advice = "unset KVPS_TRANSPORT to share memory between processes of one host"
+        return Finding(name, Level.WARN, "KVPS_TRANSPORT=tcp turns it off", advice)
+    return Finding(name, Level.OK, "this process can share memory with others of its host and user")
+
+
+def _descriptors(m: Measurements) -> Finding:
+    name, limits = "file descriptors", m.limits
+    counts = [0, 0]
+    if m.seen is not None:
+        for one in m.seen.members:
+            counts[one.role == Role.SERVER] += 1
+    workers, servers = max(1, counts[0]), max(1, counts[1])
+    needs = {
+        "worker": max(descriptors.of_worker(workers, servers), descriptors.LEAST),
+        "server": max(descriptors.of_server(workers, servers), descriptors.LEAST),
+    }
+    who, count = max(needs.items(), key=lambda one: one[1])
+    need = limits.open + count + descriptors.SPARE
+    hard = "no limit" if limits.hard < 0 else f"{limits.hard:,}"
+    job = f"a {who} of this job" if m.seen is not None else "the smallest job"
+    figure = f"{limits.open} open, limit {hard}; {job} needs {need:,}"
+    if limits.hard < 0 or need <= limits.hard:
+        return Finding(name, Level.OK, figure)
+    advice = f"raise the limit to {need:,} or more: ulimit -n {need}; LimitNOFILE= in systemd; --ulimit nofile= in docker"
+    return Finding(name, Level.FAIL, figure, advice)
+
+
+def _bind(m: Measurements) -> Iterator[Finding]:
+    if not m.bind:
+        return
+    if not m.bind_error:
+        yield Finding("port", Level.OK, f"{m.bind} is free")
+        return
+    holder = f", held by {m.bind_holder}" if m.bind_holder else ""
+    advice = "end that process, choose another port with --bind, or port 0 for a free one"
+    if "in use" not in m.bind_error:
+        advice = (
+            "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them"
+        )
+    yield Finding("port", Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)
+
+
+# --- words -------------------------------------------------------------------------------------------
+
+
+def _skipped(name: str) -> Finding:
+    return Finding(name, Level.SKIP, "not measured")
+
+
+def _node(one: Sight) -> str:
+    return str(Node(Role(one.role), one.rank))
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"
+
+
+def _bits(rate: float) -> str:
+    for unit in ("bit/s", "kbit/s", "Mbit/s"):
+        if rate < 1000:
+            return f"{rate:.3g} {unit}"
+        rate /= 1000
+    return f"{rate:.3g} Gbit/s"

@@ -1,0 +1,110 @@
+"""A job as kvps top shows it: rates from two answers, replaced members, order and layout."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from kvps.cli import top
+from kvps.observe.cluster_view import WINDOW_S, ClusterView, Picture
+from kvps.protocol.membership import Figures, OldRound, Seen, Sight
+
+JOB = b"job1"
+
+
+def worker(rank: int, incarnation: int = 1, state: str = "held") -> Sight:
+    return Sight(2, rank, incarnation, state, "gpu", 40 + rank, "", 0.5, f"alive {rank}")
+
+
+SERVER = Sight(1, 0, 9, "held", "cpu", 7, "", 0.1, "alive")
+
+
+def figures(rounds: int = 0, size: int = 0, late_s: float = 0.0) -> Figures:
+    return Figures("0.1.0", rounds, size, 2 * size, 1 << 20, 1 << 21, late_s)
+
+
+def seen(*pairs: tuple[Sight, Figures], rounds: tuple[OldRound, ...] = ()) -> Seen:
+    members = tuple([one for one, _ in pairs])
+    numbers = tuple([one for _, one in pairs])
+    return Seen(1, "running", "all are here", members, rounds, "0.1.0", 2, 12, numbers)
+
+
+def test_rates_are_differences_over_the_last_seconds() -> None:
+    view = ClusterView()
+    first = view.take(JOB, seen((worker(0), figures(100)), (SERVER, figures(0, 1000))), 10.0)
+    assert (first.rounds_s, first.in_s, first.out_s) == (0.0, 0.0, 0.0)
+    later = view.take(JOB, seen((worker(0), figures(150)), (SERVER, figures(0, 3000))), 12.0)
+    assert (later.rounds_s, later.in_s, later.out_s) == (25.0, 1000.0, 2000.0)
+    still = later
+    for at in range(13, 22):
+        still = view.take(JOB, seen((worker(0), figures(150)), (SERVER, figures(0, 3000))), at)
+    assert at - WINDOW_S > 12
+    assert (still.rounds_s, still.in_s) == (0.0, 0.0)
+
+
+def test_a_member_that_was_replaced_and_another_job_begin_anew() -> None:
+    view = ClusterView()
+    view.take(JOB, seen((worker(0), figures(100))), 0.0)
+    replaced = view.take(JOB, seen((worker(0, incarnation=2), figures(3))), 1.0)
+    assert replaced.rounds_s == 0.0
+    view.take(JOB, seen((worker(0), figures(100))), 2.0)
+    assert view.take(b"job2", seen((worker(0), figures(200))), 3.0).rounds_s == 0.0
+
+
+def test_an_old_scheduler_has_no_figures() -> None:
+    picture = ClusterView().take(JOB, Seen(1, "running", "", (worker(0), SERVER), ()), 0.0)
+    assert [one.figures.software for one in picture.workers] == [""]
+    assert "gpu:40" in drawn(picture)
+
+
+def drawn(picture: Picture, height: int | None = None, width: int = 160) -> str:
+    out = io.StringIO()
+    console = Console(file=out, width=width, markup=False, highlight=False)
+    console.print(top.rendered(picture, "", width, height))
+    return out.getvalue()
+
+
+def test_the_screen_names_late_workers_and_what_rounds_wait_for() -> None:
+    waits = OldRound(0, "ours", "[bold]w", 7, (1,), 12.0)
+    others = OldRound(0, "theirs", "b", 3, (), 2.0)
+    pairs = ((worker(0), figures(9)), (worker(1), figures(9, 0, 0.25)), (SERVER, figures(0, 10)))
+    text = drawn(ClusterView().take(JOB, seen(*pairs, rounds=(waits, others)), 0.0))
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "0.25 s" in lines["worker 1"]
+    assert "1 MiB (50 %)" in lines["server 0"]
+    assert "[bold]w" in lines["ours"]  # a key is no markup
+    assert "rank 1 (alive 1)" in lines["ours"]
+    assert "other servers" in lines["theirs"]
+    assert "rolled back 2 times" in text
+    assert "checkpoint 12" in text
+
+
+def test_if_not_all_members_fit_those_that_need_attention_are_shown() -> None:
+    pairs = [(worker(rank), figures(9)) for rank in range(50)]
+    pairs[30] = (worker(30), figures(9, 0, 2.0))
+    pairs[40] = (worker(40, state="lost"), figures())
+    text = drawn(ClusterView().take(JOB, seen(*pairs, (SERVER, figures())), 0.0), height=20)
+    assert len(text.splitlines()) <= 20
+    assert "worker 30" in text
+    assert "worker 40" in text
+    assert "worker 49" not in text
+    assert "more members" in text
+
+
+def test_a_narrow_screen_leaves_out_what_matters_least() -> None:
+    assert top.columns_for(160) == list(top.IN_ORDER)
+    assert top.columns_for(10) == ["member", "state", "late"]
+    assert top.columns_for(80) == ["member", "state", "rounds/s", "late", "status"]
+    text = drawn(
+        ClusterView().take(
+            JOB,
+            seen(
+                (worker(0), figures(9)),
+            ),
+            0.0,
+        ),
+        width=60,
+    )
+    assert "worker 0" in text
+    assert max(map(len, text.splitlines())) <= 60
