@@ -16,6 +16,7 @@ from kvps.cli import flags
 NAME = "kvps"
 COMMANDS = {
     "status": "show the members of a job, their states, and the ranks that open rounds wait for",
+    "trace": "record a timeline of all processes, and say what bounds a step",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
     "bench": "compare the speed of kvps and torch's gloo on this machine",
@@ -27,6 +28,7 @@ commands:
 {"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
 examples:
   kvps status
+  kvps trace --seconds 10
   kvps bench --workloads small
   kvps bench --help
   kvps checkpoint list /ckpt

@@ -77,6 +77,7 @@ from kvps.protocol.stores import (
     Status,
     StatusIs,
 )
+from kvps.protocol.tracing import AskClock, ClockIs, Fetch, Part, Spans, Trace, Tracing
 from kvps.protocol.values import (
     Ack,
     Changed,
@@ -118,12 +119,13 @@ LISTENING = {
 }
 """Where others come in to a process of each role."""
 
-_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Error})
+_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Error, ClockIs, Spans})
 _SHARING = frozenset({Offer, Taken, Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
-        Role.WORKER: _MEMBER | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding},
+        Role.WORKER: _MEMBER
+        | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch},
         Role.SERVER: _MEMBER | {Stalled, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
     Place.SERVER: {
@@ -139,7 +141,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
-        | {TakeImage, Commit, GiveUp, Recall, Restore},
+        | {TakeImage, Commit, GiveUp, Recall, Restore, AskClock, Tracing, Part},
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING

@@ -29,6 +29,7 @@ from kvps.core.scheduler.seat import DROP_GRACE_S, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
+from kvps.net.lens import Item, Request
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
@@ -36,6 +37,7 @@ from kvps.observe import scheduler_state
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
+from kvps.runtime.lenses import Timeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,11 +155,11 @@ def _holder(lock: int) -> str:
 
 
 @contextmanager
-def on_stop(inbox: Inbox[Any], stop: Callable[[Any, float, int], Any]) -> Iterator[None]:
-    """Put ``stop`` into the inbox at SIGTERM and SIGINT, for as long as the block runs."""
+def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
+    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs."""
 
     def put(number: int, frame: object) -> None:
-        inbox.put(lambda core, now: stop(core, now, number))
+        inbox.put(stop(number))
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(one, put) for one in numbers]
@@ -276,18 +278,19 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
+    timeline = Timeline(transport, config.text("KVPS_TIMELINE"))
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
     )
-    last = _at(signal.SIGUSR2, inbox, lambda core, now: core.on_conclude(now))
+    last = _at(signal.SIGUSR2, inbox, Request("on_conclude"))
     with (
         serving(http, "scheduler", sampler),
         again,
         last,
-        on_stop(inbox, lambda core, now, number: core.on_stop(now)),
+        on_stop(inbox, lambda number: Request("on_stop")),
     ):
         log.info(  # from here on it may get signals
             "scheduler of %d workers and %d servers at %s",
@@ -295,7 +298,8 @@ def _run_scheduler(
         )
         if on_ready is not None:
             on_ready(transport.endpoint)
-        wish = drive(core, transport, inbox, listener)
+        wish = drive(core, transport, inbox, listener, lens=timeline.lens)
+        timeline.close()
     transport.close(1.0)
     if listener.kept is not None:
         listener.kept.remove()
@@ -304,7 +308,7 @@ def _run_scheduler(
 
 @contextmanager
 def _at(
-    number: int, inbox: Inbox[Scheduler], heed: Callable[[Scheduler, float], Effects]
+    number: int, inbox: Inbox[Scheduler], heed: Item[Scheduler]
 ) -> Iterator[None]:
     """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
     before = signal.signal(number, lambda *_: inbox.put(heed))

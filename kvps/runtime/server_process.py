@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,14 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
+from kvps.net.lens import Request
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.observe import server_state
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
+from kvps.runtime.lenses import member_lens
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
@@ -110,7 +112,7 @@ def run_server(
         identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s, limits
     )
     inbox: Inbox[Any] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
+    inbox.put(Request("start"))
     archive = (
         None
         if checkpoint_dir is None
@@ -122,8 +124,9 @@ def run_server(
         lambda core: core.counts,
         lambda: network_values(transport.refused),
     )
-    with serving(http, "server", sampler), on_stop(inbox, _leave_and_exit):
-        wish = drive(core, transport, inbox, archive)
+    with serving(http, "server", sampler), on_stop(inbox, lambda number: _LEAVE):
+        lens = member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts)
+        wish = drive(core, transport, inbox, archive, lens=lens)
     if archive is not None:
         archive.close()
     transport.close(0.5)
@@ -150,6 +153,6 @@ def _load(plugin: str) -> None:
         ) from error
 
 
-def _leave_and_exit(core: Any, now: float, number: int) -> Iterator[object]:
-    yield from core.member.leave(True, 0, True, "asked to stop")
-    yield Exit(0, "asked to stop")
+_LEAVE = Request(
+    "member.leave", (True, 0, True, "asked to stop"), is_timed=False, then=(Exit(0, "asked to stop"),)
+)

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -29,7 +28,10 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, NullListener, Transport, drive
+from kvps.net.lens import Request
+from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
+from kvps.runtime.lenses import member_lens
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
@@ -67,6 +69,7 @@ class WorkerSession(NullListener):
         self.names: dict[str, str] = {}
         """Name of each store -> its type."""
         self._transport = transport
+        self._lens = member_lens(Role.WORKER, transport, self._core.member.envelope)
         self._inbox: Inbox[Worker] = Inbox(transport)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
@@ -79,9 +82,9 @@ class WorkerSession(NullListener):
     def _run(self) -> None:
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
-            self._inbox.put(lambda core, now: core.start(now))
+            self._inbox.put(Request("start"))
             with torch.no_grad():  # values may be parameters
-                wish = drive(self._core, self._transport, self._inbox, self)
+                wish = drive(self._core, self._transport, self._inbox, self, lens=self._lens)
             error = self._core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )
@@ -138,7 +141,7 @@ class WorkerSession(NullListener):
             KvpsError: if that cannot be, or not in time.
         """
         number, ticket = self._ticket()
-        self._put(ticket, lambda core, now: core.on_join(number, time.monotonic() + timeout_s, now))
+        self._put(ticket, Request("on_join", (number, time.monotonic() + timeout_s)))
         ticket.wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
@@ -155,16 +158,16 @@ class WorkerSession(NullListener):
             )
         number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
-        self._put(ticket, lambda core, now: core.on_call(number, call, deadline, now))
+        self._put(ticket, Request("on_call", (number, call, deadline)))
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
-        number, ticket = next(self._numbers), Ticket()
+        number, ticket = next(self._numbers), Ticket(self._lens.tracer)
         self._tickets[number] = ticket
         return number, ticket
 
-    def _put(self, ticket: Ticket, item: Callable[[Worker, float], Iterator[object]]) -> None:
-        self._inbox.put(item)  # type: ignore[arg-type]  # effects are objects; mypy sees Iterator
+    def _put(self, ticket: Ticket, request: Request) -> None:
+        self._inbox.put(request)
         if self._over is not None and not ticket.is_over:
             ticket.end(None, self._over)
 
@@ -173,8 +176,8 @@ class WorkerSession(NullListener):
         if self.is_over or os.getpid() != self.pid:
             return
         if say:
-            can = self._is_replaceable
-            self._inbox.put(lambda core, now: core.leave(done, exit_code, reason, replaceable=can))
+            options = {"replaceable": self._is_replaceable}
+            self._inbox.put(Request("leave", (done, exit_code, reason), options, is_timed=False))
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)
