@@ -17,6 +17,7 @@ NAME = "kvps"
 COMMANDS = {
     "status": "show the members of a job, their states, and the ranks that open rounds wait for",
     "trace": "record a timeline of all processes, and say what bounds a step",
+    "replay": "run a process's core over its record, and compare what it comes to",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
     "bench": "compare the speed of kvps and torch's gloo on this machine",

@@ -1,19 +1,28 @@
-"""The lenses of this process's loop: what a timeline sees of it."""
+"""The lenses of this process's loop: what a timeline and a record see of it."""
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypeVar, cast
 
+from kvps import __version__, config
 from kvps.core.counts import Counts
+from kvps.core.effects import Effects
+from kvps.core.membership_client import Identity
 from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
-from kvps.net.driver import Transport
+from kvps.net.driver import Inbox, Transport
 from kvps.net.lens import Encoding, Lens
+from kvps.observe.recording.recorder import Dumps, FullLens, RecordedMemory, RingLens
 from kvps.observe.timeline.files import write
 from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
 from kvps.observe.timeline.merged import merge
@@ -21,6 +30,7 @@ from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Role
 
 log = logging.getLogger("kvps")
+M = TypeVar("M")
 
 
 def _tracer(role: Role, transport: Transport) -> Tracer:
@@ -76,3 +86,57 @@ class Timeline:
             log.error("the timeline is lost: %s", error)
         else:
             log.info("the timeline of this job is in %s", self._path)
+
+
+# --- records ---------------------------------------------------------------------------------------
+
+
+def recorder(header: Mapping[str, Any], dumps: Dumps | None = None) -> RingLens | None:
+    """Return the lens that records this process, as KVPS_RECORD says; None for no record.
+
+    Args:
+        header: the arguments of the core.
+        dumps: writes the arguments of its requests.
+
+    Raises:
+        ConfigError: if KVPS_RECORD is wrong.
+        StorageError: if a full record cannot be written.
+    """
+    how = config.record()
+    if how == "off":
+        return None
+    said = {"version": __version__, "host": socket.gethostname(), "pid": os.getpid(), **header}
+    kind = FullLens if how == "full" else RingLens
+    return kind(said, config.record_dir(), dumps)
+
+
+def identity_of(identity: Identity) -> dict[str, Any]:
+    """Return an identity as it stands in a header; a session key's secret is no part of it."""
+    return {**asdict(identity), "role": identity.role.value, "job": identity.job.hex()}
+
+
+def recorded(memory: M, lens: RingLens | None) -> M:
+    """Return ``memory``, with its answers noted in a full record."""
+    return cast("M", RecordedMemory(memory, lens)) if isinstance(lens, FullLens) else memory
+
+
+@contextmanager
+def dumping_at_signal(inbox: Inbox[Any], lens: RingLens | None) -> Iterator[None]:
+    """Write the flight recorder at SIGUSR1, for as long as the block runs.
+
+    A script that has a handler of its own, and a thread that is not the main one, keep theirs.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if lens is None or not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
+        yield
+        return
+
+    def dump(core: Any, now: float) -> Effects:
+        lens.dump(core, "SIGUSR1")
+        yield from ()
+
+    signal.signal(signal.SIGUSR1, lambda *_: inbox.put(dump))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

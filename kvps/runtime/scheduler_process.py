@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from kvps.observe import scheduler_state
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
-from kvps.runtime.lenses import Timeline
+from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,11 +265,20 @@ def _run_scheduler(
     try:
         snapshot = listener.kept.read() if listener.kept is not None else None
         now = time.monotonic()
+        job = secrets.token_bytes(16)
+        header = {
+            "role": "scheduler",
+            "now": now,
+            "settings": asdict(settings),
+            "job": job.hex(),
+            "state": (snapshot or b"").hex(),
+        }
+        record = recorder(header)
         if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
-            core = Scheduler(settings, secrets.token_bytes(16), now)
+            core = Scheduler(settings, job, now)
     except KvpsError:
         transport.close(0.0)
         raise
@@ -278,7 +288,7 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
-    timeline = Timeline(transport, config.text("KVPS_TIMELINE"))
+    timeline = Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
@@ -291,6 +301,7 @@ def _run_scheduler(
         again,
         last,
         on_stop(inbox, lambda number: Request("on_stop")),
+        dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals
             "scheduler of %d workers and %d servers at %s",
@@ -300,6 +311,8 @@ def _run_scheduler(
             on_ready(transport.endpoint)
         wish = drive(core, transport, inbox, listener, lens=timeline.lens)
         timeline.close()
+        if record is not None:
+            record.close(core)
     transport.close(1.0)
     if listener.kept is not None:
         listener.kept.remove()

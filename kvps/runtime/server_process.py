@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.observe import server_state
 from kvps.observe.http import Place, serving
+from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
-from kvps.runtime.lenses import member_lens
+from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
@@ -108,9 +110,18 @@ def run_server(
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = share_bytes() if memory_limit is None else memory_limit
-    core = Server(
-        identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s, limits
-    )
+    now, threads = time.monotonic(), torch.get_num_threads()
+    header = {
+        "role": "server",
+        "now": now,
+        "identity": identity_of(identity),
+        "memory_limit": limit,
+        "threads": threads,
+        "checkpoint_every_s": every_s,
+        "limits": asdict(limits),
+    }
+    record = recorder(header, dumps)
+    core = Server(identity, now, limit, recorded(memory, record), threads, every_s, limits)
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(Request("start"))
     archive = (
@@ -124,9 +135,17 @@ def run_server(
         lambda core: core.counts,
         lambda: network_values(transport.refused),
     )
-    with serving(http, "server", sampler), on_stop(inbox, lambda number: _LEAVE):
-        lens = member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts)
+    with (
+        serving(http, "server", sampler),
+        on_stop(inbox, lambda number: _LEAVE),
+        dumping_at_signal(inbox, record),
+    ):
+        lens = member_lens(
+            Role.SERVER, transport, core.member.envelope, lambda: core.counts, record
+        )
         wish = drive(core, transport, inbox, archive, lens=lens)
+    if record is not None:
+        record.close(core)
     if archive is not None:
         archive.close()
     transport.close(0.5)

@@ -31,7 +31,8 @@ from kvps.net.driver import Inbox, NullListener, Transport, drive
 from kvps.net.lens import Request
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
-from kvps.runtime.lenses import member_lens
+from kvps.observe.recording.values import dumps
+from kvps.runtime.lenses import identity_of, member_lens, recorded, recorder
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
@@ -59,7 +60,10 @@ class WorkerSession(NullListener):
         *,
         is_replaceable: bool = True,
     ) -> None:
-        self._core = Worker(identity, time.monotonic(), memory)
+        now = time.monotonic()
+        header = {"role": "worker", "now": now, "identity": identity_of(identity)}
+        self._record = recorder({**header, "threads": torch.get_num_threads()}, dumps)
+        self._core = Worker(identity, now, recorded(memory, self._record))
         self.scheduler = identity.scheduler
         """The scheduler's endpoint."""
         self.pid = os.getpid()
@@ -69,7 +73,9 @@ class WorkerSession(NullListener):
         self.names: dict[str, str] = {}
         """Name of each store -> its type."""
         self._transport = transport
-        self._lens = member_lens(Role.WORKER, transport, self._core.member.envelope)
+        self._lens = member_lens(
+            Role.WORKER, transport, self._core.member.envelope, below=self._record
+        )
         self._inbox: Inbox[Worker] = Inbox(transport)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
@@ -85,6 +91,8 @@ class WorkerSession(NullListener):
             self._inbox.put(Request("start"))
             with torch.no_grad():  # values may be parameters
                 wish = drive(self._core, self._transport, self._inbox, self, lens=self._lens)
+            if self._record is not None:
+                self._record.close(self._core)
             error = self._core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )
@@ -92,6 +100,8 @@ class WorkerSession(NullListener):
             error = raised
         except BaseException as raised:  # the loop must not end and leave callers waiting
             log.exception("the kvps loop failed")
+            if self._record is not None:
+                self._record.dump_once(self._core, repr(raised))
             error = KvpsError(f"the kvps loop failed: {raised!r}")
         finally:
             self._over = error
