@@ -18,7 +18,7 @@ C = TypeVar("C", bound=Core)
 
 @dataclass(slots=True)
 class Encoding:
-    """When a transport had turned its last packet into frames, for whoever measures that."""
+    """When a transport had turned its last packet into frames, for a tracer."""
 
     clock: Callable[[], int] | None = None
     """Nanoseconds; None while nobody measures."""
@@ -51,7 +51,7 @@ class Request:
 
 
 class Lens(Protocol):
-    """What stands between the loop and the core: it calls the core in the loop's place, and may look on.
+    """The object between the loop and the core: it calls the core in the loop's place, and may look on.
 
     All that a core is given comes through here, and all effects leave through here.
     """

@@ -38,8 +38,8 @@ from kvps.net.counted import CAN_COUNT, Watch, moved
 from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals
 from kvps.net.inflow import CONTROL, Inflow, data_limits
-from kvps.net.locality import is_kin
 from kvps.net.lens import Encoding
+from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
 from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user

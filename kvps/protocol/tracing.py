@@ -117,7 +117,7 @@ class Part(Message):
     host: str
     pid: int
     trips: tuple[RoundTrip, ...]
-    """Of that process's clock; the scheduler's own spans need none."""
+    """Readings of that process's clock; the scheduler's own spans need none."""
     count: int
     lost: int
 

@@ -67,9 +67,7 @@ class Timeline:
         below: the lens that calls the core.
     """
 
-    def __init__(
-        self, transport: Transport, path: str | None, below: Lens | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, path: str | None, below: Lens | None = None) -> None:
         self._path = path
         tracer = _tracer(Role.SCHEDULER, transport)
         self.lens = SchedulerLens(tracer, from_start=path is not None, below=below)

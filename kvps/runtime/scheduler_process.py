@@ -320,9 +320,7 @@ def _run_scheduler(
 
 
 @contextmanager
-def _at(
-    number: int, inbox: Inbox[Scheduler], heed: Item[Scheduler]
-) -> Iterator[None]:
+def _at(number: int, inbox: Inbox[Scheduler], heed: Item[Scheduler]) -> Iterator[None]:
     """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
     before = signal.signal(number, lambda *_: inbox.put(heed))
     try:

@@ -173,5 +173,8 @@ def _load(plugin: str) -> None:
 
 
 _LEAVE = Request(
-    "member.leave", (True, 0, True, "asked to stop"), is_timed=False, then=(Exit(0, "asked to stop"),)
+    "member.leave",
+    (True, 0, True, "asked to stop"),
+    is_timed=False,
+    then=(Exit(0, "asked to stop"),),
 )

@@ -35,7 +35,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 def profiled(what: str) -> AbstractContextManager[object]:
     """Return a range ``kvps::WHAT`` of torch.profiler, if a profiler is active; else nothing."""
-    if not torch.autograd._profiler_enabled():
+    if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     return torch.profiler.record_function(f"kvps::{what}")
 

@@ -29,9 +29,9 @@ from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import Inbox, NullListener, Transport, drive
 from kvps.net.lens import Request
+from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
-from kvps.observe.recording.values import dumps
 from kvps.runtime.lenses import identity_of, member_lens, recorded, recorder
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared

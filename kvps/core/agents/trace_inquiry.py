@@ -29,7 +29,7 @@ class TraceInquiry:
         self, scheduler: str, number: int, for_s: float, now: float, limit_s: float
     ) -> None:
         self.parts: list[tuple[p.Part, bytes]] = []
-        """What came, in order."""
+        """The parts that came, in order."""
         self.tracing: p.Tracing | None = None
         """How far the trace is."""
         self.is_complete = False

@@ -34,7 +34,7 @@ GATHER_S = 1.5
 KEEP_S = 120.0
 """How long a trace that is over can be fetched."""
 BYTES_MAX = 96 << 20
-"""Octets of spans that are kept; further spans are counted as lost."""
+"""Bytes of spans that are kept; further spans are counted as lost."""
 GONE_S = 15.0
 """A member that said no BEAT for so long is asked no more."""
 
@@ -63,7 +63,7 @@ class Recording:
     """When members are asked no more."""
     batches: list[Batch] = field(default_factory=list)
     newest: dict[Identity, Batch] = field(default_factory=dict)
-    """Of each process, the batch that further spans are added to while there is room."""
+    """The last batch of each process: further spans are added to it while there is room."""
     size_bytes: int = 0
     trips: dict[Identity, list[RoundTrip]] = field(default_factory=dict)
     lost: dict[Identity, int] = field(default_factory=dict)

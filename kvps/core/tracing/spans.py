@@ -11,7 +11,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol.tracing import SPAN_BYTES
 
 _LAYOUT = struct.Struct("<BBHIQQQQII")
-"""Kind, role and rank of the peer, reserved; begin, duration, seq, number, chunk and octets."""
+"""Kind, role and rank of the peer, reserved; begin, duration, seq, number, chunk and bytes."""
 assert _LAYOUT.size == SPAN_BYTES
 _INT_32_MAX = 2**32 - 1
 NOBODY = 255
@@ -19,7 +19,7 @@ NOBODY = 255
 
 
 class Kind(enum.IntEnum):
-    """What is done in a span."""
+    """The work that a span is of."""
 
     COMPUTE = 1
     """The script of a worker runs, and does not wait for a call."""
@@ -61,7 +61,7 @@ class Span(NamedTuple):
     """Number of the round or push."""
     chunk: int = 0
     octets: int = 0
-    """Of payload."""
+    """Bytes of payload."""
 
     @property
     def end(self) -> int:
@@ -70,7 +70,7 @@ class Span(NamedTuple):
 
 
 def pack(spans: Iterable[Span]) -> bytes:
-    """Return spans as octets."""
+    """Return spans as bytes."""
     return b"".join(
         [
             _LAYOUT.pack(

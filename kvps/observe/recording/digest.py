@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
@@ -52,7 +53,7 @@ class _Walk:
         self._values = values
         self._seen: dict[int, int] = {}
         self._kept: list[object] = []
-        """What was seen, so that no address is used twice."""
+        """All things that were seen, so that no address is used twice."""
 
     def _say(self, *words: object) -> None:
         self.hash.update(("\0".join([str(word) for word in words]) + "\1").encode())
@@ -73,13 +74,17 @@ class _Walk:
     def _enter(self, one: Any) -> Iterator[Any] | None:
         """Add ``one`` itself; return what is inside."""
         if one is None or isinstance(one, bool | int | str):
-            self._say(type(one).__name__, one.name if isinstance(one, enum.Enum) else one)
+            self._say(type(one).__name__, repr(one))
             return None
         if isinstance(one, float):
             self.hash.update(b"float" + struct.pack("<d", one))
             return None
-        if isinstance(one, enum.Enum | type) or callable(one) and hasattr(one, "__qualname__"):
-            self._say("name", getattr(one, "__qualname__", type(one).__qualname__), getattr(one, "name", ""))
+        if isinstance(one, enum.Enum | type) or (callable(one) and hasattr(one, "__qualname__")):
+            self._say(
+                "name",
+                getattr(one, "__qualname__", type(one).__qualname__),
+                getattr(one, "name", ""),
+            )
             return None
         if isinstance(one, bytes | bytearray | memoryview):
             self._octets(one)
@@ -125,22 +130,26 @@ class _Walk:
             case count():
                 self._say(repr(one))
                 return None
+            case _:
+                return iter(self._parts(one))
+
+    def _parts(self, one: Any) -> list[Any]:
+        """Return the attributes of an object; of memory only what was written to."""
         match f"{type(one).__module__}.{type(one).__qualname__}":
             case "kvps.core.server.chunks.slab.Chunk":
-                return iter([_without_gaps(one), one.buffer.holds, *_attributes(one, {"buffer"})])
+                return [_without_gaps(one), one.buffer.holds, *_attributes(one, {"buffer"})]
             case "kvps.core.embedding.id_index.IdIndex":
-                return iter([one._ids[: one.used], *_attributes(one, {"_ids"})])
+                return [one._ids[: one.used], *_attributes(one, {"_ids"})]
             case "kvps.core.embedding.table.EmbeddingRows":
                 slots = one._stamps[: one._index.used].nonzero()[0]
-                return iter([one._arenas.read(slots), *_attributes(one, {"_arenas"})])
-        return iter(_attributes(one))
+                return [one._arenas.read(slots), *_attributes(one, {"_arenas"})]
+            case _:
+                return _attributes(one)
 
 
 def _halves(flat: Any) -> bytes:
-    """Return the octets of a tensor of 2-byte elements, which numpy may not know."""
-    import torch  # a scheduler has no tensors, and no torch
-
-    octets: bytes = flat.view(torch.int16).numpy().tobytes()
+    """Return the bytes of a tensor of 2-byte elements: numpy may not know their type."""
+    octets: bytes = flat.view(sys.modules["torch"].int16).numpy().tobytes()
     return octets
 
 

@@ -21,7 +21,7 @@ from kvps.protocol.envelope import Loan, Packet
 
 MAGIC = b"kvps record 1\n"
 _EVENT = struct.Struct("<BdQ")
-"""Kind, time and octets of an event."""
+"""Kind, time and bytes of an event."""
 _PART = struct.Struct("<Q")
 EVENT_BYTES_MAX = 1 << 34
 """The longest event: a snapshot of a server."""
@@ -80,7 +80,7 @@ def write_header(file: BinaryIO, header: dict[str, Any]) -> None:
 
 
 def event_bytes(event: Event) -> bytes:
-    """Return an event as octets."""
+    """Return an event as bytes."""
     body = b"".join([_PART.pack(len(part)) + part for part in event.parts])
     return _EVENT.pack(event.what, event.at, len(body)) + body
 
@@ -137,12 +137,12 @@ def _parts(body: bytes) -> Iterator[bytes]:
 
 
 def route_bytes(route: Route) -> bytes:
-    """Return a route as octets."""
+    """Return a route as bytes."""
     return b"b" + route if isinstance(route, bytes) else b"s" + route.encode()
 
 
 def route_of(octets: bytes) -> Route:
-    """Return the route in ``octets``."""
+    """Return the route in ``bytes``."""
     return octets[1:] if octets[:1] == b"b" else octets[1:].decode()
 
 

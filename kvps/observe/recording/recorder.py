@@ -46,7 +46,7 @@ EXPECTED = (0, EXIT_TEMPORARY, EXIT_CONFIG)
 Entry = tuple[What, float, Any, Envelope | None, Message | None]
 """Kind, time, route or words, and the head of a packet. Nothing here keeps values alive."""
 Dumps = Callable[[Callable[[object], int | None], object], bytes | None]
-"""Writes the arguments of a request as octets; None if they cannot be written."""
+"""Writes the arguments of a request as bytes; None if they cannot be written."""
 SMALL = ("on_join", "leave", "member.leave")
 """Requests whose arguments a ring keeps; those of others may be values."""
 
@@ -80,9 +80,7 @@ class RingLens:
 
     due: float | None = None
 
-    def __init__(
-        self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None
-    ) -> None:
+    def __init__(self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None) -> None:
         self.ring = Ring()
         self._dumps = dumps
         self._header = header
@@ -348,7 +346,9 @@ class FullLens(RingLens):
 class RecordedMemory:
     """A memory whose answers are noted, as they decide what a core does."""
 
-    def __init__(self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._inner, self._lens, self._clock = inner, lens, clock
 
     def empty(self, count: int, dtype: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvps.core.effects import Disk, Effects, Hold, Send
+from kvps.core.effects import Core, Disk, Effects, Hold, Send
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
@@ -67,7 +67,7 @@ class ReplayedMemory:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay found."""
+    """The findings of a replay."""
 
     core: Any
     inputs: int = 0
@@ -180,28 +180,25 @@ class _Replay:
         return found
 
     def _input(self, event: Event) -> Effects:
-        core, now = self._outcome.core, event.at
+        core: Core = self._outcome.core
+        now = event.at
         match event.what:
             case What.PACKET | What.BARE_PACKET:
                 packet = packet_of(event)
-                return self._guarded(
-                    lambda: core.on_packet(route_of(event.parts[0]), packet, now)
-                )
+                return self._guarded(lambda: core.on_packet(route_of(event.parts[0]), packet, now))
             case What.FAILURE:
                 route, head, code, text = event.parts
                 envelope = wire.decode([head]).envelope
                 error: Exception = RuntimeError(text.decode())
                 if code.isdigit():
                     error = from_code(int(code), text.decode())
-                effects: Effects = core.on_failure(route_of(route), envelope, error, now)
-                return effects
+                return core.on_failure(route_of(route), envelope, error, now)
             case What.DROP:
-                effects = core.on_drop(route_of(event.parts[0]), now)
-                return effects
+                return core.on_drop(route_of(event.parts[0]), now)
             case What.TIMER:
-                effects = core.on_timer(now)
-                return effects
-        return self._call(event)
+                return core.on_timer(now)
+            case _:
+                return self._call(event)
 
     def _guarded(self, call: Callable[[], Effects]) -> Effects:
         """A packet may raise what the record has as a failure next."""

@@ -18,12 +18,22 @@ import torch
 
 from kvps import protocol
 from kvps.compression import policy, spec
-from kvps.core.embedding import spec as embedding_spec
 from kvps.core.effects import Exit
+from kvps.core.embedding import spec as embedding_spec
 from kvps.core.optim import hyperparams
 from kvps.core.server.snapshot import model, storage
 from kvps.core.worker import plan
-from kvps.core.worker.calls import base, checkpoint, collective, dense, embeddings, keys, optimizer, refresh, rows
+from kvps.core.worker.calls import (
+    base,
+    checkpoint,
+    collective,
+    dense,
+    embeddings,
+    keys,
+    optimizer,
+    refresh,
+    rows,
+)
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, from_code
 from kvps.protocol import envelope
@@ -70,7 +80,7 @@ class Encoder:
         self._seen: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}
 
     def dumps(self, value: object) -> bytes:
-        """Return ``value`` as octets.
+        """Return ``value`` as bytes.
 
         Raises:
             Unrecordable: if it has something else than data.
@@ -189,7 +199,11 @@ class Decoder:
                 return range(*rest)
             case "d":
                 return dict(zip(self._all(rest[0]), self._all(rest[1]), strict=True))
-        return {"t": tuple, "l": list, "f": frozenset, "S": set}[kind](self._all(rest[0]))
+            case _:
+                return self._several(kind, rest[0])
+
+    def _several(self, kind: str, values: list[Any]) -> Any:
+        return {"t": tuple, "l": list, "f": frozenset, "S": set}[kind](self._all(values))
 
     def _all(self, values: list[Any]) -> list[Any]:
         return [self._value(one) for one in values]
@@ -205,7 +219,7 @@ class Decoder:
 
 
 def dumps(place: Callable[[object], int | None], value: object) -> bytes | None:
-    """Return ``value`` as octets; None if it has something else than data."""
+    """Return ``value`` as bytes; None if it has something else than data."""
     try:
         return Encoder(place).dumps(value)
     except Unrecordable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
@@ -130,11 +131,9 @@ def _arrows(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _waits(
-    steps: list[tuple[Process, Span]], number: int, zero: int
-) -> Iterator[dict[str, Any]]:
+def _waits(steps: list[tuple[Process, Span]], number: int, zero: int) -> Iterator[dict[str, Any]]:
     """Yield *queue* at the receiver: from when a request was sent until it is looked at."""
-    for (sender, before), (receiver, after) in zip(steps, steps[1:], strict=False):
+    for (sender, before), (receiver, after) in itertools.pairwise(steps):
         if sender is receiver or after.begin <= before.end:
             continue
         is_answer = before.kind is Kind.REPLY

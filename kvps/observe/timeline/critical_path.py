@@ -35,7 +35,7 @@ SCRIPT = (Kind.COMPUTE, Kind.WAIT)
 
 
 class Cause(NamedTuple):
-    """What kept a stretch."""
+    """The cause of a stretch."""
 
     kind: str
     """``compute``, ``copy`` (of a worker's values), ``reduce``, ``update``, ``reply``, ``serve``, ``link`` or ``idle``."""
@@ -130,7 +130,12 @@ class CriticalPath:
         """Go back through what the script does at ``at``: it has just asked for something."""
         span = self._scripts[node].before(at)
         if span is None:  # what it did before the first wait is not known
-            return [Stretch(self._trace.begin, at, Cause("compute", node))], self._trace.begin, node, True
+            return (
+                [Stretch(self._trace.begin, at, Cause("compute", node))],
+                self._trace.begin,
+                node,
+                True,
+            )
         if span.kind is Kind.COMPUTE or span.end < at:
             # A gap behind a wait is computation that no later wait has ended yet.
             start = span.begin if span.kind is Kind.COMPUTE else span.end

@@ -1,4 +1,4 @@
-"""What bounds a step, in words: the causes along the critical path of a trace, with their shares."""
+"""The explanation of a step in words: the causes along the critical path of a trace, with their shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
-from kvps.core.tracing.spans import Kind
+from kvps.core.tracing.spans import Kind, Span
 from kvps.observe.timeline.critical_path import Cause, CriticalPath, Stretch
 from kvps.observe.timeline.merged import MergedTrace
 from kvps.protocol.envelope import Node, Role
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What bounds the steps of a trace."""
+    """The causes that bound the steps of a trace."""
 
     seconds: float
     findings: tuple[Finding, ...]
@@ -107,7 +107,7 @@ def _computing(
                 f"takes {100 * waited / total:.0f} % of the other workers' time"
             )
         found.append(Finding("compute", (node,), took / total, detail))
-    if len(found) > 1 and not any([one.detail for one in found]):  # none is slow: they take turns
+    if len(found) > 1 and not any(one.detail for one in found):  # none is slow: they take turns
         nodes = tuple(sorted([one.nodes[0] for one in found]))
         return [Finding("compute", nodes, sum([one.share for one in found]))]
     return found
@@ -116,7 +116,7 @@ def _computing(
 def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
     """Return for how long the other workers waited while ``node`` computed; nanoseconds, the mean of them."""
     computing = [one for one in path if one.cause == Cause("compute", node)]
-    waited = []
+    waited: list[int] = []
     for process in trace.processes:
         if process.node.role is not Role.WORKER or process.node == node:
             continue
@@ -130,7 +130,7 @@ def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
     return sum(waited) / len(waited)
 
 
-def _pairs(stretches: list[Stretch], waits: list) -> list:  # type: ignore[type-arg]
+def _pairs(stretches: list[Stretch], waits: list[Span]) -> list[tuple[Stretch, Span]]:
     """Return the pairs that overlap; both lists are walked once."""
     pairs = []
     ascending, index = sorted(stretches, key=lambda one: one.begin), 0
@@ -275,7 +275,10 @@ def _lines(found: Explanation) -> list[str]:
     if rest >= 0.005:
         lines.append(f"{100 * rest:5.0f} %  all else")
     if found.error_ms is None:
-        lines += ["", "The clocks of some processes could not be compared: their times may be wrong."]
+        lines += [
+            "",
+            "The clocks of some processes could not be compared: their times may be wrong.",
+        ]
     elif found.error_ms >= 0.05:
         lines += ["", f"The clocks of all processes agree within {found.error_ms:.1f} ms."]
     if found.lost:

@@ -27,7 +27,7 @@ FIRST_TAG, LAST_TAG = p.Trace.TAG, p.Part.TAG
 
 
 class TimelineLens:
-    """What members and schedulers have in common: effects are watched while a trace is recorded.
+    """The common part of the lenses of members and schedulers: effects are watched while a trace is recorded.
 
     Args:
         tracer: of this process.

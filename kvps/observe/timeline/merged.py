@@ -16,7 +16,7 @@ DRIFT = 10_000
 
 @dataclass(slots=True)
 class Process:
-    """What one process did."""
+    """One process, and its spans."""
 
     node: Node
     incarnation: int
@@ -98,9 +98,7 @@ def _half(trip: RoundTrip) -> int:
     return max(0, trip.back - trip.sent) // 2 + 1
 
 
-def merge(
-    parts: Iterable[tuple[Part, bytes]], wall_s: float = 0.0, clock: int = 0
-) -> MergedTrace:
+def merge(parts: Iterable[tuple[Part, bytes]], wall_s: float = 0.0, clock: int = 0) -> MergedTrace:
     """Put all parts on the scheduler's clock.
 
     Args:
@@ -121,9 +119,7 @@ def merge(
             offsets[who] = ClockOffset(part.trips)
         process, offset = found[who], offsets[who]
         process.lost = max(process.lost, part.lost)
-        process.spans += [
-            span._replace(begin=offset.apply(span.begin)) for span in unpack(octets)
-        ]
+        process.spans += [span._replace(begin=offset.apply(span.begin)) for span in unpack(octets)]
         process.error_ns = 0 if part.role == Role.SCHEDULER else offset.error_ns
     for process in found.values():
         process.spans.sort(key=lambda span: (span.begin, -span.took))

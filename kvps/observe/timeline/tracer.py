@@ -182,9 +182,7 @@ class Tracer:
         chunk: int = 0,
         octets: int = 0,
     ) -> None:
-        self.member.spans.append(
-            Span(kind, *peer, begin, end - begin, seq, number, chunk, octets)
-        )
+        self.member.spans.append(Span(kind, *peer, begin, end - begin, seq, number, chunk, octets))
 
 
 def _has_payload(effect: Effect) -> bool:
