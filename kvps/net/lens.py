@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -46,8 +47,7 @@ class Request:
         """Call the method."""
         door: Callable[..., Effects] = attrgetter(self.name)(core)
         times = {"now": now} if self.is_timed else {}
-        yield from door(*self.args, **self.options, **times)
-        yield from self.then
+        return chain(door(*self.args, **self.options, **times), self.then)
 
 
 class Lens(Protocol):

@@ -179,10 +179,9 @@ def _links(times: Counter[Cause], total: int) -> list[Finding]:
     all_ns = pairs.total()
     if not all_ns:
         return []
-    (pair, most), *_ = pairs.most_common(1)
+    _, most = pairs.most_common(1)[0]
     if most >= ONE_LINK * all_ns:
-        found = [_link(one, took, up[one], total) for one, took in pairs.items()]
-        return [one for one in found if one.share >= SHOWN_MIN or one.nodes == pair]
+        return [_link(one, took, up[one], total) for one, took in pairs.items()]
     ends: Counter[Node] = Counter()
     for (first, second), took in pairs.items():
         ends[first] += took

@@ -85,7 +85,7 @@ class ClockOffset:
         if second not in self._near:
             middle = second * SECOND_NS + SECOND_NS // 2
             errors = [_half(one) + abs(one.clock - middle) // DRIFT for one in self._trips]
-            self.error_ns = max(self.error_ns or 0, min(errors))
+            self.error_ns = max(self.error_ns or 0, min(errors) + SECOND_NS // 2 // DRIFT)
             self._near[second] = self._trips[errors.index(min(errors))]
         return clock + _offset(self._near[second])
 
