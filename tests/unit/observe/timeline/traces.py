@@ -37,14 +37,11 @@ class Job:
         servers = [
             Process(Node(Role.SERVER, rank), 1, "b", 20 + rank) for rank in range(self.servers)
         ]
-        ready = [0] * len(workers)
         for worker in workers:
             worker.spans.append(Span(Kind.WAIT, NOBODY, 0, 0, MS // 2))
         ready = [MS // 2] * len(workers)
-        seq = 0
         for number in range(self.rounds):
-            seq += 1
-            ready = self._round(number, seq, ready, workers, servers)
+            ready = self._round(number, 1 + number, ready, workers, servers)
         for process in (*workers, *servers):
             process.spans.sort(key=lambda span: (span.begin, -span.took))
         return MergedTrace([*servers, *workers])
