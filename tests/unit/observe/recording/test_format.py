@@ -171,7 +171,7 @@ def test_a_tensor_that_occurs_twice_is_one() -> None:
     again = Decoder().loads(Encoder().dumps(call))
     assert again.rows[0] is again.sinks[0]
     assert torch.equal(again.rows[0], row)
-    assert not again.rows[0].data_ptr() == row.data_ptr()
+    assert again.rows[0].data_ptr() != row.data_ptr()
 
 
 def test_arrays_and_errors_come_back() -> None:
