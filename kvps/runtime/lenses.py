@@ -118,23 +118,29 @@ def recorded(memory: M, lens: RingLens | None) -> M:
     return cast("M", RecordedMemory(memory, lens)) if isinstance(lens, FullLens) else memory
 
 
-@contextmanager
-def dumping_at_signal(inbox: Inbox[Any], lens: RingLens | None) -> Iterator[None]:
-    """Write the flight recorder at SIGUSR1, for as long as the block runs.
+def dump_at_signal(inbox: Inbox[Any], lens: RingLens | None) -> bool:
+    """Write the flight recorder at SIGUSR1 from now on; return whether that is so.
 
     A script that has a handler of its own, and a thread that is not the main one, keep theirs.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if lens is None or not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
-        yield
-        return
+        return False
 
     def dump(core: Any, now: float) -> Effects:
         lens.dump(core, "SIGUSR1")
         yield from ()
 
     signal.signal(signal.SIGUSR1, lambda *_: inbox.put(dump))
+    return True
+
+
+@contextmanager
+def dumping_at_signal(inbox: Inbox[Any], lens: RingLens | None) -> Iterator[None]:
+    """Write the flight recorder at SIGUSR1, for as long as the block runs."""
+    is_ours = dump_at_signal(inbox, lens)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        if is_ours:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)

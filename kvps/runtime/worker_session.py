@@ -32,7 +32,7 @@ from kvps.net.lens import Request
 from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
-from kvps.runtime.lenses import identity_of, member_lens, recorded, recorder
+from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.ticket import Ticket
 from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
@@ -82,6 +82,7 @@ class WorkerSession(NullListener):
         self._over: KvpsError | None = None
         self._thread = threading.Thread(target=self._run, name="kvps", daemon=True)
         self._thread.start()
+        dump_at_signal(self._inbox, self._record)
 
     # --- the loop's side ------------------------------------------------------------------------
 
