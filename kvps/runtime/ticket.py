@@ -34,10 +34,11 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
-    """Return a range ``kvps::WHAT`` of torch.profiler, if a profiler is active; else nothing."""
+    """Return a range ``kvps::WHAT``, for a call ``WHAT()``, of torch.profiler, if a profiler is active; else nothing."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
-    return torch.profiler.record_function(f"kvps::{what}")
+    name = what.partition("(")[0]
+    return torch.profiler.record_function(f"kvps::{name}")
 
 
 class Ticket:

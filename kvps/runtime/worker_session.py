@@ -33,7 +33,7 @@ from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.ticket import Ticket
+from kvps.runtime.ticket import Ticket, profiled
 from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
 
@@ -169,7 +169,8 @@ class WorkerSession(NullListener):
             )
         number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
-        self._put(ticket, Request("on_call", (number, call, deadline)))
+        with profiled(call.title):
+            self._put(ticket, Request("on_call", (number, call, deadline)))
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from kvps.core.effects import Core, Disk, Effects, Hold, Send
+from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
@@ -125,7 +126,9 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
     try:
         now = float(header["now"])
         if header["role"] == "scheduler":
-            settings = Settings(**header["settings"])
+            given = dict(header["settings"])
+            given["limits"] = Limits(**given["limits"])
+            settings = Settings(**given)
             state = bytes.fromhex(header["state"])
             if state:
                 return Scheduler.restore(settings, state, now)
@@ -137,7 +140,7 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
         if header["role"] == "server":
             return Server(
                 *(identity, now, header["memory_limit"], memory),
-                *(header["threads"], header["checkpoint_every_s"]),
+                *(header["threads"], header["checkpoint_every_s"], Limits(**header["limits"])),
             )
         return Worker(identity, now, memory)
     except (KeyError, TypeError, ValueError) as error:
