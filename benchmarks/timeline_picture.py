@@ -61,14 +61,14 @@ def drawn(trace: MergedTrace, begin_ms: float, length_ms: float) -> str:
     """Return the SVG of ``length_ms`` milliseconds from ``begin_ms`` on."""
     rows = rows_of(trace)
     height = TOP + len(rows) * (ROW + GAP) + 40
-    zero, scale = trace.begin + begin_ms * 1e6, (WIDTH - LEFT - 10) / (length_ms * 1e6)
+    zero, scale = trace.begin + begin_ms * 1e6, (WIDTH - LEFT - 30) / (length_ms * 1e6)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
     ]
     for step in range(11):
-        x = LEFT + step * (WIDTH - LEFT - 10) / 10
+        x = LEFT + step * (WIDTH - LEFT - 30) / 10
         out.append(f'<path d="M{x:.1f} {TOP - 8}V{height - 36}" stroke="#eeeeee"/>')
         out.append(
             f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle" fill="#666666">{step * length_ms / 10:g} ms</text>'
@@ -90,8 +90,8 @@ def drawn(trace: MergedTrace, begin_ms: float, length_ms: float) -> str:
 
 def _box(span: Span, y: float, zero: float, scale: float) -> list[str]:
     left = max(0.0, (span.begin - zero) * scale)
-    right = min(WIDTH - LEFT - 10.0, (span.end - zero) * scale)
-    if right <= 0 or left >= WIDTH - LEFT - 10 or right - left < 0.15:
+    right = min(WIDTH - LEFT - 30.0, (span.end - zero) * scale)
+    if right <= 0 or left >= WIDTH - LEFT - 30 or right - left < 0.15:
         return []
     width = max(right - left, 0.8)
     words = f"{span.kind.name.lower()} {span.took / 1e6:.2f} ms"
