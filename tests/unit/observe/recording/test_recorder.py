@@ -174,7 +174,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     hear("scheduler", SCHEDULER, view)
     hear(b"w", worker, p.Hello(1, 0, "k", 0, 2, 0, "h", 9))
     ask(1, p.Open("kv", "sync", 0, False, "wait", 100_000, 1 << 20, False, "apply"))
-    declared = ask(2, p.Declare("kv", (p.Entry("w", 1, (4,), 0, 4),), 0, True))
+    declared = ask(2, p.Declare("kv", True, 0, (p.Entry("w", 1, (4,), 0, 4),)))
     assert isinstance(declared, p.Declared), declared
     chunk = declared.places[0].pieces[0].chunk
     ask(3, p.Load(chunk, 1, (p.Run(0, 4, 0),)), torch.arange(4.0))
