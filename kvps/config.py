@@ -11,6 +11,8 @@ import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -609,3 +611,24 @@ def bigarray_bound(given: int | None, default: int) -> int:
     if type(bound) is not int or bound < 1:
         raise ConfigError(f"bigarray_bound={bound!r}: use a whole number of elements, 1 or more")
     return bound
+
+
+RECORDS = ("ring", "full", "off")
+
+
+def record() -> str:
+    """Return how this process records what its core is given: ``ring``, ``full`` or ``off``.
+
+    Raises:
+        ConfigError: if KVPS_RECORD is something else.
+    """
+    given = text("KVPS_RECORD", "ring") or "ring"
+    if given not in RECORDS:
+        raise ConfigError(f"KVPS_RECORD={given!r}: use one of {', '.join(RECORDS)}")
+    return given
+
+
+def record_dir() -> Path:
+    """Return where records go: KVPS_RECORD_DIR, or a directory of this user's among temporary files."""
+    given = text("KVPS_RECORD_DIR")
+    return Path(given) if given else Path(gettempdir()) / f"kvps-records-{os.geteuid()}"

@@ -31,7 +31,7 @@ roles:
   server      takes the seat of a server, and gets a share of the model
   worker      takes the seat of a worker: reads and changes the model
   look        lists the members (kvps status)
-  admin       lists members and ends them (kvps evict)
+  admin       lists members, ends them (kvps evict), records traces (kvps trace)
 
 {flags.EXIT_CODES}
 """

@@ -137,6 +137,11 @@ def _parser() -> flags.Parser:
         help="the Python on the other hosts (the path of this one)",
     )
     parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="write a timeline of the whole job there, for Perfetto and for kvps trace --explain; KVPS_TIMELINE (none)",
+    )
+    parser.add_argument(
         "--max-restarts",
         metavar="K",
         default="0",
@@ -227,6 +232,8 @@ def _main(argv: Sequence[str]) -> int:
     level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(_given(parsed.env), workers + servers)
+    if parsed.timeline is not None:
+        env["KVPS_TIMELINE"] = os.path.abspath(parsed.timeline)
     keys = parsed.keys or config.keys_path()
     plan = LaunchPlan(
         workers=workers,

@@ -18,6 +18,8 @@ COMMANDS = {
     "status": "show the members of a job, their states, and the ranks that open rounds wait for",
     "top": "show a job live: members, rounds and bytes per second, late workers",
     "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",
+    "trace": "record a timeline of all processes, and say what bounds a step",
+    "replay": "run a process's core over its record, and compare what it comes to",
     "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
     "evict": "end a live member of a job, so that another process can take its rank",
     "bench": "compare the speed of kvps and torch's gloo on this machine",
@@ -31,6 +33,7 @@ examples:
   kvps status
   kvps top
   kvps doctor --scheduler tcp://10.0.0.1:9091
+  kvps trace --seconds 10
   kvps bench --workloads small
   kvps bench --help
   kvps checkpoint list /ckpt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvps.errors import BY_CODE, KvpsError, Overload, Unauthorized
@@ -41,6 +42,8 @@ class Counts:
     def __init__(self) -> None:
         self.now = 0.0
         """The time of the door that was called last, for events that are not told the time."""
+        self.lap: Callable[[], None] | None = None
+        """Called before and after each step of an optimizer, for a timeline; None without."""
         self._values: defaultdict[tuple[str, str], float] = defaultdict(int)
         self._buckets: dict[str, list[int]] = {}
         self._total_s: dict[str, float] = {}

@@ -21,6 +21,7 @@ from kvps.errors import Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Node
 from kvps.protocol.membership import Enrol, Evict, Hello, Look, Ping
 from kvps.protocol.permissions import Place
+from kvps.protocol.tracing import Fetch, Trace
 
 ROLES = ("scheduler", "server", "worker", "admin", "look")
 """The roles that have key files."""
@@ -29,7 +30,7 @@ KEY_CHARACTERS = 40
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
     "worker": frozenset({Enrol, Hello}),
     "server": frozenset({Enrol, Hello}),
-    "admin": frozenset({Evict, Look, Ping}),
+    "admin": frozenset({Evict, Look, Ping, Trace, Fetch}),
     "look": frozenset({Look, Ping}),
 }
 """The messages that a role key permits."""
@@ -142,7 +143,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
                 reason="other_member",
             )
-        if kind in (Enrol, Evict):
+        if kind in (Enrol, Evict, Trace, Fetch):
             raise Unauthorized(
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )

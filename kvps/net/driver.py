@@ -36,6 +36,7 @@ from kvps.core.effects import (
     Trust,
 )
 from kvps.errors import ConfigError, KvpsError, ProtocolError
+from kvps.net.lens import Item, Lens, PlainLens
 from kvps.protocol.envelope import Envelope, Message, Packet
 
 log = logging.getLogger("kvps")
@@ -197,14 +198,14 @@ class Inbox(Generic[C]):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._items: deque[Callable[[C, float], Effects]] = deque()
+        self._items: deque[Item[C]] = deque()
 
-    def put(self, item: Callable[[C, float], Effects]) -> None:
+    def put(self, item: Item[C]) -> None:
         """Have ``item(core, now)`` run by the loop's thread; any thread may call this."""
         self._items.append(item)
         self._transport.wake()
 
-    def take(self) -> Iterator[Callable[[C, float], Effects]]:
+    def take(self) -> Iterator[Item[C]]:
         """Yield what is there now."""
         while self._items:
             yield self._items.popleft()
@@ -265,8 +266,17 @@ def drive(
     inbox: Inbox[C],
     listener: Listener | None = None,
     clock: Callable[[], float] = time.monotonic,
+    lens: Lens | None = None,
 ) -> Exit:
     """Run ``core`` until it asks to exit; return that wish.
+
+    Args:
+        core: the rules.
+        transport: the network.
+        inbox: the requests of other threads.
+        listener: hears of finished calls and of state to keep; None where there are none.
+        clock: seconds.
+        lens: sees all that goes in and comes out; None for nobody.
 
     Raises:
         Exception: what ``core`` or ``transport`` raised by itself; what a peer's packet has led to is
@@ -274,6 +284,7 @@ def drive(
     """
     heard = listener or NullListener()
     net = Net(clock)
+    view = lens or PlainLens()
     quiet_until, unsaid = -math.inf, 0
     own: Exception | None = None
 
@@ -346,7 +357,7 @@ def drive(
     def serve(route: Route, packet: Packet) -> Exit | None:
         """Let the core hear a packet; what it does not foresee is logged, and answered."""
         try:
-            return perform(core.on_packet(route, packet, clock()), str(packet.envelope.node))
+            return perform(view.packet(core, route, packet, clock()), str(packet.envelope.node))
         except Exception as error:  # R200: no packet ends the process
             if error is own:
                 raise
@@ -355,14 +366,14 @@ def drive(
     def fail(route: Route, envelope: Envelope, error: Exception) -> Exit | None:
         whose = str(envelope.node)
         net.caught(error, f"a packet of {whose}")
-        return perform(core.on_failure(route, envelope, error, clock()), whose)
+        return perform(view.failure(core, route, envelope, error, clock()), whose)
 
     def refuse(refused: Refused) -> Exit | None:
         """Tell a sender why it is not heard."""
         cause, whose = refused.__cause__, str(refused.envelope.node)
         assert isinstance(cause, Exception)
         log.debug("refused a packet of %s: %s", whose, cause)
-        return perform(core.on_failure(refused.route, refused.envelope, cause, clock()), whose)
+        return perform(view.failure(core, refused.route, refused.envelope, cause, clock()), whose)
 
     transport.guard(core.admit)
     while True:
@@ -373,7 +384,7 @@ def drive(
             route, packet = arrival
             match packet:
                 case Disconnected():
-                    wish = perform(core.on_drop(route, clock()))
+                    wish = perform(view.drop(core, route, clock()))
                 case Unserved():
                     assert isinstance(packet.__cause__, Exception)
                     wish = fail(route, packet.envelope, packet.__cause__)
@@ -385,11 +396,13 @@ def drive(
                 return wish
             del arrival, packet  # it may be what keeps a loan from being given back
         for item in inbox.take():
-            wish = perform(item(core, clock()))
+            wish = perform(view.item(core, item, clock()))
             if wish is not None:
                 return wish
             del item  # it has the values of a call, which may be needed no more
         if due is not None and clock() >= due:
-            wish = perform(core.on_timer(clock()))
+            wish = perform(view.timer(core, clock()))
             if wish is not None:
                 return wish
+        if view.due is not None and clock() >= view.due:
+            perform(view.tick(clock()))

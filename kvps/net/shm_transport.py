@@ -25,6 +25,7 @@ from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
+from kvps.net.lens import Encoding
 from kvps.net.memory import keep_freed_memory
 from kvps.net.shm_leases import Borrowed, Lent, PostingsOfPeer
 from kvps.net.shm_segment import Mapping, Segment, Unshared
@@ -82,6 +83,8 @@ class SharingTransport:
             clock: seconds.
         """
         self._inner = inner
+        self.encoding = getattr(inner, "encoding", Encoding())
+        """As :attr:`kvps.net.zeromq.ZmqTransport.encoding`."""
         self._segment = segment
         self._why_not = why_not
         self._insist = insist

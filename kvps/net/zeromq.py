@@ -38,6 +38,7 @@ from kvps.net.counted import CAN_COUNT, Watch, moved
 from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals
 from kvps.net.inflow import CONTROL, Inflow, data_limits
+from kvps.net.lens import Encoding
 from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
 from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
@@ -112,6 +113,8 @@ class ZmqTransport:
                 abort the process.
         """
         descriptors.demand("a kvps process", descriptors.LEAST)
+        self.encoding = Encoding()
+        """When the last packet had become frames."""
         self._checksums = checksums and keys is None  # a packet that is sealed is not damaged
         is_control = role is Role.SCHEDULER
         self._role = role
@@ -309,6 +312,8 @@ class ZmqTransport:
         else:
             target, endpoint = self._dealers.get(route), self._openings.get(route, NOWHERE)[0]
         frames = wire.encode(packet, checked=self._checksums and _is_wire(endpoint))
+        if self.encoding.clock is not None:
+            self.encoding.ended_at = self.encoding.clock()
         if isinstance(route, bytes):
             frames.insert(0, route)
         tracker = None

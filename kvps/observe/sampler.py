@@ -74,7 +74,7 @@ class Sampler(Generic[C]):
         counts: returns its counters.
         network: returns the counters of its transport.
         clock: seconds.
-        also: done by the loop after each sample, with the effects that it returns.
+        also: a request to the loop with each sample; None for none.
         document: makes the status that is shown from a sample; it runs outside the loop.
     """
 
@@ -85,7 +85,7 @@ class Sampler(Generic[C]):
         counts: Callable[[C], Counts],
         network: Callable[[], Values],
         clock: Callable[[], float] = time.monotonic,
-        also: Callable[[C, float], Effects] = lambda core, now: iter(()),
+        also: Callable[[C, float], Effects] | None = None,
         document: Callable[[Sample], Mapping[str, object]] = lambda sample: sample.status,
     ) -> None:
         self.newest = NOTHING
@@ -118,6 +118,8 @@ class Sampler(Generic[C]):
         if not self._is_asked:
             self._is_asked, self._asked_at = True, self._clock()
             self._inbox.put(self._take)
+            if self._also is not None:
+                self._inbox.put(self._also)
 
     @property
     def still_s(self) -> float:
@@ -172,7 +174,7 @@ class Sampler(Generic[C]):
         )
         self._is_asked = False
         self._arrived.set()
-        yield from self._also(core, now)
+        yield from ()
 
 
 def network_values(refused: Refusals) -> Values:

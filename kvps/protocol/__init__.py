@@ -8,4 +8,5 @@ from kvps.protocol.envelope import *
 from kvps.protocol.membership import *
 from kvps.protocol.shared_memory import *
 from kvps.protocol.stores import *
+from kvps.protocol.tracing import *
 from kvps.protocol.values import *

@@ -81,6 +81,7 @@ from kvps.protocol.stores import (
     Status,
     StatusIs,
 )
+from kvps.protocol.tracing import AskClock, ClockIs, Fetch, Part, Spans, Trace, Tracing
 from kvps.protocol.values import (
     Ack,
     Changed,
@@ -122,12 +123,13 @@ LISTENING = {
 }
 """Where others come in to a process of each role."""
 
-_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Ping, Error})
+_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Ping, Error, ClockIs, Spans})
 _SHARING = frozenset({Offer, Taken, Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
-        Role.WORKER: _MEMBER | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding},
+        Role.WORKER: _MEMBER
+        | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch},
         Role.SERVER: _MEMBER
         | {Stalled, Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
@@ -146,7 +148,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
             {Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong}
         )
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
-        | {TakeImage, Commit, GiveUp, Recall, Restore, Measure},
+        | {TakeImage, Commit, GiveUp, Recall, Restore, Measure, AskClock, Tracing, Part},
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING

@@ -29,12 +29,14 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
+from kvps.net.lens import Lens, Request
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
+from kvps.runtime.lenses import Timeline, member_lens
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import WORLD, own_machine
 from kvps.runtime.ticket import TIMEOUT_S
@@ -325,7 +327,8 @@ class LocalCluster:
     def _drive(self, name: str, core: Core, transport: Transport) -> None:
         inbox: Inbox[Any] = Inbox(transport)
         if isinstance(core, Server):
-            inbox.put(lambda core, now: core.start(now))
+            inbox.put(Request("start"))
+        timeline, lens = _lens(core, transport)
 
         role, _, rank = name.partition(" ")
         speaker = logs.Speaker(role, int(rank) if rank else None)
@@ -333,7 +336,9 @@ class LocalCluster:
         def run() -> None:
             logs.speak_in_thread_as(lambda: speaker)
             try:
-                drive(core, transport, inbox)
+                drive(core, transport, inbox, lens=lens)
+                if timeline is not None:
+                    timeline.close()
             except Exception:  # nobody joins this thread for its result: the log must have it
                 log.exception("%s failed", name)
             finally:
@@ -343,3 +348,12 @@ class LocalCluster:
         self._threads.append(thread)
         self._stops.append(lambda: inbox.put(lambda core, now: iter((Exit(0, "stopped"),))))
         thread.start()
+
+
+def _lens(core: Core, transport: Transport) -> tuple[Timeline | None, Lens]:
+    """Return the lens of a scheduler or a server; of a scheduler with the timeline that it gathers."""
+    if isinstance(core, Server):
+        counts = core.counts
+        return None, member_lens(Role.SERVER, transport, core.member.envelope, lambda: counts)
+    timeline = Timeline(transport, config.text("KVPS_TIMELINE"))
+    return timeline, timeline.lens

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Setting
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
+from kvps.net.lens import Item, Request
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
@@ -38,6 +40,7 @@ from kvps.observe.cluster import Cluster
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
+from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,11 +159,11 @@ def _holder(lock: int) -> str:
 
 
 @contextmanager
-def on_stop(inbox: Inbox[Any], stop: Callable[[Any, float, int], Any]) -> Iterator[None]:
-    """Put ``stop`` into the inbox at SIGTERM and SIGINT, for as long as the block runs."""
+def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
+    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs."""
 
     def put(number: int, frame: object) -> None:
-        inbox.put(lambda core, now: stop(core, now, number))
+        inbox.put(stop(number))
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.signal(one, put) for one in numbers]
@@ -277,11 +280,20 @@ def _run_scheduler(
     try:
         snapshot = listener.kept.read() if listener.kept is not None else None
         now = time.monotonic()
+        job = secrets.token_bytes(16)
+        header = {
+            "role": "scheduler",
+            "now": now,
+            "settings": asdict(settings),
+            "job": job.hex(),
+            "state": (snapshot or b"").hex(),
+        }
+        record = recorder(header)
         if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now, WORLD)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
-            core = Scheduler(settings, secrets.token_bytes(16), now, WORLD)
+            core = Scheduler(settings, job, now, WORLD)
     except KvpsError:
         transport.close(0.0)
         raise
@@ -292,20 +304,22 @@ def _run_scheduler(
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
     cluster = Cluster()
+    timeline = Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
-        also=lambda core, now: core.on_measure(now),
+        also=Request("on_measure"),
         document=cluster.add,
     )
-    last = _at(signal.SIGUSR2, inbox, lambda core, now: core.on_conclude(now))
+    last = _at(signal.SIGUSR2, inbox, Request("on_conclude"))
     with (
         serving(http, "scheduler", sampler, cluster),
         again,
         last,
-        on_stop(inbox, lambda core, now, number: core.on_stop(now)),
+        on_stop(inbox, lambda number: Request("on_stop")),
+        dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals
             "scheduler of %d workers and %d servers at %s",
@@ -313,7 +327,10 @@ def _run_scheduler(
         )
         if on_ready is not None:
             on_ready(transport.endpoint)
-        wish = drive(core, transport, inbox, listener)
+        wish = drive(core, transport, inbox, listener, lens=timeline.lens)
+        timeline.close()
+        if record is not None:
+            record.close(core)
     transport.close(1.0)
     if listener.kept is not None:
         listener.kept.remove()
@@ -321,9 +338,7 @@ def _run_scheduler(
 
 
 @contextmanager
-def _at(
-    number: int, inbox: Inbox[Scheduler], heed: Callable[[Scheduler, float], Effects]
-) -> Iterator[None]:
+def _at(number: int, inbox: Inbox[Scheduler], heed: Item[Scheduler]) -> Iterator[None]:
     """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
     before = signal.signal(number, lambda *_: inbox.put(heed))
     try:

@@ -11,7 +11,8 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,12 +26,15 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
+from kvps.net.lens import Request
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state
 from kvps.observe.http import Place, serving
+from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
+from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
@@ -106,12 +110,21 @@ def run_server(
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = share_bytes() if memory_limit is None else memory_limit
-    core = Server(
-        identity, time.monotonic(), limit, memory, torch.get_num_threads(), every_s, limits
-    )
+    now, threads = time.monotonic(), torch.get_num_threads()
+    header = {
+        "role": "server",
+        "now": now,
+        "identity": identity_of(identity),
+        "memory_limit": limit,
+        "threads": threads,
+        "checkpoint_every_s": every_s,
+        "limits": asdict(limits),
+    }
+    record = recorder(header, dumps)
+    core = Server(identity, now, limit, recorded(memory, record), threads, every_s, limits)
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Any] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
+    inbox.put(Request("start"))
     archive = (
         None
         if checkpoint_dir is None
@@ -123,8 +136,17 @@ def run_server(
         lambda core: core.counts,
         lambda: network_values(transport.refused),
     )
-    with serving(http, "server", sampler), on_stop(inbox, _leave_and_exit):
-        wish = drive(core, transport, inbox, archive)
+    with (
+        serving(http, "server", sampler),
+        on_stop(inbox, lambda number: _LEAVE),
+        dumping_at_signal(inbox, record),
+    ):
+        lens = member_lens(
+            Role.SERVER, transport, core.member.envelope, lambda: core.counts, record
+        )
+        wish = drive(core, transport, inbox, archive, lens=lens)
+    if record is not None:
+        record.close(core)
     if archive is not None:
         archive.close()
     transport.close(0.5)
@@ -151,6 +173,9 @@ def _load(plugin: str) -> None:
         ) from error
 
 
-def _leave_and_exit(core: Any, now: float, number: int) -> Iterator[object]:
-    yield from core.member.leave(True, 0, True, "asked to stop")
-    yield Exit(0, "asked to stop")
+_LEAVE = Request(
+    "member.leave",
+    (True, 0, True, "asked to stop"),
+    is_timed=False,
+    then=(Exit(0, "asked to stop"),),
+)

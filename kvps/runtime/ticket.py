@@ -5,6 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
 
 from kvps.errors import EpochChanged, KvpsError
 
@@ -12,10 +16,37 @@ TIMEOUT_S = 300.0
 """Default limit of a call, in seconds."""
 
 
+class Watch(Protocol):
+    """Hears how long the script waits."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it listens."""
+
+    @property
+    def clock(self) -> Callable[[], int]:
+        """Returns nanoseconds."""
+
+    def waited(self, begin: int, end: int) -> None:
+        """The calling thread has waited."""
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
+def profiled(what: str) -> AbstractContextManager[object]:
+    """Return a range ``kvps::WHAT``, for a call ``WHAT()``, of torch.profiler, if a profiler is active; else nothing."""
+    if not torch._C._autograd._profiler_enabled():
+        return _NOTHING
+    name = what.partition("(")[0]
+    return torch.profiler.record_function(f"kvps::{name}")
+
+
 class Ticket:
     """The end of a call: the calling thread waits for it, and the loop's thread announces it."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self._watch = watch
         self._copied = threading.Event()
         self._ended = threading.Event()
         self._uncopied: KvpsError | None = None
@@ -71,13 +102,25 @@ class Ticket:
         """Whether the call has ended."""
         return self._ended.is_set()
 
+    def _await(self, event: threading.Event) -> None:
+        """Wait, and tell a timeline and a profiler that are there."""
+        watch = self._watch
+        if watch is None:
+            event.wait()
+            return
+        began = watch.clock() if watch.is_on else 0
+        with profiled("wait"):
+            event.wait()
+        if began:
+            watch.waited(began, watch.clock())
+
     def wait_copied(self) -> None:
         """Wait until the caller may reuse its values.
 
         Raises:
             KvpsError: if the call failed before that.
         """
-        self._copied.wait()
+        self._await(self._copied)
         if self._uncopied is not None:
             raise self._uncopied
 
@@ -87,7 +130,7 @@ class Ticket:
         Raises:
             KvpsError: if the call failed.
         """
-        self._ended.wait()
+        self._await(self._ended)
         if self.error is not None:
             if isinstance(self.error, EpochChanged):
                 self.error.was_raised = True

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
@@ -29,9 +28,13 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import LOOK_EVERY_S, Inbox, NullListener, Transport, drive
+from kvps.net.lens import Request
 from kvps.observe import logs
+from kvps.observe.recording.values import dumps
+from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
-from kvps.runtime.ticket import Ticket
+from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
+from kvps.runtime.ticket import Ticket, profiled
 from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
 
@@ -58,7 +61,10 @@ class WorkerSession(NullListener):
         *,
         is_replaceable: bool = True,
     ) -> None:
-        self._core = Worker(identity, time.monotonic(), memory)
+        now = time.monotonic()
+        header = {"role": "worker", "now": now, "identity": identity_of(identity)}
+        self._record = recorder({**header, "threads": torch.get_num_threads()}, dumps)
+        self._core = Worker(identity, now, recorded(memory, self._record))
         self.scheduler = identity.scheduler
         """The scheduler's endpoint."""
         self.pid = os.getpid()
@@ -68,12 +74,16 @@ class WorkerSession(NullListener):
         self.names: dict[str, str] = {}
         """Name of each store -> its type."""
         self._transport = transport
+        self._lens = member_lens(
+            Role.WORKER, transport, self._core.member.envelope, below=self._record
+        )
         self._inbox: Inbox[Worker] = Inbox(transport)
         self._tickets: dict[int, Ticket] = {}
         self._numbers = itertools.count(1)
         self._over: KvpsError | None = None
         self._thread = threading.Thread(target=self._run, name="kvps", daemon=True)
         self._thread.start()
+        dump_at_signal(self._inbox, self._record)
 
     # --- the loop's side ------------------------------------------------------------------------
 
@@ -81,9 +91,11 @@ class WorkerSession(NullListener):
         logs.speak_in_thread_as(self.speaker)
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
-            self._inbox.put(lambda core, now: core.start(now))
+            self._inbox.put(Request("start"))
             with torch.no_grad():  # values may be parameters
-                wish = drive(self._core, self._transport, self._inbox, self)
+                wish = drive(self._core, self._transport, self._inbox, self, lens=self._lens)
+            if self._record is not None:
+                self._record.close(self._core)
             error = self._core.member.error or SchedulerLost(
                 f"this process is no longer part of the cluster: {wish.reason}"
             )
@@ -91,6 +103,8 @@ class WorkerSession(NullListener):
             error = raised
         except BaseException as raised:  # the loop must not end and leave callers waiting
             log.exception("the kvps loop failed")
+            if self._record is not None:
+                self._record.dump_once(self._core, repr(raised))
             error = KvpsError(f"the kvps loop failed: {raised!r}")
         finally:
             self._over = error
@@ -160,7 +174,7 @@ class WorkerSession(NullListener):
             KvpsError: if that cannot be, or not in time.
         """
         number, ticket = self._ticket()
-        self._put(ticket, lambda core, now: core.on_join(number, time.monotonic() + timeout_s, now))
+        self._put(ticket, Request("on_join", (number, time.monotonic() + timeout_s)))
         ticket.wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
@@ -177,16 +191,17 @@ class WorkerSession(NullListener):
             )
         number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
-        self._put(ticket, lambda core, now: core.on_call(number, call, deadline, now))
+        with profiled(call.title):
+            self._put(ticket, Request("on_call", (number, call, deadline)))
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
-        number, ticket = next(self._numbers), Ticket()
+        number, ticket = next(self._numbers), Ticket(self._lens.tracer)
         self._tickets[number] = ticket
         return number, ticket
 
-    def _put(self, ticket: Ticket, item: Callable[[Worker, float], Iterator[object]]) -> None:
-        self._inbox.put(item)  # type: ignore[arg-type]  # effects are objects; mypy sees Iterator
+    def _put(self, ticket: Ticket, request: Request) -> None:
+        self._inbox.put(request)
         if self._over is not None and not ticket.is_over:
             ticket.end(None, self._over)
 
@@ -195,8 +210,8 @@ class WorkerSession(NullListener):
         if self.is_over or os.getpid() != self.pid:
             return
         if say:
-            can = self._is_replaceable
-            self._inbox.put(lambda core, now: core.leave(done, exit_code, reason, replaceable=can))
+            options = {"replaceable": self._is_replaceable}
+            self._inbox.put(Request("leave", (done, exit_code, reason), options, is_timed=False))
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)

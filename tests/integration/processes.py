@@ -132,6 +132,7 @@ class Processes:
             **own,
             "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
             "PYTHONUNBUFFERED": "1",
+            "KVPS_RECORD_DIR": str(folder / "records"),
             "TMPDIR": str(self.temp),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "torch"),  # made by any torch.optim.Optimizer
             MARK: self._mark,

@@ -25,6 +25,9 @@ SCHEDULER = Envelope(JOB, 7, Role.SCHEDULER, 0, 0, 0)
 SERVER = Envelope(JOB, 7, Role.SERVER, 1, 2, 0)
 WORKER = Envelope(JOB, 7, Role.WORKER, 3, 5, 42)
 CREATOR = Envelope(JOB, 7, Role.WORKER, 0, 4, 9)
+NAMELESS = Envelope(NOBODY, 0, Role.SCHEDULER, 0, 0, 0)
+SPAN = memoryview(struct.pack("<BBHIQQQQII", 5, 1, 0, 1, 2**41, 25_000, 42, 5, 3, 12))
+"""A SEND of 25 us to server 1."""
 
 
 def asking_nothing(envelope: Envelope) -> Envelope:
@@ -259,6 +262,17 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 (m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),),
             ),
             (),
+        ),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Trace(2**61, 10.0), ()),
+        (NAMELESS, m.Tracing(1, 0.5, 3, 1_700_000_042.5, 2**40), ()),
+        (NAMELESS, m.AskClock(2**61, 2**40), ()),
+        (asking_nothing(WORKER), m.ClockIs(2**61, 2**40, 2**41), ()),
+        (asking_nothing(WORKER), m.Spans(2**61, "gpu-1", 4711, 1, 7), (SPAN,)),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 2), m.Fetch(2**61, 1), ()),
+        (
+            NAMELESS,
+            m.Part(2, 2, 3, 5, "gpu-1", 4711, (m.RoundTrip(2**40, 2**41, 2**40 + 90),), 1, 7),
+            (SPAN,),
         ),
     ]
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
-FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Leave, p.Error)
+FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Leave, p.Error, p.Trace, p.Fetch)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
 """The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""

@@ -28,6 +28,8 @@ TAGS = {
     **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
     **{120: "Measure", 121: "Measured"},
     **{130: "Ping", 131: "Pong"},
+    **{140: "Trace", 141: "Tracing", 142: "AskClock", 143: "ClockIs", 144: "Spans"},
+    **{145: "Fetch", 146: "Part"},
 }
 """Written down once more: a tag that was given is for ever."""
 

@@ -104,7 +104,7 @@ class Aggregator:
         """An update failed half-way: some values are of no version."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """Chunk -> (keys looked at so far, [(start, stop)] of pieces that hold only part of a key)."""
-        self._updates = Updates(BLOCK_COUNT * threads, wake)
+        self._updates = Updates(BLOCK_COUNT * threads, wake, self._tally.counts)
         self.norms = GlobalNorms(chunks, self._updates, workers)
 
     # --- judging ----------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from itertools import groupby
 
 import torch
 
+from kvps.core.counts import Counts
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.nonfinite import Flaw, count_nonfinite
 from kvps.core.optim.base import Updater
@@ -37,7 +38,8 @@ Wake = Callable[[list[PendingRead]], None]
 class Updates:
     """Moves values, ``block_count`` elements at once."""
 
-    def __init__(self, block_count: int, wake: Wake) -> None:
+    def __init__(self, block_count: int, wake: Wake, counts: Counts | None = None) -> None:
+        self._counts = counts or Counts()
         self._block_count = block_count
         self._wake = wake
         self._blocks: dict[torch.dtype, torch.Tensor] = {}
@@ -129,7 +131,7 @@ class Updates:
                 chunk.forget_changes(span.start)
             return
         _densify(due)
-        weight, state = chunk.writable(), store.state_of(chunk)
+        weight, state, lap = chunk.writable(), store.state_of(chunk), self._counts.lap
         block = self._block(chunk.summed_in)
         residual = None if history is None else history.own_residual()
         for first, last, lr, weight_decay in segments(store, chunk, span):
@@ -144,6 +146,8 @@ class Updates:
                 target = weight[start:stop]
                 if residual is not None:
                     target = target + residual[start:stop]
+                if lap is not None:
+                    lap()
                 updater.apply(
                     target,
                     gradient,
@@ -154,6 +158,8 @@ class Updates:
                     norms=norms,
                     rank=due.rank,
                 )
+                if lap is not None:
+                    lap()
                 if residual is not None:
                     torch.sub(target, weight[start:stop], out=residual[start:stop])
         if history is not None:

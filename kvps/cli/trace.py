@@ -1,0 +1,116 @@
+"""``kvps trace``: records what all processes of a job do, as one timeline, and says what bounds a step."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvps import config
+from kvps.cli import flags
+from kvps.core.agents.trace_inquiry import TraceInquiry
+from kvps.errors import ConfigError
+from kvps.net.driver import Inbox, drive
+from kvps.net.zap import Keys
+from kvps.net.zeromq import ZmqTransport
+from kvps.observe.timeline import chrome
+from kvps.observe.timeline.explain import explain
+from kvps.observe.timeline.files import write
+from kvps.observe.timeline.merged import MergedTrace, merge
+
+NAME = "kvps trace"
+TIMEOUT_S = 10.0
+SECONDS = 10.0
+WHAT = """\
+Records what every process of a running job does, on one clock, and says in words what bounds its steps: the compute
+of a worker, a link, the work of a server, or the wait for a slow rank."""
+MORE = f"""\
+examples:
+  kvps trace --seconds 10 --out trace.json     record, explain, and keep the timeline
+  kvps trace --explain trace.json              explain a timeline that was kept
+  KVPS_TIMELINE=trace.json kvps-launch -n 4 -s 2 -- python train.py
+                                               record a whole job
+
+Open the file in https://ui.perfetto.dev, or in chrome://tracing; nothing is uploaded. Each worker has a track for its
+script (compute, wait) and a track for its kvps loop (copy, encode, send, scatter); each server has reduce, update and
+reply. Arrows join the spans of one request. A trace needs the key of the role admin: it slows the job, by up to 3 %.
+
+{flags.EXIT_CODES}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds without an answer), KVPS_LOG_LEVEL
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command."""
+    return flags.run(NAME, argv, _main)
+
+
+def _main(argv: Sequence[str]) -> int:
+    parser = flags.Parser(NAME, WHAT, MORE)
+    flags.add_scheduler(parser)
+    parser.add_argument(
+        "--seconds", metavar="S", help=f"how long to record, at most 600 ({SECONDS:g})"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the timeline there (it is not kept)")
+    parser.add_argument("--explain", metavar="FILE", help="explain this timeline; record nothing")
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
+    )
+    parsed = parser.parse_args(argv)
+    flags.start_log(NAME, parsed)
+    if parsed.explain is not None:
+        if parsed.seconds is not None or parsed.out is not None:
+            parser.error("--explain reads a timeline; --seconds and --out record one")
+        print(explain(_read(parsed.explain)).text)
+        return 0
+    for_s = SECONDS
+    if parsed.seconds is not None:
+        for_s = config.as_seconds("--seconds", parsed.seconds)
+    scheduler, keys = flags.scheduler_of(parsed), flags.keys_of(parsed, "admin")
+    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    trace = record(scheduler, for_s, keys, limit_s)
+    if parsed.out is not None:
+        write(Path(parsed.out), trace)
+    print(explain(trace).text)
+    if parsed.out is not None:
+        print(f"\nthe timeline is in {parsed.out}: open it in https://ui.perfetto.dev")
+    return 0
+
+
+def record(scheduler: str, for_s: float, keys: Keys | None, limit_s: float) -> MergedTrace:
+    """Return a trace of the job at ``scheduler``.
+
+    Raises:
+        Unauthorized: if the scheduler has keys, and these do not allow a trace.
+        SchedulerLost: if it does not answer in time.
+        ConfigError: if it records another trace.
+    """
+    number = secrets.randbelow(2**62) + 1
+    core = TraceInquiry(scheduler, number, for_s, time.monotonic(), limit_s)
+    transport = ZmqTransport(keys=keys)
+    inbox: Inbox[TraceInquiry] = Inbox(transport)
+    inbox.put(lambda core, now: core.start(now))
+    try:
+        drive(core, transport, inbox)
+    finally:
+        transport.close(0.0)
+    if not core.is_complete:
+        raise core.error
+    assert core.tracing is not None
+    return merge(core.parts, core.tracing.wall_s, core.tracing.clock)
+
+
+def _read(name: str) -> MergedTrace:
+    try:
+        return chrome.load(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {name}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

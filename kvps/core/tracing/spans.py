@@ -1,0 +1,99 @@
+"""Spans: what a process did from when to when, for which request, as numbers of a fixed size."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from kvps.errors import ProtocolError
+from kvps.protocol.tracing import SPAN_BYTES
+
+_LAYOUT = struct.Struct("<BBHIQQQQII")
+"""Kind, role and rank of the peer, reserved; begin, duration, seq, number, chunk and bytes."""
+assert _LAYOUT.size == SPAN_BYTES
+_INT_32_MAX = 2**32 - 1
+NOBODY = 255
+"""The role of a span that has no peer."""
+
+
+class Kind(enum.IntEnum):
+    """The work that a span is of."""
+
+    COMPUTE = 1
+    """The script of a worker runs, and does not wait for a call."""
+    WAIT = 2
+    """The script waits for a call."""
+    COPY = 3
+    """The payload of a request is gathered."""
+    ENCODE = 4
+    """A packet becomes frames."""
+    SEND = 5
+    """Frames are handed to the network, or lent."""
+    REDUCE = 6
+    """A server takes in a gradient and adds gradients up."""
+    UPDATE = 7
+    """A server's optimizer makes a step."""
+    REPLY = 8
+    """An answer is made and handed to the network."""
+    SCATTER = 9
+    """Values of an answer are copied to where the caller wants them."""
+    SERVE = 10
+    """All else that follows from a packet."""
+
+
+class Span(NamedTuple):
+    """One span."""
+
+    kind: Kind
+    role: int
+    """Role of the peer; :data:`NOBODY` for none."""
+    rank: int
+    """Rank of the peer."""
+    begin: int
+    """Nanoseconds on the clock of the process."""
+    took: int
+    """Nanoseconds."""
+    seq: int = 0
+    """Number of the request among those of its worker to its receiver; 0 for none."""
+    number: int = 0
+    """Number of the round or push."""
+    chunk: int = 0
+    octets: int = 0
+    """Bytes of payload."""
+
+    @property
+    def end(self) -> int:
+        """When it ended."""
+        return self.begin + self.took
+
+
+def pack(spans: Iterable[Span]) -> bytes:
+    """Return spans as bytes."""
+    return b"".join(
+        [
+            _LAYOUT.pack(
+                *(one.kind, one.role, 0, min(one.rank, _INT_32_MAX), one.begin, max(0, one.took)),
+                *(one.seq, one.number, min(one.chunk, _INT_32_MAX), min(one.octets, _INT_32_MAX)),
+            )
+            for one in spans
+        ]
+    )
+
+
+def unpack(octets: bytes | memoryview) -> Iterator[Span]:
+    """Yield the spans that :func:`pack` has written.
+
+    Raises:
+        ProtocolError: if they are none.
+    """
+    if len(octets) % SPAN_BYTES:
+        raise ProtocolError(f"{len(octets)} octets are no spans of {SPAN_BYTES}")
+    for kind, role, _, rank, begin, took, *rest in _LAYOUT.iter_unpack(octets):
+        if kind not in _KINDS:
+            raise ProtocolError(f"no kind of span has number {kind}")
+        yield Span(_KINDS[kind], role, rank, begin, took, *rest)
+
+
+_KINDS = {kind.value: kind for kind in Kind}

@@ -1,0 +1,368 @@
+"""The recorder of a process: all that its core was given, in a ring of the last events or completely in a file.
+
+The *ring* is always on. It holds the envelopes and fields of the last packets that came and left, timers, calls and
+failures, and no values. The *full* record goes to a file as it happens, with payloads and the arguments of calls, so
+that it survives SIGKILL. It has what a replay needs besides: what the memory said, and when the world had read a payload.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar, cast
+
+from kvps.core.effects import Core, Disk, Effect, Effects, Exit, Hold, Route, Send
+from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
+from kvps.errors import KvpsError, StorageError
+from kvps.net.lens import Item, Request
+from kvps.observe.recording.digest import digest
+from kvps.observe.recording.format import (
+    Event,
+    What,
+    bare_packet_parts,
+    checksum_of,
+    event_bytes,
+    packet_parts,
+    route_bytes,
+    write_header,
+)
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Message, Packet
+from kvps.protocol.membership import Left
+
+log = logging.getLogger("kvps")
+C = TypeVar("C", bound=Core)
+EVENTS_MAX = 10_000
+RUNS_MAX = 100_000
+"""Runs of elements in all messages of the ring: a push of a thousand keys may have a thousand."""
+FILES_MAX = 20
+"""Files of one directory; the oldest go."""
+EXPECTED = (0, EXIT_TEMPORARY, EXIT_CONFIG)
+"""Exit codes that are no error of this process."""
+Entry = tuple[What, float, Any, Envelope | None, Message | None]
+"""Kind, time, route or words, and the head of a packet. Nothing here keeps values alive."""
+Dumps = Callable[[Callable[[object], int | None], object], bytes | None]
+"""Writes the arguments of a request as bytes; None if they cannot be written."""
+SMALL = ("on_join", "leave", "member.leave")
+"""Requests whose arguments a ring keeps; those of others may be values."""
+
+
+class Ring:
+    """The last events of a process."""
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque()
+        self.dropped = 0
+        """Events before those in the ring."""
+        self._runs = 0
+
+    def add(self, entry: Entry) -> None:
+        """Add an event; the oldest go, if there are too many."""
+        self.entries.append(entry)
+        self._runs += len(getattr(entry[4], "runs", ()))
+        while len(self.entries) > EVENTS_MAX or self._runs > RUNS_MAX:
+            self.dropped += 1
+            self._runs -= len(getattr(self.entries.popleft()[4], "runs", ()))
+
+
+class RingLens:
+    """The lens that fills a ring; it calls the core.
+
+    Args:
+        header: what a file of this process begins with.
+        folder: where files go.
+        dumps: writes the arguments of requests; None in a process whose requests have none.
+    """
+
+    due: float | None = None
+
+    def __init__(self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None) -> None:
+        self.ring = Ring()
+        self._dumps = dumps
+        self._header = header
+        self._folder = folder
+        self._has_dumped = False
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+        """A packet came."""
+        self.ring.add((What.BARE_PACKET, now, route, packet.envelope, packet.message))
+        return self._noting(core, core.on_packet(route, packet, now), now)
+
+    def failure(
+        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
+    ) -> Effects:
+        """A packet was refused, or caused an unexpected error: then the ring goes to a file, once."""
+        self.ring.add((What.FAILURE, now, failure_parts(route, envelope, error), None, None))
+        effects = core.on_failure(route, envelope, error, now)
+        if not isinstance(error, KvpsError):
+            self.dump_once(core, repr(error))
+        return self._noting(core, effects, now)
+
+    def drop(self, core: Core, route: Route, now: float) -> Effects:
+        """A connection broke."""
+        self.ring.add((What.DROP, now, route, None, None))
+        return self._noting(core, core.on_drop(route, now), now)
+
+    def timer(self, core: Core, now: float) -> Effects:
+        """The deadline is reached."""
+        self.ring.add((What.TIMER, now, None, None, None))
+        return self._noting(core, core.on_timer(now), now)
+
+    def item(self, core: C, item: Item[C], now: float) -> Effects:
+        """Another thread asks for something."""
+        self.ring.add((*self._words(item, now), None, None))
+        return self._noting(core, item(core, now), now)
+
+    def tick(self, now: float) -> Effects:
+        """Nothing is due."""
+        yield from ()
+
+    def _noting(self, core: Core, effects: Effects, now: float) -> Iterator[Effect]:
+        for effect in effects:
+            if isinstance(effect, Send):
+                packet = effect.packet
+                self.ring.add((What.SENT, now, effect.to, packet.envelope, packet.message))
+            elif isinstance(effect, Exit) and effect.code not in EXPECTED:
+                self.dump_once(core, effect.reason)
+            yield effect
+
+    def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
+        """Return what the ring keeps of a request: its name, and its arguments if those are small."""
+        if not isinstance(item, Request):
+            return What.UNKNOWN, now, [_name_of(item)]
+        words = ", ".join([type(one).__name__ for one in item.args])
+        octets = b""
+        if item.name in SMALL and self._dumps is not None:
+            wanted = (item.args, dict(item.options), item.is_timed)
+            octets = self._dumps(lambda _: None, wanted) or b""
+        return What.ITEM, now, [item.name.encode(), octets, f"({words})".encode()]
+
+    # --- files ----------------------------------------------------------------------------------
+
+    def close(self, core: Core) -> None:
+        """The loop has ended."""
+
+    def dump_once(self, core: Core, why: str) -> None:
+        """Write the ring to a file, unless that was done for an earlier error."""
+        if not self._has_dumped:
+            self._has_dumped = True
+            self.dump(core, why)
+
+    def dump(self, core: Core, why: str) -> Path | None:
+        """Write the ring to a file; return its name, None if that failed."""
+        header = {**self._header, "why": why, "dropped": self.ring.dropped, "is_full": False}
+        try:
+            path, file = new_file(self._folder, self._header["role"])
+            with file:
+                write_header(file, header)
+                for entry in self.ring.entries:
+                    file.write(event_bytes(_event(entry)))
+                state = digest(core, values=False)
+                at = self.ring.entries[-1][1] if self.ring.entries else 0.0
+                file.write(event_bytes(Event(What.DIGEST, at, [b"", state.encode()])))
+        except OSError as error:
+            log.error("cannot write the flight recorder to %s: %s", self._folder, error)
+            return None
+        log.warning("wrote the flight recorder (%s) to %s", why, path)
+        return path
+
+
+def _event(entry: Entry) -> Event:
+    what, at, subject, envelope, message = entry
+    if envelope is not None and message is not None:
+        return Event(
+            what, at, [route_bytes(subject), *bare_packet_parts(Packet(envelope, message))]
+        )
+    if what is What.DROP:
+        return Event(what, at, [route_bytes(subject)])
+    return Event(what, at, list(subject or ()))
+
+
+def _name_of(item: object) -> bytes:
+    return str(getattr(item, "__qualname__", type(item).__name__)).encode()
+
+
+def failure_parts(route: Route, envelope: Envelope, error: Exception) -> list[bytes]:
+    """Return what is kept of a failure: route, envelope, and the error by its code or its class."""
+    head = bytes(wire.encode(Packet(envelope, Left()))[0])
+    code = str(error.code) if isinstance(error, KvpsError) else type(error).__name__
+    return [route_bytes(route), head, code.encode(), str(error)[:2000].encode()]
+
+
+def new_file(folder: Path, role: str) -> tuple[Path, BinaryIO]:
+    """Create a file for a record, which only its owner can read; the oldest of too many go.
+
+    Raises:
+        OSError: if that cannot be, or the directory is another user's.
+    """
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to another user")
+    old = sorted(folder.glob("*.record"), key=lambda path: path.stat().st_mtime)
+    for path in old[: max(0, len(old) - FILES_MAX + 1)]:
+        path.unlink(missing_ok=True)
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    for number in range(1000):
+        path = folder / f"{role}-{os.getpid()}-{stamp}-{number}.record"
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            continue
+        return path, cast("BinaryIO", os.fdopen(fd, "wb"))
+    raise FileExistsError(f"{folder} has a thousand records of this process")
+
+
+class _WatchedHold:
+    """A hold whose release is noted."""
+
+    def __init__(self, hold: Hold, released: Callable[[], None]) -> None:
+        self._hold, self._released = hold, released
+
+    def release(self) -> None:
+        """The world has read it."""
+        self._released()
+        self._hold.release()
+
+
+class FullLens(RingLens):
+    """The lens that writes all that its core is given to a file, and fills the ring.
+
+    Args:
+        header: as for :class:`RingLens`, with all arguments of the core.
+        folder: where the file goes.
+        dumps: writes the arguments of a request.
+        clock: seconds.
+
+    Raises:
+        StorageError: if the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        header: dict[str, Any],
+        folder: Path,
+        dumps: Dumps | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(header, folder, dumps)
+        self._clock = clock
+        self._sent = self._orders = 0
+        self._awaited: dict[int, int] = {}
+        """By the identity of what an order is for, the number of the order."""
+        self._kept: list[object] = []
+        try:
+            self.path, self._file = new_file(folder, header["role"])
+            write_header(self._file, {**header, "is_full": True, "dropped": 0})
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"cannot write a record to {folder}: {error}") from error
+        log.info("the record of this process is %s", self.path)
+
+    def note(self, what: What, at: float, *parts: bytes) -> None:
+        """Write an event, and give it to the kernel: it survives the end of this process."""
+        self._file.write(event_bytes(Event(what, at, list(parts))))
+        self._file.flush()
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+        """A packet came."""
+        self.note(What.PACKET, now, route_bytes(route), *packet_parts(packet))
+        return super().packet(core, route, packet, now)
+
+    def failure(
+        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
+    ) -> Effects:
+        """A packet was refused, or caused an unexpected error."""
+        self.note(What.FAILURE, now, *failure_parts(route, envelope, error))
+        return super().failure(core, route, envelope, error, now)
+
+    def drop(self, core: Core, route: Route, now: float) -> Effects:
+        """A connection broke."""
+        self.note(What.DROP, now, route_bytes(route))
+        return super().drop(core, route, now)
+
+    def timer(self, core: Core, now: float) -> Effects:
+        """The deadline is reached."""
+        self.note(What.TIMER, now)
+        return super().timer(core, now)
+
+    def item(self, core: C, item: Item[C], now: float) -> Effects:
+        """Another thread asks for something."""
+        octets = None
+        if isinstance(item, Request):
+            wanted = (item.args, dict(item.options), item.is_timed)
+            octets = b"" if self._dumps is None else self._dumps(self._place, wanted)
+            if octets is None:
+                self.note(What.UNKNOWN, now, item.name.encode(), b"!")
+            else:
+                self.note(What.ITEM, now, item.name.encode(), octets)
+        else:
+            self.note(What.UNKNOWN, now, _name_of(item))
+        return super().item(core, item, now)
+
+    def _place(self, thing: object) -> int | None:
+        """Return the order that ``thing`` was given with."""
+        return self._awaited.get(id(thing))
+
+    def _noting(self, core: Core, effects: Effects, now: float) -> Iterator[Effect]:
+        for effect in super()._noting(core, effects, now):
+            if isinstance(effect, Send):
+                self.note(What.SENT, now, route_bytes(effect.to), checksum_of(effect.packet))
+                number, self._sent = self._sent, self._sent + 1
+                if effect.hold is not None:
+                    hold = _WatchedHold(effect.hold, lambda number=number: self._released(number))  # type: ignore[misc]  # a default argument
+                    yield Send(effect.to, effect.packet, hold)
+                    continue
+            elif isinstance(effect, Disk):
+                thing = getattr(effect.order, "for_whom", None)
+                if thing is not None:
+                    self._awaited[id(thing)] = self._orders
+                    self._kept.append(thing)
+                self._orders += 1
+            yield effect
+
+    def _released(self, number: int) -> None:
+        self.note(What.RELEASE, self._clock(), str(number).encode())
+
+    def close(self, core: Core) -> None:
+        """The loop has ended: mark the state."""
+        self.mark(core, self._clock())
+        self._file.close()
+
+    def mark(self, core: Core, now: float) -> None:
+        """Write the digest of the state."""
+        self.note(What.DIGEST, now, digest(core).encode(), digest(core, values=False).encode())
+
+    def dump(self, core: Core, why: str) -> Path | None:
+        """Mark the state in the file; the ring has nothing more than that."""
+        self.mark(core, self._clock())
+        log.warning("the record of this process (%s) is %s", why, self.path)
+        return self.path
+
+
+class RecordedMemory:
+    """A memory whose answers are noted, as they decide what a core does."""
+
+    def __init__(
+        self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._inner, self._lens, self._clock = inner, lens, clock
+
+    def empty(self, count: int, dtype: str) -> Any:
+        """Return a flat tensor."""
+        return self._inner.empty(count, dtype)
+
+    def lends(self, route: str | bytes, pieces: Sequence[Any]) -> bool:
+        """Whether the peer along ``route`` would read ``pieces`` where they lie."""
+        answer: bool = self._inner.lends(route, pieces)
+        self._lens.note(What.LENDS, self._clock(), b"1" if answer else b"0")
+        return answer
+
+    def side_by_side(self, parts: Sequence[Any]) -> Any:
+        """Return values that were lent here as one tensor; None if that fails."""
+        answer = self._inner.side_by_side(parts)
+        self._lens.note(What.SIDE_BY_SIDE, self._clock(), b"0" if answer is None else b"1")
+        return answer

@@ -1,0 +1,203 @@
+"""Merged traces as Chrome's JSON (``traceEvents``), which Perfetto opens; and back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.errors import ConfigError
+from kvps.observe.timeline.merged import MergedTrace, Process
+from kvps.protocol.envelope import Node, Role
+
+SCRIPT, LOOP, LINK = 1, 2, 3
+"""Threads of a process: its script, its loop, and its requests on their way."""
+FORMAT = 1
+_SCRIPT_KINDS = (Kind.COMPUTE, Kind.WAIT)
+_PID_STEP = 10_000
+
+
+def document(trace: MergedTrace) -> dict[str, Any]:
+    """Return the JSON of a trace; times are microseconds from its beginning."""
+    error = trace.error_ns
+    begin = trace.begin
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "kvps": FORMAT,
+            "wall_clock_at_0": trace.wall_s + (begin - trace.clock) / 1e9,
+            "clock_error_us": None if error is None else error / 1000,
+            "spans_lost": sum([one.lost for one in trace.processes]),
+        },
+        "traceEvents": [*_metadata(trace), *_slices(trace, begin), *_arrows(trace, begin)],
+    }
+
+
+def pid_of(process: Process) -> int:
+    """Return the number of a process in the trace: equal for no two."""
+    return process.node.role * _PID_STEP**2 + process.node.rank * _PID_STEP + process.incarnation
+
+
+def _metadata(trace: MergedTrace) -> Iterator[dict[str, Any]]:
+    for process in trace.processes:
+        pid = pid_of(process)
+        label = f"{process.name} ({process.host}:{process.pid})"
+        who = {
+            "name": label,
+            "role": process.node.role,
+            "rank": process.node.rank,
+            "incarnation": process.incarnation,
+            "host": process.host,
+            "pid": process.pid,
+            "error_ns": process.error_ns,
+            "lost": process.lost,
+        }
+        yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": who}
+        order = {Role.WORKER: 0, Role.SERVER: 1, Role.SCHEDULER: 2}[process.node.role]
+        sort = {"sort_index": order * _PID_STEP + process.node.rank}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": sort}
+        for tid, name in ((SCRIPT, "script"), (LOOP, "kvps loop")):
+            if tid == LOOP or process.node.role is Role.WORKER:
+                args = {"name": name}
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": args}
+
+
+def _slices(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
+    for process in trace.processes:
+        pid = pid_of(process)
+        for span in process.spans:
+            peer = "" if span.role == NOBODY else str(Node(Role(span.role), span.rank))
+            yield {
+                "ph": "X",
+                "name": span.kind.name.lower(),
+                "cat": "kvps",
+                "pid": pid,
+                "tid": SCRIPT if span.kind in _SCRIPT_KINDS else LOOP,
+                "ts": (span.begin - zero) / 1000,
+                "dur": span.took / 1000,
+                "args": {
+                    "peer": peer,
+                    "seq": span.seq,
+                    "number": span.number,
+                    "chunk": span.chunk,
+                    "octets": span.octets,
+                },
+            }
+
+
+RequestId = tuple[int, int, int, int, int]
+"""Role and rank of the sender and of the receiver, and the number of the request between them."""
+
+
+def request_of(process: Process, span: Span) -> RequestId | None:
+    """Return the request that a span belongs to; None for none."""
+    if not span.seq or span.role == NOBODY:
+        return None
+    ours, theirs = (int(process.node.role), process.node.rank), (span.role, span.rank)
+    is_asker = span.kind in (Kind.COPY, Kind.ENCODE, Kind.SEND, Kind.SCATTER) or (
+        span.kind is Kind.SERVE and process.node.role is Role.WORKER and span.role != Role.WORKER
+    )
+    return (*ours, *theirs, span.seq) if is_asker else (*theirs, *ours, span.seq)
+
+
+def _arrows(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
+    """Yield the flow of each request, and the time that it waited between two processes."""
+    found: dict[RequestId, list[tuple[Process, Span]]] = defaultdict(list)
+    for process in trace.processes:
+        for span in process.spans:
+            request = request_of(process, span)
+            if request is not None:
+                found[request].append((process, span))
+    for number, steps in enumerate(found.values(), 1):
+        steps.sort(key=lambda step: step[1].begin)
+        if len({id(process) for process, _ in steps}) < 2:
+            continue
+        yield from _waits(steps, number, zero)
+        for at, (process, span) in enumerate(steps):
+            event = {
+                "ph": "s" if at == 0 else "f" if at == len(steps) - 1 else "t",
+                "name": "request",
+                "cat": "kvps",
+                "id": number,
+                "pid": pid_of(process),
+                "tid": LOOP,
+                "ts": (span.begin - zero + span.took // 2) / 1000,
+            }
+            if event["ph"] == "f":
+                event["bp"] = "e"
+            yield event
+
+
+def _waits(steps: list[tuple[Process, Span]], number: int, zero: int) -> Iterator[dict[str, Any]]:
+    """Yield *queue* at the receiver: from when a request was sent until it is looked at."""
+    for (sender, before), (receiver, after) in itertools.pairwise(steps):
+        if sender is receiver or after.begin <= before.end:
+            continue
+        is_answer = before.kind is Kind.REPLY
+        common = {
+            "name": "reply on its way" if is_answer else "queue",
+            "cat": "kvps wait",
+            "id": f"{number}",
+            "pid": pid_of(receiver),
+            "tid": LINK,
+        }
+        yield {**common, "ph": "b", "ts": (before.end - zero) / 1000, "args": {"seq": after.seq}}
+        yield {**common, "ph": "e", "ts": (after.begin - zero) / 1000}
+
+
+def dump(trace: MergedTrace) -> str:
+    """Return the text of the file."""
+    return json.dumps(document(trace), separators=(",", ":"))
+
+
+def load(text: str) -> MergedTrace:
+    """Return the trace in the text of a file that :func:`dump` made.
+
+    Raises:
+        ConfigError: if it is something else.
+    """
+    try:
+        loaded = json.loads(text)
+        other, events = loaded["otherData"], loaded["traceEvents"]
+        if other["kvps"] != FORMAT:
+            raise ConfigError(f"a trace of format {other['kvps']}; this kvps reads {FORMAT}")
+        processes = {
+            event["pid"]: _process(event["args"])
+            for event in events
+            if event["ph"] == "M" and event["name"] == "process_name"
+        }
+        for event in events:
+            if event["ph"] == "X" and event["pid"] in processes:
+                processes[event["pid"]].spans.append(_span(event))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            "this file is no trace of kvps: write one by 'kvps trace --out FILE' or KVPS_TIMELINE"
+        ) from error
+    for process in processes.values():
+        process.spans.sort(key=lambda span: (span.begin, -span.took))
+    return MergedTrace(list(processes.values()), float(other["wall_clock_at_0"]), 0)
+
+
+def _process(args: dict[str, Any]) -> Process:
+    node = Node(Role(args["role"]), args["rank"])
+    return Process(
+        *(node, args["incarnation"], args["host"], args["pid"]),
+        error_ns=args["error_ns"],
+        lost=args["lost"],
+    )
+
+
+def _span(event: dict[str, Any]) -> Span:
+    args = event["args"]
+    role, rank = NOBODY, 0
+    if args["peer"]:
+        name, _, number = args["peer"].partition(" ")
+        role, rank = Role[name.upper()].value, int(number or 0)
+    return Span(
+        *(Kind[event["name"].upper()], role, rank),
+        *(round(event["ts"] * 1000), round(event["dur"] * 1000)),
+        *(args["seq"], args["number"], args["chunk"], args["octets"]),
+    )

@@ -1,0 +1,289 @@
+"""The explanation of a step in words: the causes along the critical path of a trace, with their shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from statistics import median
+
+from kvps.core.tracing.spans import Kind, Span
+from kvps.observe.timeline.critical_path import Cause, CriticalPath, Stretch
+from kvps.observe.timeline.merged import MergedTrace
+from kvps.protocol.envelope import Node, Role
+
+SHOWN_MIN = 0.02
+"""Causes below this share are added up as one line."""
+SLOW = 1.3
+"""A worker is slow if it computes for so many times as long as the median of the others."""
+ONE_LINK = 0.75
+"""A single link is named if it has this part of the time of all links."""
+_AT_SERVER = ("reduce", "update", "reply", "serve")
+_WORDS = {
+    "reduce": "adding up gradients",
+    "update": "optimizer steps",
+    "reply": "making answers",
+    "serve": "other requests",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that steps wait for."""
+
+    what: str
+    """``compute``, ``copies``, ``server``, ``link``, ``scheduler`` or ``idle``."""
+    nodes: tuple[Node, ...]
+    share: float
+    """Part of the time of the trace, 0 to 1."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The causes that bound the steps of a trace."""
+
+    seconds: float
+    findings: tuple[Finding, ...]
+    """The largest first."""
+    error_ms: float | None
+    lost: int
+
+    @property
+    def text(self) -> str:
+        """The explanation as lines."""
+        return "\n".join(_lines(self))
+
+
+def explain(trace: MergedTrace) -> Explanation:
+    """Return what bounds the steps of ``trace``.
+
+    Example:
+        >>> explain(MergedTrace([])).text
+        'no worker waited for a call in this trace: nothing can be said about its steps'
+    """
+    path = CriticalPath(trace).walk()
+    total = sum([one.end - one.begin for one in path])
+    lost = sum([one.lost for one in trace.processes])
+    error_ns = trace.error_ns
+    error_ms = None if error_ns is None else error_ns / 1e6
+    if not total:
+        return Explanation(0.0, (), error_ms, lost)
+    times: Counter[Cause] = Counter()
+    for one in path:
+        times[one.cause] += one.end - one.begin
+    findings = [
+        *_computing(trace, path, times, total),
+        *_at_nodes(times, total),
+        *_links(times, total),
+    ]
+    findings.sort(key=lambda one: -one.share)
+    return Explanation(total / 1e9, tuple(findings), error_ms, lost)
+
+
+# --- the causes ------------------------------------------------------------------------------------
+
+
+def _computing(
+    trace: MergedTrace, path: list[Stretch], times: Counter[Cause], total: int
+) -> list[Finding]:
+    """Return the workers whose computation is waited for."""
+    computed = {
+        one.node: sum([span.took for span in one.spans if span.kind is Kind.COMPUTE])
+        for one in trace.processes
+        if one.node.role is Role.WORKER
+    }
+    found = []
+    for cause, took in times.items():
+        if cause.kind != "compute":
+            continue
+        node, detail = cause.node, ""
+        others = [time for other, time in computed.items() if other != node]
+        usual = median(others) if others else 0
+        if usual and computed.get(node, 0) > SLOW * usual:
+            times_as_long = computed[node] / usual
+            waited = _waited_for(trace, path, node)
+            detail = (
+                f"{times_as_long:.1f} times the other workers' compute; waiting for rank {node.rank} "
+                f"takes {100 * waited / total:.0f} % of the other workers' time"
+            )
+        found.append(Finding("compute", (node,), took / total, detail))
+    if len(found) > 1 and not any(one.detail for one in found):  # none is slow: they take turns
+        nodes = tuple(sorted([one.nodes[0] for one in found]))
+        return [Finding("compute", nodes, sum([one.share for one in found]))]
+    return found
+
+
+def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
+    """Return for how long the other workers waited while ``node`` computed; nanoseconds, the mean of them."""
+    computing = [one for one in path if one.cause == Cause("compute", node)]
+    waited: list[int] = []
+    for process in trace.processes:
+        if process.node.role is not Role.WORKER or process.node == node:
+            continue
+        waits = [span for span in process.spans if span.kind is Kind.WAIT]
+        waited.append(
+            sum(
+                max(0, min(one.end, span.end) - max(one.begin, span.begin))
+                for one, span in _pairs(computing, waits)
+            )
+        )
+    return sum(waited) / len(waited)
+
+
+def _pairs(stretches: list[Stretch], waits: list[Span]) -> list[tuple[Stretch, Span]]:
+    """Return the pairs that overlap; both lists are walked once."""
+    pairs = []
+    ascending, index = sorted(stretches, key=lambda one: one.begin), 0
+    for span in waits:
+        while index < len(ascending) and ascending[index].end <= span.begin:
+            index += 1
+        at = index
+        while at < len(ascending) and ascending[at].begin < span.end:
+            pairs.append((ascending[at], span))
+            at += 1
+    return pairs
+
+
+def _at_nodes(times: Counter[Cause], total: int) -> list[Finding]:
+    """Return the loops that are waited for: of servers, of the scheduler, and the copies of workers."""
+    by_node: dict[tuple[str, Node], Counter[str]] = {}
+    for cause, took in times.items():
+        if cause.kind in ("compute", "link"):
+            continue
+        what = "idle"
+        if cause.kind != "idle":
+            role = cause.node.role
+            what = {Role.WORKER: "copies", Role.SERVER: "server"}.get(role, "scheduler")
+        by_node.setdefault((what, cause.node), Counter())[cause.kind] += took
+    found = []
+    for (what, node), kinds in by_node.items():
+        took, detail = kinds.total(), ""
+        if what == "server":
+            parts = [(kind, kinds[kind]) for kind in _AT_SERVER if kinds[kind]]
+            parts.sort(key=lambda part: -part[1])
+            detail = ", ".join(f"{_WORDS[kind]} {100 * ns / took:.0f} %" for kind, ns in parts[:2])
+        found.append(Finding(what, (node,), took / total, detail))
+    return found
+
+
+def _links(times: Counter[Cause], total: int) -> list[Finding]:
+    """Return the link, or the process whose links, packets are on for long."""
+    pairs: Counter[tuple[Node, Node]] = Counter()
+    up: Counter[tuple[Node, Node]] = Counter()
+    for cause, took in times.items():
+        if cause.kind == "link":
+            assert cause.peer is not None
+            first, second = sorted((cause.node, cause.peer), reverse=True)  # the worker first
+            pairs[first, second] += took
+            up[first, second] += took if cause.node == first else 0
+    all_ns = pairs.total()
+    if not all_ns:
+        return []
+    _, most = pairs.most_common(1)[0]
+    if most >= ONE_LINK * all_ns:
+        return [_link(one, took, up[one], total) for one, took in pairs.items()]
+    ends: Counter[Node] = Counter()
+    for (first, second), took in pairs.items():
+        ends[first] += took
+        ends[second] += took
+    node, touched = ends.most_common(1)[0]
+    if touched >= ONE_LINK * all_ns:
+        detail = ", ".join(
+            f"{_other(pair, node)} {100 * took / all_ns:.0f} %"
+            for pair, took in pairs.most_common(4)
+            if node in pair
+        )
+        return [Finding("link", (node,), all_ns / total, detail)]
+    return [_link(one, took, up[one], total) for one, took in pairs.items()]
+
+
+def _other(pair: tuple[Node, Node], node: Node) -> Node:
+    return pair[1] if pair[0] == node else pair[0]
+
+
+def _link(pair: tuple[Node, Node], took: int, up: int, total: int) -> Finding:
+    towards = f"{100 * up / took:.0f} % of it towards {pair[1]}"
+    return Finding("link", pair, took / total, towards)
+
+
+# --- the words -------------------------------------------------------------------------------------
+
+
+def title(finding: Finding) -> str:
+    """Return what a finding is, in words."""
+    node = finding.nodes[0]
+    match finding.what:
+        case "compute" if len(finding.nodes) > 1:
+            return "the workers' compute"
+        case "compute":
+            return f"{node}'s compute"
+        case "copies":
+            return f"{node}'s copies and sends"
+        case "server":
+            return f"{node}'s work"
+        case "scheduler":
+            return "the scheduler"
+        case "link" if len(finding.nodes) == 2:
+            return f"the link between {node} and {finding.nodes[1]}"
+        case "link":
+            return f"the links of {node}"
+        case _:
+            return f"pauses of {node}"
+
+
+def advice(finding: Finding) -> str:
+    """Return what may help."""
+    match finding.what:
+        case "compute" if finding.detail:
+            return (
+                f"{finding.nodes[0]} is slow: look at its input, its processor and its neighbours on that "
+                "host; dist_async and dist_ssp do not wait for the slowest"
+            )
+        case "compute":
+            return "the training itself takes the time; kvps hides behind it"
+        case "copies":
+            return (
+                "use kv.empty_like() for gradients without a copy, fewer and larger keys, or "
+                "compression"
+            )
+        case "server":
+            return "add servers (-s), or threads (KVPS_THREADS); its share falls with their number"
+        case "link":
+            return "compress (set_compression), aggregate on each host, or spread over more servers"
+        case "scheduler":
+            return "barriers and beats should take no time: look at the scheduler's host"
+        case _:
+            return "no request was under way there: a process may have been stopped, or starved"
+
+
+def _lines(found: Explanation) -> list[str]:
+    if not found.findings:
+        return ["no worker waited for a call in this trace: nothing can be said about its steps"]
+    first = found.findings[0]
+    lines = [
+        f"{title(first)} bounds the step: {100 * first.share:.0f} % of {found.seconds:.1f} s. {_sentence(advice(first))}",
+        "",
+    ]
+    rest = 0.0
+    for one in found.findings:
+        if one.share < SHOWN_MIN:
+            rest += one.share
+            continue
+        detail = f" ({one.detail})" if one.detail else ""
+        lines.append(f"{100 * one.share:5.0f} %  {title(one)}{detail}")
+    if rest >= 0.005:
+        lines.append(f"{100 * rest:5.0f} %  all else")
+    if found.error_ms is None:
+        lines += [
+            "",
+            "The clocks of some processes could not be compared: their times may be wrong.",
+        ]
+    elif found.error_ms >= 0.05:
+        lines += ["", f"The clocks of all processes agree within {found.error_ms:.1f} ms."]
+    if found.lost:
+        lines += [f"{found.lost} spans were left out, as too many waited: ask for a shorter trace."]
+    return lines
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."

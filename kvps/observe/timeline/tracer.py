@@ -1,0 +1,224 @@
+"""The tracer of one process: spans of what its loop and its script do, while a trace is recorded.
+
+The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after each: a core makes
+an effect before it is taken, and the loop performs it before it takes the next. So no core knows of this.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvps import protocol as p
+from kvps.core.counts import Counts
+from kvps.core.effects import Effect, Effects, Route, Send
+from kvps.core.tracing.member import TracedMember
+from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.net.lens import Encoding
+from kvps.protocol.envelope import Message, Packet, Role
+
+GRADIENTS = (p.Push, p.PushRows, p.PushIds, p.Load)
+VALUES = (p.Pulled, p.PulledRows, p.PulledIds, p.Changed)
+BEFORE_SEND_NS = 20_000
+"""A pause before an effect that is worth a span of its own."""
+ROUTES_MAX = 4096
+"""Connections whose peers are remembered."""
+_ROLES = {str(role): role.value for role in Role}
+Peer = tuple[int, int]
+"""Role and rank."""
+
+
+class Tracer:
+    """Spans of one process.
+
+    Args:
+        member: keeps them until they leave.
+        role: the role of this process.
+        encoding: tells when a packet had become frames.
+        clock: nanoseconds, the same for all threads.
+    """
+
+    def __init__(
+        self,
+        member: TracedMember,
+        role: Role,
+        encoding: Encoding,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.member = member
+        self.clock = clock
+        self._is_worker = role is Role.WORKER
+        self._encoding = encoding
+        self._counts: Counts | None = None
+        self._peers: dict[Route, Peer] = {}
+        self._lap_at = 0
+        self._update_ns = 0
+        self._script = threading.local()
+
+    # --- on and off -----------------------------------------------------------------------------
+
+    def open(self, counts: Counts | None) -> None:
+        """Measure what costs time only while it is measured: frames, and steps of the optimizer in ``counts``."""
+        self._counts = counts
+        self._encoding.clock = self.clock
+        if counts is not None:
+            counts.lap = self._lap
+
+    def close(self) -> None:
+        """Measure no more."""
+        self._encoding.clock = None
+        if self._counts is not None:
+            self._counts.lap = None
+        self._script = threading.local()
+
+    def _lap(self) -> None:
+        """An optimizer begins a step, or ends it."""
+        now = self.clock()
+        if self._lap_at:
+            self._update_ns += now - self._lap_at
+            self._lap_at = 0
+        else:
+            self._lap_at = now
+
+    # --- the script -----------------------------------------------------------------------------
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a trace is recorded."""
+        return self.member.number != 0
+
+    def waited(self, begin: int, end: int) -> None:
+        """The calling thread has waited; what it did before, it computed."""
+        before = getattr(self._script, "ended_at", None)
+        self._script.ended_at = end
+        add = self.member.spans.append
+        if before is not None:
+            add(Span(Kind.COMPUTE, NOBODY, 0, before, begin - before))
+        add(Span(Kind.WAIT, NOBODY, 0, begin, end - begin))
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def watch(
+        self, came: tuple[Route, Packet] | None, began: int, effects: Effects
+    ) -> Iterator[Effect]:
+        """Yield ``effects``, and note how long each took.
+
+        Args:
+            came: the packet that they follow from, and its route; None if they follow from no packet.
+            began: when the core was called.
+            effects: those effects.
+        """
+        before, is_first = began, came is not None
+        for effect in effects:
+            made = self.clock()
+            if is_first and came is not None:
+                is_first = False
+                copies = self._is_worker and _has_payload(effect) and not _has_values(came[1])
+                self._handled(*came, began, began if copies else made)
+                before = began if copies else made
+            yield effect
+            done = self.clock()
+            if isinstance(effect, Send):
+                self._sent(effect, before, made, done)
+            elif done - before >= BEFORE_SEND_NS:
+                self._add(Kind.SERVE, (NOBODY, 0), before, done)
+            before = done
+        if is_first and came is not None:
+            self._handled(*came, began, self.clock())
+        self.member.bound()
+
+    def _handled(self, route: Route, packet: Packet, began: int, made: int) -> None:
+        """Note that a packet was handled."""
+        envelope, message = packet.envelope, packet.message
+        peer = envelope.role.value, envelope.rank
+        if len(self._peers) < ROUTES_MAX:
+            self._peers[route] = peer
+        seq, number, chunk = ids_of(packet, is_ours=not isinstance(route, bytes))
+        octets = sum([one.nbytes for one in packet.payload])
+        rest = seq, number, chunk, octets
+        if isinstance(message, VALUES):
+            self._add(Kind.SCATTER, peer, began, made, *rest)
+        elif isinstance(message, GRADIENTS) and not self._is_worker:
+            took, self._update_ns = min(self._update_ns, made - began), 0
+            self._add(Kind.REDUCE, peer, began, made - took, *rest)
+            if took:
+                self._add(Kind.UPDATE, peer, made - took, made, *rest)
+        else:
+            self._add(Kind.SERVE, peer, began, made, *rest)
+
+    def _sent(self, effect: Send, before: int, made: int, done: int) -> None:
+        """Note that a packet was made and sent."""
+        packet, route = effect.packet, effect.to
+        peer = self._peer_of(route)
+        is_ours = isinstance(route, bytes)
+        seq, number, chunk = ids_of(packet, is_ours=is_ours)
+        rest = seq, number, chunk, sum([one.nbytes for one in packet.payload])
+        if is_ours or not self._is_worker:
+            self._add(Kind.REPLY, peer, before, done, *rest)
+            return
+        if packet.payload or made - before >= BEFORE_SEND_NS:
+            self._add(Kind.COPY, peer, before, made, *rest)
+        at = made
+        if made <= self._encoding.ended_at <= done:
+            at = self._encoding.ended_at
+            self._add(Kind.ENCODE, peer, made, at, *rest)
+        self._add(Kind.SEND, peer, at, done, *rest)
+
+    def _peer_of(self, route: Route) -> Peer:
+        if isinstance(route, bytes):
+            return self._peers.get(route, (NOBODY, 0))
+        role, _, rank = route.partition(" ")
+        return _ROLES.get(role, NOBODY), int(rank or 0)
+
+    def _add(
+        self,
+        kind: Kind,
+        peer: Peer,
+        begin: int,
+        end: int,
+        seq: int = 0,
+        number: int = 0,
+        chunk: int = 0,
+        octets: int = 0,
+    ) -> None:
+        self.member.spans.append(Span(kind, *peer, begin, end - begin, seq, number, chunk, octets))
+
+
+def _has_payload(effect: Effect) -> bool:
+    return isinstance(effect, Send) and bool(effect.packet.payload)
+
+
+def _has_values(packet: Packet) -> bool:
+    return isinstance(packet.message, VALUES)
+
+
+def ids_of(packet: Packet, *, is_ours: bool) -> tuple[int, int, int]:
+    """Return (seq, number, chunk) of the request that a packet makes or answers.
+
+    Args:
+        packet: the packet.
+        is_ours: it answers a request of the process that receives it; else its envelope may have the number.
+    """
+    message = packet.message
+    seq = _answered(message) if is_ours else packet.envelope.seq
+    chunk = getattr(message, "chunk", 0)
+    match message:
+        case p.Push():
+            return seq, message.runs[0].number if message.runs else 0, chunk
+        case p.Pulled():
+            return seq, max(0, message.runs[0].version - 1) if message.runs else 0, chunk
+        case p.Pull():
+            return seq, message.runs[0].after if message.runs else 0, chunk
+        case p.PushRows() | p.PushIds() | p.Barrier():
+            return seq, message.number, chunk
+        case _:
+            return seq, 0, chunk
+
+
+def _answered(message: Message) -> int:
+    """Return the number of the request that a message answers; 0 for none."""
+    if isinstance(message, p.Ack):
+        return message.receipts[0].seq if message.receipts else 0
+    seq = getattr(message, "seq", 0)
+    return seq if isinstance(seq, int) else 0

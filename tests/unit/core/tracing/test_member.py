@@ -1,0 +1,64 @@
+"""A member's part in a trace."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.tracing.member import FLUSH_EVERY_S, SILENCE_MAX_S, WAITING_MAX, TracedMember
+from kvps.core.tracing.spans import NOBODY, Kind, Span, unpack
+from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
+
+SPAN = Span(Kind.WAIT, NOBODY, 0, 10, 5)
+
+
+def recording(now: float = 0.0) -> TracedMember:
+    member = TracedMember("gpu-1", 4711)
+    assert not member.is_on
+    assert member.on_ask(AskClock(7, 100), now, 250) == ClockIs(7, 100, 250)
+    assert member.is_on
+    return member
+
+
+@pytest.mark.spec("R341")
+def test_it_records_from_the_first_question_until_none_comes_for_long() -> None:
+    member = recording(1.0)
+    member.spans.append(SPAN)
+    member.on_ask(AskClock(7, 200), 2.0, 300)
+    assert member.spans == [SPAN], "the same trace goes on"
+    assert list(member.flush(1.9 + SILENCE_MAX_S))
+    assert member.is_on
+    assert not list(member.flush(2.0 + SILENCE_MAX_S))
+    assert not member.is_on
+
+
+@pytest.mark.spec("R341")
+def test_another_trace_begins_anew() -> None:
+    member = recording()
+    member.spans.append(SPAN)
+    member.on_ask(AskClock(8, 0), 1.0, 0)
+    assert (member.number, member.spans) == (8, [])
+
+
+@pytest.mark.spec("R343", "R344")
+def test_spans_leave_in_messages_of_bounded_size() -> None:
+    member = recording()
+    member.spans += [SPAN] * (SPANS_MAX + 1)
+    assert member.due() == FLUSH_EVERY_S
+    sent = list(member.flush(0.25))
+    assert [message for message, _ in sent] == [
+        Spans(7, "gpu-1", 4711, SPANS_MAX, 0),
+        Spans(7, "gpu-1", 4711, 1, 0),
+    ]
+    for message, octets in sent:
+        assert message.payload_sizes() == (len(octets),)
+        assert set(unpack(octets)) == {SPAN}
+    assert member.due() == 0.25 + FLUSH_EVERY_S
+
+
+@pytest.mark.spec("R343")
+def test_what_is_too_much_is_counted_as_lost() -> None:
+    member = recording()
+    member.spans += [SPAN] * (WAITING_MAX + 5)
+    member.bound()
+    assert len(member.spans) == WAITING_MAX
+    assert {message.lost for message, _ in member.flush(1.0) if isinstance(message, Spans)} == {5}

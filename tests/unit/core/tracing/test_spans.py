@@ -1,0 +1,34 @@
+"""Spans as bytes, and back."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from kvps.core.tracing.spans import NOBODY, Kind, Span, pack, unpack
+from kvps.errors import ProtocolError
+from kvps.protocol.tracing import SPAN_BYTES
+
+SPANS = [
+    Span(Kind.COMPUTE, NOBODY, 0, 2**40, 5_000_000),
+    Span(Kind.SEND, 1, 3, 2**40 + 7, 12, 42, 5, 9, 4096),
+]
+
+
+def test_spans_come_back_as_they_were() -> None:
+    assert list(unpack(pack(SPANS))) == SPANS
+    assert len(pack(SPANS)) == 2 * SPAN_BYTES
+    assert SPANS[1].end == 2**40 + 19
+
+
+def test_numbers_that_are_too_large_are_cut() -> None:
+    (span,) = unpack(pack([Span(Kind.REPLY, 2, 2**40, 1, -5, 1, 1, 2**40, 2**40)]))
+    assert (span.rank, span.took, span.chunk, span.octets) == (2**32 - 1, 0, 2**32 - 1, 2**32 - 1)
+
+
+def test_what_is_no_span_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="47 octets are no spans of 48"):
+        list(unpack(bytes(47)))
+    with pytest.raises(ProtocolError, match="no kind of span has number 99"):
+        list(unpack(struct.pack("<BBHIQQQQII", 99, *([0] * 9))))

@@ -1,0 +1,346 @@
+"""The lenses of members and of the scheduler: whole traces between real cores, on clocks that the test sets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvps import protocol as p
+from kvps.core.counts import Counts
+from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
+from kvps.core.tracing.member import TracedMember
+from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.net.lens import Encoding, PlainLens, Request
+from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
+from kvps.observe.timeline.merged import merge
+from kvps.observe.timeline.tracer import Tracer
+from kvps.protocol.envelope import Envelope, Message, Packet, Role
+
+WORKER = Envelope(bytes(range(16)), 3, Role.WORKER, 1, 5, 0)
+SERVER = Envelope(bytes(range(16)), 3, Role.SERVER, 0, 2, 0)
+SCHEDULER = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
+
+
+class Clock:
+    """Nanoseconds, one microsecond more at each look."""
+
+    def __init__(self) -> None:
+        self.now = 10**9
+
+    def __call__(self) -> int:
+        self.now += 1000
+        return self.now
+
+
+class Core:
+    """A core that does what the test says, and takes the time that it says."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.effects: list[tuple[int, Effect]] = []
+        """Time to make each, in nanoseconds."""
+        self.heard: list[str] = []
+
+    def _make(self, what: str) -> Iterator[Effect]:
+        self.heard.append(what)
+        for took, effect in self.effects:
+            self.clock.now += took
+            yield effect
+
+    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        return self._make(type(packet.message).__name__)
+
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+        return self._make("failure")
+
+    def on_drop(self, route: Route, now: float) -> Effects:
+        return self._make("drop")
+
+    def on_timer(self, now: float) -> Effects:
+        return self._make("timer")
+
+    def on_call(self, number: int, now: float) -> Effects:
+        return self._make(f"call {number} at {now}")
+
+    def leave(self, why: str) -> Effects:
+        return self._make(why)
+
+    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
+        return True
+
+    def deadline(self) -> float | None:
+        return None
+
+    def start(self, now: float) -> Effects:
+        return self._make("start")
+
+
+def member(role: Role = Role.WORKER) -> tuple[MemberLens, Core, Clock]:
+    clock = Clock()
+    tracer = Tracer(TracedMember("gpu-1", 4711), role, Encoding(), clock)
+    envelope = WORKER if role is Role.WORKER else SERVER
+    counts = Counts()
+    return MemberLens(tracer, lambda: envelope, lambda: counts), Core(clock), clock
+
+
+def asked(lens: MemberLens, core: Core, now: float = 1.0) -> list[Effect]:
+    packet = Packet(SCHEDULER, p.AskClock(7, 55))
+    return list(lens.packet(core, "scheduler", packet, now))
+
+
+def push(seq: int = 42) -> p.Push:
+    return p.Push(3, 1, (1,), 1.0, True, (p.Run(0, 2, 5),))
+
+
+def with_payload(envelope: Envelope, message: Message) -> Packet:
+    return Packet(envelope, message, (memoryview(bytes(8)),))
+
+
+def numbered(envelope: Envelope, seq: int) -> Envelope:
+    return Envelope(
+        envelope.job, envelope.view, envelope.role, envelope.rank, envelope.incarnation, seq
+    )
+
+
+def kinds(lens: MemberLens) -> list[Kind]:
+    return [one.kind for one in lens.member.spans]
+
+
+# --- without a trace --------------------------------------------------------------------------------
+
+
+def test_without_a_trace_everything_is_passed_on() -> None:
+    lens, core, _ = member()
+    list(lens.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0))
+    list(lens.failure(core, "server 0", SERVER, ValueError(), 1.0))
+    list(lens.drop(core, "server 0", 1.0))
+    list(lens.timer(core, 1.0))
+    list(lens.item(core, Request("on_call", (3,)), 2.5))
+    list(lens.item(core, Request("leave", ("bye",), is_timed=False, then=(Exit(0, ""),)), 2.5))
+    assert core.heard == ["Done", "failure", "drop", "timer", "call 3 at 2.5", "bye"]
+    assert lens.member.spans == []
+    assert lens.due is None
+
+
+def test_a_plain_lens_passes_on() -> None:
+    _, core, _ = member()
+    plain = PlainLens()
+    list(plain.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0))
+    list(plain.failure(core, "server 0", SERVER, ValueError(), 1.0))
+    list(plain.drop(core, "server 0", 1.0))
+    list(plain.timer(core, 1.0))
+    list(plain.item(core, Request("start"), 1.0))
+    assert core.heard == ["Done", "failure", "drop", "timer", "start"]
+    assert list(plain.tick(0.0)) == []
+
+
+# --- members ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R341", "R344")
+def test_a_member_answers_records_and_sends() -> None:
+    lens, core, clock = member()
+    (answer,) = asked(lens, core)
+    assert answer == Send("scheduler", Packet(WORKER, p.ClockIs(7, 55, clock.now)))
+    assert core.heard == [], "no core hears of traces"
+    assert lens.tracer.is_on
+    assert lens.due == 1.25
+    list(lens.packet(core, "server 0", Packet(SERVER, p.Done(9)), 1.1))
+    (sent,) = lens.tick(1.25)
+    assert isinstance(sent, Send)
+    assert sent.packet.message == p.Spans(7, "gpu-1", 4711, 1, 0)
+    assert lens.due == 1.5
+    assert list(lens.tick(7.0)) == []
+    assert lens.due is None
+    assert not lens.tracer.is_on
+
+
+def test_a_stranger_starts_no_trace() -> None:
+    lens, core, _ = member()
+    packet = Packet(WORKER, p.AskClock(7, 55))
+    assert list(lens.packet(core, b"route", packet, 1.0)) == []
+    assert (
+        list(lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
+    )
+    assert not lens.tracer.is_on
+
+
+@pytest.mark.spec("R344")
+@pytest.mark.parametrize(
+    "end", [Send("scheduler", Packet(WORKER, p.Leave(True, 0, True, "done"))), Exit(0, "over")]
+)
+def test_what_was_recorded_leaves_before_the_process(end: Effect) -> None:
+    lens, core, _ = member()
+    asked(lens, core)
+    lens.tracer.waited(10, 20)
+    core.effects = [(0, end)]
+    sent, last = lens.timer(core, 1.1)
+    assert isinstance(sent, Send)
+    assert isinstance(sent.packet.message, p.Spans)
+    assert last == end
+
+
+def test_the_loop_of_a_worker() -> None:
+    """A call makes it copy, encode and send; the answer is scattered, and the next push follows from an ACK."""
+    lens, core, clock = member()
+    asked(lens, core)
+    packet = with_payload(numbered(WORKER, 42), push())
+    core.effects = [(3_000_000, Send("server 0", packet)), (0, Finish(1))]
+    for effect in lens.item(core, Request("on_call", (1,)), 1.0):
+        if isinstance(effect, Send):
+            clock.now += 200_000
+            lens.tracer._encoding.ended_at = clock.now
+            clock.now += 100_000
+    copy, encode, send = lens.member.spans
+    assert [one.kind for one in (copy, encode, send)] == [Kind.COPY, Kind.ENCODE, Kind.SEND]
+    assert copy.took == pytest.approx(3_000_000, abs=5000)
+    assert encode.took == pytest.approx(200_000, abs=5000)
+    assert send.took == pytest.approx(100_000, abs=5000)
+    assert all(one[1:3] + one[5:] == (1, 0, 42, 5, 3, 8) for one in (copy, encode, send))
+
+    lens.member.spans.clear()
+    core.effects = [(2_000_000, Finish(1))]
+    stand = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
+    list(lens.packet(core, "server 0", with_payload(SERVER, stand), 1.0))
+    (scatter,) = lens.member.spans
+    assert scatter.kind is Kind.SCATTER
+    assert scatter.took == pytest.approx(2_000_000, abs=5000)
+    assert scatter[5:8] == (42, 5, 3), "the round that closed, and the request that asked for it"
+
+    lens.member.spans.clear()
+    core.effects = [(1_000_000, Send("server 0", packet))]
+    list(lens.packet(core, "server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0))
+    assert kinds(lens) == [Kind.SERVE, Kind.COPY, Kind.SEND]
+    assert lens.member.spans[0].seq == 41
+    assert lens.member.spans[0].took == 0, "the copy is none of the ACK's"
+
+
+def test_the_loop_of_a_server() -> None:
+    lens, core, clock = member(Role.SERVER)
+    asked(lens, core)
+    counts = lens._counts()
+    assert counts is not None
+    lap = counts.lap
+    assert lap is not None
+
+    def step(route: Route, packet: Packet, now: float) -> Effects:
+        clock.now += 1_000_000
+        lap()
+        clock.now += 5_000_000
+        lap()
+        answer = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
+        return iter(
+            [Send(b"w", with_payload(SERVER, answer)), Send("server 1", Packet(SERVER, p.Done(0)))]
+        )
+
+    core.on_packet = step  # type: ignore[method-assign]
+    list(lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0))
+    reduce, update, reply, other = lens.member.spans
+    assert [one.kind for one in lens.member.spans] == [
+        *(Kind.REDUCE, Kind.UPDATE, Kind.REPLY, Kind.REPLY),
+    ]
+    assert reduce.took == pytest.approx(1_000_000, abs=9000)
+    assert update.took == pytest.approx(5_000_000, abs=9000)
+    assert reduce.end == update.begin
+    assert (reply.role, reply.rank, reply.seq, reply.number) == (2, 1, 42, 5)
+    assert (other.role, other.rank) == (1, 1)
+    list(lens.tick(7.0))
+    assert counts.lap is None, "nobody measures any more"
+
+
+def test_a_timer_that_takes_long_and_one_that_does_not() -> None:
+    lens, core, _ = member()
+    asked(lens, core)
+    core.effects = [(100, Note("info", "short"))]
+    list(lens.timer(core, 1.0))
+    assert lens.member.spans == []
+    core.effects = [(50_000_000, Note("info", "long"))]
+    list(lens.timer(core, 1.0))
+    (serve,) = lens.member.spans
+    assert (serve.kind, serve.role) == (Kind.SERVE, NOBODY)
+
+
+def test_the_script_computes_between_its_waits() -> None:
+    lens, core, _ = member()
+    asked(lens, core)
+    lens.tracer.waited(100, 200)
+    lens.tracer.waited(500, 600)
+    assert lens.member.spans == [
+        Span(Kind.WAIT, NOBODY, 0, 100, 100),
+        Span(Kind.COMPUTE, NOBODY, 0, 200, 300),
+        Span(Kind.WAIT, NOBODY, 0, 500, 100),
+    ]
+
+
+# --- the scheduler ----------------------------------------------------------------------------------
+
+
+def scheduler(**options: bool) -> tuple[SchedulerLens, Core]:
+    clock = Clock()
+    tracer = Tracer(TracedMember("gpu-0", 1), Role.SCHEDULER, Encoding(), clock)
+    return SchedulerLens(tracer, lambda: 1.7e9, **options), Core(clock)
+
+
+def answers(effects: Effects) -> list[Message]:
+    return [one.packet.message for one in effects if isinstance(one, Send)]
+
+
+@pytest.mark.spec("R340", "R341", "R342")
+def test_a_whole_trace() -> None:
+    lens, core = scheduler()
+    theirs, their_core, _ = member()
+    operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
+    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 0.5))
+    said = answers(lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 1.0))
+    tracing, ask = said
+    assert isinstance(tracing, p.Tracing)
+    assert isinstance(ask, p.AskClock)
+    (answer,) = answers(theirs.packet(their_core, "scheduler", Packet(SCHEDULER, ask), 1.1))
+    assert list(lens.packet(core, b"w", Packet(WORKER, answer), 1.2)) == []
+    theirs.tracer.waited(10**9, 10**9 + 5000)
+    (sent,) = theirs.tick(1.3)
+    assert isinstance(sent, Send)
+    assert list(lens.packet(core, b"w", sent.packet, 1.4)) == []
+    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(2)), 1.5))
+    assert lens.due is not None
+    list(lens.tick(3.1))
+    assert not lens.tracer.is_on
+    (done,) = answers(lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 4.6))
+    assert isinstance(done, p.Tracing)
+    assert (done.left_s, done.parts) == (0.0, 2)
+    parts = []
+    for number in range(2):
+        packets = lens.packet(
+            core, b"op", Packet(numbered(operator, 1 + number), p.Fetch(7, number)), 4.7
+        )
+        (effect,) = packets
+        assert isinstance(effect, Send)
+        assert effect.packet.envelope.job == bytes(16)
+        assert isinstance(effect.packet.message, p.Part)
+        parts.append((effect.packet.message, b"".join(effect.packet.payload)))
+    trace = merge(parts)
+    assert {one.name for one in trace.processes} == {"scheduler", "worker 1"}
+    assert core.heard == ["Beat", "Beat"], "no core hears of traces"
+
+
+@pytest.mark.spec("R340")
+def test_a_refusal_is_told_to_the_operator() -> None:
+    lens, core = scheduler()
+    operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 4)
+    (error,) = answers(lens.packet(core, b"op", Packet(operator, p.Fetch(7, 0)), 1.0))
+    assert isinstance(error, p.Error)
+    assert error.seq == 4
+    (note,) = lens.packet(core, b"op", Packet(operator, p.AskClock(7, 0)), 1.0)
+    assert isinstance(note, Note)
+
+
+def test_a_timeline_is_recorded_from_the_start() -> None:
+    lens, core = scheduler(from_start=True)
+    assert lens.due == 0.0
+    list(lens.tick(1.0))
+    assert lens.tracer.is_on
+    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 1e6))
+    assert [type(message) for message in answers(lens.tick(1e6))] == [p.AskClock]
+    ((part, octets),) = parts_of(lens, 1e6 + 1)
+    assert (part.role, part.count) == (Role.SCHEDULER, len(octets) // 48)

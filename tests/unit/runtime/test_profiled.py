@@ -1,0 +1,32 @@
+"""Ranges in torch.profiler."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+import kvps
+from kvps.runtime.ticket import profiled
+
+
+def test_calls_and_waits_are_ranges_while_a_profiler_is_active() -> None:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with kvps.LocalCluster(workers=1, servers=1) as cluster:
+
+        def train(rank: int) -> set[str]:
+            kv = kvps.create("dist_sync")
+            kv.init("w", torch.zeros(4))
+            with torch.profiler.profile(activities=activities) as profile:
+                kv.push("w", torch.ones(4))
+                kv.pull("w", out=torch.zeros(4))
+                kv.pushpull("w", torch.ones(4), out=torch.zeros(4))
+            return {event.name for event in profile.events() if event.name.startswith("kvps::")}
+
+        (names,) = cluster.run(train)
+    assert names >= {"kvps::push", "kvps::pull", "kvps::wait"}
+
+
+def test_without_a_profiler_there_is_nothing() -> None:
+    assert isinstance(profiled("push"), nullcontext)
+    assert profiled("push") is profiled("pull")
