@@ -35,6 +35,7 @@ ATTRIBUTES = {
 BY_NAME = {
     "__init__.py": "a table of public names and their modules",
     "cli/main.py": "the subcommand, one of a table",
+    "ray/__init__.py": "a table of public names and their modules",
     "runtime/server_process.py": "--plugin, which the server's operator says",
 }
 """The files that import by a name, and where the name comes from."""

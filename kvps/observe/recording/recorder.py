@@ -254,6 +254,7 @@ class FullLens(RingLens):
         self._awaited: dict[int, int] = {}
         """By the identity of what an order is for, the number of the order."""
         self._kept: list[object] = []
+        self._is_whole = True
         try:
             self.path, self._file = new_file(folder, header["role"])
             write_header(self._file, {**header, "is_full": True, "dropped": 0})
@@ -264,8 +265,14 @@ class FullLens(RingLens):
 
     def note(self, what: What, at: float, *parts: bytes) -> None:
         """Write an event, and give it to the kernel: it survives the end of this process."""
-        self._file.write(event_bytes(Event(what, at, list(parts))))
-        self._file.flush()
+        if not self._is_whole:
+            return
+        try:
+            self._file.write(event_bytes(Event(what, at, list(parts))))
+            self._file.flush()
+        except OSError as error:  # a full disk costs the record, and not the job
+            self._is_whole = False
+            log.warning("the record %s ends here: %s", self.path, error)
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
         """A packet came."""

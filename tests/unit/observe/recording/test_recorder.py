@@ -139,6 +139,17 @@ def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
 
 # --- replays ----------------------------------------------------------------------------------------
 
+WRITING: list[FullLens] = []
+"""The lenses of one test that have a file."""
+
+
+@pytest.fixture(autouse=True)
+def _no_file_is_left_open() -> Iterator[None]:
+    yield
+    for lens in WRITING:
+        lens._file.close()
+    WRITING.clear()
+
 
 def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     """A server that joins and takes in a round; return it with its lens."""
@@ -153,6 +164,8 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
         "limits": asdict(Limits()),
     }
     lens = (FullLens if is_full else RingLens)(header, folder, dumps)
+    if isinstance(lens, FullLens):
+        WRITING.append(lens)
     memory = RecordedMemory(PRIVATE, lens) if isinstance(lens, FullLens) else PRIVATE
     core = Server(identity, 1.0, 1 << 30, memory, 1, None, Limits())
     view = p.View(1, "running", "", (p.Member(2, 0, 5, "held", "", "h", 0.0, ""),))
@@ -214,6 +227,21 @@ def test_a_record_that_goes_on_after_something_unknown_stops_there(tmp_path: Pat
     lens.note(What.TIMER, 5.0)
     outcome = replay(record_in(tmp_path))
     assert outcome.stopped == "on_call could not be written down"
+    lens.close(core)
+
+
+def test_a_full_disk_ends_the_record_and_not_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    core, lens = served(tmp_path, is_full=True)
+    assert isinstance(lens, FullLens)
+    lens._file.close()
+    with open("/dev/full", "wb", buffering=0) as lens._file:
+        lens.note(What.TIMER, 5.0)
+        lens.note(What.TIMER, 6.0)
+        lens.close(core)
+    assert len([one for one in caplog.messages if "ends here" in one]) == 1
+    assert not any(one.what is What.DIGEST for one in record_in(tmp_path).events)
 
 
 @pytest.mark.parametrize(
