@@ -34,19 +34,19 @@ class Lent:
 
     def __init__(self) -> None:
         self._count = 0
-        self._open: dict[int, tuple[object, Hold | None]] = {}
+        self.open: dict[int, tuple[object, Hold | None]] = {}
         """By number, in order: what must stay alive, and what must stay unchanged."""
 
     def give(self, keep: object, hold: Hold | None) -> int:
         """Return the number of a new lease."""
         self._count += 1
-        self._open[self._count] = (keep, hold)
+        self.open[self._count] = (keep, hold)
         return self._count
 
     def release(self, message: Release) -> None:
         """The peer has returned leases."""
         kept = set(message.but)
-        for number in list(self._open):
+        for number in list(self.open):
             if number >= message.before:
                 break
             if number not in kept:
@@ -54,34 +54,34 @@ class Lent:
 
     def release_below(self, before: int) -> None:
         """The peer holds none of the leases below this number."""
-        while self._open and (number := next(iter(self._open))) < before:
+        while self.open and (number := next(iter(self.open))) < before:
             self._end(number)
 
     def end(self) -> None:
         """The peer is gone, and reads nothing any more."""
-        for number in list(self._open):
+        for number in list(self.open):
             self._end(number)
 
     def _end(self, number: int) -> None:
-        _, hold = self._open.pop(number)
+        _, hold = self.open.pop(number)
         if hold is not None:
             hold.release()
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
 
 class Lease:
     """A loan that was taken; returned when the last reference to it dies."""
 
-    __slots__ = ("_number", "_returned")
+    __slots__ = ("_dropped", "_number")
 
-    def __init__(self, number: int, returned: deque[int]) -> None:
+    def __init__(self, number: int, dropped: deque[int]) -> None:
         self._number = number
-        self._returned = returned
+        self._dropped = dropped
 
     def __del__(self) -> None:
-        self._returned.append(self._number)
+        self._dropped.append(self._number)
 
 
 class Borrowed:
@@ -92,15 +92,15 @@ class Borrowed:
         self._told = 0
         self._held: dict[int, None] = {}
         """Numbers, in order."""
-        self._returned: deque[int] = deque()
+        self.dropped: deque[int] = deque()
         """Given back, by whatever thread dropped the last reference."""
-        self._unsaid = 0
+        self.unsaid = 0
         """The number of leases that were given back and that the peer was not told of."""
 
     @property
     def returned(self) -> int:
         """How many were given back since the peer was last told."""
-        return len(self._returned) + self._unsaid
+        return len(self.dropped) + self.unsaid
 
     def take(self, number: int) -> Lease | None:
         """Return the lease of a packet; None if it comes too late."""
@@ -108,7 +108,7 @@ class Borrowed:
             return None
         self._top = max(self._top, number)
         self._held[number] = None
-        return Lease(number, self._returned)
+        return Lease(number, self.dropped)
 
     def settle(self) -> int | None:
         """Return the number below which no lease is held, if that tells the peer everything; else None."""
@@ -120,7 +120,7 @@ class Borrowed:
 
     def tell(self) -> None:
         """Note that the peer knows what :meth:`settle` returned."""
-        self._unsaid = 0
+        self.unsaid = 0
         self._told = max(self._told, self._top)
 
     def release(self) -> Release | None:
@@ -128,7 +128,7 @@ class Borrowed:
         if not self.returned:
             return None
         self._drop()
-        self._unsaid = 0
+        self.unsaid = 0
         held = sorted(self._held)
         if len(held) > NAMED_MAX:
             before = held[NAMED_MAX]
@@ -140,9 +140,9 @@ class Borrowed:
 
     def _drop(self) -> None:
         """Hold what was given back no more."""
-        while self._returned:
-            del self._held[self._returned.popleft()]
-            self._unsaid += 1
+        while self.dropped:
+            del self._held[self.dropped.popleft()]
+            self.unsaid += 1
 
 
 class Postings:

@@ -406,13 +406,13 @@ class SharingTransport:
     def _take_back(self) -> None:
         """Write again where peers have posted that they read no more."""
         for peer in self._peers.values():
-            if peer.posts and len(peer.given):
+            if peer.posts and peer.given.open:
                 peer.given.release_below(peer.posted.before())
 
     def _return(self, least: int) -> None:
         """Give leases back: post it where that says everything; else by a RELEASE, where they are ``least`` or more."""
         for nonce, peer in self._peers.items():
-            if not peer.taken.returned:
+            if not (peer.taken.dropped or peer.taken.unsaid):
                 continue
             if peer.posts and self._segment is not None:
                 before = peer.taken.settle()
