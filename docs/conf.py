@@ -39,6 +39,7 @@ nitpick_ignore_regex = [
     (r"py:mod", r"kvps\.store\.create"),
 ]
 
+pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = f"kvps {release}"
 html_show_sphinx = False

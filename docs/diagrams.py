@@ -176,7 +176,7 @@ def cluster() -> Picture:
             f"part {number + 1} of the model",
         )
     for number, x in enumerate((172, 306, 440)):
-        picture.box(x, 244, 104, 70, "worker", f"worker {number}", "your script", "kvps")
+        picture.box(x, 244, 104, 60, "worker", f"worker {number}", "your script")
         for server, target in enumerate((280, 460)):
             shift = (number - 1) * 34
             start = x + 52 + (server - 0.5) * 26
@@ -197,7 +197,7 @@ COMPUTE = (2.0, 2.5, 4.0)
 """Seconds that a step of each worker computes: the last is slow."""
 SEND = 0.35
 UNTIL = 16.5
-LEFT, SCALE = 78, 28.0
+LEFT, SCALE = 88, 27.4
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,7 @@ def server_lost() -> Picture:
         "Server 1 is killed; both servers roll back to the last checkpoint, and workers repeat the steps since.",
         246,
     )
-    wide = 45.0
+    wide = 44.0
     rows = {"server 0": 38, "server 1": 90, "workers": 142}
     for name, y in rows.items():
         picture.text(8, y + 22, name, 14, "bold", "start")
