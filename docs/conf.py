@@ -43,6 +43,7 @@ pygments_dark_style = "github-dark"
 html_theme = "furo"
 html_title = f"kvps {release}"
 html_show_sphinx = False
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["kvps.css"]
 html_copy_source = False
