@@ -31,6 +31,7 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 nitpick_ignore_regex = [
     # Other projects' names: the site links to no other host that could be gone.
     (r"py:.*", r"(torch|numpy|np|collections|typing|pathlib|types|abc|concurrent)\b.*"),
