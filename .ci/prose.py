@@ -19,10 +19,7 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "benchmarks/README.md",
-    "docs/*.md",
-    "docs/decisions/*.md",
-    "docs/launching/*.md",
-    "docs/migrating/*.md",
+    "docs/**/*.md",
     "examples/README.md",
     "tests/simulation/README.md",
 )

@@ -1,0 +1,174 @@
+"""Every command in the pages exists, with every flag, script, module, target and variable that it names.
+
+Commands are the lines of code blocks that begin with one of ours, and code in running text that does. What a
+command does is tested elsewhere; here a page may not name what was renamed or removed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from benchmarks.compare.systems import SYSTEMS as MEASURED
+from kvps.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("**/*.md")]
+)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+OURS = re.compile(r"(?:KVPS_\w+=\S* )*(?:kvps(?:-\w+)?|python|make) +[-\w./]")
+PROSE = re.compile(r"kvps [a-z]+ [a-z]+ [a-z]+ [a-z]+")
+"""A sentence about kvps, and no command."""
+OUTPUT = frozenset({"python", "text", "yaml", "abnf", "dockerfile", "ini", "json"})
+SYSTEMS = frozenset(MEASURED)
+"""Rows of the benchmark's table: "kvps fp16" is no command."""
+OTHERS = {"tools/launch.py", "train.py", "use.py"}
+"""Scripts that are the reader's, or another project's."""
+
+
+def commands_of(text: str) -> Iterator[str]:
+    """Yield the commands of a page."""
+    for language, block in FENCED.findall(text):
+        if language not in OUTPUT:
+            for line in block.replace("\\\n", " ").splitlines():
+                line = line.strip().removeprefix("$ ").removeprefix("sudo ")
+                if OURS.match(line) and not PROSE.match(line):
+                    yield line
+    for code in INLINE.findall(FENCED.sub("", text)):
+        if OURS.match(code) and code not in SYSTEMS:
+            yield code
+
+
+CASES = sorted(
+    {
+        (page.relative_to(ROOT).as_posix(), command)
+        for page in PAGES
+        if "_build" not in page.parts
+        for command in commands_of(page.read_text("utf-8"))
+    }
+)
+
+
+@cache
+def help_of(command: str, *subcommands: str) -> str:
+    """Return what a command prints for --help."""
+    if command == "kvps":
+        module, more = f"kvps.cli.{subcommands[0]}", subcommands[1:]
+    else:
+        module, more = f"kvps.cli.{command.removeprefix('kvps-')}", subcommands
+    printed = StringIO()
+    with redirect_stdout(printed), suppress(SystemExit):
+        importlib.import_module(module).main([*more, "--help"])
+    return printed.getvalue()
+
+
+def faults_of(words: list[str]) -> Iterator[str]:
+    """Yield what a command names that there is not."""
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name = words.pop(0).partition("=")[0]
+        if name.startswith("KVPS_") and not is_in_source(name):
+            yield f"no variable {name}"
+    if not words:
+        return
+    command, *rest = words
+    if command == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        yield from (f"no target {one}" for one in rest if one.islower() and one not in targets)
+    elif command == "python":
+        yield from faults_of_python(rest)
+    elif command.startswith("kvps"):
+        own, _, script = split(rest)
+        names: list[str] = []
+        if command == "kvps":
+            names = own[: 2 if own[0] == "checkpoint" and own[1:2] and own[1].isalpha() else 1]
+            if names[0] not in COMMANDS:
+                yield f"no command kvps {names[0]}"
+                return
+        text = help_of(command, *names)
+        for flag in own:
+            if re.match(r"--?[a-zA-Z]", flag) and flag.split("=")[0] not in flags_in(text):
+                yield f"{' '.join([command, *names])} has no flag {flag.split('=')[0]}"
+        yield from faults_of(script)
+
+
+def split(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """Return the words before a double dash, it, and those behind it."""
+    if "--" in words:
+        at = words.index("--")
+        return words[:at], "--", words[at + 1 :]
+    return words, "", []
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
+
+
+def faults_of_python(words: list[str]) -> Iterator[str]:
+    """Yield what a call of Python names that there is not."""
+    if words[:1] == ["-m"]:
+        module = words[1]
+        if importlib.util.find_spec(module) is None:
+            yield f"no module {module}"
+        if module == "pytest":
+            paths = [one.split("::")[0] for one in words[2:] if one.startswith("tests/")]
+            yield from (f"no file {one}" for one in paths if not (ROOT / one).exists())
+    elif words and words[0].endswith(".py") and words[0] not in OTHERS:
+        script = ROOT / words[0]
+        if not script.exists():
+            yield f"no file {words[0]}"
+            return
+        source = script.read_text("utf-8")
+        for flag in words[1:]:
+            if flag.startswith("--") and flag.split("=")[0] not in source:
+                yield f"{words[0]} has no flag {flag}"
+
+
+@cache
+def is_in_source(name: str) -> bool:
+    files = [*(ROOT / "kvps").rglob("*.py"), *(ROOT / "tests" / "simulation").glob("*.py")]
+    return any(name in path.read_text("utf-8") for path in files)
+
+
+def test_there_are_commands_of_every_kind() -> None:
+    found = {command.split()[0] for _, command in CASES}
+    assert {"kvps", "kvps-launch", "kvps-scheduler", "kvps-server", "kvps-worker"} <= found
+    assert {"python", "make"} <= found
+    assert len(CASES) > 60
+
+
+def test_what_is_not_there_is_found() -> None:
+    wrong = {
+        "kvps-launch -n 2 --no-such-flag -- python train.py": "kvps-launch has no flag --no-such-flag",
+        "kvps-launch -n 2 -- python examples/none.py": "no file examples/none.py",
+        "kvps nothing": "no command kvps nothing",
+        "kvps checkpoint list --nothing": "kvps checkpoint list has no flag --nothing",
+        "make nothing": "no target nothing",
+        "python examples/digits.py --nothing": "examples/digits.py has no flag --nothing",
+        "KVPS_NO_SUCH=1 python train.py": "no variable KVPS_NO_SUCH",
+        "python -m pytest tests/none.py": "no file tests/none.py",
+    }
+    assert {one: [*faults_of(shlex.split(one))] for one in wrong} == {
+        one: [fault] for one, fault in wrong.items()
+    }
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in CASES}))
+def test_a_page_names_what_there_is(page: str) -> None:
+    faults = [
+        f"{command!r}: {fault}"
+        for where, command in CASES
+        if where == page
+        for fault in faults_of(shlex.split(command.rstrip("& "), comments=True))
+    ]
+    assert not faults

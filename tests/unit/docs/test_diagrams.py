@@ -1,0 +1,80 @@
+"""The diagrams of the documentation: those in the folder are those that the script draws, and the rules hold in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def diagrams() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "docs" / "diagrams.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["diagrams"] = module  # where its dataclasses look for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_files_are_what_the_script_draws(diagrams: ModuleType) -> None:
+    assert diagrams.main([]) == 0
+    assert {path.stem for path in diagrams.FOLDER.glob("*.svg")} == set(diagrams.PICTURES)
+
+
+def test_nothing_leaves_the_picture(diagrams: ModuleType) -> None:
+    for name, draw in diagrams.PICTURES.items():
+        root = ElementTree.fromstring(draw().svg())
+        width, height = map(float, root.attrib["viewBox"].split()[2:])
+        for text in root.iter("{http://www.w3.org/2000/svg}text"):
+            x, y, size = (float(text.attrib[one]) for one in ("x", "y", "font-size"))
+            long = 0.56 * size * len(text.text or "")
+            left = x - {"start": 0.0, "middle": long / 2, "end": long}[text.attrib["text-anchor"]]
+            assert left >= 0, (name, text.text)
+            assert left + long <= width, (name, text.text)
+            assert 0 < y < height, (name, text.text)
+        for box in root.iter("{http://www.w3.org/2000/svg}rect"):
+            x, w = float(box.attrib["x"]), float(box.attrib["width"])
+            assert 0 <= x <= x + w <= width, name
+
+
+def test_every_diagram_is_in_a_page(diagrams: ModuleType) -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")]
+    shown = {
+        name
+        for page in pages
+        for name in re.findall(r"images/([\w-]+)\.svg", page.read_text("utf-8"))
+    }
+    assert shown == set(diagrams.PICTURES)
+
+
+def test_timelines_keep_their_rule(diagrams: ModuleType) -> None:
+    def steps_ahead(rule: object) -> int:
+        intervals = [one for one in diagrams.stepped(rule) if one.step]
+        most = 0
+        for one in intervals:
+            done = [
+                sum(other.worker == worker and other.end <= one.begin for other in intervals)
+                for worker in range(len(diagrams.COMPUTE))
+            ]
+            most = max(most, one.step - 1 - min(done))
+        return most
+
+    assert steps_ahead(lambda own, every: own == min(every)) == 0
+    assert steps_ahead(lambda own, every: own <= min(every) + 2) == 2
+    assert steps_ahead(lambda own, every: True) > 2
+
+
+def test_the_site_has_the_colors_of_the_script(diagrams: ModuleType) -> None:
+    css = (ROOT / "docs" / "_static" / "kvps.css").read_text("utf-8")
+    for theme, colors in (("light", diagrams.LIGHT), ("dark", diagrams.DARK)):
+        block = css.partition(f'body[data-theme="{theme}"] .kv {{')[2].partition("}")[0]
+        assert dict(re.findall(r"--kv-([\w-]+): (#\w+);", block)) == colors
