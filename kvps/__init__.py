@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         Unauthorized,
         WorkerLost,
     )
-    from kvps.runtime.local_cluster import LocalCluster
+    from kvps.runtime.local.local_cluster import LocalCluster
     from kvps.runtime.preemption import leave_at_sigterm
     from kvps.runtime.process import shutdown
     from kvps.store.base import KVStoreBase
@@ -60,7 +60,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "WorkerLost",
     ),
     "kvps.store.base": ("KVStoreBase",),
-    "kvps.runtime.local_cluster": ("LocalCluster",),
+    "kvps.runtime.local.local_cluster": ("LocalCluster",),
     "kvps.store.create": ("KVStore", "create"),
     "kvps.runtime.process": ("shutdown",),
     "kvps.store.embedding.table": ("EmbeddingTable",),

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from kvps import config
 from kvps.errors import ConfigError, KvpsError, ProtocolError, Unauthorized
-from kvps.net.shm_segment import Segment, Unshared
+from kvps.net.shm.segment import Segment, Unshared
 from kvps.net.zap import CURVE, NULL, Keys, greeting_of
 from kvps.observe.diagnosis import Limits, Measurements
 from kvps.protocol.envelope import Message, Packet

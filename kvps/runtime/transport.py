@@ -17,9 +17,9 @@ from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError
 from kvps.net.driver import Transport
 from kvps.net.memory import keep_freed_memory
-from kvps.net.page_remap import PageRemapper
-from kvps.net.shm_segment import Segment, Unshared
-from kvps.net.shm_transport import SHARE_MIN_BYTES, SharingTransport
+from kvps.net.shm.page_remap import PageRemapper
+from kvps.net.shm.segment import Segment, Unshared
+from kvps.net.shm.transport import SHARE_MIN_BYTES, SharingTransport
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role

@@ -18,7 +18,7 @@ from kvps.observe import logs
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.stores import Open
 from kvps.runtime import process
-from kvps.runtime.in_process import InProcessSession
+from kvps.runtime.local.in_process import InProcessSession
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.net.shm_transport import SHARE_MIN_BYTES, SWEEP_EVERY_S
+from kvps.net.shm.transport import SHARE_MIN_BYTES, SWEEP_EVERY_S
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet
 from tests.integration.processes import Cluster, Process, Processes, until

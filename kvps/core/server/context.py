@@ -12,9 +12,9 @@ from kvps.core.limits import Limits
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.figures.tally import Tally
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
-from kvps.core.server.tally import Tally
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error

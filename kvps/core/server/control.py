@@ -20,7 +20,7 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.figures import most_late
+from kvps.core.server.figures.lateness import most_late
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.push_pull import PushPull

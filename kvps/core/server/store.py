@@ -23,7 +23,7 @@ from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
-from kvps.core.server.figures import Lateness
+from kvps.core.server.figures.lateness import Lateness
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget, Terms
 from kvps.core.server.nonfinite_log import NonFiniteLog

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from kvps import config
 from kvps.errors import ConfigError, Timeout
 from kvps.phrases import ranks_in_words
-from kvps.runtime.local_cluster import LocalCluster
+from kvps.runtime.local.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
 PREFIX = "kvps.allreduce"

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no do
 from kvps import config
 from kvps.errors import ConfigError, KvpsError
 from kvps.runtime import process
-from kvps.runtime.local_cluster import LocalCluster
+from kvps.runtime.local.local_cluster import LocalCluster
 from kvps.runtime.scheduler_process import own_host
 from kvps.store.create import create_own
 from kvps.torch.distributed.board import Board

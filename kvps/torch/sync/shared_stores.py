@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvps.errors import ConfigError
-from kvps.runtime.local_cluster import LocalCluster
+from kvps.runtime.local.local_cluster import LocalCluster
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 

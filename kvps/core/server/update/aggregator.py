@@ -33,9 +33,9 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.figures.tally import Tally
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore, Shard
-from kvps.core.server.tally import Tally
 from kvps.core.server.update.apply import Updates, Wake
 from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums

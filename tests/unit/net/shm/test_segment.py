@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvps.errors import ProtocolError
-from kvps.net import shm_segment as segments
-from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
+from kvps.net.shm import segment as segments
+from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 from kvps.protocol.shared_memory import Offer
 
 MIB = 1 << 20
@@ -288,7 +288,7 @@ def test_a_mapping_can_only_be_read() -> None:
     block = take(segment, PAGE_BYTES)
     block[:] = 7
     program = (
-        "import resource, sys, kvps.net.shm_segment as s\n"
+        "import resource, sys, kvps.net.shm.segment as s\n"
         "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "read = s.Mapping(s.Offer(*map(int, sys.argv[1:]))).read(s.PAGE_BYTES, 8, None)\n"
         "print(read[0], flush=True)\n"
@@ -496,7 +496,7 @@ def test_a_segment_that_cannot_be_made_leaves_nothing_open() -> None:
 
 def test_too_little_address_space() -> None:
     program = (
-        "import resource, kvps.net.shm_segment as s\n"
+        "import resource, kvps.net.shm.segment as s\n"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
         "try: s.Segment(1 << 32)\n"
         "except s.Unshared as error: print(error)\n"

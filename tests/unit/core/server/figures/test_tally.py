@@ -12,10 +12,11 @@ from kvps.compression.spec import INT8, CodecSpec
 from kvps.core.counts import STALENESS, Counts
 from kvps.core.effects import Send
 from kvps.core.membership_client import Identity
-from kvps.core.server import measured, tally
+from kvps.core.server import measured
 from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.figures import tally
+from kvps.core.server.figures.tally import Tally
 from kvps.core.server.server import Server
-from kvps.core.server.tally import Tally
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
 from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvps.net import shm_leases
-from kvps.net.shm_leases import Borrowed, Lease, Lent, Postings, PostingsOfPeer
+from kvps.net.shm import leases
+from kvps.net.shm.leases import Borrowed, Lease, Lent, Postings, PostingsOfPeer
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.shared_memory import Release
 from kvps.protocol.wire import decode, encode
@@ -157,7 +157,7 @@ def test_they_may_come_in_any_order() -> None:
 
 def test_one_release_names_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes beyond that is told when there is room for it."""
-    monkeypatch.setattr(shm_leases, "NAMED_MAX", 2)
+    monkeypatch.setattr(leases, "NAMED_MAX", 2)
     taken = Borrowed()
     held = {number: taken.take(number) for number in range(1, 7)}
     del held[6], held[1]
@@ -174,7 +174,7 @@ def test_the_longest_release_travels() -> None:
     del held[0]
     message = taken.release()
     assert message is not None
-    assert len(message.but) == shm_leases.NAMED_MAX
+    assert len(message.but) == leases.NAMED_MAX
     packet = Packet(Envelope(bytes(16), 1, Role.WORKER, 0, 1, 0), message)
     assert decode(encode(packet)) == packet
 
@@ -238,19 +238,19 @@ def test_a_lender_finds_what_is_posted_for_it() -> None:
     assert postings.post(NONCE, 3)
     assert postings.post(7, 2**62)
     assert (mine.before(), other.before()) == (3, 2**62)
-    assert first[: 8 * shm_leases.FIRST_POSTING] == bytes(16), "the nonce is there"
+    assert first[: 8 * leases.FIRST_POSTING] == bytes(16), "the nonce is there"
 
 
 @pytest.mark.spec("R260")
 def test_a_page_has_room_for_so_many_lenders() -> None:
     first = page()
     postings = Postings(first)
-    assert all(postings.post(lender, lender) for lender in range(1, shm_leases.POSTINGS_MAX + 1))
-    last = PostingsOfPeer(first, shm_leases.POSTINGS_MAX)
-    assert last.before() == shm_leases.POSTINGS_MAX
+    assert all(postings.post(lender, lender) for lender in range(1, leases.POSTINGS_MAX + 1))
+    last = PostingsOfPeer(first, leases.POSTINGS_MAX)
+    assert last.before() == leases.POSTINGS_MAX
     assert not postings.post(NONCE, 1)
     postings.forget(NONCE)
-    postings.forget(shm_leases.POSTINGS_MAX)
+    postings.forget(leases.POSTINGS_MAX)
     assert last.before() == 0, "its place is another's soon"
     assert postings.post(NONCE, 1)
     assert PostingsOfPeer(first, NONCE).before() == 1
@@ -347,14 +347,14 @@ def limited(machine: type[Reading]) -> Callable[[], None]:
     class Few(machine):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
             super().__init__()
-            self.named_max = shm_leases.NAMED_MAX
-            shm_leases.NAMED_MAX = 2
+            self.named_max = leases.NAMED_MAX
+            leases.NAMED_MAX = 2
 
         def teardown(self) -> None:
             try:
                 super().teardown()
             finally:
-                shm_leases.NAMED_MAX = self.named_max
+                leases.NAMED_MAX = self.named_max
 
     return Few.TestCase
 

@@ -27,8 +27,8 @@ from kvps.errors import KvpsError, ProtocolError
 from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
 from kvps.net.lens import Encoding
 from kvps.net.memory import keep_freed_memory
-from kvps.net.shm_leases import Borrowed, Lent, PostingsOfPeer
-from kvps.net.shm_segment import Mapping, Segment, Unshared
+from kvps.net.shm.leases import Borrowed, Lent, PostingsOfPeer
+from kvps.net.shm.segment import Mapping, Segment, Unshared
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvps.net import page_remap
-from kvps.net.page_remap import PageRemapper
-from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment
+from kvps.net.shm import page_remap
+from kvps.net.shm.page_remap import PageRemapper
+from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment
 
 PAGES = 32
 

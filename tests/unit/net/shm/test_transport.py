@@ -16,11 +16,11 @@ import torch
 from kvps import protocol as m
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net import shm_leases, shm_transport
 from kvps.net.driver import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.net.loopback import MemoryNetwork
-from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
-from kvps.net.shm_transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
+from kvps.net.shm import leases, transport
+from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
+from kvps.net.shm.transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, Role
 from kvps.protocol.shared_memory import Offer
 from kvps.tensors import to_frame
@@ -141,7 +141,7 @@ def network() -> Iterator[MemoryNetwork]:
 @pytest.fixture
 def full_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no room for postings, so that leases are returned by RELEASE."""
-    monkeypatch.setattr(shm_leases, "POSTINGS_MAX", 0)
+    monkeypatch.setattr(leases, "POSTINGS_MAX", 0)
 
 
 @pytest.fixture
@@ -396,14 +396,14 @@ def test_a_busy_reader_tells_of_several_at_once(
 ) -> None:
     server, worker, _ = pair(network)
     block = worker.take(PAGE_BYTES)
-    for count in range(1, shm_transport.RELEASE_EVERY + 1):
+    for count in range(1, transport.RELEASE_EVERY + 1):
         worker.say("server 0", push(PAGE_BYTES), block.data)
         server.listen()
         server.forget()
         assert not any(isinstance(one.message, m.Release) for one in carried), count
     worker.say("server 0", push(PAGE_BYTES), block.data)
     server.listen()
-    assert carried[-1].message == m.Release(shm_transport.RELEASE_EVERY + 1, ())
+    assert carried[-1].message == m.Release(transport.RELEASE_EVERY + 1, ())
 
 
 @pytest.mark.spec("R86")
@@ -664,7 +664,7 @@ def test_who_insists_ends_with_the_reason_if_it_is_he_who_came(
     def refuse(offer: Offer) -> Mapping:
         raise Unshared("as the test wants it")
 
-    monkeypatch.setattr(shm_transport, "Mapping", refuse)
+    monkeypatch.setattr(transport, "Mapping", refuse)
     server = Process(network, SERVER, "mem://s", insist=insists == "server")
     worker = Process(network, WORKER, insist=insists == "worker")
     says = r"KVPS_TRANSPORT=shm.*as the test wants.*as one user"
@@ -681,7 +681,7 @@ def test_an_error_that_nobody_foresaw_names_the_packet(
     def fail(offer: Offer) -> Mapping:
         raise IndexError("of a mapping")
 
-    monkeypatch.setattr(shm_transport, "Mapping", fail)
+    monkeypatch.setattr(transport, "Mapping", fail)
     server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
     with pytest.raises(Unserved) as caught:
         greet(server, worker)
@@ -878,7 +878,7 @@ def test_it_listens_where_it_is_told(lone: Lone) -> None:
 
 def test_freed_memory_is_kept_once_frames_come(lone: Lone, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[None] = []
-    monkeypatch.setattr(shm_transport, "keep_freed_memory", lambda: kept.append(None))
+    monkeypatch.setattr(transport, "keep_freed_memory", lambda: kept.append(None))
     lone.share()
     lone.hear(push(PAGE_BYTES), lone.loan(1))
     assert kept == []

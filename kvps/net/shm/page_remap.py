@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvps.net.shm_segment import PAGE_BYTES, Block, Mapping
+from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping
 
 KEPT_MAX = 16384
 """In how many places lies what is kept: each is a mapping, of which a process may have 65,530."""

@@ -12,7 +12,7 @@ owner has mapped it, it is sealed against other writers, too, where Linux can (5
 all this, on another host, in another container or as another user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
-more; blocks that are read by others are kept alive by :mod:`kvps.net.shm_leases`. What was given back
+more; blocks that are read by others are kept alive by :mod:`kvps.net.shm.leases`. What was given back
 is taken again before more memory is backed.
 """
 
@@ -30,7 +30,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.shm_leases import Postings
+from kvps.net.shm.leases import Postings
 from kvps.protocol.shared_memory import Offer
 
 NAME = "kvps"

@@ -1,0 +1,1 @@
+"""Figures of a server: its counters, and the lateness of each rank."""
