@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.inquiry import inquire
+from kvps.inquiry import inquire
 from kvps.observe.scheduler_state import as_json
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role

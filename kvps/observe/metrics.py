@@ -48,7 +48,7 @@ METRICS = (
         label="limit",
         labels=(
             *("pending", "keys", "rows", "memory", "stores", "barriers", "barrier_names"),
-            *("checkpoints", "tagged_checkpoints"),
+            *("checkpoints", "tagged_checkpoints", "rendezvous"),
         ),
     ),
     Metric(

@@ -52,6 +52,8 @@ from kvps.protocol.membership import (
     Probe,
     Probed,
     Released,
+    Rendezvous,
+    RendezvousIs,
     Resume,
     Resumed,
     Return,
@@ -123,7 +125,7 @@ _SHARING = frozenset({Offer, Taken, Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
-        Role.WORKER: _MEMBER | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding},
+        Role.WORKER: _MEMBER | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding},
         Role.SERVER: _MEMBER | {Stalled, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
     Place.SERVER: {
@@ -138,7 +140,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     },
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen})
-        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
+        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs}
         | {TakeImage, Commit, GiveUp, Recall, Restore},
     },
     Place.TO_SERVER: {

@@ -236,6 +236,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Evict(2, 3), ()),
         (SCHEDULER, m.Challenge(1_700_000_042), ()),
         (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Rendezvous("run-1", 4, ("[1]", "é")), ()),
+        (SCHEDULER, m.RendezvousIs(1, 5, ("[1]", "é"), True), ()),
     ]
 
 

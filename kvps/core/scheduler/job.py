@@ -32,6 +32,7 @@ from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
+from kvps.core.scheduler.rendezvous import RendezvousTable
 from kvps.core.scheduler.saved_state import SavedState, dump, load
 from kvps.core.scheduler.seat import Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
@@ -90,6 +91,7 @@ class Job:
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
         self.status_report = StatusReport()
+        self.rendezvous = RendezvousTable()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """The STOP for members when the job is over."""
@@ -437,7 +439,8 @@ class Job:
         ours, barriers = self.checkpoints, self.barriers
         cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
         passed = barriers.passed, barriers.resumed
-        return dump(SavedState(self.name, self.number, self.formed, self.seats, *passed, cuts))
+        head = self.name, self.number, self.formed, self.seats
+        return dump(SavedState(*head, *passed, cuts, self.rendezvous))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
@@ -445,6 +448,7 @@ class Job:
         former = load(snapshot, settings, now)
         job = cls(settings, former.job, now)
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
+        job.rendezvous = former.rendezvous
         job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts
         job.checkpoints.resume(begun, kept, epoch, is_returning)

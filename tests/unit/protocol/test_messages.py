@@ -26,6 +26,7 @@ TAGS = {
     **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
     **{104: "Export", 105: "Exported", 106: "TableRate"},
     **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
+    **{120: "Rendezvous", 121: "RendezvousIs"},
 }
 """Written down once more: a tag that was given is for ever."""
 
