@@ -274,6 +274,11 @@ class Handshakes:
         if self._failures not in (1, FAILURES_MAX):
             return False, ""
         theirs, ours = greeting_of(endpoint), NULL if self._keys is None else CURVE
+        if theirs == OTHER_PROTOCOL:
+            return False, "" if self._failures < FAILURES_MAX else (
+                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check the address in "
+                "--scheduler or KVPS_SCHEDULER"
+            )
         if theirs and theirs != ours:  # it has hung up before it was heard
             return False, self._unlike(endpoint)
         if self._keys is None or not theirs or self._failures < FAILURES_MAX:
@@ -303,12 +308,17 @@ class Handshakes:
 
 
 NULL, CURVE = b"NULL", b"CURVE"
+OTHER_PROTOCOL = b"?"
+"""In place of a mechanism: the greeting is not ZMTP's."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + CURVE.ljust(20, b"\0") + bytes(32)
 GREETS_MAX_S = 0.2
 
 
 def greeting_of(endpoint: str) -> bytes:
-    """Return the mechanism in the greeting of the listener; a relay without its target sends none."""
+    """Return the mechanism in the greeting of the listener; a relay without its target sends none.
+
+    Of a listener that sends something else it is :data:`OTHER_PROTOCOL`.
+    """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (
@@ -318,6 +328,8 @@ def greeting_of(endpoint: str) -> bytes:
         probe.sendall(GREETING)
         while len(got) < len(GREETING) and (more := probe.recv(len(GREETING))):
             got += more
+    if got[:1] not in (b"", GREETING[:1]) or got[9:10] not in (b"", GREETING[9:10]):
+        return OTHER_PROTOCOL
     return got[12:32].rstrip(b"\0")
 
 
