@@ -444,6 +444,11 @@ def environment(
     }
 
 
+def announce(scheduler: str) -> None:
+    """Have the processes that this one starts find the scheduler, unless they are told of another."""
+    os.environ.setdefault("KVPS_SCHEDULER", scheduler)
+
+
 def shared(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the settings of kvps that hold for all processes of a job, on whatever host."""
     return {k: v for k, v in variables("KVPS_", env).items() if k not in _PLACE}
@@ -492,10 +497,14 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
 def worker_rank(env: Mapping[str, str] | None = None) -> int | None:
     """Return the rank of a worker: that of KVPS_RANK, or else of another project's launcher; None for any.
 
+    torchrun comes before the others: it may have been started by them, and then its workers have their variables.
+
     Raises:
         ConfigError: as :func:`launched`, or for a malformed number.
     """
     rank = whole("KVPS_RANK", env=env)
+    if rank is None and text("TORCHELASTIC_RUN_ID", env=env) is not None:
+        rank = whole("RANK", env=env)
     place = launched(env) if rank is None else None
     return rank if place is None else place.rank
 

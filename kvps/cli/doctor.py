@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.inquiry import Inquirer
 from kvps.errors import ConfigError
+from kvps.inquiry import Inquirer
 from kvps.observe.diagnosis import Finding, Level, Measurements, diagnose, exit_code
 
 NAME = "kvps doctor"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.inquiry import inquire
+from kvps.inquiry import inquire
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Done, Evict
 

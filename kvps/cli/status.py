@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.inquiry import inquire
+from kvps.inquiry import inquire
 from kvps.observe.cluster_view import UNKNOWN
 from kvps.observe.scheduler_state import as_json
 from kvps.phrases import bytes_in_words, ranks_in_words

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from kvps import config
 from kvps.cli import flags
-from kvps.cli.inquiry import Inquirer
 from kvps.errors import ConfigError, KvpsError
+from kvps.inquiry import Inquirer
 from kvps.observe.cluster_view import ClusterView, MemberLine, Picture
 from kvps.phrases import bytes_in_words
 from kvps.protocol.envelope import Role
@@ -127,7 +127,7 @@ class Watcher:
         """Look once.
 
         Raises:
-            KvpsError: as :meth:`~kvps.cli.inquiry.Inquirer.ask`.
+            KvpsError: as :meth:`~kvps.inquiry.Inquirer.ask`.
         """
         answer = self._inquirer.ask(Look(), Seen, self._limit_s)
         assert isinstance(answer.message, Seen)

@@ -19,7 +19,7 @@ from hashlib import blake2b
 
 from kvps.errors import Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Node
-from kvps.protocol.membership import Enrol, Evict, Hello, Look, Ping
+from kvps.protocol.membership import Enrol, Evict, Hello, Look, Ping, Rendezvous
 from kvps.protocol.permissions import Place
 from kvps.protocol.tracing import Fetch, Trace
 
@@ -28,7 +28,7 @@ ROLES = ("scheduler", "server", "worker", "admin", "look")
 KEY_CHARACTERS = 40
 """Length of a public or secret key, in Z85."""
 _BY_ROLE: dict[str, frozenset[type[Message]]] = {
-    "worker": frozenset({Enrol, Hello}),
+    "worker": frozenset({Enrol, Hello, Rendezvous}),
     "server": frozenset({Enrol, Hello}),
     "admin": frozenset({Evict, Look, Ping, Trace, Fetch}),
     "look": frozenset({Look, Ping}),
@@ -143,7 +143,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
                 reason="other_member",
             )
-        if kind in (Enrol, Evict, Trace, Fetch):
+        if kind in (Enrol, Evict, Rendezvous, Trace, Fetch):
             raise Unauthorized(
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )

@@ -274,6 +274,11 @@ class Handshakes:
         if self._failures not in (1, FAILURES_MAX):
             return False, ""
         theirs, ours = greeting_of(endpoint), NULL if self._keys is None else CURVE
+        if theirs == OTHER_PROTOCOL:
+            return False, "" if self._failures < FAILURES_MAX else (
+                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check the address in "
+                "--scheduler or KVPS_SCHEDULER"
+            )
         if theirs and theirs != ours:  # it has hung up before it was heard
             return False, self._unlike(endpoint)
         if self._keys is None or not theirs or self._failures < FAILURES_MAX:
@@ -303,6 +308,9 @@ class Handshakes:
 
 
 NULL, CURVE = b"NULL", b"CURVE"
+OTHER_PROTOCOL = b"?"
+"""In place of a mechanism: the greeting is not ZMTP's."""
+SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 GREETING_BYTES = 64
 GREETS_MAX_S = 0.2
 
@@ -310,11 +318,13 @@ GREETS_MAX_S = 0.2
 def greeting_of(endpoint: str, ours: bytes = CURVE) -> bytes:
     """Return the mechanism in the greeting of the listener; a relay without its target sends none.
 
+    Of a listener that sends something else it is :data:`OTHER_PROTOCOL`.
+
     Args:
         endpoint: where it listens.
         ours: the mechanism to announce. A listener with another one may hang up without its own.
     """
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + ours.ljust(20, b"\0")
+    greeting = SIGNATURE + b"\x03\x00" + ours.ljust(20, b"\0")
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     got = b""
     with (
@@ -324,6 +334,8 @@ def greeting_of(endpoint: str, ours: bytes = CURVE) -> bytes:
         probe.sendall(greeting.ljust(GREETING_BYTES, b"\0"))
         while len(got) < GREETING_BYTES and (more := probe.recv(GREETING_BYTES)):
             got += more
+    if got[:1] not in (b"", SIGNATURE[:1]) or got[9:10] not in (b"", SIGNATURE[9:10]):
+        return OTHER_PROTOCOL
     return got[12:32].rstrip(b"\0")
 
 

@@ -57,7 +57,7 @@ METRICS = (
                 "barriers",
                 "barrier_names",
             ),
-            *("checkpoints", "waiting_checkpoints", "tagged_checkpoints"),
+            *("checkpoints", "waiting_checkpoints", "tagged_checkpoints", "rendezvous"),
         ),
     ),
     Metric(

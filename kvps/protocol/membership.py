@@ -512,3 +512,32 @@ class Alive(Message):
     """The number of the challenge."""
     guardian: bool = False
     """The sender holds the seat for a command that it runs."""
+
+
+# --- the rendezvous of another launcher -----------------------------------------------------------
+
+
+@tag(150)
+@dataclass(frozen=True, slots=True)
+class Rendezvous(Message):
+    """Agent of another launcher to scheduler: the state of this run, or another one in its place."""
+
+    run: str
+    """The name that the launcher gave the run."""
+    token: int | None
+    """None only reads. Else ``state`` is set if this is the token of the present state; 0 is that of none."""
+    state: tuple[str, ...] = ()
+    """Lines that only agents understand."""
+
+
+@tag(151)
+@dataclass(frozen=True, slots=True)
+class RendezvousIs(Message):
+    """Answer to RENDEZVOUS: the state that the run has now."""
+
+    seq: int
+    token: int
+    """0 where there is none."""
+    state: tuple[str, ...]
+    is_set: bool
+    """It is what the request wanted to set."""

@@ -56,6 +56,8 @@ from kvps.protocol.membership import (
     Probe,
     Probed,
     Released,
+    Rendezvous,
+    RendezvousIs,
     Resume,
     Resumed,
     Return,
@@ -129,7 +131,7 @@ _SHARING = frozenset({Offer, Taken, Release})
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER
-        | {Evict, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch},
+        | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch},
         Role.SERVER: _MEMBER
         | {Stalled, Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
@@ -147,7 +149,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.SCHEDULER: frozenset(
             {Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong}
         )
-        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed}
+        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs}
         | {TakeImage, Commit, GiveUp, Recall, Restore, Measure, AskClock, Tracing, Part},
     },
     Place.TO_SERVER: {

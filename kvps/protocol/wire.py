@@ -352,6 +352,7 @@ _BY_FIELD: dict[str, Check] = {
     "View.keys": _public,
     "Enrol.public": _public,
     "Enrol.command": _public,
+    "Rendezvous.run": _key,
     "exit_code": _int,
     "numbers": _int,
     "held": _int,

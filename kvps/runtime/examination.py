@@ -32,7 +32,7 @@ ENOUGH_S = 0.1
 
 
 class Ask(Protocol):
-    """Asks the scheduler, as :meth:`kvps.cli.inquiry.Inquirer.ask` does."""
+    """Asks the scheduler, as :meth:`kvps.inquiry.Inquirer.ask` does."""
 
     def __call__(
         self,

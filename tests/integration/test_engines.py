@@ -113,6 +113,16 @@ def by_torchrun(processes: Processes, folder: Path) -> list[Process]:
     return [processes.python(*words, KVPS_SCHEDULER=cluster.endpoint, TMPDIR=str(folder))]
 
 
+def by_rendezvous(processes: Processes, folder: Path) -> list[Process]:
+    """Start an agent of torchrun for each worker; they meet at the scheduler."""
+    cluster = processes.scheduler(WORKERS, SERVERS)
+    for _ in range(SERVERS):
+        cluster.server()
+    words = ("-m", "torch.distributed.run", "--rdzv-backend=kvps", "--nnodes", WORKERS)
+    words = (*words, f"--rdzv-endpoint={cluster.endpoint}", "train.py")
+    return [processes.python(*words, TMPDIR=str(folder)) for _ in range(WORKERS)]
+
+
 def by_mpirun(name: str, *flags: str) -> Callable[[Processes, Path], list[Process]]:
     """Return the start of the script by a launcher of MPI."""
 
@@ -153,6 +163,7 @@ ENGINES: dict[str, Callable[[Processes, Path], list[Process]]] = {
     "DMLC variables by hand": by_dmlc,
     "torchrun": by_torchrun,
     "Ray Train": by_ray,
+    "torchrun, backend kvps": by_rendezvous,
     "mpirun of Open MPI": by_mpirun("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"),
     "mpiexec of MPICH": by_mpirun("mpiexec.hydra"),
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvps import protocol as m
-from kvps.cli.inquiry import inquire
 from kvps.errors import Unauthorized
+from kvps.inquiry import inquire
 from kvps.net.zap import Keys, new_pair
 from kvps.runtime import keys as files
 from tests.integration.processes import Processes, until

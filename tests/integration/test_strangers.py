@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvps import protocol as m
-from kvps.cli.inquiry import inquire
+from kvps.inquiry import inquire
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from tests.integration import strangers

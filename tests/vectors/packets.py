@@ -274,6 +274,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             m.Part(2, 2, 3, 5, "gpu-1", 4711, (m.RoundTrip(2**40, 2**41, 2**40 + 90),), 1, 7),
             (SPAN,),
         ),
+        (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Rendezvous("run-1", 4, ("[1]", "é")), ()),
+        (SCHEDULER, m.RendezvousIs(1, 5, ("[1]", "é"), True), ()),
     ]
 
 

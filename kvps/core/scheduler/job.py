@@ -34,6 +34,7 @@ from kvps.core.scheduler.measurements import Measurements
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
+from kvps.core.scheduler.rendezvous import RendezvousTable
 from kvps.core.scheduler.saved_state import SavedState, dump, load
 from kvps.core.scheduler.seat import SEATS, Seat, Settings, State
 from kvps.core.scheduler.status import StatusReport
@@ -94,6 +95,7 @@ class Job:
         self.status_report = StatusReport()
         self.measurements = Measurements()
         self.fault_log = FaultLog()
+        self.rendezvous = RendezvousTable()
         self.phase, self.reason = self.assess(now)
         self.stop: Stop | None = None
         """The STOP for members when the job is over."""
@@ -462,7 +464,8 @@ class Job:
         ours, barriers = self.checkpoints, self.barriers
         cuts = (ours.begun, ours.kept, ours.epoch, ours.recovery is not None, self.since)
         passed = barriers.passed, barriers.resumed
-        return dump(SavedState(self.name, self.number, self.formed, self.seats, *passed, cuts))
+        head = self.name, self.number, self.formed, self.seats
+        return dump(SavedState(*head, *passed, cuts, self.rendezvous))
 
     @classmethod
     def restore(cls, settings: Settings, snapshot: bytes, now: float) -> Job:
@@ -471,6 +474,7 @@ class Job:
         job = cls(settings, former.job, now)
         job.counts.now = now
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
+        job.rendezvous = former.rendezvous
         job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts
         job.checkpoints.resume(begun, kept, epoch, is_returning)

@@ -11,6 +11,7 @@ import msgpack
 
 from kvps.core.scheduler.barriers import Passed
 from kvps.core.scheduler.membership import Membership
+from kvps.core.scheduler.rendezvous import RendezvousTable, RunState
 from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvps.core.scheduler.barriers import Name
 
-FORMAT = 6
+FORMAT = 7
 
 
 class SavedState(NamedTuple):
@@ -35,6 +36,7 @@ class SavedState(NamedTuple):
     cuts: tuple[int, int, int, bool, int]
     """The newest cut that was begun, and that is complete, the epoch, whether the servers return to
     a cut, and the view in which the epoch began."""
+    rendezvous: RendezvousTable
 
 
 def dump(snapshot: SavedState) -> bytes:
@@ -63,7 +65,9 @@ def dump(snapshot: SavedState) -> bytes:
     resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts))
+    runs = [(run, *one) for run, one in snapshot.rendezvous.runs.items()]
+    rendezvous = (snapshot.rendezvous.issued, runs)
+    state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts, rendezvous))
     return state
 
 
@@ -90,7 +94,7 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         ConfigError: if it is of a cluster of another size.
     """
     try:
-        head, rows, barriers, resumed, cuts = msgpack.unpackb(state)
+        head, rows, barriers, resumed, cuts, (last, runs) = msgpack.unpackb(state)
         (version, counts, job, number, formed, issued) = head
         _demand(head[2:], (bytes, int, bool, int))
         _demand(cuts, (int, int, int, bool, int))
@@ -133,10 +137,16 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         passed = {(store, name): Passed(*one) for store, name, *one in barriers}
         places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts
+        rendezvous = RendezvousTable()
+        for run, token, lines in runs:
+            _demand((run, token, *lines), (str, int, *[str] * len(lines)))
+            rendezvous.runs[run] = RunState(token, tuple(lines))
+        _demand((last,), (int,))
+        rendezvous.issued = last
     except (ValueError, TypeError, KeyError) as error:
         raise StorageError(
             "the scheduler's state cannot be read: start the scheduler with another --state, and "
             "start the job again"
         ) from error
     came = (begun, kept, epoch, is_returning, since)
-    return SavedState(job, number, formed, seats, passed, places, came)
+    return SavedState(job, number, formed, seats, passed, places, came, rendezvous)

@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""
-FROM_ANYBODY = (p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Leave, p.Error, p.Trace, p.Fetch)
+FROM_ANYBODY = (
+    *(p.Enrol, p.Hello, p.Look, p.Ping, p.Evict, p.Rendezvous, p.Leave, p.Error, p.Trace, p.Fetch),
+)
 """Messages that need not come from the holder of a seat; a LEAVE may belong to an earlier job."""
 LOOKS_WITHIN_S = 1.0
 """The time of the limit ``looks``: inquiries beyond it, all together, are dropped, and made again."""
@@ -117,6 +119,8 @@ class Scheduler:
                 case _ if self.job.stop is not None:
                     self.job.send(route, self.job.stop)
                     self.job.part((envelope.node, envelope.incarnation), now)
+                case p.Rendezvous():
+                    self._on_rendezvous(route, envelope.seq, message)
                 case p.Enrol():
                     self.job.seats.enrol(route, (message.public, message.command))
                 case p.Hello():
@@ -356,6 +360,11 @@ class Scheduler:
         self.job.note("warning", f"{seat.node} ({seat.host}:{seat.pid}) {why}")
         self.job.apply_changes(now)
         self.job.send(route, p.Done(seq))
+
+    def _on_rendezvous(self, route: Route, seq: int, request: p.Rendezvous) -> None:
+        before = self.job.rendezvous.issued
+        self.job.send(route, self.job.rendezvous.answer(seq, request))
+        self.job.has_changed |= self.job.rendezvous.issued != before
 
     def _on_cut(
         self, route: Route, envelope: Envelope, message: Message, role: Role, now: float

@@ -29,6 +29,11 @@ class ClusterInfo:
     joins: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Store -> number of joins that are over, as far as this worker knows."""
 
+    def incarnation(self, rank: int) -> int:
+        """Return the incarnation of the present or last holder of a worker's seat; 0 if it had none."""
+        seats = [seat for seat in self.members if seat.role == Role.WORKER and seat.rank == rank]
+        return seats[0].incarnation if seats else 0
+
     def workers_in(self, state: str) -> list[int]:
         """Return the ranks of workers whose seats are in this state, ascending."""
         return sorted(

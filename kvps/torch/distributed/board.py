@@ -31,11 +31,14 @@ class Board:
 
     Args:
         timeout_s: how long it may take to open the stores.
+        generation: the same on all ranks, and no other for processes that have taken the place of one: push numbers
+            begin at 0, and a server would take theirs for those of their predecessors.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._sums = create_own("dist_sync", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
-        self._posts = create_own("dist_async", OWNER, on_worker_lost="fail", timeout_s=timeout_s)
+    def __init__(self, timeout_s: float, generation: str) -> None:
+        owner = f"{OWNER}.{generation}"
+        self._sums = create_own("dist_sync", owner, on_worker_lost="fail", timeout_s=timeout_s)
+        self._posts = create_own("dist_async", owner, on_worker_lost="fail", timeout_s=timeout_s)
         self._posts.set_optimizer("assign")
         self._session: Session = self._sums.session
         self._made: set[str] = set()

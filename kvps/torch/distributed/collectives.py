@@ -23,7 +23,7 @@ from kvps.errors import ConfigError, WorkerLost
 from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
 from kvps.torch.distributed.board import Board
-from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, fold, padded
+from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, divide, fold, padded
 from kvps.torch.distributed.ordered_executor import Steps
 from kvps.torch.distributed.size_classes import Sizes, class_of
 
@@ -111,7 +111,7 @@ class Collectives:
     def _deliver(self, total: torch.Tensor, staged: Staged, op: str) -> None:
         """Deliver what came of a round."""
         if op == "AVG":
-            total.div_(len(self._ranks))
+            divide(total, len(self._ranks))
         if total.data_ptr() == staged.row.data_ptr():
             staged.deliver()
         else:

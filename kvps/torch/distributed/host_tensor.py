@@ -109,8 +109,8 @@ def check(name: str, dtype: torch.dtype) -> None:
     is_bitwise = name in ("BAND", "BOR", "BXOR")
     if is_bitwise and not is_whole:
         raise ConfigError(f"ReduceOp.{name} needs whole numbers or bool, got {dtype}")
-    if name == "AVG" and is_whole:
-        raise ConfigError(f"ReduceOp.AVG needs floating point, got {dtype}; use SUM and divide")
+    if name == "AVG" and dtype == torch.bool:
+        raise ConfigError("ReduceOp.AVG needs numbers, got torch.bool; use MAX or MIN")
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ConfigError(f"ReduceOp.{name} needs an order, and {dtype} has none")
 
@@ -131,5 +131,17 @@ def fold(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         rows = [row.float() for row in rows]
     total = reduce(FOLDS[name], rows)
     if name == "AVG":
-        total = total / len(rows)
+        divide(total, len(rows))
     return total.to(dtype)
+
+
+def divide(total: torch.Tensor, count: int) -> None:
+    """Divide a sum in place; whole numbers are cut off at the point, as NCCL does it.
+
+    Example:
+        >>> divide(total := torch.tensor([-5, 5]), 2)
+        >>> total
+        tensor([-2,  2])
+    """
+    is_exact = total.is_floating_point() or total.is_complex()
+    total.div_(count, rounding_mode=None if is_exact else "trunc")

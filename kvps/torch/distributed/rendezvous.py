@@ -4,13 +4,19 @@ torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
 them. A plain process of a cluster has none of these, and neither has a process without a cluster. So if a
 cluster is configured, or if torch would fail, the ranks meet in the cluster: rank and size are its own, and
 torch's store is at a port of rank 0 that the system chooses; the other ranks learn it through the servers. A
-destroyed group can be created again, because no port is used twice.
+destroyed group can be created again, because no port is used twice. torchrun's agents have a store already, a new
+one for each time that they start the ranks, and that is used.
+
+All ranks of a group begin together. Where torchrun starts them all again, they are another *generation*, and share no
+store on the servers with their predecessors. A rank that is started again by itself is refused.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +29,8 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no door to change one
 
 from kvps import config
-from kvps.errors import ConfigError, KvpsError
+from kvps.errors import ConfigError, KvpsError, WorkerLost
+from kvps.phrases import ranks_in_words
 from kvps.runtime import process
 from kvps.runtime.local.local_cluster import LocalCluster
 from kvps.runtime.scheduler_process import own_host
@@ -36,6 +43,9 @@ from kvps.torch.distributed.process_group import NAME, ProcessGroup
 log = logging.getLogger("kvps")
 ADDRESS_MAX = 256
 """Bytes of HOST:PORT."""
+ALL_HERE_MAX_S = 60.0
+"""Seconds until all ranks of a group must have agreed on it, once each was here once."""
+LOOK_EVERY_S = 0.02
 
 
 @dataclass(slots=True)
@@ -45,6 +55,8 @@ class _Shared:
     world: tuple[Board, OrderedExecutor] | None = None
     began: bool = False
     """Whether the session began with the rendezvous, or with the first group."""
+    generations: int = 0
+    """How often this process has formed the group of all ranks."""
 
 
 _shared = _Shared()
@@ -58,7 +70,8 @@ def register() -> None:
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
         is_torch_able = config.text("MASTER_ADDR") and config.text("MASTER_PORT")
         _shared.began = not process.has_joined()
-        if is_torch_able and not _has_servers(timeout.total_seconds()):
+        is_torchruns = config.switch("TORCHELASTIC_USE_AGENT_STORE")
+        if is_torch_able and (is_torchruns or not _has_servers(timeout.total_seconds())):
             yield from of_torch(url, timeout=timeout, **more)
         else:
             yield _meet(urlparse(url).query, timeout.total_seconds())
@@ -95,7 +108,8 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
         )
         address = f"{host}:{port}".encode()
         row[: len(address)] = torch.frombuffer(bytearray(address), dtype=torch.uint8)
-    with create_own("dist_sync", "torch.rendezvous", timeout_s=timeout_s) as kv:
+    owner = f"torch.rendezvous.{session.info.incarnation(0)}"
+    with create_own("dist_sync", owner, timeout_s=timeout_s) as kv:
         kv.broadcast("address", row, out=row)
     if store is None:
         host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")
@@ -160,13 +174,57 @@ def _make(options: Any, more: Any) -> ProcessGroup:
                 f"needs all ranks: call init_process_group({NAME!r}), or make a group of all ranks first"
             )
         _shared.began = _shared.began or not process.has_joined()
-        _join(rank, size, timeout_s)
-        _shared.world = Board(timeout_s), OrderedExecutor()
+        session = _join(rank, size, timeout_s)
+        generation = _agree(options.store, session, timeout_s)
+        _shared.world = Board(timeout_s, generation), OrderedExecutor()
     board, tracks = _shared.world
     ranks = members or list(range(size))
     collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
     end = _close if is_default else lambda: None
     return ProcessGroup(str(options.group_id), collectives, tracks, len(ranks), end)
+
+
+def _agree(store: Store, session: Any, timeout_s: float) -> str:
+    """Return the generation: the same for all ranks, when all are here.
+
+    A launcher that starts the ranks again may give them the same store, with what their predecessors wrote. So each
+    rank writes its incarnation, and how often it has done this. A generation consists of what all ranks have written, if
+    the members of the job are those; and it is agreed on when each rank has said that it sees the same.
+
+    Raises:
+        WorkerLost: if another rank does not come, or belongs to an earlier group.
+    """
+    rank, size = session.rank, session.info.workers
+    mine = f"{session.info.incarnation(rank)}.{_shared.generations}"
+    _shared.generations += 1
+    store.set(f"kvps.{rank}", mine)
+    store.wait([f"kvps.{one}" for one in range(size)])
+    until = time.monotonic() + min(timeout_s, ALL_HERE_MAX_S)
+    while True:
+        here = [store.get(f"kvps.{one}").decode() for one in range(size)]
+        strange = [one for one in range(size) if not _is_member(session, one, here[one])]
+        generation = hashlib.blake2b("-".join(here).encode(), digest_size=8).hexdigest()
+        if not strange:
+            store.set(f"kvps.{generation}.{rank}", "")
+            if store.check([f"kvps.{generation}.{one}" for one in range(size)]):
+                return generation
+        if time.monotonic() > until:
+            others = strange or [
+                one for one in range(size) if not store.check([f"kvps.{generation}.{one}"])
+            ]
+            raise WorkerLost(
+                f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank {rank} within "
+                f"{min(timeout_s, ALL_HERE_MAX_S):g} s. All ranks of a group begin together: when a rank was "
+                "started again, start the others again, too, as torchrun does"
+            )
+        time.sleep(LOOK_EVERY_S)
+
+
+def _is_member(session: Any, rank: int, life: str) -> bool:
+    """Whether the process that wrote ``life`` holds that seat, by the newest view."""
+    info = session.info
+    is_held = rank == session.rank or rank in info.workers_in("held")
+    return is_held and life.partition(".")[0] == str(info.incarnation(rank))
 
 
 def _close() -> None:

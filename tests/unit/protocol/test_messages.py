@@ -30,6 +30,7 @@ TAGS = {
     **{130: "Ping", 131: "Pong"},
     **{140: "Trace", 141: "Tracing", 142: "AskClock", 143: "ClockIs", 144: "Spans"},
     **{145: "Fetch", 146: "Part"},
+    **{150: "Rendezvous", 151: "RendezvousIs"},
 }
 """Written down once more: a tag that was given is for ever."""
 

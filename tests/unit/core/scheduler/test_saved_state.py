@@ -6,10 +6,12 @@ import msgpack
 import pytest
 
 from kvps.core.scheduler.barriers import Passed
+from kvps.core.scheduler.rendezvous import RunState
 from kvps.core.scheduler.saved_state import FORMAT, SavedState, dump, load
 from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Rendezvous
 from tests.support.scheduler_harness import JOB, Stage
 
 CUTS = (12, 11, 2, True, 7)
@@ -18,7 +20,8 @@ CUTS = (12, 11, 2, True, 7)
 def snapshot_of(stage: Stage) -> SavedState:
     job = stage.scheduler.job
     passed, resumed = job.barriers.passed, job.barriers.resumed
-    return SavedState(job.name, job.number, job.formed, job.seats, passed, resumed, CUTS)
+    head = job.name, job.number, job.formed, job.seats
+    return SavedState(*head, passed, resumed, CUTS, job.rendezvous)
 
 
 def test_round_trip() -> None:
@@ -27,11 +30,14 @@ def test_round_trip() -> None:
     stage.leave("w1", done=False, code=3, reason="boom")
     stage.barrier("w0")
     stage.scheduler.job.barriers.restore({("kv", "c"): Passed(5, 30)}, {("kv", 1): 7})
+    stage.scheduler.job.rendezvous.answer(1, Rendezvous("run", 0, ("a", "b")))
     former = snapshot_of(stage)
     again = load(dump(former), stage.settings, 50.0)
     assert again[:3] == (JOB, 2, True)
     assert again.passed == {("kv", "c"): Passed(5, 30)}
     assert again.cuts == CUTS
+    assert again.rendezvous.issued == 1
+    assert again.rendezvous.runs == {"run": RunState(1, ("a", "b"))}
     assert again.resumed == {("kv", 1): 7}
     assert again.seats.issued == 3
     for node, seat in former.seats.by_node.items():
@@ -97,3 +103,10 @@ def test_refuses_fields_of_other_types() -> None:
     seats[0][4] = 7  # a host
     with pytest.raises(StorageError, match="cannot be read"):
         load(msgpack.packb([head, seats, *rest]), Settings(2, 1), 0.0)
+
+
+def test_refuses_a_rendezvous_of_other_types() -> None:
+    *others, _ = msgpack.unpackb(dump(snapshot_of(Stage(1, 0))))
+    for rendezvous in ((1, [("run", 1, (7,))]), ("1", [])):
+        with pytest.raises(StorageError, match="cannot be read"):
+            load(msgpack.packb([*others, rendezvous]), Settings(1, 0), 0.0)

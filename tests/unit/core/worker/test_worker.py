@@ -1041,6 +1041,7 @@ def test_every_answer_of_a_server_is_known_as_one() -> None:
     """One that is not listed would be dropped without a word, and its call would wait."""
     of_the_scheduler = {
         *("Released", "Checkpointed", "Resumed", "Seen", "Pong", "Tracing", "Part"),
+        "RendezvousIs",
     }
     numbered = {one for one in MESSAGES.values() if "seq" in {each.name for each in fields(one)}}
     answers = {one.__name__ for one in numbered} - of_the_scheduler - {"Error"}

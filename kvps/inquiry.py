@@ -1,4 +1,4 @@
-"""Requests to a scheduler by commands that are not members of its job."""
+"""Requests to a scheduler by processes that are not members of its job."""
 
 from __future__ import annotations
 

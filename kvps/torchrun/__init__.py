@@ -1,0 +1,30 @@
+"""The rendezvous backend ``kvps`` of torchrun: its agents agree on ranks through the scheduler.
+
+``torchrun --rdzv-backend=kvps --rdzv-endpoint=HOST:9091`` finds it by the entry point group ``torchrun.handlers``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+__all__ = ["handler"]
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return the function that makes a rendezvous handler; torchrun calls this.
+
+    Example:
+        >>> from kvps.torchrun import handler
+        >>> handler().__name__
+        'create'
+    """
+    from kvps.torchrun.handler import (
+        create,
+    )  # here: every torchrun calls this, whatever its backend
+
+    return create
