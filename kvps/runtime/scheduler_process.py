@@ -285,6 +285,7 @@ def _run_scheduler(
             "role": "scheduler",
             "now": now,
             "settings": asdict(settings),
+            "software": WORLD.software,
             "job": job.hex(),
             "state": (snapshot or b"").hex(),
         }

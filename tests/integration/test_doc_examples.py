@@ -79,7 +79,10 @@ def test_there_are_blocks_of_each_kind() -> None:
         for page in (ROOT / "docs").glob("**/*.md")
         if "```python" in page.read_text(encoding="utf-8") and "decisions" not in page.parts
     }
-    elsewhere = {"docs/quickstart.md", "docs/architecture.md", "docs/torch-distributed.md"}
+    elsewhere = {
+        *("docs/quickstart.md", "docs/architecture.md", "docs/torch-distributed.md"),
+        *("docs/launching/ray.md", "docs/frameworks.md"),  # with the packages that they need
+    }
     assert every <= {*PAGES, *WITH_FILES, *elsewhere}, "a page whose blocks no test runs"
     known = {"", "fragment", "before", "after", "after: a group of processes"}
     assert {block.kind for block in ALL} == known

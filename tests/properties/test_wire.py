@@ -53,6 +53,7 @@ BY_NAME = {
     "public": public_keys,
     "command": public_keys,
     "store": keys,
+    "run": keys,
     "shape": st.integers(0, 5),
     "rank": naturals_32,
     "creator": naturals_32,

@@ -60,6 +60,11 @@ class Peer:
         self.given = Lent()
         self.taken = Borrowed()
 
+    def take_back(self) -> None:
+        """End the leases that it has posted as returned."""
+        if self.posts and self.given.open:
+            self.given.release_below(self.posted.before())
+
 
 class SharingTransport:
     """A transport whose payload travels through shared memory where it can."""
@@ -300,6 +305,8 @@ class SharingTransport:
                 return None
             case Welcome() if self._segment is not None and route in self._near:
                 self._say(route, self._segment.offer)
+        if (peer := self._by_route.get(route)) is not None:
+            peer.take_back()  # what it returned before it sent this, the core may write again
         if packet.loans:
             packet = self._borrow(packet)
         elif packet.payload and not self._frames_come:
@@ -406,8 +413,7 @@ class SharingTransport:
     def _take_back(self) -> None:
         """Write again where peers have posted that they read no more."""
         for peer in self._peers.values():
-            if peer.posts and peer.given.open:
-                peer.given.release_below(peer.posted.before())
+            peer.take_back()
 
     def _return(self, least: int) -> None:
         """Give leases back: post it where that says everything; else by a RELEASE, where they are ``least`` or more."""

@@ -25,12 +25,13 @@ SKIPPED = {
     "_other",
     "lap",
     "_wake",
+    "_world",
     "on_reply",
     "fill",
     "retry",
     "why",
 }
-"""Attributes without meaning: where values lie, scratch space, caches by address, and functions."""
+"""Attributes without meaning: where values lie, scratch space, caches by address, functions, and the wall clock."""
 
 
 def digest(root: object, *, values: bool = True) -> str:

@@ -11,13 +11,14 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from kvps.core.effects import Route
 from kvps.errors import ConfigError, ProtocolError
 from kvps.protocol import wire
 from kvps.protocol.envelope import Loan, Packet
+from kvps.protocol.membership import Pong
 
 MAGIC = b"kvps record 1\n"
 _EVENT = struct.Struct("<BdQ")
@@ -184,8 +185,14 @@ def _has_loans(head: bytes) -> bool:
 
 
 def checksum_of(packet: Packet) -> bytes:
-    """Return the checksum of a packet with its payload, in decimal: it has no loans yet."""
-    crc = zlib.crc32(wire.encode(Packet(packet.envelope, packet.message))[0])
+    """Return the checksum of a packet with its payload, in decimal: it has no loans yet.
+
+    The wall clock of a PONG does not count, as nothing depends on it.
+    """
+    message = packet.message
+    if isinstance(message, Pong):
+        message = replace(message, clock_s=0.0)
+    crc = zlib.crc32(wire.encode(Packet(packet.envelope, message))[0])
     for frame in packet.payload:
         crc = zlib.crc32(frame, crc)
     return str(crc).encode()

@@ -18,7 +18,7 @@ import torch
 from kvps.core.effects import Core, Disk, Effects, Hold, Send
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
-from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.core.scheduler.scheduler import Scheduler, Settings, World
 from kvps.core.server.server import Server
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, from_code
@@ -131,8 +131,8 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
             settings = Settings(**given)
             state = bytes.fromhex(header["state"])
             if state:
-                return Scheduler.restore(settings, state, now)
-            return Scheduler(settings, bytes.fromhex(header["job"]), now)
+                return Scheduler.restore(settings, state, now, World(header["software"]))
+            return Scheduler(settings, bytes.fromhex(header["job"]), now, World(header["software"]))
         described = dict(header["identity"])
         described["role"] = Role(described["role"])
         described["job"] = bytes.fromhex(described["job"])

@@ -89,14 +89,14 @@ def test_refuses_fields_of_other_types() -> None:
     for changed in ([*head[:-1], "7"], [*head[:3], True, *head[4:]]):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([changed, seats, *rest]), Settings(2, 1), 0.0)
-    barriers, resumed, cuts = rest
+    barriers, resumed, cuts, rendezvous = rest
     for others in (
         ([["kv", "b", "1", 0]], resumed, cuts),
         (barriers, [["kv", 0, None]], cuts),
         (barriers, resumed, [*cuts[:-1], "9"]),
     ):
         with pytest.raises(StorageError, match="cannot be read"):
-            load(msgpack.packb([head, seats, *others]), Settings(2, 1), 0.0)
+            load(msgpack.packb([head, seats, *others, rendezvous]), Settings(2, 1), 0.0)
     for counts in ([2], [2, 1, 0], ["2", "1"], {}):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([[head[0], counts, *head[2:]], seats, *rest]), Settings(2, 1), 0.0)

@@ -31,6 +31,15 @@ def test_it_is_that_of_the_newest_view() -> None:
     assert before.members == (), "what a thread has read stays as it was"
 
 
+def test_the_incarnation_is_that_of_the_newest_view() -> None:
+    bench = Bench(workers=2)
+    known = {
+        seat.rank: seat.incarnation for seat in bench.core.info.members if seat.role == Role.WORKER
+    }
+    assert {rank: bench.core.info.incarnation(rank) for rank in (0, 1)} == known
+    assert bench.core.info.incarnation(7) == 0
+
+
 def test_it_cannot_be_changed() -> None:
     bench = Bench()
     with pytest.raises(FrozenInstanceError):
