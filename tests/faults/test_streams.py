@@ -106,6 +106,9 @@ def test_connections_to_the_scheduler_that_carry_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvps.core.scheduler.membership.MUTE_S", 0.3)
+    monkeypatch.setenv(
+        "KVPS_DROP_GRACE", "5"
+    )  # on a busy machine it takes a second to connect again
     mute = [Stream(mute_after=count) for count in (0, 300, 500, 700, 1_000)]
     control, data = Streams(first(mute)), Streams(first([]))
     with behind(monkeypatch, data.proxy, control.proxy) as cluster:

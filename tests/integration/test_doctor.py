@@ -62,7 +62,7 @@ def test_a_job_that_is_well(processes: Processes) -> None:
         assert found[name][0] == "ok", found[name]
     assert re.match(r"[\d.]+ ms \(median of 7", found["round trip"][1])
     assert re.search(
-        r"[MG]bit/s to the scheduler \(256 KiB there and back\)", found["bandwidth"][1]
+        r"[MG]bit/s to the scheduler \(\d+ KiB there and back\)", found["bandwidth"][1]
     )
     assert "a worker of this job needs" in found["file descriptors"][1]
     shown = doctor(processes, "--scheduler", cluster.endpoint)

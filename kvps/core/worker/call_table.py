@@ -1,4 +1,4 @@
-"""Calls in flight on a worker: how their operations advance, and how they end: answered, late, or with a lost member.
+"""Calls in flight on a worker: how their operations advance, and how they end: answered, late, or given up.
 
 Theory of operation
 -------------------
