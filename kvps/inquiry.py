@@ -26,6 +26,7 @@ class Inquirer:
         self._transport = ZmqTransport(keys=keys)
         self._inbox: Inbox[Inquiry] = Inbox(self._transport)
         self._is_connected = False
+        self._asked = 0
 
     def __enter__(self) -> Inquirer:
         return self
@@ -58,7 +59,10 @@ class Inquirer:
             SchedulerLost: if it does not answer in time, or its job is over.
             KvpsError: if it refuses.
         """
-        core = Inquiry(self._scheduler, request, answer, time.monotonic(), limit_s, payload)
+        self._asked += 1
+        core = Inquiry(
+            self._scheduler, request, answer, time.monotonic(), limit_s, payload, self._asked
+        )
         is_first, self._is_connected = not self._is_connected, True
         self._inbox.put(lambda core, now: core.start(now) if is_first else core.on_timer(now))
         drive(core, self._transport, self._inbox)

@@ -54,16 +54,12 @@ def _main(argv: Sequence[str]) -> int:
         "--bind", metavar="tcp://HOST:PORT", help="also try to listen here, as a process would"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
-    )
+    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
     bind = "" if parsed.bind is None else config.as_bind("--bind", parsed.bind)
-    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     from kvps.runtime import examination  # loads numpy, which --help does not wait for
 
     found = examination.of_this_process(bind)

@@ -40,16 +40,12 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument("role", metavar="ROLE", choices=ROLES, help="worker or server")
     parser.add_argument("rank", metavar="R", help="the rank of the member")
     flags.add_scheduler(parser)
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
-    )
+    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     rank = config.as_whole("the rank", parsed.rank)
     scheduler = flags.scheduler_of(parsed)
-    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     keys = flags.keys_of(parsed, "admin")
     inquire(scheduler, Evict(ROLES[parsed.role], rank), Done, keys, limit_s)
     print(f"{parsed.role} {rank} is evicted")

@@ -91,6 +91,15 @@ def add_scheduler(parser: Parser) -> None:
     )
 
 
+def add_timeout(parser: Parser, default_s: float) -> None:
+    """Add ``--timeout``, of commands that ask a scheduler; :func:`timeout_of` reads it."""
+    parser.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        help=f"how long to wait for an answer; KVPS_TIMEOUT ({default_s:g})",
+    )
+
+
 def add_grace(parser: Parser) -> None:
     """Add ``--grace``."""
     parser.add_argument(
@@ -160,6 +169,15 @@ def setting(parsed: argparse.Namespace, name: str, read: Callable[[str, str], T]
     variable = f"KVPS_{name.upper()}"
     given = config.text(variable)
     return default if given is None else read(variable, given)
+
+
+def timeout_of(parsed: argparse.Namespace, default_s: float) -> float:
+    """Return for how many seconds an answer is awaited.
+
+    Raises:
+        ConfigError: if what is given is no number of seconds.
+    """
+    return setting(parsed, "timeout", config.as_seconds, default_s)
 
 
 def scheduler_of(parsed: argparse.Namespace) -> str:

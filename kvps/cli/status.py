@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from kvps import config
 from kvps.cli import flags
 from kvps.inquiry import inquire
 from kvps.observe.cluster_view import UNKNOWN
@@ -45,15 +44,11 @@ def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
     flags.add_scheduler(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
-    )
+    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
-    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     answer = inquire(scheduler, Look(), Seen, flags.keys_of(parsed, "look"), limit_s)
     job, seen = answer.envelope.job, answer.message
     assert isinstance(seen, Seen)

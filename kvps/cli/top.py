@@ -72,17 +72,13 @@ def _main(argv: Sequence[str]) -> int:
         metavar="SECONDS",
         help=f"time between two looks, {EVERY_MIN_S} or more ({EVERY_S:g})",
     )
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
-    )
+    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     every_s = EVERY_S if parsed.every is None else config.as_seconds("--every", parsed.every)
     if every_s < EVERY_MIN_S:
         raise ConfigError(f"--every={parsed.every}: use {EVERY_MIN_S} seconds or more")
-    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)

@@ -10,19 +10,20 @@ from pathlib import Path
 
 from kvps import config
 from kvps.cli import flags
-from kvps.core.agents.trace_inquiry import TraceInquiry
 from kvps.errors import ConfigError
-from kvps.net.driver import Inbox, drive
+from kvps.inquiry import Inquirer
 from kvps.net.zap import Keys
-from kvps.net.zeromq import ZmqTransport
 from kvps.observe.timeline import chrome
 from kvps.observe.timeline.explain import explain
 from kvps.observe.timeline.files import write
 from kvps.observe.timeline.merged import MergedTrace, merge
+from kvps.protocol.tracing import Fetch, Part, Trace, Tracing
 
 NAME = "kvps trace"
 TIMEOUT_S = 10.0
 SECONDS = 10.0
+LOOK_EVERY_S = 0.5
+"""How often the scheduler is asked whether the trace is over: it may end before, with its job."""
 WHAT = """\
 Records what every process of a running job does, on one clock, and says in words what bounds its steps: the compute
 of a worker, a link, the work of a server, or the wait for a slow rank."""
@@ -56,11 +57,7 @@ def _main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--out", metavar="FILE", help="write the timeline there (it is not kept)")
     parser.add_argument("--explain", metavar="FILE", help="explain this timeline; record nothing")
-    parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({TIMEOUT_S:g})",
-    )
+    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     if parsed.explain is not None:
@@ -72,7 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     if parsed.seconds is not None:
         for_s = config.as_seconds("--seconds", parsed.seconds)
     scheduler, keys = flags.scheduler_of(parsed), flags.keys_of(parsed, "admin")
-    limit_s = flags.setting(parsed, "timeout", config.as_seconds, TIMEOUT_S)
+    limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     trace = record(scheduler, for_s, keys, limit_s)
     if parsed.out is not None:
         write(Path(parsed.out), trace)
@@ -90,19 +87,20 @@ def record(scheduler: str, for_s: float, keys: Keys | None, limit_s: float) -> M
         SchedulerLost: if it does not answer in time.
         ConfigError: if it records another trace.
     """
-    number = secrets.randbelow(2**62) + 1
-    core = TraceInquiry(scheduler, number, for_s, time.monotonic(), limit_s)
-    transport = ZmqTransport(keys=keys)
-    inbox: Inbox[TraceInquiry] = Inbox(transport)
-    inbox.put(lambda core, now: core.start(now))
-    try:
-        drive(core, transport, inbox)
-    finally:
-        transport.close(0.0)
-    if not core.is_complete:
-        raise core.error
-    assert core.tracing is not None
-    return merge(core.parts, core.tracing.wall_s, core.tracing.clock)
+    trace = Trace(secrets.randbelow(2**62) + 1, for_s)
+    parts: list[tuple[Part, bytes]] = []
+    with Inquirer(scheduler, keys) as inquirer:
+        while True:
+            tracing = inquirer.ask(trace, Tracing, limit_s).message
+            assert isinstance(tracing, Tracing)
+            if not tracing.left_s:
+                break
+            time.sleep(min(LOOK_EVERY_S, tracing.left_s))
+        for number in range(tracing.parts):
+            answer = inquirer.ask(Fetch(trace.number, number), Part, limit_s)
+            assert isinstance(answer.message, Part)
+            parts.append((answer.message, b"".join(answer.payload)))
+    return merge(parts, tracing.wall_s, tracing.clock)
 
 
 def _read(name: str) -> MergedTrace:

@@ -25,6 +25,8 @@ class Inquiry:
         now: the time.
         limit_s: seconds until it is given up.
         payload: the payload of the request.
+        seq: the number of the request among those along one connection. A request that was repeated may be
+            answered twice, and the second answer is none to the next request.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Inquiry:
         now: float,
         limit_s: float,
         payload: tuple[memoryview, ...] = (),
+        seq: int = 1,
     ) -> None:
         self.answer: Packet | None = None
         """The scheduler's answer."""
@@ -45,7 +48,7 @@ class Inquiry:
         """Why there is no answer."""
         self._scheduler = scheduler
         self._request, self._payload = request, payload
-        self._kind = answer
+        self._kind, self._seq = answer, seq
         self._until = now + limit_s
         self._ask_at = now
 
@@ -67,11 +70,15 @@ class Inquiry:
             case Stop(reason=reason):
                 self.error = SchedulerLost(f"the job is over: {reason}")
                 yield Exit(EXIT_TEMPORARY, str(self.error))
-            case message if isinstance(message, self._kind):
+            case message if isinstance(message, self._kind) and self._is_ours(message):
                 self.answer = packet
                 yield Exit(0, "answered")
             case message:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+
+    def _is_ours(self, message: Message) -> bool:
+        seq: int = getattr(message, "seq", self._seq)
+        return seq == self._seq
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """The scheduler is asked again."""
@@ -87,7 +94,7 @@ class Inquiry:
             yield Exit(EXIT_TEMPORARY, str(self.error))
         elif now >= self._ask_at:
             self._ask_at = now + ASK_AGAIN_S
-            envelope = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
+            envelope = Envelope(bytes(16), 0, Role.WORKER, 0, 0, self._seq)
             yield Send(SCHEDULER, Packet(envelope, self._request, self._payload))
 
     def deadline(self) -> float:

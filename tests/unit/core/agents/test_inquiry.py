@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvps.core.agents.inquiry import ASK_AGAIN_S, Inquiry
@@ -75,3 +77,14 @@ def test_it_is_refused() -> None:
 def test_anything_else_is_noted() -> None:
     (note,) = hear(begun(Look(), Seen), Beat(1))
     assert isinstance(note, Note)
+
+
+def test_the_second_answer_to_the_request_before_is_none() -> None:
+    inquiry = Inquiry(AT, Look(), Seen, 100.0, 5.0, seq=2)
+    _, ask = inquiry.start(100.0)
+    assert isinstance(ask, Send)
+    assert ask.packet.envelope.seq == 2
+    (note,) = hear(inquiry, SEEN)
+    assert isinstance(note, Note)
+    assert inquiry.answer is None
+    assert hear(inquiry, replace(SEEN, seq=2)) == [Exit(0, "answered")]
