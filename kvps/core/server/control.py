@@ -20,7 +20,6 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.figures.lateness import most_late
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.push_pull import PushPull
@@ -424,7 +423,7 @@ class Control:
                     rounds.append(p.OpenRound(key, oldest.number, missing, age_s))
         dropped = {} if store.drops is None else store.drops.counts
         shown = dict(islice(dropped.items(), STATUS_MAX))
-        late = most_late([store.lateness], STATUS_MAX)
+        late = self._context.tally.latest(store.name, STATUS_MAX)
         return p.StatusIs(seq, tuple(rounds), tuple(clocks), shown, late)
 
     # --- the optimizer's state ------------------------------------------------------------------------

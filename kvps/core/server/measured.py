@@ -1,11 +1,14 @@
-"""The figures of a server: its gauges, and the answer to MEASURE, made of these and of all that it has counted."""
+"""The figures of a server: its gauges, the numbers of its BEAT, and the answer to MEASURE, made of all that it counts."""
 
 from __future__ import annotations
 
 import math
 
+from kvps.core.counts import Counts
+from kvps.core.membership_client import BeatFigures
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.stragglers import Stall
 from kvps.protocol.membership import Count, Histogram, Measured, OldRound, StoreFigures
 
@@ -16,6 +19,16 @@ SPANS_MAX = 10_000
 """Spans up to which open rounds are looked for at each MEASURE; where there are more, every 5 s."""
 TELL_MAX = 256
 """Maximum stores, and maximum ranks of each, that the scheduler is told of."""
+
+
+def of_beat(counts: Counts, budget: MemoryBudget) -> BeatFigures:
+    """Return the numbers of a server for its next BEAT."""
+    return BeatFigures(
+        in_bytes=counts.value("kvps_payload_bytes_total", "in"),
+        out_bytes=counts.value("kvps_payload_bytes_total", "out"),
+        memory_bytes=sum(budget.reserved()),
+        limit_bytes=budget.limit_bytes or 0,
+    )
 
 
 def gauges(

@@ -38,9 +38,8 @@ from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
-from kvps.core.server.figures.lateness import most_late, news_of, of_beat
 from kvps.core.server.figures.tally import Tally
-from kvps.core.server.measured import TELL_MAX, measure, old_round
+from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
@@ -244,7 +243,7 @@ class Server:
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
         rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
-        late = most_late(news_of(self.context.stores.values()), TELL_MAX)
+        late = self._tally.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
             self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX], late))

@@ -23,7 +23,6 @@ from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
-from kvps.core.server.figures.lateness import Lateness
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget, Terms
 from kvps.core.server.nonfinite_log import NonFiniteLog
@@ -130,7 +129,6 @@ class ServerStore:
         self.refusals = RefusedCalls()
         """Errors of rank 0, or of the creator of keys, kept as the answer for all."""
         self.joins = JoinTracker()
-        self.lateness = Lateness()
         self.restored = 0
         """The cut that it was last restored from; 0 for none."""
         self._slabs: dict[str, Slab] = {}

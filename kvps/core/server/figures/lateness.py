@@ -1,18 +1,12 @@
-"""The figures that a server tells its scheduler and its workers: bytes, memory, and the lateness of each rank.
+"""The lateness of each rank at a server: by how much its pushes come after the first push of their round.
 
-Lateness is by how much the pushes of a rank come after the first push of their round. It tells which worker is slow,
-whatever the others do meanwhile: the rank that is first has 0. It is a moving mean, so that a worker that was slow
-once is soon forgotten, and one that is slow always is found within some rounds.
+It tells which worker is slow, whatever the others do meanwhile: the rank that is first has 0. It is a moving mean,
+so that a worker that was slow once is soon forgotten, and one that is slow always is found within some rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
-
-from kvps.core.counts import Counts
-from kvps.core.membership_client import BeatFigures
-from kvps.core.server.memory_budget import MemoryBudget
 
 SMOOTHING = 8
 """Pushes after which a change shows by two thirds."""
@@ -42,17 +36,6 @@ class Lateness:
         return dict(self._means)
 
 
-class Measured(Protocol):
-    """A store whose ranks' lateness is measured."""
-
-    lateness: Lateness
-
-
-def news_of(stores: Iterable[Measured]) -> list[Lateness]:
-    """Return the lateness of the stores to which there were pushes since this was asked last."""
-    return [one.lateness for one in stores if one.lateness.take_news()]
-
-
 def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:
     """Return by rank the largest mean of several stores, of the ranks that are latest.
 
@@ -66,13 +49,3 @@ def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:
             largest[rank] = max(seconds, largest.get(rank, 0.0))
     latest = sorted(largest.items(), key=lambda one: (-one[1], one[0]))[:limit]
     return {str(rank): seconds for rank, seconds in latest}
-
-
-def of_beat(counts: Counts, budget: MemoryBudget) -> BeatFigures:
-    """Return the numbers of a server for its next BEAT."""
-    return BeatFigures(
-        in_bytes=counts.value("kvps_payload_bytes_total", "in"),
-        out_bytes=counts.value("kvps_payload_bytes_total", "out"),
-        memory_bytes=sum(budget.reserved()),
-        limit_bytes=budget.limit_bytes or 0,
-    )

@@ -13,6 +13,7 @@ from itertools import islice
 from kvps.core.counts import STALENESS, Counts
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.figures.lateness import Lateness, most_late
 from kvps.protocol.membership import KeyTraffic
 from kvps.protocol.values import Ask, Run
 
@@ -37,6 +38,8 @@ class Tally:
         self.counts = counts
         self.versions: dict[str, int] = {}
         """Store -> the newest version of any of its keys."""
+        self._lateness: dict[str, Lateness] = {}
+        """By store."""
         self._traffic: dict[tuple[int, int, int], int] = {}
         """(chunk, start, size) of a run -> bytes of values that were pushed and pulled."""
         self._reads: dict[tuple[int, int, int], int] = {}
@@ -45,6 +48,7 @@ class Tally:
     def forget(self) -> None:
         """Forget what belongs to stores that are dropped."""
         self.versions.clear()
+        self._lateness.clear()
         self._traffic.clear()
         self._reads.clear()
 
@@ -57,12 +61,25 @@ class Tally:
             self.counts.add("kvps_worker_pushes_total", label)
             self.counts.add("kvps_worker_bytes_total", label, size // len(ranks))
 
-    def late(self, ranks: tuple[int, ...], seconds: float) -> None:
+    def late(self, store: str, ranks: tuple[int, ...], seconds: float) -> None:
         """Count by how much a push came after the first of its round."""
+        lateness = self._lateness.get(store)
+        if lateness is None:
+            lateness = self._lateness[store] = Lateness()
+        lateness.note(ranks, seconds)
         for rank in ranks:
             label = str(rank)
             self.counts.add("kvps_straggler_seconds_total", label, seconds)
             self.counts.add("kvps_straggler_pushes_total", label)
+
+    def latest(self, store: str, limit: int) -> dict[str, float]:
+        """Return the mean lateness of the ranks that are latest in a store, at most ``limit``."""
+        return most_late([self._lateness[store]] if store in self._lateness else [], limit)
+
+    def latest_news(self, limit: int) -> dict[str, float]:
+        """Return that of the stores to which there were pushes since this was asked last."""
+        news = [one for one in self._lateness.values() if one.take_news()]
+        return most_late(news, limit)
 
     def closed(self, store: str, number: int, opened_at: float) -> None:
         """Count a round that closes now."""

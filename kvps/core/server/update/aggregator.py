@@ -281,9 +281,7 @@ class Aggregator:
         if store.ordered:
             keep = store.opened.deterministic or chunk.embedding is not None
             round_ = span.round(number, now)
-            late_s = now - round_.opened_at
-            self._tally.late(judged.ranks, late_s)
-            store.lateness.note(judged.ranks, late_s)
+            self._tally.late(store.name, judged.ranks, now - round_.opened_at)
             round_.add(judged.ranks, pushed.gradient, lent=judged.is_lent, keep=keep)
             round_.backs.add(judged.back)
             self.close(store, chunk, span, quorum)

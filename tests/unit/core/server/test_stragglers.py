@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvps.core.effects import Note
-from kvps.core.server.figures.lateness import SMOOTHING, Lateness, most_late
 from kvps.core.server.stragglers import STALL_AFTER_S, Stall, StragglerLog
 from kvps.phrases import ranks_in_words
 from kvps.protocol.membership import OldRound, Stalled
@@ -113,15 +112,3 @@ def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are
     one.push(2, "a", [1.0], 0)
     assert told(5) == [Stalled((), {"2": 16.0, "1": 5.0, "0": 0.0})]
     assert told(5) == []
-
-
-def test_a_server_tells_how_late_ranks_are_at_the_store_where_most() -> None:
-    one, other = Lateness(), Lateness()
-    one.note((0,), 0.0)
-    one.note((1, 2), 0.8)
-    other.note((1,), 2.0)
-    assert most_late([one, other], 9) == {"1": 2.0, "2": 0.8, "0": 0.0}
-    assert list(most_late([one, other], 1)) == ["1"]
-    for _ in range(SMOOTHING * 8):
-        other.note((1,), 0.0)
-    assert most_late([one, other], 1)["1"] == 0.8  # what was long ago is forgotten
