@@ -11,25 +11,25 @@ import argparse
 from html import escape
 from pathlib import Path
 
-from kvps.core.tracing.spans import Kind, Span
+from kvps.core.tracing.spans import SpanKind, TimeSpan
 from kvps.observe.timeline import chrome
 from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Role
 
 WIDTH, LEFT, ROW, GAP, TOP = 1000, 150, 24, 10, 34
 COLOURS = {
-    Kind.COMPUTE: "#4c9f70",
-    Kind.WAIT: "#d9d9d9",
-    Kind.COPY: "#f2b134",
-    Kind.ENCODE: "#e08e2b",
-    Kind.SEND: "#c8553d",
-    Kind.REDUCE: "#5b8db8",
-    Kind.UPDATE: "#2f5d8a",
-    Kind.REPLY: "#8e6bbf",
-    Kind.SCATTER: "#b0a429",
-    Kind.SERVE: "#a8b5bf",
+    SpanKind.COMPUTE: "#4c9f70",
+    SpanKind.WAIT: "#d9d9d9",
+    SpanKind.COPY: "#f2b134",
+    SpanKind.ENCODE: "#e08e2b",
+    SpanKind.SEND: "#c8553d",
+    SpanKind.REDUCE: "#5b8db8",
+    SpanKind.UPDATE: "#2f5d8a",
+    SpanKind.REPLY: "#8e6bbf",
+    SpanKind.SCATTER: "#b0a429",
+    SpanKind.SERVE: "#a8b5bf",
 }
-SCRIPT = (Kind.COMPUTE, Kind.WAIT)
+SCRIPT = (SpanKind.COMPUTE, SpanKind.WAIT)
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def drawn(trace: MergedTrace, begin_ms: float, length_ms: float) -> str:
     return "\n".join([*out, "</svg>", ""])
 
 
-def _box(span: Span, y: float, zero: float, scale: float) -> list[str]:
+def _box(span: TimeSpan, y: float, zero: float, scale: float) -> list[str]:
     left = max(0.0, (span.begin - zero) * scale)
     right = min(WIDTH - LEFT - 30.0, (span.end - zero) * scale)
     if right <= 0 or left >= WIDTH - LEFT - 30 or right - left < 0.15:

@@ -11,7 +11,7 @@ from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
 from kvps.inquiry import Inquirer
-from kvps.observe.diagnosis import Finding, Level, Measurements, diagnose, exit_code
+from kvps.observe.diagnosis import CheckResult, Level, Measurements, diagnose, exit_code
 
 NAME = "kvps doctor"
 TIMEOUT_S = 3.0
@@ -81,7 +81,7 @@ def is_coloured() -> bool:
     return sys.stdout.isatty() and config.text("NO_COLOR") is None
 
 
-def report(findings: Sequence[Finding], colour: bool) -> str:
+def report(findings: Sequence[CheckResult], colour: bool) -> str:
     """Return the findings as a person is shown them: a line each, and below it what to do."""
     width = max([len(one.name) for one in findings])
     lines = []
@@ -98,7 +98,7 @@ def report(findings: Sequence[Finding], colour: bool) -> str:
     return "\n".join(lines)
 
 
-def as_json(findings: Sequence[Finding], found: Measurements) -> str:
+def as_json(findings: Sequence[CheckResult], found: Measurements) -> str:
     """Return the findings as a program is shown them."""
     shown = {
         "scheduler": found.scheduler,

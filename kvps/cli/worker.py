@@ -23,7 +23,7 @@ from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
-from kvps.net.lens import Request
+from kvps.net.lens import CoreRequest
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
@@ -200,7 +200,7 @@ class Shell(NullListener):
         self._inbox.put(lambda core, now: core.start(now))
         signal.signal(signal.SIGCHLD, self._on_child)
         try:
-            with on_stop(self._inbox, lambda number: Request("on_signal", (number,))):
+            with on_stop(self._inbox, lambda number: CoreRequest("on_signal", (number,))):
                 wish = drive(self._core, self._transport, self._inbox, self)
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

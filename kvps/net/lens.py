@@ -31,7 +31,7 @@ Item = Callable[[C, float], Effects]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CoreRequest:
     """A request that says what it is, so that a record can repeat it: the core's method ``name`` with ``args``."""
 
     name: str

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from kvps.core.counts import STALENESS, STALENESS_BOUNDS, bounds_of
-from kvps.core.scheduler.measurements import Figures
+from kvps.core.scheduler.measurements import ServerFigures
 from kvps.observe.findings import findings
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import StoreFigures
@@ -42,7 +42,7 @@ class Moment:
     moved: Mapping[tuple[str, str], int]
 
     @classmethod
-    def of(cls, figures: Figures, now: float) -> Moment:
+    def of(cls, figures: ServerFigures, now: float) -> Moment:
         """Return what ``figures`` say, which were measured ``age_s`` before ``now``."""
         measured = figures.measured
         return cls(
@@ -120,7 +120,7 @@ class Track:
         return max(0.0, after - before) / (end - begin) if end > begin else 0.0
 
 
-class Cluster:
+class ClusterHistory:
     """The history of one cluster."""
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Cluster:
 
     # --- the parts of the document ----------------------------------------------------------
 
-    def _server(self, figures: Figures) -> dict[str, Any]:
+    def _server(self, figures: ServerFigures) -> dict[str, Any]:
         track = self._tracks[figures.rank]
         last = track.last
         buckets = track.grown_buckets(LATENCY)
@@ -263,7 +263,7 @@ class Cluster:
         counts = added([one.last.buckets.get(STALENESS, ()) for one in self._tracks.values()])
         return {"bounds": list(STALENESS_BOUNDS), "counts": counts, "pushes": sum(counts)}
 
-    def _keys(self, all_figures: Iterable[Figures]) -> list[dict[str, Any]]:
+    def _keys(self, all_figures: Iterable[ServerFigures]) -> list[dict[str, Any]]:
         """Return the keys with the most traffic; parts of one key on several servers are separate."""
         found = [
             {

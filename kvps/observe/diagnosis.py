@@ -39,7 +39,7 @@ class Level(enum.Enum):
     """It could not be looked at, as something before it failed."""
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report."""
 
     name: str
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
     """The next step; empty if there is nothing to do."""
 
 
-class Limits(NamedTuple):
+class FileLimits(NamedTuple):
     """The file descriptors of this process."""
 
     open: int
@@ -59,7 +59,7 @@ class Limits(NamedTuple):
     """-1 stands for no limit."""
 
 
-NO_LIMITS = Limits(0, -1, -1)
+NO_LIMITS = FileLimits(0, -1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Measurements:
     """(bytes, seconds) of PINGs that carried bytes there and back."""
     clock_ahead_s: float | None = None
     """By how much the scheduler's clock is ahead of this process's."""
-    limits: Limits = NO_LIMITS
+    limits: FileLimits = NO_LIMITS
     shared_memory_error: str = ""
     """Why this process cannot share memory with others of its host; empty if it can."""
     transport: str = "auto"
@@ -108,7 +108,7 @@ class Measurements:
     """The version of this process."""
 
 
-def diagnose(m: Measurements) -> list[Finding]:
+def diagnose(m: Measurements) -> list[CheckResult]:
     """Return the findings, in the order in which a connection is made.
 
     Example:
@@ -132,22 +132,22 @@ def diagnose(m: Measurements) -> list[Finding]:
     ]
 
 
-def exit_code(findings: Sequence[Finding]) -> int:
+def exit_code(findings: Sequence[CheckResult]) -> int:
     """Return 1 if anything failed, else 0."""
     return int(any(one.level is Level.FAIL for one in findings))
 
 
-def _address(m: Measurements) -> Finding:
+def _address(m: Measurements) -> CheckResult:
     if m.resolve_error:
         advice = (
             "check the name in --scheduler (KVPS_SCHEDULER) and the DNS of this host; getent hosts NAME "
             "must print an address"
         )
-        return Finding("address", Level.FAIL, f"{m.scheduler}: {m.resolve_error}", advice)
-    return Finding("address", Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}")
+        return CheckResult("address", Level.FAIL, f"{m.scheduler}: {m.resolve_error}", advice)
+    return CheckResult("address", Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}")
 
 
-def _connection(m: Measurements) -> Finding:
+def _connection(m: Measurements) -> CheckResult:
     name = "connection"
     if m.resolve_error:
         return _skipped(name)
@@ -156,45 +156,51 @@ def _connection(m: Measurements) -> Finding:
             "no process listens there: start kvps-scheduler, or give --scheduler the address of its --bind. If it "
             "is bound to 127.0.0.1, other hosts cannot reach it"
         )
-        return Finding(name, Level.FAIL, f"{m.scheduler} refuses connections", advice)
+        return CheckResult(name, Level.FAIL, f"{m.scheduler} refuses connections", advice)
     if m.connect_error:
         advice = "the address is wrong, its host is down, or a firewall drops packets: check --scheduler, and allow the port"
-        return Finding(name, Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)
+        return CheckResult(name, Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)
     assert m.connect_s is not None
     if m.mechanism not in ("NULL", "CURVE"):
         told = f"announces {m.mechanism!r}" if m.mechanism else "does not greet as ZeroMQ does"
         advice = "another service has this port, or a relay without its target: check --scheduler"
-        return Finding(name, Level.FAIL, f"{m.scheduler} accepts connections, and {told}", advice)
-    return Finding(name, Level.OK, f"connected in {_ms(m.connect_s)}")
+        return CheckResult(
+            name, Level.FAIL, f"{m.scheduler} accepts connections, and {told}", advice
+        )
+    return CheckResult(name, Level.OK, f"connected in {_ms(m.connect_s)}")
 
 
-def _keys(m: Measurements) -> Finding:
+def _keys(m: Measurements) -> CheckResult:
     name = "keys"
     if m.keys_error:
-        return Finding(name, Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")
+        return CheckResult(name, Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")
     if m.mechanism not in ("NULL", "CURVE"):
         return _skipped(name)
     needs = m.mechanism == "CURVE"
     if needs and not m.has_keys:
         advice = "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info shows it"
-        return Finding(name, Level.FAIL, "the scheduler has keys, and this command none", advice)
+        return CheckResult(
+            name, Level.FAIL, "the scheduler has keys, and this command none", advice
+        )
     if m.has_keys and not needs:
         advice = "leave --keys and KVPS_KEYS out, or start the scheduler with --keys"
-        return Finding(name, Level.FAIL, "this command has keys, and the scheduler none", advice)
+        return CheckResult(
+            name, Level.FAIL, "this command has keys, and the scheduler none", advice
+        )
     if m.refusal:
         advice = "use the keys of this job: 'look' or 'admin' of the directory that kvps keygen made for it"
-        return Finding(name, Level.FAIL, m.refusal, advice)
+        return CheckResult(name, Level.FAIL, m.refusal, advice)
     if needs:
-        return Finding(name, Level.OK, "the scheduler accepts the key, packets are encrypted")
-    return Finding(
+        return CheckResult(name, Level.OK, "the scheduler accepts the key, packets are encrypted")
+    return CheckResult(
         name, Level.OK, "no keys on either side: use them where others reach the network"
     )
 
 
-def _answer(m: Measurements) -> Finding:
+def _answer(m: Measurements) -> CheckResult:
     name = "answer"
     if m.seen is not None:
-        return Finding(name, Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}")
+        return CheckResult(name, Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}")
     if not m.look_error:
         return _skipped(name)
     if "version" in m.look_error:
@@ -204,10 +210,10 @@ def _answer(m: Measurements) -> Finding:
             "this may be the port of a server or of another kvps process, the scheduler may be stopped or overloaded, or "
             "its protocol another: compare kvps --version on both hosts"
         )
-    return Finding(name, Level.FAIL, m.look_error, advice)
+    return CheckResult(name, Level.FAIL, m.look_error, advice)
 
 
-def _versions(m: Measurements) -> Iterator[Finding]:
+def _versions(m: Measurements) -> Iterator[CheckResult]:
     name, ours = "versions", f"this is kvps {m.software} (protocol {PROTOCOL[0]}.{PROTOCOL[1]})"
     if m.seen is None:
         yield _skipped(name)
@@ -223,12 +229,12 @@ def _versions(m: Measurements) -> Iterator[Finding]:
     if others:
         figure = f"{ours}; {some_of(others, MEMBERS_SHOWN)}"
         advice = "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again"
-        yield Finding(name, Level.WARN, figure, advice)
+        yield CheckResult(name, Level.WARN, figure, advice)
     else:
-        yield Finding(name, Level.OK, f"kvps {m.software} everywhere")
+        yield CheckResult(name, Level.OK, f"kvps {m.software} everywhere")
 
 
-def _members(m: Measurements) -> Iterator[Finding]:
+def _members(m: Measurements) -> Iterator[CheckResult]:
     if m.seen is None:
         yield _skipped("members")
         return
@@ -252,21 +258,21 @@ def _members(m: Measurements) -> Iterator[Finding]:
     ):
         if bad:
             told = [f"{_node(one)} ({one.host}) is {one.presence}" for one in bad]
-            yield Finding("members", Level.FAIL, some_of(told, MEMBERS_SHOWN), advice)
+            yield CheckResult("members", Level.FAIL, some_of(told, MEMBERS_SHOWN), advice)
     if silent:
         told = [f"{_node(one)} ({one.host}:{one.pid}) is {one.presence}" for one in silent]
         advice = "its process is stopped, its host overloaded, or the network between them cut: look there"
-        yield Finding("members", Level.WARN, some_of(told, MEMBERS_SHOWN), advice)
+        yield CheckResult("members", Level.WARN, some_of(told, MEMBERS_SHOWN), advice)
     if empty:
         told = [_node(one) for one in empty]
         advice = "start them, or expect fewer with kvps-scheduler --workers and --servers"
         figure = f"not joined yet: {some_of(told, MEMBERS_SHOWN)}"
-        yield Finding("members", Level.WARN, figure, advice)
+        yield CheckResult("members", Level.WARN, figure, advice)
     if not (lost or silent or empty):
-        yield Finding("members", Level.OK, f"all {len(m.seen.members)} members are well")
+        yield CheckResult("members", Level.OK, f"all {len(m.seen.members)} members are well")
 
 
-def _round_trip(m: Measurements) -> Finding:
+def _round_trip(m: Measurements) -> CheckResult:
     name = "round trip"
     if not m.round_trips_s:
         return _skipped(name)
@@ -274,9 +280,9 @@ def _round_trip(m: Measurements) -> Finding:
     worst_s = max(m.round_trips_s)
     figure = f"{_ms(median_s)} (median of {len(m.round_trips_s)}, longest {_ms(worst_s)})"
     if median_s < RTT_SLOW_S:
-        return Finding(name, Level.OK, figure)
+        return CheckResult(name, Level.OK, figure)
     advice = "a push and pull takes at least this long: place servers nearer to workers, and push many keys in one call"
-    return Finding(name, Level.WARN, figure, advice)
+    return CheckResult(name, Level.WARN, figure, advice)
 
 
 def bits_s(m: Measurements) -> float | None:
@@ -291,38 +297,38 @@ def bits_s(m: Measurements) -> float | None:
     return 2 * size * 8 / left_s
 
 
-def _bandwidth(m: Measurements) -> Finding:
+def _bandwidth(m: Measurements) -> CheckResult:
     name, rate = "bandwidth", bits_s(m)
     if rate is None:
         return _skipped(name)
     size, _ = max(m.transfers)
     figure = f"{_bits(rate)} to the scheduler ({bytes_in_words(size)} there and back)"
     if rate >= LINK_SLOW_BITS_S:
-        return Finding(name, Level.OK, figure)
+        return CheckResult(name, Level.OK, figure)
     seconds = 100e6 * 8 / rate
     advice = (
         f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), place servers where "
         "the link is wider, or check the network (ethtool, iperf3)"
     )
-    return Finding(name, Level.WARN, f"slow link: {figure}", advice)
+    return CheckResult(name, Level.WARN, f"slow link: {figure}", advice)
 
 
-def _clock(m: Measurements) -> Finding:
+def _clock(m: Measurements) -> CheckResult:
     name = "clock"
     if m.clock_ahead_s is None:
         return _skipped(name)
     ahead = m.clock_ahead_s
     figure = f"the scheduler's clock is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}"
     if abs(ahead) < SKEW_MAX_S:
-        return Finding(name, Level.OK, figure)
+        return CheckResult(name, Level.OK, figure)
     advice = (
         "logs, traces and the dates of keys disagree between hosts: let chrony or systemd-timesyncd set the clocks "
         "(timedatectl); training itself does not depend on them"
     )
-    return Finding(name, Level.WARN, figure, advice)
+    return CheckResult(name, Level.WARN, figure, advice)
 
 
-def _shared_memory(m: Measurements) -> Finding:
+def _shared_memory(m: Measurements) -> CheckResult:
     name = "shared memory"
     if m.shared_memory_error:
         advice = (
@@ -330,14 +336,16 @@ def _shared_memory(m: Measurements) -> Finding:
             "unlimited) and the memory of the container"
         )
         level = Level.FAIL if m.transport == "shm" else Level.WARN
-        return Finding(name, level, m.shared_memory_error, advice)
+        return CheckResult(name, level, m.shared_memory_error, advice)
     if m.transport == "tcp":
         advice = "unset KVPS_TRANSPORT to share memory between processes of one host"
-        return Finding(name, Level.WARN, "KVPS_TRANSPORT=tcp turns it off", advice)
-    return Finding(name, Level.OK, "this process can share memory with others of its host and user")
+        return CheckResult(name, Level.WARN, "KVPS_TRANSPORT=tcp turns it off", advice)
+    return CheckResult(
+        name, Level.OK, "this process can share memory with others of its host and user"
+    )
 
 
-def _descriptors(m: Measurements) -> Finding:
+def _descriptors(m: Measurements) -> CheckResult:
     name, limits = "file descriptors", m.limits
     counts = [0, 0]
     if m.seen is not None:
@@ -354,16 +362,16 @@ def _descriptors(m: Measurements) -> Finding:
     job = f"a {who} of this job" if m.seen is not None else "the smallest job"
     figure = f"{limits.open} open, limit {hard}; {job} needs {need:,}"
     if limits.hard < 0 or need <= limits.hard:
-        return Finding(name, Level.OK, figure)
+        return CheckResult(name, Level.OK, figure)
     advice = f"raise the limit to {need:,} or more: ulimit -n {need}; LimitNOFILE= in systemd; --ulimit nofile= in docker"
-    return Finding(name, Level.FAIL, figure, advice)
+    return CheckResult(name, Level.FAIL, figure, advice)
 
 
-def _bind(m: Measurements) -> Iterator[Finding]:
+def _bind(m: Measurements) -> Iterator[CheckResult]:
     if not m.bind:
         return
     if not m.bind_error:
-        yield Finding("port", Level.OK, f"{m.bind} is free")
+        yield CheckResult("port", Level.OK, f"{m.bind} is free")
         return
     holder = f", held by {m.bind_holder}" if m.bind_holder else ""
     advice = "end that process, choose another port with --bind, or port 0 for a free one"
@@ -371,14 +379,14 @@ def _bind(m: Measurements) -> Iterator[Finding]:
         advice = (
             "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them"
         )
-    yield Finding("port", Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)
+    yield CheckResult("port", Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)
 
 
 # --- words -------------------------------------------------------------------------------------------
 
 
-def _skipped(name: str) -> Finding:
-    return Finding(name, Level.SKIP, "not measured")
+def _skipped(name: str) -> CheckResult:
+    return CheckResult(name, Level.SKIP, "not measured")
 
 
 def _node(one: Sight) -> str:

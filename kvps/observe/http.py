@@ -22,7 +22,7 @@ from typing import Any
 from kvps import config
 from kvps.errors import ConfigError
 from kvps.observe import assets, exposition
-from kvps.observe.cluster import Cluster
+from kvps.observe.cluster import ClusterHistory
 from kvps.observe.sampler import NOTHING, STILL_MAX_S, Sample, Sampler
 
 log = logging.getLogger("kvps")
@@ -111,7 +111,7 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(
-        self, place: Place, role: str, sampler: Sampler[Any], cluster: Cluster | None = None
+        self, place: Place, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
     ) -> None:
         self.place, self.role, self.sampler, self.cluster = place, role, sampler, cluster
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
@@ -278,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(
-    place: Place | None, role: str, sampler: Sampler[Any], cluster: Cluster | None = None
+    place: Place | None, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
 ) -> Iterator[Server | None]:
     """Serve at ``place`` as long as the block runs; nothing at all if it is None."""
     if place is None:

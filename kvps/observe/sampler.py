@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core, Effects
-from kvps.core.scheduler.measurements import Figures
+from kvps.core.scheduler.measurements import ServerFigures
 from kvps.net.driver import Refusals
 
 C = TypeVar("C", bound=Core)
@@ -36,7 +36,7 @@ class State:
     why: str
     """The state of the process, in words."""
     status: dict[str, object]
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[ServerFigures, ...] = ()
     """The figures that servers have sent to a scheduler; empty for a server."""
 
 
@@ -49,7 +49,7 @@ class Sample:
     is_ready: bool = False
     why: str = "the loop has not begun"
     status: Mapping[str, object] = field(default_factory=dict)
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[ServerFigures, ...] = ()
     at: float = 0.0
     """When it was taken, by the clock of the loop."""
 

@@ -34,8 +34,8 @@ from kvps.ray.actors import node_address
 from kvps.ray.plan import (
     RESTART_MAX_S,
     START_MAX_S,
-    Place,
-    Plan,
+    RayPlan,
+    ServerPlace,
     checkpoint_folder,
     demand_same_version,
     demand_train_v2,
@@ -111,7 +111,7 @@ class KvpsConfig(TorchConfig):
                 f"init_method={self.init_method!r}: workers meet at the scheduler; omit it"
             )
         self.has_process_group = self.backend is not None  # TorchTrainer replaces None by "gloo"
-        self.plan = Plan(
+        self.plan = RayPlan(
             servers=self.servers,
             resources_per_server=self.resources_per_server,
             strategy=self.server_strategy,
@@ -249,11 +249,11 @@ class StoreBackend(Backend):
         taken = []
         for position, one in enumerate(workers):
             variables = torch_variables(one.ranks, self._master) | self._cluster.settings
-            place = Place(self._cluster.scheduler, one.ranks["RANK"], keys, variables)
+            place = ServerPlace(self._cluster.scheduler, one.ranks["RANK"], keys, variables)
             taken.append(worker_group.execute_single_async(position, worker.take, place))
         ray.get(taken)
 
-    def _begin(self, group: Any, workers: list[_Described], plan: Plan) -> None:
+    def _begin(self, group: Any, workers: list[_Described], plan: RayPlan) -> None:
         """Start a cluster for all workers of a run, unless the last one still waits for them."""
         kept = self._cluster
         if kept is not None and kept.workers == len(workers) and not kept.is_over(0.0):

@@ -14,7 +14,7 @@ import ray
 from kvps import config
 from kvps.errors import ConfigError
 from kvps.ray import worker
-from kvps.ray.plan import START_MAX_S, Place, Plan, demand_workers
+from kvps.ray.plan import START_MAX_S, RayPlan, ServerPlace, demand_workers
 from kvps.ray.started import StartedCluster
 
 log = logging.getLogger("kvps")
@@ -52,7 +52,7 @@ class Seat:
         Raises:
             ConfigError: if the process is a worker already.
         """
-        worker.take(Place(self.scheduler, self.rank, ray.get(self.keys), self.settings))
+        worker.take(ServerPlace(self.scheduler, self.rank, ray.get(self.keys), self.settings))
 
     def leave(self) -> None:
         """Flush all stores and leave the cluster; rounds close without this worker from then on.
@@ -143,7 +143,7 @@ def cluster(
             f"checkpoint_every={checkpoint_every!r} has no directory to write to: give checkpoint_dir="
         )
     own = {} if resources_per_server is None else {"resources_per_server": resources_per_server}
-    plan = Plan(
+    plan = RayPlan(
         servers=servers,
         strategy=server_strategy,
         max_restarts=max_restarts,

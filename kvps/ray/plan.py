@@ -31,7 +31,7 @@ OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RayPlan:
     """The servers of a job, and their settings.
 
     Raises:
@@ -160,7 +160,7 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
 
 
 def shortage(
-    plan: Plan, unplaced: int, total: Mapping[str, float], free: Mapping[str, float]
+    plan: RayPlan, unplaced: int, total: Mapping[str, float], free: Mapping[str, float]
 ) -> str:
     """Return why servers found no place; empty if the Ray cluster has what they need, and may only be slow.
 
@@ -186,7 +186,7 @@ def shortage(
     )
 
 
-def too_slow(plan: Plan, unplaced: int, waited_s: float) -> str:
+def too_slow(plan: RayPlan, unplaced: int, waited_s: float) -> str:
     """Return the error of servers that did not start, though the Ray cluster has the resources."""
     return (
         f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the Ray cluster has the "
@@ -195,12 +195,12 @@ def too_slow(plan: Plan, unplaced: int, waited_s: float) -> str:
     )
 
 
-def _each(plan: Plan) -> str:
+def _each(plan: RayPlan) -> str:
     needs = plan.resources_per_server.items()
     return ", ".join(f"{amount:g} {name}" for name, amount in needs) or "no resources"
 
 
-def checkpoint_folder(plan: Plan, filesystem: str, storage: str) -> str | None:
+def checkpoint_folder(plan: RayPlan, filesystem: str, storage: str) -> str | None:
     """Return where servers write checkpoints; None for nowhere.
 
     Args:
@@ -238,7 +238,7 @@ def keys_text(sections: Iterable[Section], role: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ServerPlace:
     """The place of one worker in a cluster."""
 
     scheduler: str

@@ -16,7 +16,7 @@ from kvps import __version__, config
 from kvps.errors import ConfigError, KvpsError
 from kvps.net.zap import keys_can_be
 from kvps.ray.actors import KvpsScheduler, KvpsServer
-from kvps.ray.plan import SLOW_MAX_S, Plan, actor_options, keys_text, shortage, too_slow
+from kvps.ray.plan import SLOW_MAX_S, RayPlan, actor_options, keys_text, shortage, too_slow
 from kvps.runtime.keys import Section, generate
 
 log = logging.getLogger("kvps")
@@ -34,7 +34,7 @@ class StartedCluster:
         ConfigError: if servers find no place, or a node cannot run one.
     """
 
-    def __init__(self, plan: Plan, workers: int, folder: str | None) -> None:
+    def __init__(self, plan: RayPlan, workers: int, folder: str | None) -> None:
         self.workers = workers
         self.settings = dict(plan.env)
         """Variables of all processes of the job."""
@@ -71,7 +71,7 @@ class StartedCluster:
         """Return the keys of a worker, as text; empty without keys."""
         return keys_text(self._sections, "worker")
 
-    def _places(self, plan: Plan, folder: str | None) -> tuple[str, list[str]]:
+    def _places(self, plan: RayPlan, folder: str | None) -> tuple[str, list[str]]:
         """Return where the scheduler will listen, and the node of each server."""
         endpoint = self._scheduler.place.remote(__version__)
         places = [one.place.remote(__version__, folder) for one in self._servers]
@@ -98,7 +98,7 @@ class StartedCluster:
             ) from error
         return len(late)
 
-    def _run(self, plan: Plan, nodes: list[str], folder: str | None) -> None:
+    def _run(self, plan: RayPlan, nodes: list[str], folder: str | None) -> None:
         common = (self.settings, plan.log_level)
         scheduler_keys, server_keys = (
             keys_text(self._sections, role) for role in ("scheduler", "server")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvps.errors import ConfigError
-from kvps.ray.plan import Place
+from kvps.ray.plan import ServerPlace
 from kvps.runtime.keys import KeyMemory, parse
 
 
@@ -20,7 +20,7 @@ from kvps.runtime.keys import KeyMemory, parse
 class _Taken:
     """The place that this process has, and what leaving restores."""
 
-    place: Place
+    place: ServerPlace
     before: dict[str, str | None]
     """The variables that joining changed, as they were; None for an unset one."""
     keys: KeyMemory | None
@@ -29,7 +29,7 @@ class _Taken:
 _taken: _Taken | None = None
 
 
-def take(place: Place) -> None:
+def take(place: ServerPlace) -> None:
     """Make this process a worker of a cluster: the next store joins it.
 
     Raises:

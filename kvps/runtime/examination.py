@@ -20,7 +20,7 @@ from kvps import config
 from kvps.errors import ConfigError, KvpsError, ProtocolError, Unauthorized
 from kvps.net.shm.segment import Segment, Unshared
 from kvps.net.zap import CURVE, NULL, Keys, greeting_of
-from kvps.observe.diagnosis import Limits, Measurements
+from kvps.observe.diagnosis import FileLimits, Measurements
 from kvps.protocol.envelope import Message, Packet
 from kvps.protocol.membership import PING_BYTES_MAX, Look, Ping, Pong, Seen
 
@@ -31,7 +31,7 @@ ENOUGH_S = 0.1
 """A transfer that takes so long says enough of the bandwidth; a larger one would be asked for again on its way."""
 
 
-class Ask(Protocol):
+class AskScheduler(Protocol):
     """Asks the scheduler, as :meth:`kvps.inquiry.Inquirer.ask` does."""
 
     def __call__(
@@ -53,7 +53,7 @@ def of_this_process(bind: str) -> Measurements:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = Measurements(
         "",
-        limits=Limits(len(os.listdir("/proc/self/fd")) - 1, soft, hard),
+        limits=FileLimits(len(os.listdir("/proc/self/fd")) - 1, soft, hard),
         shared_memory_error=_shared_memory_error(),
         transport=config.transport(),
     )
@@ -88,7 +88,7 @@ def of_address(found: Measurements, scheduler: str) -> Measurements:
 
 
 def of_scheduler(
-    found: Measurements, ask: Ask, limit_s: float, clock: Callable[[], float] = time.time
+    found: Measurements, ask: AskScheduler, limit_s: float, clock: Callable[[], float] = time.time
 ) -> Measurements:
     """Add what the scheduler answers: the job, round trips, bandwidth and its clock."""
     try:
@@ -106,7 +106,7 @@ def of_scheduler(
 
 
 def _round_trips(
-    found: Measurements, ask: Ask, limit_s: float, clock: Callable[[], float]
+    found: Measurements, ask: AskScheduler, limit_s: float, clock: Callable[[], float]
 ) -> Measurements:
     times: list[float] = []
     ahead: list[tuple[float, float]] = []
@@ -121,7 +121,7 @@ def _round_trips(
     return replace(found, round_trips_s=tuple(times), clock_ahead_s=min(ahead)[1])
 
 
-def _transfers(found: Measurements, ask: Ask, limit_s: float) -> Measurements:
+def _transfers(found: Measurements, ask: AskScheduler, limit_s: float) -> Measurements:
     transfers: list[tuple[int, float]] = []
     for size in SIZES:
         payload = (memoryview(os.urandom(size)),)  # a link that compresses would flatter zeros

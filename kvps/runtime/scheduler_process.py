@@ -26,17 +26,17 @@ from kvps.core.effects import Effects, Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
-from kvps.core.scheduler.scheduler import Scheduler, World
+from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, NullListener, drive
-from kvps.net.lens import Item, Request
+from kvps.net.lens import CoreRequest, Item
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
-from kvps.observe.cluster import Cluster
+from kvps.observe.cluster import ClusterHistory
 from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
-WORLD = World(__version__, time.time)
+THIS_PROCESS = ProcessInfo(__version__, time.time)
 RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
@@ -285,16 +285,16 @@ def _run_scheduler(
             "role": "scheduler",
             "now": now,
             "settings": asdict(settings),
-            "software": WORLD.software,
+            "software": THIS_PROCESS.software,
             "job": job.hex(),
             "state": (snapshot or b"").hex(),
         }
         record = recorder(header)
         if snapshot:  # an empty one says that the job was over
-            core = Scheduler.restore(settings, snapshot, now, WORLD)
+            core = Scheduler.restore(settings, snapshot, now, THIS_PROCESS)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
         else:
-            core = Scheduler(settings, job, now, WORLD)
+            core = Scheduler(settings, job, now, THIS_PROCESS)
     except KvpsError:
         transport.close(0.0)
         raise
@@ -304,22 +304,22 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
-    cluster = Cluster()
+    cluster = ClusterHistory()
     timeline = Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
-        also=Request("on_measure"),
+        also=CoreRequest("on_measure"),
         document=cluster.add,
     )
-    last = _at(signal.SIGUSR2, inbox, Request("on_conclude"))
+    last = _at(signal.SIGUSR2, inbox, CoreRequest("on_conclude"))
     with (
         serving(http, "scheduler", sampler, cluster),
         again,
         last,
-        on_stop(inbox, lambda number: Request("on_stop")),
+        on_stop(inbox, lambda number: CoreRequest("on_stop")),
         dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals

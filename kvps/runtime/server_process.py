@@ -26,7 +26,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, drive
-from kvps.net.lens import Request
+from kvps.net.lens import CoreRequest
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state
@@ -124,7 +124,7 @@ def run_server(
     core = Server(identity, now, limit, recorded(memory, record), threads, every_s, limits)
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Any] = Inbox(transport)
-    inbox.put(Request("start"))
+    inbox.put(CoreRequest("start"))
     archive = (
         None
         if checkpoint_dir is None
@@ -173,7 +173,7 @@ def _load(plugin: str) -> None:
         ) from error
 
 
-_LEAVE = Request(
+_LEAVE = CoreRequest(
     "member.leave",
     (True, 0, True, "asked to stop"),
     is_timed=False,

@@ -33,7 +33,7 @@ from kvps.core.server.snapshot.storage import (
 )
 from kvps.errors import KvpsError, StorageError
 from kvps.net.driver import Inbox, NullListener
-from kvps.net.lens import Request
+from kvps.net.lens import CoreRequest
 
 log = logging.getLogger("kvps")
 NICE = 10
@@ -87,8 +87,8 @@ class StorageThread(NullListener):
                 self._inbox.put(_bring(answer))
 
 
-def _bring(answer: Answer) -> Request:
-    return Request("on_disk", (answer,))
+def _bring(answer: Answer) -> CoreRequest:
+    return CoreRequest("on_disk", (answer,))
 
 
 def carry_out(

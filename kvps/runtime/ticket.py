@@ -16,7 +16,7 @@ TIMEOUT_S = 300.0
 """Default limit of a call, in seconds."""
 
 
-class Watch(Protocol):
+class CallWatch(Protocol):
     """Hears how long the script waits."""
 
     @property
@@ -45,7 +45,7 @@ def profiled(what: str) -> AbstractContextManager[object]:
 class Ticket:
     """The end of a call: the calling thread waits for it, and the loop's thread announces it."""
 
-    def __init__(self, watch: Watch | None = None) -> None:
+    def __init__(self, watch: CallWatch | None = None) -> None:
         self._watch = watch
         self._copied = threading.Event()
         self._ended = threading.Event()

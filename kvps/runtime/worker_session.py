@@ -28,7 +28,7 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net.driver import LOOK_EVERY_S, Inbox, NullListener, Transport, drive
-from kvps.net.lens import Request
+from kvps.net.lens import CoreRequest
 from kvps.observe import logs
 from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
@@ -91,7 +91,7 @@ class WorkerSession(NullListener):
         logs.speak_in_thread_as(self.speaker)
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
-            self._inbox.put(Request("start"))
+            self._inbox.put(CoreRequest("start"))
             with torch.no_grad():  # values may be parameters
                 wish = drive(self._core, self._transport, self._inbox, self, lens=self._lens)
             if self._record is not None:
@@ -174,7 +174,7 @@ class WorkerSession(NullListener):
             KvpsError: if that cannot be, or not in time.
         """
         number, ticket = self._ticket()
-        self._put(ticket, Request("on_join", (number, time.monotonic() + timeout_s)))
+        self._put(ticket, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
         ticket.wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
@@ -192,7 +192,7 @@ class WorkerSession(NullListener):
         number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
         with profiled(call.title):
-            self._put(ticket, Request("on_call", (number, call, deadline)))
+            self._put(ticket, CoreRequest("on_call", (number, call, deadline)))
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
@@ -200,7 +200,7 @@ class WorkerSession(NullListener):
         self._tickets[number] = ticket
         return number, ticket
 
-    def _put(self, ticket: Ticket, request: Request) -> None:
+    def _put(self, ticket: Ticket, request: CoreRequest) -> None:
         self._inbox.put(request)
         if self._over is not None and not ticket.is_over:
             ticket.end(None, self._over)
@@ -211,7 +211,9 @@ class WorkerSession(NullListener):
             return
         if say:
             options = {"replaceable": self._is_replaceable}
-            self._inbox.put(Request("leave", (done, exit_code, reason), options, is_timed=False))
+            self._inbox.put(
+                CoreRequest("leave", (done, exit_code, reason), options, is_timed=False)
+            )
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)

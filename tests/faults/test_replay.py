@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvps.observe.recording.format import Record, What, read
-from kvps.observe.recording.replay import Outcome, replay
+from kvps.observe.recording.replay import ReplayOutcome, replay
 from tests.faults.jobs import Job
 from tests.integration.processes import BIN, Processes
 
@@ -25,7 +25,7 @@ def records(folder: Path, role: str) -> list[Record]:
     return found
 
 
-def same(record: Record) -> Outcome:
+def same(record: Record) -> ReplayOutcome:
     """Replay a record that has its end; return the outcome."""
     outcome = replay(record)
     assert not outcome.difference, outcome.difference

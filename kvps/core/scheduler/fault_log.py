@@ -17,7 +17,7 @@ FAULTS_MAX, STEPS_MAX, EVENTS_MAX = 50, 12, 100
 """Faults, steps of each, and events that are kept."""
 
 
-class Event(NamedTuple):
+class FaultEvent(NamedTuple):
     """A line of the log."""
 
     at: float
@@ -43,13 +43,13 @@ class FaultLog:
 
     def __init__(self) -> None:
         self.faults: deque[Fault] = deque(maxlen=FAULTS_MAX)
-        self.events: deque[Event] = deque(maxlen=EVENTS_MAX)
+        self.events: deque[FaultEvent] = deque(maxlen=EVENTS_MAX)
         self._short: dict[int, float] = {}
         """Server -> rounds without a lost worker that it had closed, by its last figures."""
 
     def note(self, level: str, text: str, now: float) -> None:
         """Keep a line of the log."""
-        self.events.append(Event(now, level, text))
+        self.events.append(FaultEvent(now, level, text))
 
     def lost(self, node: Node, reason: str, now: float) -> None:
         """A member is lost: a fault begins."""

@@ -30,7 +30,7 @@ from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, 
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.fault_log import FaultLog
-from kvps.core.scheduler.measurements import Measurements
+from kvps.core.scheduler.measurements import ServerMeasurements
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
@@ -93,7 +93,7 @@ class Job:
         self.since = 0
         """The view in which the present epoch began: barriers are counted anew from there."""
         self.status_report = StatusReport()
-        self.measurements = Measurements()
+        self.measurements = ServerMeasurements()
         self.fault_log = FaultLog()
         self.rendezvous = RendezvousTable()
         self.phase, self.reason = self.assess(now)
@@ -327,7 +327,7 @@ class Job:
         self.barriers.clear(range(self.settings.workers))
         self.checkpoints, self.since = self._coordinator(), 0
         self._is_concluded = False
-        self.status_report, self.measurements = StatusReport(), Measurements()
+        self.status_report, self.measurements = StatusReport(), ServerMeasurements()
         self.phase, self.reason = self.assess(now)
         self._announce(now)
         self._schedule()

@@ -25,7 +25,7 @@ TEXT_MAX = 128
 """Characters of a name that are kept."""
 
 
-class Figures(NamedTuple):
+class ServerFigures(NamedTuple):
     """The figures of one server, and how it answers."""
 
     rank: int
@@ -54,7 +54,7 @@ class _Server:
     measured: Measured | None = None
 
 
-class Measurements:
+class ServerMeasurements:
     """The figures of the servers of a job."""
 
     def __init__(self) -> None:
@@ -102,10 +102,10 @@ class Measurements:
         server.answer_s, server.answered_at = now - server.asked_at, now
         server.measured = _printable(measured)
 
-    def figures(self, now: float) -> list[Figures]:
+    def figures(self, now: float) -> list[ServerFigures]:
         """Return what is known of each server that has answered, by rank."""
         return [
-            Figures(
+            ServerFigures(
                 rank,
                 server.incarnation,
                 max(now - server.asked_at, server.answer_s) if server.is_asked else server.answer_s,

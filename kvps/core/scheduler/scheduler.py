@@ -62,7 +62,7 @@ REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S = 5, 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class ProcessInfo:
     """The process of a scheduler, as those that look are shown it."""
 
     software: str = ""
@@ -71,20 +71,22 @@ class World:
     """Returns seconds since 1970, for PONG; nothing is decided by it."""
 
 
-NO_WORLD = World()
+UNKNOWN_PROCESS = ProcessInfo()
 
-__all__ = ["Scheduler", "Settings", "World"]
+__all__ = ["Scheduler", "Settings", "ProcessInfo"]
 
 
 class Scheduler:
     """The core of the scheduler; see :class:`~kvps.core.effects.Core` for its doors."""
 
-    def __init__(self, settings: Settings, job: bytes, now: float, world: World = NO_WORLD) -> None:
+    def __init__(
+        self, settings: Settings, job: bytes, now: float, process: ProcessInfo = UNKNOWN_PROCESS
+    ) -> None:
         self.job = Job(settings, job, now)
-        self._begin(world)
+        self._begin(process)
 
-    def _begin(self, world: World) -> None:
-        self._world = world
+    def _begin(self, process: ProcessInfo) -> None:
+        self._process = process
         self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._pings = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
@@ -274,7 +276,7 @@ class Scheduler:
         if not self._pings.is_within(now):
             self.job.counts.add("kvps_dropped_packets_total", "looks")
             return
-        pong = p.Pong(seq, self._world.clock(), size)
+        pong = p.Pong(seq, self._process.clock(), size)
         self.job.send(route, pong, tuple([memoryview(bytes(one)) for one in packet.payload]))
 
     def _note_refusal(self, who: str, error: KvpsError, now: float) -> None:
@@ -447,7 +449,7 @@ class Scheduler:
             job.reason,
             sights(seats.values(), now),
             report.rounds(seats, now),
-            self._world.software,
+            self._process.software,
             job.checkpoints.epoch,
             job.checkpoints.kept,
             figures(seats, report, now),
@@ -525,7 +527,7 @@ class Scheduler:
 
     @classmethod
     def restore(
-        cls, settings: Settings, snapshot: bytes, now: float, world: World = NO_WORLD
+        cls, settings: Settings, snapshot: bytes, now: float, process: ProcessInfo = UNKNOWN_PROCESS
     ) -> Scheduler:
         """Return a scheduler that goes on from ``snapshot``.
 
@@ -533,7 +535,7 @@ class Scheduler:
         """
         scheduler = cls.__new__(cls)
         scheduler.job = Job.restore(settings, snapshot, now)
-        scheduler._begin(world)
+        scheduler._begin(process)
         return scheduler
 
     def check(self) -> None:

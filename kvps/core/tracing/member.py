@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvps.core.tracing.spans import Span, pack
+from kvps.core.tracing.spans import TimeSpan, pack
 from kvps.protocol.envelope import Message
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
 
@@ -31,7 +31,7 @@ class TracedMember:
     def __init__(self, host: str, pid: int) -> None:
         self.number = 0
         """The trace that is recorded; 0 for none."""
-        self.spans: list[Span] = []
+        self.spans: list[TimeSpan] = []
         """Those that have not left; anybody who records appends."""
         self._host, self._pid = host, pid
         self._lost = 0

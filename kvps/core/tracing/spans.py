@@ -18,7 +18,7 @@ NOBODY = 255
 """The role of a span that has no peer."""
 
 
-class Kind(enum.IntEnum):
+class SpanKind(enum.IntEnum):
     """The work that a span is of."""
 
     COMPUTE = 1
@@ -43,10 +43,10 @@ class Kind(enum.IntEnum):
     """All else that follows from a packet."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """One span."""
 
-    kind: Kind
+    kind: SpanKind
     role: int
     """Role of the peer; :data:`NOBODY` for none."""
     rank: int
@@ -69,7 +69,7 @@ class Span(NamedTuple):
         return self.begin + self.took
 
 
-def pack(spans: Iterable[Span]) -> bytes:
+def pack(spans: Iterable[TimeSpan]) -> bytes:
     """Return spans as bytes."""
     return b"".join(
         [
@@ -82,7 +82,7 @@ def pack(spans: Iterable[Span]) -> bytes:
     )
 
 
-def unpack(octets: bytes | memoryview) -> Iterator[Span]:
+def unpack(octets: bytes | memoryview) -> Iterator[TimeSpan]:
     """Yield the spans that :func:`pack` has written.
 
     Raises:
@@ -93,7 +93,7 @@ def unpack(octets: bytes | memoryview) -> Iterator[Span]:
     for kind, role, _, rank, begin, took, *rest in _LAYOUT.iter_unpack(octets):
         if kind not in _KINDS:
             raise ProtocolError(f"no kind of span has number {kind}")
-        yield Span(_KINDS[kind], role, rank, begin, took, *rest)
+        yield TimeSpan(_KINDS[kind], role, rank, begin, took, *rest)
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in SpanKind}

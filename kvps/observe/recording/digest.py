@@ -25,7 +25,7 @@ SKIPPED = {
     "_other",
     "lap",
     "_wake",
-    "_world",
+    "_process",
     "on_reply",
     "fill",
     "retry",

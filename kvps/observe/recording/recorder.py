@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from kvps.core.effects import Core, Disk, Effect, Effects, Exit, Hold, Route, Send
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
-from kvps.net.lens import Item, Request
+from kvps.net.lens import CoreRequest, Item
 from kvps.observe.recording.digest import digest
 from kvps.observe.recording.format import (
     Event,
@@ -132,7 +132,7 @@ class RingLens:
 
     def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
         """Return what the ring keeps of a request: its name, and its arguments if those are small."""
-        if not isinstance(item, Request):
+        if not isinstance(item, CoreRequest):
             return What.UNKNOWN, now, [_name_of(item)]
         words = ", ".join([type(one).__name__ for one in item.args])
         octets = b""
@@ -299,7 +299,7 @@ class FullLens(RingLens):
     def item(self, core: C, item: Item[C], now: float) -> Effects:
         """Another thread asks for something."""
         octets = None
-        if isinstance(item, Request):
+        if isinstance(item, CoreRequest):
             wanted = (item.args, dict(item.options), item.is_timed)
             octets = b"" if self._dumps is None else self._dumps(self._place, wanted)
             if octets is None:

@@ -18,7 +18,7 @@ import torch
 from kvps.core.effects import Core, Disk, Effects, Hold, Send
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
-from kvps.core.scheduler.scheduler import Scheduler, Settings, World
+from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, from_code
@@ -67,7 +67,7 @@ class ReplayedMemory:
 
 
 @dataclass(slots=True)
-class Outcome:
+class ReplayOutcome:
     """The findings of a replay."""
 
     core: Any
@@ -88,7 +88,7 @@ class Outcome:
         return not self.difference and all(same for _, same in self.states)
 
 
-def replay(record: Record) -> Outcome:
+def replay(record: Record) -> ReplayOutcome:
     """Replay ``record``.
 
     Raises:
@@ -131,8 +131,10 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
             settings = Settings(**given)
             state = bytes.fromhex(header["state"])
             if state:
-                return Scheduler.restore(settings, state, now, World(header["software"]))
-            return Scheduler(settings, bytes.fromhex(header["job"]), now, World(header["software"]))
+                return Scheduler.restore(settings, state, now, ProcessInfo(header["software"]))
+            return Scheduler(
+                settings, bytes.fromhex(header["job"]), now, ProcessInfo(header["software"])
+            )
         described = dict(header["identity"])
         described["role"] = Role(described["role"])
         described["job"] = bytes.fromhex(described["job"])
@@ -150,7 +152,7 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
 class _Replay:
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._outcome = Outcome(core_of(record.header, ReplayedMemory(record.events)))
+        self._outcome = ReplayOutcome(core_of(record.header, ReplayedMemory(record.events)))
         self._expected: deque[Event] = deque()
         """The packets that are to leave because of the input that is replayed."""
         self._holds: dict[int, Hold] = {}
@@ -158,7 +160,7 @@ class _Replay:
         self._sent = 0
         self._for_whom: list[object] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> ReplayOutcome:
         """Give the core all inputs."""
         events, found = self._record.events, self._outcome
         for index, event in enumerate(events):

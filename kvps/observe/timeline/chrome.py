@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.errors import ConfigError
 from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
@@ -16,7 +16,7 @@ from kvps.protocol.envelope import Node, Role
 SCRIPT, LOOP, LINK = 1, 2, 3
 """Threads of a process: its script, its loop, and its requests on their way."""
 FORMAT = 1
-_SCRIPT_KINDS = (Kind.COMPUTE, Kind.WAIT)
+_SCRIPT_KINDS = (SpanKind.COMPUTE, SpanKind.WAIT)
 _PID_STEP = 10_000
 
 
@@ -92,20 +92,22 @@ RequestId = tuple[int, int, int, int, int]
 """Role and rank of the sender and of the receiver, and the number of the request between them."""
 
 
-def request_of(process: Process, span: Span) -> RequestId | None:
+def request_of(process: Process, span: TimeSpan) -> RequestId | None:
     """Return the request that a span belongs to; None for none."""
     if not span.seq or span.role == NOBODY:
         return None
     ours, theirs = (int(process.node.role), process.node.rank), (span.role, span.rank)
-    is_asker = span.kind in (Kind.COPY, Kind.ENCODE, Kind.SEND, Kind.SCATTER) or (
-        span.kind is Kind.SERVE and process.node.role is Role.WORKER and span.role != Role.WORKER
+    is_asker = span.kind in (SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND, SpanKind.SCATTER) or (
+        span.kind is SpanKind.SERVE
+        and process.node.role is Role.WORKER
+        and span.role != Role.WORKER
     )
     return (*ours, *theirs, span.seq) if is_asker else (*theirs, *ours, span.seq)
 
 
 def _arrows(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
     """Yield the flow of each request, and the time that it waited between two processes."""
-    found: dict[RequestId, list[tuple[Process, Span]]] = defaultdict(list)
+    found: dict[RequestId, list[tuple[Process, TimeSpan]]] = defaultdict(list)
     for process in trace.processes:
         for span in process.spans:
             request = request_of(process, span)
@@ -131,12 +133,14 @@ def _arrows(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _waits(steps: list[tuple[Process, Span]], number: int, zero: int) -> Iterator[dict[str, Any]]:
+def _waits(
+    steps: list[tuple[Process, TimeSpan]], number: int, zero: int
+) -> Iterator[dict[str, Any]]:
     """Yield *queue* at the receiver: from when a request was sent until it is looked at."""
     for (sender, before), (receiver, after) in itertools.pairwise(steps):
         if sender is receiver or after.begin <= before.end:
             continue
-        is_answer = before.kind is Kind.REPLY
+        is_answer = before.kind is SpanKind.REPLY
         common = {
             "name": "reply on its way" if is_answer else "queue",
             "cat": "kvps wait",
@@ -190,14 +194,14 @@ def _process(args: dict[str, Any]) -> Process:
     )
 
 
-def _span(event: dict[str, Any]) -> Span:
+def _span(event: dict[str, Any]) -> TimeSpan:
     args = event["args"]
     role, rank = NOBODY, 0
     if args["peer"]:
         name, _, number = args["peer"].partition(" ")
         role, rank = Role[name.upper()].value, int(number or 0)
-    return Span(
-        *(Kind[event["name"].upper()], role, rank),
+    return TimeSpan(
+        *(SpanKind[event["name"].upper()], role, rank),
         *(round(event["ts"] * 1000), round(event["dur"] * 1000)),
         *(args["seq"], args["number"], args["chunk"], args["octets"]),
     )

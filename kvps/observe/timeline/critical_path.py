@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.observe.timeline.chrome import RequestId, request_of
 from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
@@ -30,8 +30,8 @@ from kvps.protocol.envelope import Node, Role
 NEAR_NS = 300_000
 """Two spans of a loop with less between them follow from one another."""
 STEPS_MAX = 2_000_000
-INCOMING = (Kind.SERVE, Kind.REDUCE, Kind.UPDATE, Kind.SCATTER)
-SCRIPT = (Kind.COMPUTE, Kind.WAIT)
+INCOMING = (SpanKind.SERVE, SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.SCATTER)
+SCRIPT = (SpanKind.COMPUTE, SpanKind.WAIT)
 
 
 class Cause(NamedTuple):
@@ -53,22 +53,22 @@ class Stretch(NamedTuple):
     cause: Cause
 
 
-_COPIES = (Kind.COPY, Kind.ENCODE, Kind.SEND, Kind.SCATTER)
+_COPIES = (SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND, SpanKind.SCATTER)
 
 
-class Track:
+class ProcessTrack:
     """The spans of one thread, by their time."""
 
-    def __init__(self, spans: list[Span]) -> None:
+    def __init__(self, spans: list[TimeSpan]) -> None:
         self.spans = spans
         self._begins = [span.begin for span in spans]
 
-    def before(self, at: int) -> Span | None:
+    def before(self, at: int) -> TimeSpan | None:
         """Return the last span that begins before ``at``."""
         index = bisect_right(self._begins, at - 1) - 1
         return self.spans[index] if index >= 0 else None
 
-    def backwards(self, begin: int, end: int) -> Iterator[Span]:
+    def backwards(self, begin: int, end: int) -> Iterator[TimeSpan]:
         """Yield the spans that lie between ``begin`` and ``end`` or reach into it, the last first."""
         index = bisect_right(self._begins, end - 1) - 1
         while index >= 0 and self.spans[index].end > begin:
@@ -82,20 +82,24 @@ class CriticalPath:
     def __init__(self, trace: MergedTrace) -> None:
         self._trace = trace
         self._by_node: dict[Node, Process] = {}
-        self._scripts: dict[Node, Track] = {}
-        self._loops: dict[Node, Track] = {}
-        self._sent: dict[tuple[RequestId, Node], list[Span]] = defaultdict(list)
+        self._scripts: dict[Node, ProcessTrack] = {}
+        self._loops: dict[Node, ProcessTrack] = {}
+        self._sent: dict[tuple[RequestId, Node], list[TimeSpan]] = defaultdict(list)
         self._begin = trace.begin
         """Before that, not all workers were recorded."""
         for process in trace.processes:
-            computing = [one.begin for one in process.spans if one.kind is Kind.COMPUTE]
+            computing = [one.begin for one in process.spans if one.kind is SpanKind.COMPUTE]
             self._begin = max(self._begin, min(computing, default=0))
             self._by_node[process.node] = process
-            self._scripts[process.node] = Track([s for s in process.spans if s.kind in SCRIPT])
-            self._loops[process.node] = Track([s for s in process.spans if s.kind not in SCRIPT])
+            self._scripts[process.node] = ProcessTrack(
+                [s for s in process.spans if s.kind in SCRIPT]
+            )
+            self._loops[process.node] = ProcessTrack(
+                [s for s in process.spans if s.kind not in SCRIPT]
+            )
             for span in process.spans:
                 request = request_of(process, span)
-                if request is not None and span.kind in (Kind.SEND, Kind.REPLY):
+                if request is not None and span.kind in (SpanKind.SEND, SpanKind.REPLY):
                     self._sent[request, process.node].append(span)
 
     def walk(self) -> list[Stretch]:
@@ -104,7 +108,7 @@ class CriticalPath:
             (span.end, node)
             for node, track in self._scripts.items()
             for span in track.spans[-1:]
-            if span.kind is Kind.WAIT
+            if span.kind is SpanKind.WAIT
         ]
         if not waits:
             return []
@@ -136,9 +140,9 @@ class CriticalPath:
                 node,
                 True,
             )
-        if span.kind is Kind.COMPUTE or span.end < at:
+        if span.kind is SpanKind.COMPUTE or span.end < at:
             # A gap behind a wait is computation that no later wait has ended yet.
-            start = span.begin if span.kind is Kind.COMPUTE else span.end
+            start = span.begin if span.kind is SpanKind.COMPUTE else span.end
             return [Stretch(start, at, Cause("compute", node))], start, node, False
         # It waits, and its loop was idle until now: something else than the script has woken it.
         previous = self._loops[node].before(at)
@@ -164,7 +168,7 @@ class CriticalPath:
         stretches = [stretch, *self._way(their_node, their_span.end, node, span.begin)]
         return stretches, min(their_span.end, span.begin), their_node, False
 
-    def _sender(self, node: Node, span: Span) -> tuple[Node, Span] | None:
+    def _sender(self, node: Node, span: TimeSpan) -> tuple[Node, TimeSpan] | None:
         """Return the process that sent what ``span`` handles, and the span in which it did."""
         request = request_of(self._by_node[node], span)
         if request is None or span.role == NOBODY:
@@ -187,5 +191,5 @@ class CriticalPath:
             yield Stretch(sent, at, Cause("link", sender, receiver))
 
 
-def _word(kind: Kind) -> str:
+def _word(kind: SpanKind) -> str:
     return "copy" if kind in _COPIES else kind.name.lower()

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
-from kvps.core.tracing.spans import Kind, Span
+from kvps.core.tracing.spans import SpanKind, TimeSpan
 from kvps.observe.timeline.critical_path import Cause, CriticalPath, Stretch
 from kvps.observe.timeline.merged import MergedTrace
 from kvps.protocol.envelope import Node, Role
@@ -27,7 +27,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BoundingCause:
     """One thing that steps wait for."""
 
     what: str
@@ -43,7 +43,7 @@ class Explanation:
     """The causes that bound the steps of a trace."""
 
     seconds: float
-    findings: tuple[Finding, ...]
+    findings: tuple[BoundingCause, ...]
     """The largest first."""
     error_ms: float | None
     lost: int
@@ -85,10 +85,10 @@ def explain(trace: MergedTrace) -> Explanation:
 
 def _computing(
     trace: MergedTrace, path: list[Stretch], times: Counter[Cause], total: int
-) -> list[Finding]:
+) -> list[BoundingCause]:
     """Return the workers whose computation is waited for."""
     computed = {
-        one.node: sum([span.took for span in one.spans if span.kind is Kind.COMPUTE])
+        one.node: sum([span.took for span in one.spans if span.kind is SpanKind.COMPUTE])
         for one in trace.processes
         if one.node.role is Role.WORKER
     }
@@ -106,10 +106,10 @@ def _computing(
                 f"{times_as_long:.1f} times the other workers' compute; waiting for rank {node.rank} "
                 f"takes {100 * waited / total:.0f} % of the other workers' time"
             )
-        found.append(Finding("compute", (node,), took / total, detail))
+        found.append(BoundingCause("compute", (node,), took / total, detail))
     if len(found) > 1 and not any(one.detail for one in found):  # none is slow: they take turns
         nodes = tuple(sorted([one.nodes[0] for one in found]))
-        return [Finding("compute", nodes, sum([one.share for one in found]))]
+        return [BoundingCause("compute", nodes, sum([one.share for one in found]))]
     return found
 
 
@@ -120,7 +120,7 @@ def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
     for process in trace.processes:
         if process.node.role is not Role.WORKER or process.node == node:
             continue
-        waits = [span for span in process.spans if span.kind is Kind.WAIT]
+        waits = [span for span in process.spans if span.kind is SpanKind.WAIT]
         waited.append(
             sum(
                 max(0, min(one.end, span.end) - max(one.begin, span.begin))
@@ -130,7 +130,7 @@ def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
     return sum(waited) / len(waited)
 
 
-def _pairs(stretches: list[Stretch], waits: list[Span]) -> list[tuple[Stretch, Span]]:
+def _pairs(stretches: list[Stretch], waits: list[TimeSpan]) -> list[tuple[Stretch, TimeSpan]]:
     """Return the pairs that overlap; both lists are walked once."""
     pairs = []
     ascending, index = sorted(stretches, key=lambda one: one.begin), 0
@@ -144,7 +144,7 @@ def _pairs(stretches: list[Stretch], waits: list[Span]) -> list[tuple[Stretch, S
     return pairs
 
 
-def _at_nodes(times: Counter[Cause], total: int) -> list[Finding]:
+def _at_nodes(times: Counter[Cause], total: int) -> list[BoundingCause]:
     """Return the loops that are waited for: of servers, of the scheduler, and the copies of workers."""
     by_node: dict[tuple[str, Node], Counter[str]] = {}
     for cause, took in times.items():
@@ -162,11 +162,11 @@ def _at_nodes(times: Counter[Cause], total: int) -> list[Finding]:
             parts = [(kind, kinds[kind]) for kind in _AT_SERVER if kinds[kind]]
             parts.sort(key=lambda part: -part[1])
             detail = ", ".join(f"{_WORDS[kind]} {100 * ns / took:.0f} %" for kind, ns in parts[:2])
-        found.append(Finding(what, (node,), took / total, detail))
+        found.append(BoundingCause(what, (node,), took / total, detail))
     return found
 
 
-def _links(times: Counter[Cause], total: int) -> list[Finding]:
+def _links(times: Counter[Cause], total: int) -> list[BoundingCause]:
     """Return the link, or the process whose links, packets are on for long."""
     pairs: Counter[tuple[Node, Node]] = Counter()
     up: Counter[tuple[Node, Node]] = Counter()
@@ -193,7 +193,7 @@ def _links(times: Counter[Cause], total: int) -> list[Finding]:
             for pair, took in pairs.most_common(4)
             if node in pair
         )
-        return [Finding("link", (node,), all_ns / total, detail)]
+        return [BoundingCause("link", (node,), all_ns / total, detail)]
     return [_link(one, took, up[one], total) for one, took in pairs.items()]
 
 
@@ -201,15 +201,15 @@ def _other(pair: tuple[Node, Node], node: Node) -> Node:
     return pair[1] if pair[0] == node else pair[0]
 
 
-def _link(pair: tuple[Node, Node], took: int, up: int, total: int) -> Finding:
+def _link(pair: tuple[Node, Node], took: int, up: int, total: int) -> BoundingCause:
     towards = f"{100 * up / took:.0f} % of it towards {pair[1]}"
-    return Finding("link", pair, took / total, towards)
+    return BoundingCause("link", pair, took / total, towards)
 
 
 # --- the words -------------------------------------------------------------------------------------
 
 
-def title(finding: Finding) -> str:
+def title(finding: BoundingCause) -> str:
     """Return what a finding is, in words."""
     node = finding.nodes[0]
     match finding.what:
@@ -231,7 +231,7 @@ def title(finding: Finding) -> str:
             return f"pauses of {node}"
 
 
-def advice(finding: Finding) -> str:
+def advice(finding: BoundingCause) -> str:
     """Return what may help."""
     match finding.what:
         case "compute" if finding.detail:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvps.core.tracing.spans import Span, unpack
+from kvps.core.tracing.spans import TimeSpan, unpack
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.tracing import Part, RoundTrip
 
@@ -22,7 +22,7 @@ class Process:
     incarnation: int
     host: str
     pid: int
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimeSpan] = field(default_factory=list)
     """In the order of their beginnings, on the scheduler's clock."""
     error_ns: int | None = 0
     """By how much its times may be wrong; None if that is unknown."""

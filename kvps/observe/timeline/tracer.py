@@ -14,7 +14,7 @@ from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Route, Send
 from kvps.core.tracing.member import TracedMember
-from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.net.lens import Encoding
 from kvps.protocol.envelope import Message, Packet, Role
 
@@ -94,8 +94,8 @@ class Tracer:
         self._script.ended_at = end
         add = self.member.spans.append
         if before is not None:
-            add(Span(Kind.COMPUTE, NOBODY, 0, before, begin - before))
-        add(Span(Kind.WAIT, NOBODY, 0, begin, end - begin))
+            add(TimeSpan(SpanKind.COMPUTE, NOBODY, 0, before, begin - before))
+        add(TimeSpan(SpanKind.WAIT, NOBODY, 0, begin, end - begin))
 
     # --- the loop -------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Tracer:
             if isinstance(effect, Send):
                 self._sent(effect, before, made, done)
             elif done - before >= BEFORE_SEND_NS:
-                self._add(Kind.SERVE, (NOBODY, 0), before, done)
+                self._add(SpanKind.SERVE, (NOBODY, 0), before, done)
             before = done
         if is_first and came is not None:
             self._handled(*came, began, self.clock())
@@ -138,14 +138,14 @@ class Tracer:
         octets = sum([one.nbytes for one in packet.payload])
         rest = seq, number, chunk, octets
         if isinstance(message, VALUES):
-            self._add(Kind.SCATTER, peer, began, made, *rest)
+            self._add(SpanKind.SCATTER, peer, began, made, *rest)
         elif isinstance(message, GRADIENTS) and not self._is_worker:
             took, self._update_ns = min(self._update_ns, made - began), 0
-            self._add(Kind.REDUCE, peer, began, made - took, *rest)
+            self._add(SpanKind.REDUCE, peer, began, made - took, *rest)
             if took:
-                self._add(Kind.UPDATE, peer, made - took, made, *rest)
+                self._add(SpanKind.UPDATE, peer, made - took, made, *rest)
         else:
-            self._add(Kind.SERVE, peer, began, made, *rest)
+            self._add(SpanKind.SERVE, peer, began, made, *rest)
 
     def _sent(self, effect: Send, before: int, made: int, done: int) -> None:
         """Note that a packet was made and sent."""
@@ -155,15 +155,15 @@ class Tracer:
         seq, number, chunk = ids_of(packet, is_ours=is_ours)
         rest = seq, number, chunk, sum([one.nbytes for one in packet.payload])
         if is_ours or not self._is_worker:
-            self._add(Kind.REPLY, peer, before, done, *rest)
+            self._add(SpanKind.REPLY, peer, before, done, *rest)
             return
         if packet.payload or made - before >= BEFORE_SEND_NS:
-            self._add(Kind.COPY, peer, before, made, *rest)
+            self._add(SpanKind.COPY, peer, before, made, *rest)
         at = made
         if made <= self._encoding.ended_at <= done:
             at = self._encoding.ended_at
-            self._add(Kind.ENCODE, peer, made, at, *rest)
-        self._add(Kind.SEND, peer, at, done, *rest)
+            self._add(SpanKind.ENCODE, peer, made, at, *rest)
+        self._add(SpanKind.SEND, peer, at, done, *rest)
 
     def _peer_of(self, route: Route) -> Peer:
         if isinstance(route, bytes):
@@ -173,7 +173,7 @@ class Tracer:
 
     def _add(
         self,
-        kind: Kind,
+        kind: SpanKind,
         peer: Peer,
         begin: int,
         end: int,
@@ -182,7 +182,9 @@ class Tracer:
         chunk: int = 0,
         octets: int = 0,
     ) -> None:
-        self.member.spans.append(Span(kind, *peer, begin, end - begin, seq, number, chunk, octets))
+        self.member.spans.append(
+            TimeSpan(kind, *peer, begin, end - begin, seq, number, chunk, octets)
+        )
 
 
 def _has_payload(effect: Effect) -> bool:

@@ -151,7 +151,7 @@ class InProcessSession:
         core = self._cores[name]
         try:
             self._perform(name, core.on_packet(route, packet, self._now))
-        except Exception as error:
+        except Exception as error:  # as the driver does with what a peer's packet leads to
             log.debug("a packet to %s", name, exc_info=error)
             self._perform(name, core.on_failure(route, packet.envelope, error, self._now))
 

@@ -29,7 +29,7 @@ from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Transport, drive
-from kvps.net.lens import Lens, Request
+from kvps.net.lens import CoreRequest, Lens
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
@@ -38,7 +38,7 @@ from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.lenses import Timeline, member_lens
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.scheduler_process import WORLD, own_machine
+from kvps.runtime.scheduler_process import THIS_PROCESS, own_machine
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession
@@ -196,7 +196,7 @@ class LocalCluster:
         self.scheduler = transport.endpoint
         now = time.monotonic()
         self._drive(
-            "scheduler", Scheduler(settings, secrets.token_bytes(16), now, WORLD), transport
+            "scheduler", Scheduler(settings, secrets.token_bytes(16), now, THIS_PROCESS), transport
         )
         for rank in range(self.servers):
             keys = self._keys_of("server")
@@ -327,7 +327,7 @@ class LocalCluster:
     def _drive(self, name: str, core: Core, transport: Transport) -> None:
         inbox: Inbox[Any] = Inbox(transport)
         if isinstance(core, Server):
-            inbox.put(Request("start"))
+            inbox.put(CoreRequest("start"))
         timeline, lens = _lens(core, transport)
 
         role, _, rank = name.partition(" ")

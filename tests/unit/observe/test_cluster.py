@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvps.core.counts import BOUNDS_S, STALENESS
-from kvps.core.scheduler.measurements import Figures
-from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, Cluster, added, quantile
+from kvps.core.scheduler.measurements import ServerFigures
+from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, ClusterHistory, added, quantile
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import (
     Count,
@@ -38,7 +38,7 @@ class Feed:
     """A cluster that is shown one sample per second."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster()
+        self.cluster = ClusterHistory()
         self.now = 100.0
         self.number = 0
 
@@ -53,7 +53,7 @@ class Feed:
         stores: tuple[StoreFigures, ...] = (),
         traffic: tuple[KeyTraffic, ...] = (),
         rounds: tuple[OldRound, ...] = (),
-    ) -> Figures:
+    ) -> ServerFigures:
         """Return an answer of a server, of now."""
         self.number += 1
         measured = Measured(
@@ -62,9 +62,9 @@ class Feed:
             tuple([Histogram(name, one, 1.0) for name, one in (buckets or {}).items()]),
             *(stores, traffic, rounds),
         )
-        return Figures(rank, incarnation, answer_s, 0.0, measured)
+        return ServerFigures(rank, incarnation, answer_s, 0.0, measured)
 
-    def show(self, *figures: Figures, lag_s: float = 0.0, **status: object) -> dict[str, Any]:
+    def show(self, *figures: ServerFigures, lag_s: float = 0.0, **status: object) -> dict[str, Any]:
         """Show a sample with these answers; return the document."""
         values = {("kvps_loop_lag_seconds", ""): lag_s}
         sample = Sample(values, {}, True, "", {**STATUS, **status}, tuple(figures), self.now)
@@ -73,7 +73,7 @@ class Feed:
         self.now += 1.0
         return found
 
-    def texts(self, *figures: Figures, **status: object) -> list[str]:
+    def texts(self, *figures: ServerFigures, **status: object) -> list[str]:
         """Return the findings of a sample."""
         return [one["text"] for one in self.show(*figures, **status)["findings"]]
 
@@ -213,7 +213,7 @@ def test_the_history_is_bounded() -> None:
     assert len(ages) == HISTORY_MAX
     assert ages[-1] == 1.0
     assert found["sample"] == HISTORY_MAX + 5
-    assert Cluster().history()["age_s"] == []
+    assert ClusterHistory().history()["age_s"] == []
 
 
 # --- findings -------------------------------------------------------------------------------------

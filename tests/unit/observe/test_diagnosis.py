@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvps.observe.diagnosis import (
-    Finding,
+    CheckResult,
+    FileLimits,
     Level,
-    Limits,
     Measurements,
     bits_s,
     diagnose,
@@ -30,12 +30,12 @@ WELL = Measurements(
     round_trips_s=(0.0004, 0.0005, 0.0009),
     transfers=((4096, 0.0006), (262144, 0.0045)),
     clock_ahead_s=0.002,
-    limits=Limits(5, 1024, 4096),
+    limits=FileLimits(5, 1024, 4096),
     software="1.0",
 )
 
 
-def found(name: str, **changes: object) -> list[Finding]:
+def found(name: str, **changes: object) -> list[CheckResult]:
     """The findings of one name, if some measurements were others."""
     return [one for one in diagnose(replace(WELL, **changes)) if one.name == name]  # type: ignore[arg-type]
 
@@ -105,8 +105,8 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
             *("no memfd", "ulimit -f"),
         ),
         ("shared memory", {"transport": "tcp"}, "warn", "KVPS_TRANSPORT=tcp", "unset"),
-        ("file descriptors", {"limits": Limits(5, 20, 30)}, "fail", "limit 30", "ulimit -n 42"),
-        ("file descriptors", {"limits": Limits(5, -1, -1)}, "ok", "no limit", ""),
+        ("file descriptors", {"limits": FileLimits(5, 20, 30)}, "fail", "limit 30", "ulimit -n 42"),
+        ("file descriptors", {"limits": FileLimits(5, -1, -1)}, "ok", "no limit", ""),
         ("port", {"bind": "tcp://0.0.0.0:1"}, "ok", "is free", ""),
         (
             *("port", {"bind": "tcp://a:1", "bind_error": "Address already in use"}, "fail"),

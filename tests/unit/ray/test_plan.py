@@ -8,8 +8,8 @@ import pytest
 
 from kvps.errors import ConfigError
 from kvps.ray.plan import (
-    Place,
-    Plan,
+    RayPlan,
+    ServerPlace,
     actor_options,
     checkpoint_folder,
     demand_same_version,
@@ -44,7 +44,7 @@ from kvps.runtime.keys import generate, of, parse
 )
 def test_a_value_that_cannot_be_is_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        Plan(**{"servers": 1, **options})
+        RayPlan(**{"servers": 1, **options})
 
 
 def test_a_cluster_has_workers() -> None:
@@ -89,17 +89,17 @@ def test_resources_become_options_of_an_actor() -> None:
 
 
 def test_memory_that_is_requested_is_the_limit() -> None:
-    assert Plan(1).memory_limit() is None
-    assert Plan(1, {"CPU": 1, "memory": 4e9}).memory_limit() == 4_000_000_000
+    assert RayPlan(1).memory_limit() is None
+    assert RayPlan(1, {"CPU": 1, "memory": 4e9}).memory_limit() == 4_000_000_000
 
 
 def test_a_server_without_checkpoints_is_not_started_again() -> None:
-    assert Plan(1, max_restarts=5).restarts("/ckpt") == 5
-    assert Plan(1, max_restarts=5).restarts(None) == 0
+    assert RayPlan(1, max_restarts=5).restarts("/ckpt") == 5
+    assert RayPlan(1, max_restarts=5).restarts(None) == 0
 
 
 def test_a_shortage_names_the_resource() -> None:
-    plan = Plan(3, {"CPU": 2, "disk": 1}, start_timeout=20)
+    plan = RayPlan(3, {"CPU": 2, "disk": 1}, start_timeout=20)
     total = {"CPU": 8.0, "memory": 1e9}
     text = shortage(plan, 2, total, {"CPU": 1.0})
     assert text.startswith(
@@ -109,20 +109,20 @@ def test_a_shortage_names_the_resource() -> None:
 
 
 def test_servers_that_only_start_slowly_are_no_shortage() -> None:
-    plan = Plan(2, {"CPU": 1})
+    plan = RayPlan(2, {"CPU": 1})
     assert shortage(plan, 2, {"CPU": 8.0}, {"CPU": 2.0}) == ""
-    assert shortage(Plan(2, {}), 2, {}, {}) == ""
-    text = too_slow(Plan(2, {}), 1, 85.0)
+    assert shortage(RayPlan(2, {}), 2, {}, {}) == ""
+    text = too_slow(RayPlan(2, {}), 1, 85.0)
     assert text.startswith("1 of 2 kvps servers did not start in 85 s")
     assert "(no resources each)" in text
 
 
 def test_checkpoints_go_to_the_storage_path() -> None:
-    assert checkpoint_folder(Plan(1), "local", "/nfs/runs/one/") == "/nfs/runs/one/kvps"
-    assert checkpoint_folder(Plan(1, checkpoint_dir="/ckpt"), "s3", "bucket/one") == "/ckpt"
-    assert checkpoint_folder(Plan(1), "s3", "bucket/one") is None
+    assert checkpoint_folder(RayPlan(1), "local", "/nfs/runs/one/") == "/nfs/runs/one/kvps"
+    assert checkpoint_folder(RayPlan(1, checkpoint_dir="/ckpt"), "s3", "bucket/one") == "/ckpt"
+    assert checkpoint_folder(RayPlan(1), "s3", "bucket/one") is None
     with pytest.raises(ConfigError, match=r"checkpoint_every=60, but .* 'bucket/one' is on s3"):
-        checkpoint_folder(Plan(1, checkpoint_every=60), "s3", "bucket/one")
+        checkpoint_folder(RayPlan(1, checkpoint_every=60), "s3", "bucket/one")
 
 
 def test_a_role_gets_only_the_secret_that_it_needs() -> None:
@@ -137,7 +137,7 @@ def test_a_role_gets_only_the_secret_that_it_needs() -> None:
 
 
 def test_a_worker_has_its_place_in_place_of_another() -> None:
-    place = Place("tcp://10.0.0.7:9091", 3, "keys", {"KVPS_TRANSPORT": "tcp", "RANK": "3"})
+    place = ServerPlace("tcp://10.0.0.7:9091", 3, "keys", {"KVPS_TRANSPORT": "tcp", "RANK": "3"})
     before = {"PATH": "/bin", "DMLC_ROLE": "server", "KVPS_RANK": "0", "KVPS_INCARNATION": "2"}
     assert place.environment(before, "/proc/7/fd/9") == {
         **{"PATH": "/bin", "KVPS_TRANSPORT": "tcp", "RANK": "3"},

@@ -12,7 +12,7 @@ import pytest
 import kvps.ray
 from kvps.errors import ConfigError
 from kvps.ray import worker
-from kvps.ray.plan import Place, keys_text
+from kvps.ray.plan import ServerPlace, keys_text
 from kvps.runtime.keys import generate, load
 
 
@@ -36,7 +36,7 @@ def environment() -> Iterator[None]:
 def test_leaving_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_RANK", "7")
     text = keys_text(generate(), "worker")
-    worker.take(Place("tcp://127.0.0.1:1", 1, text, {"KVPS_TRANSPORT": "tcp"}))
+    worker.take(ServerPlace("tcp://127.0.0.1:1", 1, text, {"KVPS_TRANSPORT": "tcp"}))
     assert os.environ["KVPS_RANK"] == "1"
     assert os.environ["KVPS_TRANSPORT"] == "tcp"
     path = os.environ["KVPS_KEYS"]
@@ -49,9 +49,9 @@ def test_leaving_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_is_one_worker() -> None:
-    worker.take(Place("tcp://127.0.0.1:1", 1))
+    worker.take(ServerPlace("tcp://127.0.0.1:1", 1))
     with pytest.raises(ConfigError, match="is worker 1 already, and a process is one worker"):
-        worker.take(Place("tcp://127.0.0.1:1", 0))
+        worker.take(ServerPlace("tcp://127.0.0.1:1", 0))
     worker.leave(ValueError())
     worker.leave(None)  # twice
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvps.core.effects import Send
 from kvps.core.membership_client import BeatFigures
-from kvps.core.scheduler.scheduler import Scheduler, World
+from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import Seat, State
 from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, figures, sights
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
@@ -158,7 +158,9 @@ def test_a_seat_that_is_not_held_has_no_figures_and_old_lateness_is_not_shown() 
 @pytest.mark.spec("R331")
 def test_a_ping_comes_back_with_its_octets_and_the_time() -> None:
     stage = Stage(workers=1, servers=0)
-    stage.scheduler = Scheduler(stage.settings, bytes(16), stage.now, World("1.0", lambda: 1.8e9))
+    stage.scheduler = Scheduler(
+        stage.settings, bytes(16), stage.now, ProcessInfo("1.0", lambda: 1.8e9)
+    )
     payload = memoryview(b"12345678")
     packet = Packet(NOBODY, Ping(8), (payload,))
     effects = list(stage.scheduler.on_packet(b"x", packet, stage.now))

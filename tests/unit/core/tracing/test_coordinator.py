@@ -12,7 +12,7 @@ from kvps.core.tracing.coordinator import (
     KEEP_S,
     TraceCoordinator,
 )
-from kvps.core.tracing.spans import Kind, Span, pack
+from kvps.core.tracing.spans import SpanKind, TimeSpan, pack
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.tracing import (
@@ -28,7 +28,7 @@ from kvps.protocol.tracing import (
 )
 
 WORKER = Envelope(bytes(16), 3, Role.WORKER, 1, 5, 0)
-OCTETS = pack([Span(Kind.SEND, 1, 0, 10, 5)])
+OCTETS = pack([TimeSpan(SpanKind.SEND, 1, 0, 10, 5)])
 
 
 def begun(for_s: float = 10.0) -> TraceCoordinator:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.tracing.member import FLUSH_EVERY_S, SILENCE_MAX_S, WAITING_MAX, TracedMember
-from kvps.core.tracing.spans import NOBODY, Kind, Span, unpack
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, unpack
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
 
-SPAN = Span(Kind.WAIT, NOBODY, 0, 10, 5)
+SPAN = TimeSpan(SpanKind.WAIT, NOBODY, 0, 10, 5)
 
 
 def recording(now: float = 0.0) -> TracedMember:

@@ -6,13 +6,13 @@ import struct
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span, pack, unpack
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, pack, unpack
 from kvps.errors import ProtocolError
 from kvps.protocol.tracing import SPAN_BYTES
 
 SPANS = [
-    Span(Kind.COMPUTE, NOBODY, 0, 2**40, 5_000_000),
-    Span(Kind.SEND, 1, 3, 2**40 + 7, 12, 42, 5, 9, 4096),
+    TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 2**40, 5_000_000),
+    TimeSpan(SpanKind.SEND, 1, 3, 2**40 + 7, 12, 42, 5, 9, 4096),
 ]
 
 
@@ -23,7 +23,7 @@ def test_spans_come_back_as_they_were() -> None:
 
 
 def test_numbers_that_are_too_large_are_cut() -> None:
-    (span,) = unpack(pack([Span(Kind.REPLY, 2, 2**40, 1, -5, 1, 1, 2**40, 2**40)]))
+    (span,) = unpack(pack([TimeSpan(SpanKind.REPLY, 2, 2**40, 1, -5, 1, 1, 2**40, 2**40)]))
     assert (span.rank, span.took, span.chunk, span.octets) == (2**32 - 1, 0, 2**32 - 1, 2**32 - 1)
 
 

@@ -19,7 +19,7 @@ from kvps.core.membership_client import Identity
 from kvps.core.server.server import Server
 from kvps.core.worker.calls import PushValues
 from kvps.errors import ConfigError, StorageError, Timeout
-from kvps.net.lens import Request
+from kvps.net.lens import CoreRequest
 from kvps.observe.recording import recorder
 from kvps.observe.recording.format import Record, What, read
 from kvps.observe.recording.recorder import FullLens, RecordedMemory, Ring, RingLens, new_file
@@ -79,7 +79,7 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
     call = PushValues("w", ("a",), (row,), None, 0, True)
     sent = Packet(WORKER, push().message, (memoryview(payload).cast("B"),))
     core = Core(Send("server 0", sent))
-    list(lens.item(core, Request("on_call", (1, call, 5.0)), 1.0))
+    list(lens.item(core, CoreRequest("on_call", (1, call, 5.0)), 1.0))
     list(lens.packet(core, "server 0", sent, 1.0))
     list(lens.failure(core, "server 0", WORKER, Timeout("late"), 1.0))
     gone = weakref.ref(payload)
@@ -182,7 +182,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
         (sent, *_) = [one for one in hear(b"w", envelope, message, *rows) if isinstance(one, Send)]
         return sent.packet.message
 
-    list(lens.item(core, Request("start"), 1.0))
+    list(lens.item(core, CoreRequest("start"), 1.0))
     hear("scheduler", SCHEDULER, p.Welcome(0, 1, 1, 1))
     hear("scheduler", SCHEDULER, view)
     hear(b"w", worker, p.Hello(1, 0, "k", 0, 2, 0, "h", 9))

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.observe.timeline.critical_path import Cause, CriticalPath
 from kvps.observe.timeline.explain import explain
 from kvps.observe.timeline.merged import MergedTrace, Process
@@ -104,7 +104,7 @@ def test_a_stopped_process_is_a_pause() -> None:
     worker = trace.processes[-1]
     last = worker.spans[-1]
     worker.spans[-1] = last._replace(took=max(last.took, 0))
-    worker.spans.append(Span(Kind.WAIT, NOBODY, 0, trace.end, 500 * MS))
+    worker.spans.append(TimeSpan(SpanKind.WAIT, NOBODY, 0, trace.end, 500 * MS))
     found = explain(trace)
     assert found.findings[0].what == "idle"
     assert "pauses of worker 1 bounds the step" in found.text
@@ -117,17 +117,19 @@ def test_a_barrier_leads_to_the_rank_that_came_last() -> None:
     of_scheduler = Role.SCHEDULER.value
     for process, compute in ((first, 10), (second, 90)):
         process.spans += [
-            Span(Kind.WAIT, NOBODY, 0, 0, MS),
-            Span(Kind.COMPUTE, NOBODY, 0, MS, compute * MS),
-            Span(Kind.SEND, of_scheduler, 0, (1 + compute) * MS, MS // 10, 5),
-            Span(Kind.SERVE, of_scheduler, 0, 95 * MS, MS // 10, 5),
-            Span(Kind.WAIT, NOBODY, 0, (1 + compute) * MS, (95 - 1 - compute) * MS + MS // 5),
+            TimeSpan(SpanKind.WAIT, NOBODY, 0, 0, MS),
+            TimeSpan(SpanKind.COMPUTE, NOBODY, 0, MS, compute * MS),
+            TimeSpan(SpanKind.SEND, of_scheduler, 0, (1 + compute) * MS, MS // 10, 5),
+            TimeSpan(SpanKind.SERVE, of_scheduler, 0, 95 * MS, MS // 10, 5),
+            TimeSpan(
+                SpanKind.WAIT, NOBODY, 0, (1 + compute) * MS, (95 - 1 - compute) * MS + MS // 5
+            ),
         ]
     for rank, at in ((0, 12), (1, 92)):
-        scheduler.spans.append(Span(Kind.SERVE, 2, rank, at * MS, MS // 10, 5))
+        scheduler.spans.append(TimeSpan(SpanKind.SERVE, 2, rank, at * MS, MS // 10, 5))
     for rank in (0, 1):
         at = 92 * MS + MS // 10 * (1 + rank)
-        scheduler.spans.append(Span(Kind.REPLY, 2, rank, at, MS // 10, 5))
+        scheduler.spans.append(TimeSpan(SpanKind.REPLY, 2, rank, at, MS // 10, 5))
     found = explain(MergedTrace([scheduler, first, second]))
     assert (found.findings[0].what, found.findings[0].nodes) == ("compute", (W1,))
     assert found.findings[0].share > 0.9
@@ -135,7 +137,7 @@ def test_a_barrier_leads_to_the_rank_that_came_last() -> None:
 
 def test_nothing_to_explain() -> None:
     assert "no worker waited for a call" in explain(MergedTrace([])).text
-    alone = Process(W0, 1, "a", 1, [Span(Kind.COMPUTE, NOBODY, 0, 0, MS)])
+    alone = Process(W0, 1, "a", 1, [TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 0, MS)])
     assert explain(MergedTrace([alone])).findings == ()
 
 

@@ -10,8 +10,8 @@ from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
 from kvps.core.tracing.member import TracedMember
-from kvps.core.tracing.spans import NOBODY, Kind, Span
-from kvps.net.lens import Encoding, PlainLens, Request
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
+from kvps.net.lens import CoreRequest, Encoding, PlainLens
 from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
 from kvps.observe.timeline.merged import merge
 from kvps.observe.timeline.tracer import Tracer
@@ -103,7 +103,7 @@ def numbered(envelope: Envelope, seq: int) -> Envelope:
     )
 
 
-def kinds(lens: MemberLens) -> list[Kind]:
+def kinds(lens: MemberLens) -> list[SpanKind]:
     return [one.kind for one in lens.member.spans]
 
 
@@ -116,8 +116,8 @@ def test_without_a_trace_everything_is_passed_on() -> None:
     list(lens.failure(core, "server 0", SERVER, ValueError(), 1.0))
     list(lens.drop(core, "server 0", 1.0))
     list(lens.timer(core, 1.0))
-    list(lens.item(core, Request("on_call", (3,)), 2.5))
-    list(lens.item(core, Request("leave", ("bye",), is_timed=False, then=(Exit(0, ""),)), 2.5))
+    list(lens.item(core, CoreRequest("on_call", (3,)), 2.5))
+    list(lens.item(core, CoreRequest("leave", ("bye",), is_timed=False, then=(Exit(0, ""),)), 2.5))
     assert core.heard == ["Done", "failure", "drop", "timer", "call 3 at 2.5", "bye"]
     assert lens.member.spans == []
     assert lens.due is None
@@ -130,7 +130,7 @@ def test_a_plain_lens_passes_on() -> None:
     list(plain.failure(core, "server 0", SERVER, ValueError(), 1.0))
     list(plain.drop(core, "server 0", 1.0))
     list(plain.timer(core, 1.0))
-    list(plain.item(core, Request("start"), 1.0))
+    list(plain.item(core, CoreRequest("start"), 1.0))
     assert core.heard == ["Done", "failure", "drop", "timer", "start"]
     assert list(plain.tick(0.0)) == []
 
@@ -187,13 +187,17 @@ def test_the_loop_of_a_worker() -> None:
     asked(lens, core)
     packet = with_payload(numbered(WORKER, 42), push())
     core.effects = [(3_000_000, Send("server 0", packet)), (0, Finish(1))]
-    for effect in lens.item(core, Request("on_call", (1,)), 1.0):
+    for effect in lens.item(core, CoreRequest("on_call", (1,)), 1.0):
         if isinstance(effect, Send):
             clock.now += 200_000
             lens.tracer._encoding.ended_at = clock.now
             clock.now += 100_000
     copy, encode, send = lens.member.spans
-    assert [one.kind for one in (copy, encode, send)] == [Kind.COPY, Kind.ENCODE, Kind.SEND]
+    assert [one.kind for one in (copy, encode, send)] == [
+        SpanKind.COPY,
+        SpanKind.ENCODE,
+        SpanKind.SEND,
+    ]
     assert copy.took == pytest.approx(3_000_000, abs=5000)
     assert encode.took == pytest.approx(200_000, abs=5000)
     assert send.took == pytest.approx(100_000, abs=5000)
@@ -204,14 +208,14 @@ def test_the_loop_of_a_worker() -> None:
     stand = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
     list(lens.packet(core, "server 0", with_payload(SERVER, stand), 1.0))
     (scatter,) = lens.member.spans
-    assert scatter.kind is Kind.SCATTER
+    assert scatter.kind is SpanKind.SCATTER
     assert scatter.took == pytest.approx(2_000_000, abs=5000)
     assert scatter[5:8] == (42, 5, 3), "the round that closed, and the request that asked for it"
 
     lens.member.spans.clear()
     core.effects = [(1_000_000, Send("server 0", packet))]
     list(lens.packet(core, "server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0))
-    assert kinds(lens) == [Kind.SERVE, Kind.COPY, Kind.SEND]
+    assert kinds(lens) == [SpanKind.SERVE, SpanKind.COPY, SpanKind.SEND]
     assert lens.member.spans[0].seq == 41
     assert lens.member.spans[0].took == 0, "the copy is none of the ACK's"
 
@@ -238,7 +242,7 @@ def test_the_loop_of_a_server() -> None:
     list(lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0))
     reduce, update, reply, other = lens.member.spans
     assert [one.kind for one in lens.member.spans] == [
-        *(Kind.REDUCE, Kind.UPDATE, Kind.REPLY, Kind.REPLY),
+        *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY),
     ]
     assert reduce.took == pytest.approx(1_000_000, abs=9000)
     assert update.took == pytest.approx(5_000_000, abs=9000)
@@ -258,7 +262,7 @@ def test_a_timer_that_takes_long_and_one_that_does_not() -> None:
     core.effects = [(50_000_000, Note("info", "long"))]
     list(lens.timer(core, 1.0))
     (serve,) = lens.member.spans
-    assert (serve.kind, serve.role) == (Kind.SERVE, NOBODY)
+    assert (serve.kind, serve.role) == (SpanKind.SERVE, NOBODY)
 
 
 def test_the_script_computes_between_its_waits() -> None:
@@ -267,9 +271,9 @@ def test_the_script_computes_between_its_waits() -> None:
     lens.tracer.waited(100, 200)
     lens.tracer.waited(500, 600)
     assert lens.member.spans == [
-        Span(Kind.WAIT, NOBODY, 0, 100, 100),
-        Span(Kind.COMPUTE, NOBODY, 0, 200, 300),
-        Span(Kind.WAIT, NOBODY, 0, 500, 100),
+        TimeSpan(SpanKind.WAIT, NOBODY, 0, 100, 100),
+        TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 200, 300),
+        TimeSpan(SpanKind.WAIT, NOBODY, 0, 500, 100),
     ]
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span, pack
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, pack
 from kvps.errors import ConfigError
 from kvps.observe.timeline import chrome
 from kvps.observe.timeline.files import write
@@ -53,7 +53,7 @@ def test_a_clock_that_drifts_is_followed() -> None:
 
 
 def test_a_process_without_a_round_trip_has_an_unknown_error() -> None:
-    span = Span(Kind.SEND, 1, 0, 100, 5)
+    span = TimeSpan(SpanKind.SEND, 1, 0, 100, 5)
     trace = merge([(part(2, 0, ()), pack([span])), (part(0, 0, ()), pack([span]))])
     assert [one.error_ns for one in trace.processes] == [0, None]
     assert trace.error_ns is None
@@ -61,8 +61,8 @@ def test_a_process_without_a_round_trip_has_an_unknown_error() -> None:
 
 def test_parts_of_one_process_are_joined_and_shifted() -> None:
     trips = (RoundTrip(0, 10**15, 10),)
-    early, late = (Span(Kind.SEND, 1, 0, 10**15 + at, 5) for at in (100, 50))
-    own = Span(Kind.SERVE, 2, 3, 60, 5)
+    early, late = (TimeSpan(SpanKind.SEND, 1, 0, 10**15 + at, 5) for at in (100, 50))
+    own = TimeSpan(SpanKind.SERVE, 2, 3, 60, 5)
     trace = merge(
         [
             (part(2, 3, trips), pack([early])),
@@ -135,7 +135,7 @@ def test_the_events_are_those_that_perfetto_reads() -> None:
 
 
 def test_a_worker_that_came_back_is_another_process() -> None:
-    span = Span(Kind.COMPUTE, NOBODY, 0, 0, 5)
+    span = TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 0, 5)
     first, second = (Part(1, 2, 0, life, "a", life, (), 1, 0) for life in (1, 2))
     trace = merge([(first, pack([span])), (second, pack([span]))])
     assert len({chrome.pid_of(one) for one in trace.processes}) == 2

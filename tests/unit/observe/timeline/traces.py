@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvps.core.tracing.spans import NOBODY, Kind, Span
+from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
 
@@ -38,7 +38,7 @@ class Job:
             Process(Node(Role.SERVER, rank), 1, "b", 20 + rank) for rank in range(self.servers)
         ]
         for worker in workers:
-            worker.spans.append(Span(Kind.WAIT, NOBODY, 0, 0, MS // 2))
+            worker.spans.append(TimeSpan(SpanKind.WAIT, NOBODY, 0, 0, MS // 2))
         ready = [MS // 2] * len(workers)
         for number in range(self.rounds):
             ready = self._round(number, 1 + number, ready, workers, servers)
@@ -58,13 +58,17 @@ class Job:
         asked = []
         for rank, worker in enumerate(workers):
             at = ready[rank] + self.compute[rank] * MS
-            worker.spans.append(Span(Kind.COMPUTE, NOBODY, 0, ready[rank], self.compute[rank] * MS))
+            worker.spans.append(
+                TimeSpan(SpanKind.COMPUTE, NOBODY, 0, ready[rank], self.compute[rank] * MS)
+            )
             asked.append(at)
             for server in range(self.servers):
                 ids = (seq, number, server, 4096)
-                worker.spans.append(Span(Kind.COPY, SERVER, server, at, self.copy * MS, *ids))
+                worker.spans.append(
+                    TimeSpan(SpanKind.COPY, SERVER, server, at, self.copy * MS, *ids)
+                )
                 at += self.copy * MS
-                worker.spans.append(Span(Kind.SEND, SERVER, server, at, MS // 10, *ids))
+                worker.spans.append(TimeSpan(SpanKind.SEND, SERVER, server, at, MS // 10, *ids))
                 at += MS // 10
                 arrivals[server].append((at + (1 + self.link.get((rank, server), 0)) * MS, rank))
         answered = [0] * len(workers)
@@ -75,21 +79,21 @@ class Job:
                 ids = (seq, number, server, 4096)
                 begin = max(at, busy)
                 spans = servers[server].spans
-                spans.append(Span(Kind.REDUCE, WORKER, rank, begin, self.reduce * MS, *ids))
+                spans.append(TimeSpan(SpanKind.REDUCE, WORKER, rank, begin, self.reduce * MS, *ids))
                 busy = begin + self.reduce * MS
                 if place == len(coming) - 1:
                     update = self.slow_update if server == self.slow_server else self.update
-                    spans.append(Span(Kind.UPDATE, WORKER, rank, busy, update * MS, *ids))
+                    spans.append(TimeSpan(SpanKind.UPDATE, WORKER, rank, busy, update * MS, *ids))
                     busy += update * MS
                     for to in range(len(workers)):
-                        spans.append(Span(Kind.REPLY, WORKER, to, busy, MS // 10, *ids))
+                        spans.append(TimeSpan(SpanKind.REPLY, WORKER, to, busy, MS // 10, *ids))
                         busy += MS // 10
                         came = max(busy + self.back * MS, answered[to])
-                        scatter = Span(Kind.SCATTER, SERVER, server, came, MS // 2, *ids)
+                        scatter = TimeSpan(SpanKind.SCATTER, SERVER, server, came, MS // 2, *ids)
                         workers[to].spans.append(scatter)
                         answered[to] = scatter.end
         for rank, worker in enumerate(workers):
             worker.spans.append(
-                Span(Kind.WAIT, NOBODY, 0, asked[rank], answered[rank] - asked[rank])
+                TimeSpan(SpanKind.WAIT, NOBODY, 0, asked[rank], answered[rank] - asked[rank])
             )
         return answered
