@@ -10,7 +10,7 @@ arrives after its lease was so returned comes too late, and counts as lost.
 
 Mostly leases are returned in order. Then a number says it all: no lease below it is held. The receiver posts
 that number in the first page of its own memory, where the sender reads it before it serves a packet, and no
-RELEASE travels (:class:`Postings`).
+RELEASE travels (:class:`Postings`). :mod:`kvps.net.shm.transport` sends, posts and takes back.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Lent:
 
 
 class Lease:
-    """A loan that was taken; returned when the last reference to it dies."""
+    """A lease that was taken; noted as given back when the last reference to it dies."""
 
     __slots__ = ("_dropped", "_number")
 

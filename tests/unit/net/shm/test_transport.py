@@ -786,6 +786,24 @@ def test_a_stranger_offers_in_vain(lone: Lone) -> None:
     assert lone.inner.messages == [m.Welcome(3, 1, 4, 1)]
 
 
+@pytest.mark.spec("R260")
+def test_what_a_peer_returned_before_it_sent_a_packet_is_taken_back_before_that(lone: Lone) -> None:
+    """Packets come by the batch, and a lease may be returned while one of them is served."""
+    lone.share()
+    lone.hear(m.Taken(lone.segment.nonce, True, postings=True))
+    block, hold = lone.segment.take(PAGE_BYTES), Buffer()
+    assert block is not None
+    answer = Packet(SERVER, push(PAGE_BYTES), (block.data,))
+    lone.transport.send(b"w", answer, hold)
+    lone.inner.arrivals += [(b"w", Packet(WORKER, HELLO))] * 2
+    arrivals = lone.transport.poll(0.0)
+    next(arrivals)
+    assert hold.is_held
+    lone.peers.postings.post(lone.segment.nonce, 2)
+    next(arrivals)
+    assert not hold.is_held
+
+
 @pytest.mark.spec("R81")
 def test_loans_of_what_is_not_mapped(lone: Lone) -> None:
     with pytest.raises(ProtocolError, match="worker 3 lends memory that is not mapped here"):
