@@ -207,7 +207,10 @@ class WorkerSession(NullListener):
 
     def leave(self, done: bool, exit_code: int, reason: str, say: bool = True) -> None:
         """End this process's part in the job; ``say`` tells the scheduler."""
-        if self.is_over or os.getpid() != self.pid:
+        if os.getpid() != self.pid:
+            return
+        if self.is_over:
+            self._thread.join(LEAVE_MAX_S)  # it may be closing its sockets
             return
         if say:
             options = {"replaceable": self._is_replaceable}

@@ -24,6 +24,8 @@ from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.work import Work
 
 Steps = Generator[Sequence[Ticket], None, None]
+END_MAX_S = 1.0
+"""Seconds that the thread may take to end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +63,10 @@ class OrderedExecutor:
             self._go_on(run)
 
     def close(self) -> None:
-        """End the thread; what is under way stays as it is."""
+        """End the thread after its present step; what is under way stays as it is."""
         self._ready.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_MAX_S)
 
     def _run(self) -> None:
         while (run := self._ready.get()) is not None:
