@@ -21,7 +21,8 @@ from pathlib import Path
 from kvps import protocol as p
 from kvps.core.effects import Send
 from kvps.core.tracing.member import TracedMember
-from kvps.net.lens import Encoding, PlainLens
+from kvps.net.driver import PlainLens
+from kvps.net.transport import Encoding
 from kvps.observe.recording.recorder import RingLens
 from kvps.observe.timeline.lens import MemberLens
 from kvps.observe.timeline.tracer import Tracer

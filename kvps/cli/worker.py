@@ -22,8 +22,7 @@ from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, NullListener, drive
-from kvps.net.lens import CoreRequest
+from kvps.net.driver import CoreRequest, Inbox, NullListener, drive
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs

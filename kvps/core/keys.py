@@ -7,7 +7,7 @@ tells all servers by VIEW. Processes of one host and one user connect without ke
 are identified by their user, which could read their memory anyway.
 
 A name of a connection is what libzmq calls its User-Id: ``role:worker``, ``worker:3:17`` (role, rank and
-incarnation), or ``user:1000``.
+incarnation), or ``user:1000``. :mod:`kvps.protocol.permissions` says what may come along it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from kvps.errors import Unauthorized
-from kvps.protocol.envelope import Envelope, Message, Node
-from kvps.protocol.membership import Enrol, Evict, Hello, Look, Ping, Rendezvous
-from kvps.protocol.permissions import Place
-from kvps.protocol.tracing import Fetch, Trace
-
 ROLES = ("scheduler", "server", "worker", "admin", "look")
 """The roles that have key files."""
 KEY_CHARACTERS = 40
 """Length of a public or secret key, in Z85."""
-_BY_ROLE: dict[str, frozenset[type[Message]]] = {
-    "worker": frozenset({Enrol, Hello, Rendezvous}),
-    "server": frozenset({Enrol, Hello}),
-    "admin": frozenset({Evict, Look, Ping, Trace, Fetch}),
-    "look": frozenset({Look, Ping}),
-}
-"""The messages that a role key permits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +61,6 @@ def near_door(public_key: str) -> str:
     return f"ipc://@kvps-{blake2b(public_key.encode(), digest_size=16).hexdigest()}"
 
 
-def name_of(node: Node, incarnation: int) -> str:
-    """Return the name of a connection by the session key of this member."""
-    return f"{node.role}:{node.rank}:{incarnation}"
-
-
 @dataclass(slots=True)
 class Keyring:
     """The public keys that a listening process knows.
@@ -116,54 +98,6 @@ class Keyring:
         if opens is not None and (opens.until is None or now < opens.until):
             return Allow(f"role:{opens.role}")
         return Refusal.NOT_YET if self.learns else Refusal.NEVER
-
-
-def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message]) -> None:
-    """Check that the sender is the process that the connection names.
-
-    Args:
-        name: of the connection.
-        place: where the packet came in.
-        envelope: of the packet.
-        kind: the class of its message.
-
-    Raises:
-        Unauthorized: if it is not, or may not say that by this key.
-    """
-    what, _, who = name.partition(":")
-    if what == "user":
-        if place is Place.SCHEDULER:
-            raise Unauthorized(
-                "a scheduler with keys accepts no connections without keys", reason="no_key"
-            )
-        return
-    if what != "role":
-        if name != name_of(envelope.node, envelope.incarnation):
-            raise Unauthorized(
-                f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
-                reason="other_member",
-            )
-        if kind in (Enrol, Evict, Rendezvous, Trace, Fetch):
-            raise Unauthorized(
-                f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
-            )
-        return
-    if place is not Place.SCHEDULER or kind not in _BY_ROLE.get(who, ()):
-        raise Unauthorized(
-            f"the key of the role {who} may not send {kind.__name__} to {place.value}",
-            reason="key_may_not",
-        )
-    asks_for_seat = kind in (Enrol, Hello)
-    if asks_for_seat and str(envelope.role) != who:
-        raise Unauthorized(
-            f"the key of the role {who} asked for the seat of a {envelope.role}",
-            reason="wrong_role",
-        )
-    if asks_for_seat and envelope.incarnation:
-        raise Unauthorized(
-            f"the key of the role {who} was used to speak for a member that has a seat",
-            reason="other_member",
-        )
 
 
 def is_key(text: str) -> bool:

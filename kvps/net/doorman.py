@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from kvps.core.effects import Route
-from kvps.core.keys import check_name
 from kvps.core.limits import Limits
 from kvps.core.misbehaviour import IGNORED_S, WITHIN_S, Misbehaviour
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.driver import Guard, Refused
+from kvps.net.transport import Guard, Refused
 from kvps.net.zap import Porter
 from kvps.protocol import permissions, wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
@@ -85,7 +84,7 @@ class Doorman:
         def admit(envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
             try:
                 if name is not None:
-                    check_name(name, place, envelope, kind)
+                    permissions.check_name(name, place, envelope, kind)
                 permissions.check(place, envelope, kind, head_bytes)
                 is_heard = self.admit(route, envelope, kind)
             except KvpsError as error:

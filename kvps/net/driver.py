@@ -2,7 +2,7 @@
 
 One thread runs the loop and owns the core and the sockets. Any other thread that needs the core puts a
 function into the :class:`Inbox`, which wakes the loop; there are no locks around the rules, because no other
-thread ever enters them.
+thread ever enters them. All that a core is given comes through a :class:`Lens`, which may look on.
 
 What a peer sends ends no process. An unexpected error, raised while its packet is served or while
 something is done because of it, is logged with its traceback, told to the core, and left behind. An error
@@ -14,9 +14,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
 from kvps.core.effects import (
     Connect,
@@ -27,7 +30,6 @@ from kvps.core.effects import (
     Effects,
     Exit,
     Finish,
-    Hold,
     Listen,
     Note,
     Route,
@@ -36,8 +38,8 @@ from kvps.core.effects import (
     Trust,
 )
 from kvps.errors import ConfigError, KvpsError, ProtocolError
-from kvps.net.lens import Item, Lens, PlainLens
-from kvps.protocol.envelope import Envelope, Message, Packet
+from kvps.net.transport import Demanded, Disconnected, Refused, Transport, Unserved
+from kvps.protocol.envelope import Envelope, Packet
 
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
@@ -54,111 +56,6 @@ BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log; and an error that was logged before."""
 KINDS_MAX = 100
 """Number of kinds of errors that are distinguished; further kinds are logged as one."""
-
-
-class Disconnected:
-    """A broken connection, which a transport reports in place of a packet."""
-
-
-DROPPED = Disconnected()
-
-
-class Demanded(ConfigError):
-    """The operator of this process demands something impossible, which ends the process, whichever peer revealed it.
-
-    From :func:`drive` it comes as the ConfigError that it is.
-    """
-
-
-class Unserved(Exception):
-    """A transport failed at a packet that could be decoded; see the cause."""
-
-    def __init__(self, route: Route, envelope: Envelope) -> None:
-        super().__init__(f"a packet of {envelope.node}")
-        self.route = route
-        self.envelope = envelope
-
-
-class Refused(Exception):
-    """A packet was refused by its envelope; see the cause."""
-
-    def __init__(self, route: Route, envelope: Envelope) -> None:
-        super().__init__(f"a packet of {envelope.node}")
-        self.route = route
-        self.envelope = envelope
-
-
-Guard = Callable[[Route, Envelope, type[Message]], bool]
-"""As :meth:`~kvps.core.effects.Core.admit`."""
-
-
-class Refusals(NamedTuple):
-    """Counts of what a transport has refused, by reason."""
-
-    packets: Counter[str]
-    """As :attr:`kvps.net.doorman.Doorman.counts`."""
-    connections: Counter[str]
-    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``, ``no_handshake`` or
-    ``no_descriptor`` (a count of seconds)."""
-    closed: Counter[str]
-    """As :attr:`kvps.net.inflow.Inflow.closings`."""
-
-
-class Transport(Protocol):
-    """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
-
-    @property
-    def refused(self) -> Refusals:
-        """The packets and connections that were refused."""
-
-    @property
-    def reconnects(self) -> int:
-        """Number of connections opened here that broke, or that others have replaced."""
-
-    def guard(self, admit: Guard) -> None:
-        """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
-
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        """Open a connection that is called ``name`` from now on.
-
-        Args:
-            name: replaces an older connection of this name.
-            endpoint: where to.
-            is_near: as :class:`~kvps.core.effects.Connect` has it, and so are
-            key: the peer's, and
-            is_member: by which key of ours.
-        """
-
-    def trust(self, keys: dict[str, str]) -> None:
-        """Take connections by these session keys, as :class:`~kvps.core.effects.Trust` has them."""
-
-    def listen(self, endpoint: str) -> None:
-        """Take connections at ``endpoint``, besides those that are taken already."""
-
-    def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
-        """Send, or drop if there is no peer: only an answer says that something arrived."""
-
-    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait up to ``timeout_s`` (None: for ever) and yield what came.
-
-        Raises:
-            ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
-            Unserved: in place of a packet that caused an unexpected error; as above.
-            Refused: in place of a packet whose sender gets the reason of the refusal; as above.
-        """
-
-    def wake(self) -> None:
-        """Make a waiting :meth:`poll` return; any thread may call this."""
-
-    def close(self, linger_s: float) -> None:
-        """Close all connections, giving what is queued ``linger_s`` to leave."""
 
 
 class Listener(Protocol):
@@ -191,6 +88,100 @@ class NullListener:
 
     def order(self, effect: Disk) -> None:
         """There are no files."""
+
+
+Item = Callable[[C, float], Effects]
+"""A request of another thread to a core: called with the core and the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoreRequest:
+    """A request that says what it is, so that a record can repeat it: the core's method ``name`` with ``args``."""
+
+    name: str
+    """The method of a part of the core has dots: ``member.leave``."""
+    args: tuple[object, ...] = ()
+    options: Mapping[str, object] = field(default_factory=dict)
+    is_timed: bool = True
+    """Whether the method is told the time."""
+    then: tuple[Effect, ...] = ()
+    """Effects after those of the method."""
+
+    def __call__(self, core: object, now: float) -> Effects:
+        """Call the method."""
+        door: Callable[..., Effects] = attrgetter(self.name)(core)
+        times = {"now": now} if self.is_timed else {}
+        return chain(door(*self.args, **self.options, **times), self.then)
+
+
+class Lens(Protocol):
+    """The object between the loop and the core: it calls the core in the loop's place, and may look on.
+
+    All that a core is given comes through here, and all effects leave through here.
+    """
+
+    due: float | None
+    """When :meth:`tick` is to be called next; None for never."""
+    current: Lens
+    """The lens to look through now: this one, or the next below it while this one has nothing to see."""
+    tags: Collection[int]
+    """The messages that end at this lens, whichever is the current one."""
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+        """A packet came."""
+
+    def failure(
+        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
+    ) -> Effects:
+        """A packet was refused, or caused an unexpected error."""
+
+    def drop(self, core: Core, route: Route, now: float) -> Effects:
+        """A connection broke."""
+
+    def timer(self, core: Core, now: float) -> Effects:
+        """The deadline is reached."""
+
+    def item(self, core: C, item: Item[C], now: float) -> Effects:
+        """Another thread asks for something."""
+
+    def tick(self, now: float) -> Effects:
+        """It is time for what the lens itself does."""
+
+
+class PlainLens:
+    """A lens that does not look."""
+
+    due: float | None = None
+    tags: Collection[int] = ()
+
+    def __init__(self) -> None:
+        self.current: Lens = self
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+        """A packet came."""
+        return core.on_packet(route, packet, now)
+
+    def failure(
+        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
+    ) -> Effects:
+        """A packet was refused, or caused an unexpected error."""
+        return core.on_failure(route, envelope, error, now)
+
+    def drop(self, core: Core, route: Route, now: float) -> Effects:
+        """A connection broke."""
+        return core.on_drop(route, now)
+
+    def timer(self, core: Core, now: float) -> Effects:
+        """The deadline is reached."""
+        return core.on_timer(now)
+
+    def item(self, core: C, item: Item[C], now: float) -> Effects:
+        """Another thread asks for something."""
+        return item(core, now)
+
+    def tick(self, now: float) -> Effects:
+        """It does nothing."""
+        yield from ()
 
 
 class Inbox(Generic[C]):
@@ -357,7 +348,8 @@ def drive(
     def serve(route: Route, packet: Packet) -> Exit | None:
         """Let the core hear a packet; what it does not foresee is logged, and answered."""
         try:
-            return perform(view.packet(core, route, packet, clock()), str(packet.envelope.node))
+            seen = view if packet.message.TAG in view.tags else view.current
+            return perform(seen.packet(core, route, packet, clock()), str(packet.envelope.node))
         except Exception as error:  # R200: no packet ends the process
             if error is own:
                 raise
@@ -366,14 +358,16 @@ def drive(
     def fail(route: Route, envelope: Envelope, error: Exception) -> Exit | None:
         whose = str(envelope.node)
         net.caught(error, f"a packet of {whose}")
-        return perform(view.failure(core, route, envelope, error, clock()), whose)
+        return perform(view.current.failure(core, route, envelope, error, clock()), whose)
 
     def refuse(refused: Refused) -> Exit | None:
         """Tell a sender why it is not heard."""
         cause, whose = refused.__cause__, str(refused.envelope.node)
         assert isinstance(cause, Exception)
         log.debug("refused a packet of %s: %s", whose, cause)
-        return perform(view.failure(core, refused.route, refused.envelope, cause, clock()), whose)
+        return perform(
+            view.current.failure(core, refused.route, refused.envelope, cause, clock()), whose
+        )
 
     transport.guard(core.admit)
     while True:
@@ -384,7 +378,7 @@ def drive(
             route, packet = arrival
             match packet:
                 case Disconnected():
-                    wish = perform(view.drop(core, route, clock()))
+                    wish = perform(view.current.drop(core, route, clock()))
                 case Unserved():
                     assert isinstance(packet.__cause__, Exception)
                     wish = fail(route, packet.envelope, packet.__cause__)
@@ -396,12 +390,12 @@ def drive(
                 return wish
             del arrival, packet  # it may be what keeps a loan from being given back
         for item in inbox.take():
-            wish = perform(view.item(core, item, clock()))
+            wish = perform(view.current.item(core, item, clock()))
             if wish is not None:
                 return wish
             del item  # it has the values of a call, which may be needed no more
         if due is not None and clock() >= due:
-            wish = perform(view.timer(core, clock()))
+            wish = perform(view.current.timer(core, clock()))
             if wish is not None:
                 return wish
         if view.due is not None and clock() >= view.due:

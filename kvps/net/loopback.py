@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from kvps.core.effects import Hold, Route
 from kvps.errors import ConfigError, KvpsError
-from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals, Refused
+from kvps.net.transport import DROPPED, Disconnected, Guard, Refusals, Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Packet
 

@@ -36,12 +36,11 @@ from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.counted import CAN_COUNT, Watch, moved
 from kvps.net.doorman import Doorman, descriptor_of, whence
-from kvps.net.driver import DROPPED, Disconnected, Guard, Refusals
 from kvps.net.inflow import CONTROL, Inflow, data_limits
-from kvps.net.lens import Encoding
 from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
 from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
+from kvps.net.transport import DROPPED, Disconnected, Encoding, Guard, Refusals
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role

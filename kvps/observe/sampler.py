@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core, Effects
 from kvps.core.scheduler.measurements import ServerFigures
-from kvps.net.driver import Refusals
+from kvps.net.transport import Refusals
 
 C = TypeVar("C", bound=Core)
 C_co = TypeVar("C_co", bound=Core, covariant=True)

@@ -1,4 +1,4 @@
-"""The permissions of senders: the messages that each receiver accepts from each role, and the longest heads.
+"""The permissions of senders: the messages that each receiver accepts from each role and each key, and the longest heads.
 
 They are checked by the envelope and the tag, before a body is decoded: what nobody may send costs its
 receiver no more than a look at 48 octets. :mod:`kvps.net.doorman` enforces them. docs/protocol.md has the same table
@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
-from kvps.errors import ProtocolError
+from kvps.errors import ProtocolError, Unauthorized
 from kvps.protocol.checkpoint import (
     Checkpoint,
     Checkpointed,
@@ -31,7 +31,7 @@ from kvps.protocol.checkpoint import (
     Shelf,
     TakeImage,
 )
-from kvps.protocol.envelope import Envelope, Message, Role
+from kvps.protocol.envelope import Envelope, Message, Node, Role
 from kvps.protocol.membership import (
     Alive,
     Barrier,
@@ -163,6 +163,14 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
 }
 """By place and by the role of the sender: what may be said there."""
 
+BY_KEY: dict[str, frozenset[type[Message]]] = {
+    "worker": frozenset({Enrol, Hello, Rendezvous}),
+    "server": frozenset({Enrol, Hello}),
+    "admin": frozenset({Evict, Look, Ping, Trace, Fetch}),
+    "look": frozenset({Look, Ping}),
+}
+"""By the role that a key opens: the messages that may come along its connections."""
+
 HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
@@ -192,4 +200,57 @@ def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int
     if head_bytes > HEAD_BYTES and kind not in LONG:
         raise ProtocolError(
             f"a head of {head_bytes} octets is too long for {kind.__name__}: the limit is {HEAD_BYTES}"
+        )
+
+
+def name_of(node: Node, incarnation: int) -> str:
+    """Return the name of a connection by the session key of this member."""
+    return f"{node.role}:{node.rank}:{incarnation}"
+
+
+def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message]) -> None:
+    """Check that the sender is the process that the connection names.
+
+    Args:
+        name: of the connection.
+        place: where the packet came in.
+        envelope: of the packet.
+        kind: the class of its message.
+
+    Raises:
+        Unauthorized: if it is not, or may not say that by this key.
+    """
+    what, _, who = name.partition(":")
+    if what == "user":
+        if place is Place.SCHEDULER:
+            raise Unauthorized(
+                "a scheduler with keys accepts no connections without keys", reason="no_key"
+            )
+        return
+    if what != "role":
+        if name != name_of(envelope.node, envelope.incarnation):
+            raise Unauthorized(
+                f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
+                reason="other_member",
+            )
+        if kind in (Enrol, Evict, Rendezvous, Trace, Fetch):
+            raise Unauthorized(
+                f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
+            )
+        return
+    if place is not Place.SCHEDULER or kind not in BY_KEY.get(who, ()):
+        raise Unauthorized(
+            f"the key of the role {who} may not send {kind.__name__} to {place.value}",
+            reason="key_may_not",
+        )
+    asks_for_seat = kind in (Enrol, Hello)
+    if asks_for_seat and str(envelope.role) != who:
+        raise Unauthorized(
+            f"the key of the role {who} asked for the seat of a {envelope.role}",
+            reason="wrong_role",
+        )
+    if asks_for_seat and envelope.incarnation:
+        raise Unauthorized(
+            f"the key of the role {who} was used to speak for a member that has a seat",
+            reason="other_member",
         )

@@ -20,8 +20,8 @@ from kvps.core.effects import Effects
 from kvps.core.membership_client import Identity
 from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
-from kvps.net.driver import Inbox, Transport
-from kvps.net.lens import Encoding, Lens
+from kvps.net.driver import Inbox, Lens
+from kvps.net.transport import Encoding, Transport
 from kvps.observe.recording.recorder import Dumps, FullLens, RecordedMemory, RingLens
 from kvps.observe.timeline.files import write
 from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of

@@ -30,8 +30,7 @@ from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, NullListener, drive
-from kvps.net.lens import CoreRequest, Item
+from kvps.net.driver import CoreRequest, Inbox, Item, NullListener, drive
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport

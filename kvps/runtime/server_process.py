@@ -25,8 +25,7 @@ from kvps.core.scheduler.seat import SEATS_MAX
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, drive
-from kvps.net.lens import CoreRequest
+from kvps.net.driver import CoreRequest, Inbox, drive
 from kvps.net.memory import share_bytes
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state

@@ -32,8 +32,7 @@ from kvps.core.server.snapshot.storage import (
     Write,
 )
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import Inbox, NullListener
-from kvps.net.lens import CoreRequest
+from kvps.net.driver import CoreRequest, Inbox, NullListener
 
 log = logging.getLogger("kvps")
 NICE = 10

@@ -7,63 +7,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-
-import torch
 
 from kvps import config
 from kvps.core.limits import Limits
-from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError
-from kvps.net.driver import Transport
 from kvps.net.memory import keep_freed_memory
 from kvps.net.shm.page_remap import PageRemapper
 from kvps.net.shm.segment import Segment, Unshared
-from kvps.net.shm.transport import SHARE_MIN_BYTES, SharingTransport
+from kvps.net.shm.transport import SharedMemory, SharingTransport
+from kvps.net.transport import Transport
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Role
-from kvps.tensors import TORCH, Memory, Private
+from kvps.tensors import Memory, Private
 
 log = logging.getLogger("kvps")
-
-
-class Shared:
-    """Memory in this process's segment, as long as a peer reads that and there is room in it."""
-
-    def __init__(self, segment: Segment, stitches: PageRemapper) -> None:
-        self._segment = segment
-        self._stitches = stitches
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """Where it begins, and its size in bytes."""
-        return self._segment.address, self._segment.size_bytes
-
-    def empty(self, count: int, dtype: str) -> torch.Tensor:
-        """Return a flat tensor whose contents are undefined."""
-        size_bytes = count * BY_NAME[dtype].itemsize
-        if self._segment.is_read and size_bytes >= SHARE_MIN_BYTES:
-            block = self._segment.take(size_bytes)
-            if block is not None:
-                return torch.from_numpy(block).view(TORCH[dtype])
-        return torch.empty(count, dtype=TORCH[dtype])
-
-    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
-        """Whether the peer along ``route`` would read ``pieces`` where they lie."""
-        first, size_bytes = self._segment.address, self._segment.size_bytes
-        return route in self._segment.readers and all(
-            0 <= one.data_ptr() - first < size_bytes for one in pieces
-        )
-
-    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return values that were lent here as one tensor without a copy; None if that fails.
-
-        It is read-only, and keeps the loans as long as it lives.
-        """
-        ranges = [(one.data_ptr(), one.nbytes) for one in parts]
-        block = self._stitches.beside(ranges, keep=tuple(parts))
-        return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 
 
 def open_transport(
@@ -100,5 +58,5 @@ def open_transport(
         keep_freed_memory()
         return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
     transport = SharingTransport(zmq, segment, insist=wish == "shm")
-    memory = Shared(segment, PageRemapper(lambda: transport.mappings))
+    memory = SharedMemory(segment, PageRemapper(lambda: transport.mappings))
     return transport, memory, zmq.endpoint

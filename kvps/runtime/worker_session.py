@@ -27,15 +27,15 @@ from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
-from kvps.net.driver import LOOK_EVERY_S, Inbox, NullListener, Transport, drive
-from kvps.net.lens import CoreRequest
+from kvps.net.driver import LOOK_EVERY_S, CoreRequest, Inbox, NullListener, drive
+from kvps.net.shm.transport import SharedMemory
+from kvps.net.transport import Transport
 from kvps.observe import logs
 from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.ticket import Ticket, profiled
-from kvps.runtime.transport import Shared
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
@@ -68,7 +68,7 @@ class WorkerSession(NullListener):
         self.scheduler = identity.scheduler
         """The scheduler's endpoint."""
         self.pid = os.getpid()
-        self.staging = Staging(memory.extent if isinstance(memory, Shared) else (0, 0))
+        self.staging = Staging(memory.extent if isinstance(memory, SharedMemory) else (0, 0))
         self._is_replaceable = is_replaceable
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
@@ -196,7 +196,7 @@ class WorkerSession(NullListener):
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
-        number, ticket = next(self._numbers), Ticket(self._lens.tracer)
+        number, ticket = next(self._numbers), Ticket(self._lens.watch)
         self._tickets[number] = ticket
         return number, ticket
 

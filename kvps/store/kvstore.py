@@ -26,7 +26,7 @@ from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KvpsError, Mismatch
 from kvps.protocol.envelope import KEY_MAX
-from kvps.runtime.ticket import Handle, Ticket
+from kvps.runtime.ticket import Handle, Ticket, WaitTimes, timed
 from kvps.store import optimizer_state
 from kvps.store.arguments import (
     KnownKeys,
@@ -44,7 +44,7 @@ from kvps.store.arguments import (
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.store.metrics import NAMES, SERVER_NAMES, WaitTimes, timed
+from kvps.store.metrics import NAMES, SERVER_NAMES
 from kvps.store.names import Kind
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
 from kvps.store.rows import apart, have_rows, picks_of, table_of

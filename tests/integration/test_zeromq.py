@@ -13,7 +13,7 @@ import zmq
 
 from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.driver import Disconnected
+from kvps.net.transport import Disconnected
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Beat, Probe, Probed, Stop

@@ -35,7 +35,7 @@ from kvps.core.effects import (
 from kvps.core.keys import Refusal
 from kvps.errors import ProtocolError
 from kvps.net.doorman import Doorman
-from kvps.net.driver import Refused
+from kvps.net.transport import Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Loan, Packet, Role
 from kvps.protocol.membership import View

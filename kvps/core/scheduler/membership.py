@@ -34,13 +34,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvps.core.keys import name_of
 from kvps.core.scheduler.claims import Claims
 from kvps.core.scheduler.phase import told
 from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State, shortened
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Leave, Member
+from kvps.protocol.permissions import name_of
 
 if TYPE_CHECKING:
     from kvps.core.effects import Route

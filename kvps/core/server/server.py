@@ -24,7 +24,6 @@ from typing import NamedTuple
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
-from kvps.core.keys import name_of
 from kvps.core.limits import Limits
 from kvps.core.membership_client import (
     SCHEDULER,
@@ -52,6 +51,7 @@ from kvps.errors import (
     unforeseen,
 )
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
+from kvps.protocol.permissions import name_of
 from kvps.tensors import PRIVATE, Memory
 
 TELL_NORMS_EVERY_S = 1.0

@@ -9,9 +9,9 @@ from typing import NamedTuple
 from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
+from kvps.core.worker.connection import Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
-from kvps.core.worker.traffic import Traffic
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.phrases import never_initialised

@@ -18,20 +18,32 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+
+import torch
 
 from kvps.core.effects import Hold, Route
 from kvps.core.texts import shown
+from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.driver import Demanded, Disconnected, Guard, Refusals, Transport, Unserved
-from kvps.net.lens import Encoding
 from kvps.net.memory import keep_freed_memory
 from kvps.net.shm.leases import Borrowed, Lent, PostingsOfPeer
+from kvps.net.shm.page_remap import PageRemapper
 from kvps.net.shm.segment import Mapping, Segment, Unshared
+from kvps.net.transport import (
+    Demanded,
+    Disconnected,
+    Encoding,
+    Guard,
+    Refusals,
+    Transport,
+    Unserved,
+)
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken
+from kvps.tensors import TORCH
 
 log = logging.getLogger("kvps")
 
@@ -447,6 +459,44 @@ class SharingTransport:
                 self._part(route)
             for identity in [key for key, one in self._by_identity.items() if one is peer]:
                 del self._by_identity[identity]
+
+
+class SharedMemory:
+    """Memory in this process's segment, as long as a peer reads that and there is room in it."""
+
+    def __init__(self, segment: Segment, stitches: PageRemapper) -> None:
+        self._segment = segment
+        self._stitches = stitches
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Where it begins, and its size in bytes."""
+        return self._segment.address, self._segment.size_bytes
+
+    def empty(self, count: int, dtype: str) -> torch.Tensor:
+        """Return a flat tensor whose contents are undefined."""
+        size_bytes = count * BY_NAME[dtype].itemsize
+        if self._segment.is_read and size_bytes >= SHARE_MIN_BYTES:
+            block = self._segment.take(size_bytes)
+            if block is not None:
+                return torch.from_numpy(block).view(TORCH[dtype])
+        return torch.empty(count, dtype=TORCH[dtype])
+
+    def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether the peer along ``route`` would read ``pieces`` where they lie."""
+        first, size_bytes = self._segment.address, self._segment.size_bytes
+        return route in self._segment.readers and all(
+            0 <= one.data_ptr() - first < size_bytes for one in pieces
+        )
+
+    def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return values that were lent here as one tensor without a copy; None if that fails.
+
+        It is read-only, and keeps the loans as long as it lives.
+        """
+        ranges = [(one.data_ptr(), one.nbytes) for one in parts]
+        block = self._stitches.beside(ranges, keep=tuple(parts))
+        return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 
 
 def _insisting(reason: str) -> Demanded:

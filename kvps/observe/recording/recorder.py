@@ -11,14 +11,14 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from kvps.core.effects import Core, Disk, Effect, Effects, Exit, Hold, Route, Send
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
-from kvps.net.lens import CoreRequest, Item
+from kvps.net.driver import CoreRequest, Item, Lens
 from kvps.observe.recording.digest import digest
 from kvps.observe.recording.format import (
     Event,
@@ -79,8 +79,10 @@ class RingLens:
     """
 
     due: float | None = None
+    tags: Collection[int] = ()
 
     def __init__(self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None) -> None:
+        self.current: Lens = self
         self.ring = Ring()
         self._dumps = dumps
         self._header = header

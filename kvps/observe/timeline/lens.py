@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
 from kvps import protocol as p
@@ -17,13 +17,13 @@ from kvps.core.membership_client import SCHEDULER
 from kvps.core.tracing.coordinator import TraceCoordinator
 from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
-from kvps.net.lens import Item, Lens, PlainLens
+from kvps.net.driver import Item, Lens, PlainLens
 from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 
 C = TypeVar("C", bound=Core)
-FIRST_TAG, LAST_TAG = p.Trace.TAG, p.Part.TAG
-"""The messages of traces have the tags from here to there."""
+TAGS = range(p.Trace.TAG, p.Part.TAG + 1)
+"""The messages of traces."""
 
 
 class TimelineLens:
@@ -35,6 +35,8 @@ class TimelineLens:
         below: the lens that calls the core.
     """
 
+    tags: Collection[int] = TAGS
+
     def __init__(
         self,
         tracer: Tracer,
@@ -44,15 +46,16 @@ class TimelineLens:
         self.tracer = tracer
         self.member: TracedMember = tracer.member
         self.due: float | None = None
+        self.watch: Tracer | None = None
+        """The tracer while a trace is recorded."""
         self._counts = counts
         self._below: Lens = below or PlainLens()
+        self.current: Lens = self._below
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
         """A packet came."""
-        if FIRST_TAG <= packet.message.TAG <= LAST_TAG:
+        if packet.message.TAG in TAGS:
             return self.on_tracing(route, packet, now)
-        if not self.member.number:
-            return self._below.packet(core, route, packet, now)
         began = self.tracer.clock()
         effects = self._below.packet(core, route, packet, now)
         return self._watched((route, packet), began, effects, now)
@@ -69,15 +72,11 @@ class TimelineLens:
 
     def timer(self, core: Core, now: float) -> Effects:
         """The deadline is reached."""
-        if not self.member.number:
-            return self._below.timer(core, now)
         began = self.tracer.clock()
         return self._watched(None, began, self._below.timer(core, now), now)
 
     def item(self, core: C, item: Item[C], now: float) -> Effects:
         """Another thread asks for something."""
-        if not self.member.number:
-            return self._below.item(core, item, now)
         began = self.tracer.clock()
         return self._watched(None, began, self._below.item(core, item, now), now)
 
@@ -90,13 +89,19 @@ class TimelineLens:
         """Hear a message of traces."""
         raise NotImplementedError
 
+    def tick(self, now: float) -> Effects:
+        """Send what was recorded, or ask for it."""
+        raise NotImplementedError
+
     def _switch(self, was_on: bool) -> None:
         """Measure or stop measuring, if that has changed."""
         is_on = self.tracer.is_on
         if is_on and not was_on:
             self.tracer.open(self._counts())
+            self.watch, self.current = self.tracer, self
         elif was_on and not is_on:
             self.tracer.close()
+            self.watch, self.current = None, self._below
 
 
 class MemberLens(TimelineLens):
@@ -158,6 +163,8 @@ class SchedulerLens(TimelineLens):
         below: as in :class:`TimelineLens`.
     """
 
+    tags: Collection[int] = (*TAGS, p.Beat.TAG)
+
     def __init__(
         self,
         tracer: Tracer,
@@ -174,9 +181,12 @@ class SchedulerLens(TimelineLens):
             self.due = 0.0
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
-        """A packet came."""
-        if isinstance(packet.message, p.Beat) and isinstance(route, bytes):
-            self.coordinator.beat(route, now)
+        """A packet came: a beat, which tells where a member is, whether a trace is recorded or not; or any other."""
+        if isinstance(packet.message, p.Beat):
+            if isinstance(route, bytes):
+                self.coordinator.beat(route, now)
+            if self.watch is None:
+                return self._below.packet(core, route, packet, now)
         return super().packet(core, route, packet, now)
 
     def on_tracing(self, route: Route, packet: Packet, now: float) -> Effects:

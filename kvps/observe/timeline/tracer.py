@@ -15,7 +15,7 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Route, Send
 from kvps.core.tracing.member import TracedMember
 from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.net.lens import Encoding
+from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Message, Packet, Role
 
 GRADIENTS = (p.Push, p.PushRows, p.PushIds, p.Load)

@@ -28,9 +28,9 @@ from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
 from kvps.net import descriptors
-from kvps.net.driver import Inbox, Transport, drive
-from kvps.net.lens import CoreRequest, Lens
+from kvps.net.driver import CoreRequest, Inbox, Lens, drive
 from kvps.net.memory import share_bytes
+from kvps.net.transport import Transport
 from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs

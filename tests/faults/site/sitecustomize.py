@@ -134,7 +134,7 @@ def reach(name: str) -> None:
 
 def _wrap(armed: Armed) -> None:
     """Let the transport and the state file say what happens."""
-    from kvps.net.driver import Disconnected
+    from kvps.net.transport import Disconnected
     from kvps.net.zeromq import ZmqTransport
     from kvps.runtime.scheduler_process import StateFile
 

@@ -1,27 +1,20 @@
-"""Whose connections are taken, and what may be said along each."""
+"""The connections that are accepted, and their names."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvps import protocol as m
 from kvps.core.keys import (
     Allow,
     Keyring,
     Refusal,
     RoleKey,
-    check_name,
     is_key,
-    name_of,
 )
-from kvps.errors import Unauthorized
-from kvps.protocol.envelope import Envelope, Message, Node, Role
-from kvps.protocol.permissions import Place
 from tests.vectors.packets import KEY
 
 NULL, CURVE = "NULL", "CURVE"
 OTHER = KEY[::-1]
-WORKER = Node(Role.WORKER, 3)
 
 
 def ring(*, learns: bool = False) -> Keyring:
@@ -66,64 +59,7 @@ def test_who_learns_keys_says_not_yet() -> None:
     assert one.decide(NULL, "10.0.0.1", "", 0.0) is Refusal.NEVER
 
 
-def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelope:
-    return Envelope(bytes(16), 0, role, rank, life, 1)
-
-
-@pytest.mark.spec("R246")
-@pytest.mark.parametrize(
-    ("name", "place", "said", "kind"),
-    [
-        ("worker:3:17", Place.SCHEDULER, envelope(), m.Beat),
-        ("worker:3:17", Place.SERVER, envelope(), m.Push),
-        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Hello),
-        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Enrol),
-        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Rendezvous),
-        ("role:server", Place.SCHEDULER, envelope(Role.SERVER, 0, 0), m.Hello),
-        ("role:look", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
-        ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
-        ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Evict),
-        ("user:1000", Place.WORKER, envelope(rank=9, life=1), m.Push),
-        ("user:1000", Place.SERVER, envelope(rank=9, life=1), m.Push),
-    ],
-)
-def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
-    check_name(name, place, said, kind)
-
-
-@pytest.mark.spec("R246")
-@pytest.mark.parametrize(
-    ("name", "place", "said", "kind"),
-    [
-        ("worker:3:17", Place.SCHEDULER, envelope(rank=0), m.Beat),
-        ("worker:3:17", Place.SCHEDULER, envelope(Role.SERVER), m.Beat),
-        ("worker:3:17", Place.SERVER, envelope(life=18), m.Push),
-        ("worker:3:17", Place.SCHEDULER, envelope(life=0), m.Hello),
-        ("worker:3:17", Place.SCHEDULER, envelope(), m.Enrol),
-        ("worker:3:17", Place.SCHEDULER, envelope(), m.Evict),
-        ("worker:3:17", Place.SCHEDULER, envelope(), m.Rendezvous),
-        ("role:server", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
-        ("role:look", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
-        ("role:admin", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
-        ("role:look", Place.SCHEDULER, envelope(life=0), m.Evict),
-        ("role:worker", Place.SCHEDULER, envelope(life=0), m.Evict),
-        ("role:worker", Place.SCHEDULER, envelope(), m.Hello),
-        ("role:worker", Place.SCHEDULER, envelope(life=0), m.Beat),
-        ("role:worker", Place.SCHEDULER, envelope(Role.SERVER, life=0), m.Hello),
-        ("role:worker", Place.SERVER, envelope(life=0), m.Hello),
-        ("role:look", Place.SCHEDULER, envelope(life=0), m.Hello),
-        ("role:scheduler", Place.SCHEDULER, envelope(life=0), m.Look),
-        ("user:1000", Place.SCHEDULER, envelope(), m.Beat),
-        ("nobody", Place.SERVER, envelope(), m.Push),
-    ],
-)
-def test_what_may_not(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
-    with pytest.raises(Unauthorized):
-        check_name(name, place, said, kind)
-
-
-def test_names() -> None:
-    assert name_of(WORKER, 17) == "worker:3:17"
+def test_keys() -> None:
     assert is_key(KEY)
     assert not is_key(KEY[1:])
     assert not is_key("ü" * 40)

@@ -15,7 +15,7 @@ from kvps.core.limits import TABLE
 from kvps.core.misbehaviour import IGNORED_S
 from kvps.errors import Fenced, ProtocolError
 from kvps.net.doorman import Doorman
-from kvps.net.driver import Refused
+from kvps.net.transport import Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.vectors.packets import PACKETS

@@ -25,19 +25,8 @@ from kvps.core.effects import (
     Trust,
 )
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.driver import (
-    DROPPED,
-    KINDS_MAX,
-    LOOK_EVERY_S,
-    Demanded,
-    Disconnected,
-    Guard,
-    Inbox,
-    Net,
-    NullListener,
-    Unserved,
-    drive,
-)
+from kvps.net.driver import KINDS_MAX, LOOK_EVERY_S, Inbox, Net, NullListener, drive
+from kvps.net.transport import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat
 

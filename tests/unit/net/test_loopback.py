@@ -9,8 +9,8 @@ import torch
 
 from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.driver import DROPPED, Disconnected
 from kvps.net.loopback import MemoryNetwork, MemoryTransport
+from kvps.net.transport import DROPPED, Disconnected
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done
 from kvps.protocol.values import Push, Run

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvps.core.counts import Counts
 from kvps.errors import ConfigError
-from kvps.net.driver import Refusals
+from kvps.net.transport import Refusals
 from kvps.observe import assets, exposition, http, sampler
 from kvps.observe.cluster import ClusterHistory
 from kvps.observe.http import CLIENTS_MAX, Place, Server, as_place, serving

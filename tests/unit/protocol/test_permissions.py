@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvps import protocol as m
-from kvps.errors import ProtocolError
-from kvps.protocol import wire
-from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
+from kvps.errors import ProtocolError, Unauthorized
+from kvps.protocol import permissions, wire
+from kvps.protocol.envelope import MESSAGES, Envelope, Message, Node, Packet, Role
 from kvps.protocol.permissions import ALLOWED, HEAD_BYTES, LONG, Place, check
 from tests.vectors.packets import PACKETS, name_of
 
@@ -87,3 +87,66 @@ def test_nothing_is_decoded_that_is_not_admitted() -> None:
         wire.decode([head[:48] + b"\xc1 no fields"], admit)
     assert asked == [(packet.envelope, m.Beat, 48 + len(b"\xc1 no fields"))]
     assert wire.decode([head], lambda *_: None) == Packet(packet.envelope, packet.message)
+
+
+WORKER = Node(Role.WORKER, 3)
+
+
+def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelope:
+    return Envelope(bytes(16), 0, role, rank, life, 1)
+
+
+@pytest.mark.spec("R246")
+@pytest.mark.parametrize(
+    ("name", "place", "said", "kind"),
+    [
+        ("worker:3:17", Place.SCHEDULER, envelope(), m.Beat),
+        ("worker:3:17", Place.SERVER, envelope(), m.Push),
+        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Hello),
+        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Enrol),
+        ("role:worker", Place.SCHEDULER, envelope(rank=0, life=0), m.Rendezvous),
+        ("role:server", Place.SCHEDULER, envelope(Role.SERVER, 0, 0), m.Hello),
+        ("role:look", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
+        ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Look),
+        ("role:admin", Place.SCHEDULER, envelope(rank=0, life=0), m.Evict),
+        ("user:1000", Place.WORKER, envelope(rank=9, life=1), m.Push),
+        ("user:1000", Place.SERVER, envelope(rank=9, life=1), m.Push),
+    ],
+)
+def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
+    permissions.check_name(name, place, said, kind)
+
+
+@pytest.mark.spec("R246")
+@pytest.mark.parametrize(
+    ("name", "place", "said", "kind"),
+    [
+        ("worker:3:17", Place.SCHEDULER, envelope(rank=0), m.Beat),
+        ("worker:3:17", Place.SCHEDULER, envelope(Role.SERVER), m.Beat),
+        ("worker:3:17", Place.SERVER, envelope(life=18), m.Push),
+        ("worker:3:17", Place.SCHEDULER, envelope(life=0), m.Hello),
+        ("worker:3:17", Place.SCHEDULER, envelope(), m.Enrol),
+        ("worker:3:17", Place.SCHEDULER, envelope(), m.Evict),
+        ("worker:3:17", Place.SCHEDULER, envelope(), m.Rendezvous),
+        ("role:server", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
+        ("role:look", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
+        ("role:admin", Place.SCHEDULER, envelope(life=0), m.Rendezvous),
+        ("role:look", Place.SCHEDULER, envelope(life=0), m.Evict),
+        ("role:worker", Place.SCHEDULER, envelope(life=0), m.Evict),
+        ("role:worker", Place.SCHEDULER, envelope(), m.Hello),
+        ("role:worker", Place.SCHEDULER, envelope(life=0), m.Beat),
+        ("role:worker", Place.SCHEDULER, envelope(Role.SERVER, life=0), m.Hello),
+        ("role:worker", Place.SERVER, envelope(life=0), m.Hello),
+        ("role:look", Place.SCHEDULER, envelope(life=0), m.Hello),
+        ("role:scheduler", Place.SCHEDULER, envelope(life=0), m.Look),
+        ("user:1000", Place.SCHEDULER, envelope(), m.Beat),
+        ("nobody", Place.SERVER, envelope(), m.Push),
+    ],
+)
+def test_what_may_not(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
+    with pytest.raises(Unauthorized):
+        permissions.check_name(name, place, said, kind)
+
+
+def test_the_name_of_a_member() -> None:
+    assert permissions.name_of(WORKER, 17) == "worker:3:17"

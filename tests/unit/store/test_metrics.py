@@ -10,7 +10,8 @@ import torch
 
 import kvps
 from kvps.protocol.stores import Clock, OpenRound, StatusIs
-from kvps.store.metrics import NAMES, SERVER_NAMES, WAITS_MAX, WaitTimes, of_servers, percentile
+from kvps.runtime.ticket import WAITS_MAX, WaitTimes, percentile
+from kvps.store.metrics import NAMES, SERVER_NAMES, of_servers
 
 
 def test_percentiles_are_values_that_occurred() -> None:

@@ -37,8 +37,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from kvps.core.gradients import DenseGradient, GradientSum
-from kvps.core.worker.connection import Request
-from kvps.core.worker.traffic import Traffic
+from kvps.core.worker.connection import Request, Traffic
 from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.protocol.envelope import Message
 from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand

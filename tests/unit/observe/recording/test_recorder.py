@@ -19,7 +19,7 @@ from kvps.core.membership_client import Identity
 from kvps.core.server.server import Server
 from kvps.core.worker.calls import PushValues
 from kvps.errors import ConfigError, StorageError, Timeout
-from kvps.net.lens import CoreRequest
+from kvps.net.driver import CoreRequest
 from kvps.observe.recording import recorder
 from kvps.observe.recording.format import Record, What, read
 from kvps.observe.recording.recorder import FullLens, RecordedMemory, Ring, RingLens, new_file

@@ -11,7 +11,8 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
 from kvps.core.tracing.member import TracedMember
 from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.net.lens import CoreRequest, Encoding, PlainLens
+from kvps.net.driver import CoreRequest, PlainLens
+from kvps.net.transport import Encoding
 from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
 from kvps.observe.timeline.merged import merge
 from kvps.observe.timeline.tracer import Tracer

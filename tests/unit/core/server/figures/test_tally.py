@@ -15,7 +15,7 @@ from kvps.core.membership_client import Identity
 from kvps.core.server import measured
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.figures import tally
-from kvps.core.server.figures.tally import Tally
+from kvps.core.server.figures.tally import SMOOTHING, Lateness, Tally, most_late
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
@@ -214,3 +214,15 @@ def test_a_server_without_a_seat_has_no_incarnation() -> None:
     assert ("kvps_incarnation", "") not in gauges_of(alone)
     question = over(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Measure(1))
     assert not [one for one in alone.on_packet("scheduler", question, 0.0) if isinstance(one, Send)]
+
+
+def test_a_rank_is_as_late_as_at_the_store_where_it_is_latest() -> None:
+    one, other = Lateness(), Lateness()
+    one.note((0,), 0.0)
+    one.note((1, 2), 0.8)
+    other.note((1,), 2.0)
+    assert most_late([one, other], 9) == {"1": 2.0, "2": 0.8, "0": 0.0}
+    assert list(most_late([one, other], 1)) == ["1"]
+    for _ in range(SMOOTHING * 8):
+        other.note((1,), 0.0)
+    assert most_late([one, other], 1)["1"] == 0.8  # what was long ago is forgotten

@@ -1,0 +1,129 @@
+"""The interface of a transport: how packets travel, and the errors by which it tells of others.
+
+:mod:`kvps.net.zeromq`, :mod:`kvps.net.shm.transport`, :mod:`kvps.net.loopback` and :mod:`kvps.net.counted` implement it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from kvps.core.effects import Hold, Route
+from kvps.errors import ConfigError
+from kvps.protocol.envelope import Envelope, Message, Packet
+
+
+@dataclass(slots=True)
+class Encoding:
+    """When a transport had turned its last packet into frames, for a tracer."""
+
+    clock: Callable[[], int] | None = None
+    """Nanoseconds; None while nobody measures."""
+    ended_at: int = 0
+
+
+class Disconnected:
+    """A broken connection, which a transport reports in place of a packet."""
+
+
+DROPPED = Disconnected()
+
+
+class Demanded(ConfigError):
+    """The operator of this process demands something impossible, which ends the process, whichever peer revealed it.
+
+    From :func:`drive` it comes as the ConfigError that it is.
+    """
+
+
+class Unserved(Exception):
+    """A transport failed at a packet that could be decoded; see the cause."""
+
+    def __init__(self, route: Route, envelope: Envelope) -> None:
+        super().__init__(f"a packet of {envelope.node}")
+        self.route = route
+        self.envelope = envelope
+
+
+class Refused(Exception):
+    """A packet was refused by its envelope; see the cause."""
+
+    def __init__(self, route: Route, envelope: Envelope) -> None:
+        super().__init__(f"a packet of {envelope.node}")
+        self.route = route
+        self.envelope = envelope
+
+
+Guard = Callable[[Route, Envelope, type[Message]], bool]
+"""As :meth:`~kvps.core.effects.Core.admit`."""
+
+
+class Refusals(NamedTuple):
+    """Counts of what a transport has refused, by reason."""
+
+    packets: Counter[str]
+    """As :attr:`kvps.net.doorman.Doorman.counts`."""
+    connections: Counter[str]
+    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``, ``no_handshake`` or
+    ``no_descriptor`` (a count of seconds)."""
+    closed: Counter[str]
+    """As :attr:`kvps.net.inflow.Inflow.closings`."""
+
+
+class Transport(Protocol):
+    """How packets travel. All methods but :meth:`wake` are for the loop's thread alone."""
+
+    @property
+    def refused(self) -> Refusals:
+        """The packets and connections that were refused."""
+
+    @property
+    def reconnects(self) -> int:
+        """Number of connections opened here that broke, or that others have replaced."""
+
+    def guard(self, admit: Guard) -> None:
+        """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
+
+    def connect(
+        self,
+        name: str,
+        endpoint: str,
+        is_near: bool | None = None,
+        key: str = "",
+        is_member: bool = False,
+    ) -> None:
+        """Open a connection that is called ``name`` from now on.
+
+        Args:
+            name: replaces an older connection of this name.
+            endpoint: where to.
+            is_near: as :class:`~kvps.core.effects.Connect` has it, and so are
+            key: the peer's, and
+            is_member: by which key of ours.
+        """
+
+    def trust(self, keys: dict[str, str]) -> None:
+        """Take connections by these session keys, as :class:`~kvps.core.effects.Trust` has them."""
+
+    def listen(self, endpoint: str) -> None:
+        """Take connections at ``endpoint``, besides those that are taken already."""
+
+    def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
+        """Send, or drop if there is no peer: only an answer says that something arrived."""
+
+    def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        """Wait up to ``timeout_s`` (None: for ever) and yield what came.
+
+        Raises:
+            ProtocolError: in place of a packet that cannot be decoded; polling again goes on.
+            Unserved: in place of a packet that caused an unexpected error; as above.
+            Refused: in place of a packet whose sender gets the reason of the refusal; as above.
+        """
+
+    def wake(self) -> None:
+        """Make a waiting :meth:`poll` return; any thread may call this."""
+
+    def close(self, linger_s: float) -> None:
+        """Close all connections, giving what is queued ``linger_s`` to leave."""
