@@ -26,6 +26,7 @@ DEFAULT_SCHEDULER = "tcp://127.0.0.1:9091"
 BIGARRAY_VARIABLES = ("KVPS_BIGARRAY_BOUND", "MXNET_KVSTORE_BIGARRAY_BOUND")
 SILENCE, GRACE = "KVPS_SILENCE_MAX", "KVPS_DROP_GRACE"
 TRANSPORTS = ("auto", "shm", "tcp")
+SWITCH_INTERVAL_S = 0.0001
 _LAUNCHERS = (
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("MPI", "PMI_RANK", "PMI_SIZE"),
@@ -286,6 +287,23 @@ def checksums(env: Mapping[str, str] | None = None) -> bool:
         ConfigError: if it says neither.
     """
     return switch("KVPS_CHECKSUM", env, default=True)
+
+
+def switch_interval_s(env: Mapping[str, str] | None = None) -> float:
+    """Return the interpreter's switch interval while calls are in flight, in seconds; 0 leaves it as it is.
+
+    Raises:
+        ConfigError: unless it is a number of seconds, 0 to 1.
+    """
+    name = "KVPS_SWITCH_INTERVAL"
+    seconds = number(name, env=env)
+    if seconds is None:
+        return SWITCH_INTERVAL_S
+    if not 0 <= seconds <= 1:
+        raise ConfigError(
+            f"{name}={seconds:g}: use a number of seconds from 0 to 1; 0 changes nothing"
+        )
+    return seconds
 
 
 def host_aggregation(given: bool | None, env: Mapping[str, str] | None = None) -> bool:

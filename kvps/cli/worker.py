@@ -63,6 +63,8 @@ environment, where the flag is not given:
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
+  KVPS_SWITCH_INTERVAL, for COMMAND: the interpreter's switch interval while calls are in flight, in
+  seconds (0.0001); 0 leaves it as it is
   KVPS_CHUNK_BYTES, for COMMAND: bytes of a chunk (384 KiB between hosts)
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet

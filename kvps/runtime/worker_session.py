@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import torch
 
+from kvps import config
 from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import Identity
 from kvps.core.worker.calls import Call, Flush
@@ -35,7 +36,7 @@ from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.ticket import Ticket, profiled
+from kvps.runtime.ticket import TURNS, Ticket, profiled
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
@@ -69,6 +70,7 @@ class WorkerSession(NullListener):
         """The scheduler's endpoint."""
         self.pid = os.getpid()
         self.staging = Staging(memory.extent if isinstance(memory, SharedMemory) else (0, 0))
+        TURNS.interval_s = config.switch_interval_s()
         self._is_replaceable = is_replaceable
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
@@ -108,15 +110,19 @@ class WorkerSession(NullListener):
             error = KvpsError(f"the kvps loop failed: {raised!r}")
         finally:
             self._over = error
-            for ticket in list(self._tickets.values()):
-                ticket.end(None, error)
+            for number in list(self._tickets):
+                self._end(number, None, error)
             self._transport.close(0.2)
 
     def finish(self, effect: Finish) -> None:
         """End the ticket of a call."""
-        ticket = self._tickets.pop(effect.ticket, None)
+        self._end(effect.ticket, effect.value, effect.error)
+
+    def _end(self, number: int, value: object, error: KvpsError | None) -> None:
+        ticket = self._tickets.pop(number, None)
         if ticket is not None:
-            ticket.end(effect.value, effect.error)
+            ticket.end(value, error)
+            TURNS.end()
 
     def copied(self, effect: Copied) -> None:
         """Tell the caller that its values are copied."""
@@ -174,7 +180,7 @@ class WorkerSession(NullListener):
             KvpsError: if that cannot be, or not in time.
         """
         number, ticket = self._ticket()
-        self._put(ticket, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
+        self._put(number, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
         ticket.wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
@@ -192,18 +198,19 @@ class WorkerSession(NullListener):
         number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
         with profiled(call.title):
-            self._put(ticket, CoreRequest("on_call", (number, call, deadline)))
+            self._put(number, CoreRequest("on_call", (number, call, deadline)))
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
         number, ticket = next(self._numbers), Ticket(self._lens.watch)
+        TURNS.begin()
         self._tickets[number] = ticket
         return number, ticket
 
-    def _put(self, ticket: Ticket, request: CoreRequest) -> None:
+    def _put(self, number: int, request: CoreRequest) -> None:
         self._inbox.put(request)
-        if self._over is not None and not ticket.is_over:
-            ticket.end(None, self._over)
+        if self._over is not None:
+            self._end(number, None, self._over)
 
     def leave(self, done: bool, exit_code: int, reason: str, say: bool = True) -> None:
         """End this process's part in the job; ``say`` tells the scheduler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -54,3 +55,25 @@ def test_there_is_no_worker_for_another_thread() -> None:
         cluster.run(lambda rank: kvps.create("dist_sync"))
         with pytest.raises(kvps.ConfigError, match="all 1 workers of this LocalCluster are taken"):
             kvps.create("dist_sync")
+
+
+def test_the_interpreter_takes_short_turns_while_a_call_is_in_flight() -> None:
+    usual = sys.getswitchinterval()
+
+    def work(rank: int) -> float:
+        seen = 0.0
+        with kvps.create("dist_sync") as kv:
+            kv.init("w", torch.zeros(3))
+            if rank == 0:
+                handle = kv.pushpull("w", torch.ones(3), async_op=True)  # it waits for rank 1
+                seen = sys.getswitchinterval()
+            kv.barrier()
+            if rank == 1:
+                kv.push("w", torch.ones(3))
+            else:
+                assert torch.equal(handle.wait(), torch.full((3,), 2.0))
+        return seen
+
+    with kvps.LocalCluster(2, 1) as cluster:
+        assert 0 < cluster.run(work)[0] < usual
+    assert sys.getswitchinterval() == pytest.approx(usual)

@@ -155,6 +155,15 @@ def test_packets_have_checksums_unless_told_otherwise():
         config.checksums({"KVPS_CHECKSUM": "crc"})
 
 
+def test_the_switch_interval_is_short_unless_told_otherwise():
+    assert config.switch_interval_s({}) == config.SWITCH_INTERVAL_S < 0.005
+    assert config.switch_interval_s({"KVPS_SWITCH_INTERVAL": "0"}) == 0
+    assert config.switch_interval_s({"KVPS_SWITCH_INTERVAL": "0.002"}) == 0.002
+    for bad in ("-1", "2", "short"):
+        with pytest.raises(ConfigError, match="KVPS_SWITCH_INTERVAL="):
+            config.switch_interval_s({"KVPS_SWITCH_INTERVAL": bad})
+
+
 def test_how_much_travels_at_once():
     assert config.chunk_bytes({}) is None, "kvps decides"
     assert config.chunk_bytes({"KVPS_CHUNK_BYTES": "1M"}) == 1 << 20
