@@ -1,0 +1,173 @@
+"""The cost of synchronisation in a training step: the front ends of kvps beside DistributedDataParallel on gloo.
+
+    .venv/bin/python benchmarks/step.py [--steps 20] [--turns 3] [--workers 2] [--servers 2] [--ways WAY ...]
+
+A model of 25 million parameters in 24 layers computes little: two rows pass through it. So a step is mostly
+forward and backward passes over the weights, the update (SGD with momentum), and what a front end does
+between workers. The ways:
+
+    alone            no other worker: what a step costs by itself
+    ddp gloo         DistributedDataParallel on torch's gloo
+    ddp kvps         the same on init_process_group("kvps")
+    optimizer        kvps.torch.DistributedOptimizer; the update is torch's
+    on servers       the same with update_on_kvstore=True
+    trainer          kvps.Trainer with overlap=True; the update is torch's
+    trainer late     the same without overlap
+    trainer servers  with overlap, and with update_on_kvstore=True
+
+Each turn starts each way anew, in another order. After the steps, weights of all workers have to be the same bits, and
+those of all ways have to agree within 1e-5 with those of gloo. Printed for each way are the median step of the
+slowest worker, its cost (the step less the step of as many workers alone), and the ratio of this cost to gloo's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+WIDTH, LAYERS, ROWS = 1024, 24, 2
+SEED = 7
+WAYS = (
+    *("alone", "ddp gloo", "ddp kvps", "optimizer", "on servers"),
+    *("trainer", "trainer late", "trainer servers"),
+)
+
+
+def build() -> nn.Module:
+    """Return the model, the same in every process: its weights are random."""
+    torch.manual_seed(SEED)
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def stepper(way: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
+    """Return a function that makes one step with a batch."""
+    import kvps
+    import kvps.torch
+
+    if way.startswith("trainer"):
+        kv = kvps.create("dist_sync")
+        trainer = kvps.Trainer(
+            model,
+            "sgd",
+            {"lr": 0.01, "momentum": 0.9},
+            kv,
+            update_on_kvstore=way == "trainer servers",
+            overlap=way != "trainer late",
+        )
+
+        def by_trainer(batch: torch.Tensor) -> None:
+            model(batch).square().mean().backward()
+            trainer.step(kv.num_workers)  # gradients are summed, and divided by this
+            model.zero_grad()
+
+        return by_trainer
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if way.startswith("ddp"):
+        torch.distributed.init_process_group(way.split()[1])
+        model = nn.parallel.DistributedDataParallel(model)
+    elif way in ("optimizer", "on servers"):
+        optimizer = kvps.torch.DistributedOptimizer(
+            optimizer, model, update_on_kvstore=way == "on servers"
+        )
+
+    def by_optimizer(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return by_optimizer
+
+
+def work(way: str, steps: int, folder: Path) -> None:
+    """Train, and write this worker's times and a part of its weights."""
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    model = build()
+    step = stepper(way, model)
+    batches = torch.Generator().manual_seed(SEED + rank)
+    times = []
+    for _ in range(steps + 3):
+        batch = torch.randn(ROWS, WIDTH, generator=batches)
+        began = time.perf_counter()
+        step(batch)
+        times.append(1000 * (time.perf_counter() - began))
+    if way == "trainer servers":
+        model(batch)
+    weights = torch.cat([one.detach().flatten()[:: WIDTH + 1] for one in model.parameters()])
+    found = {"times": times[3:], "weights": weights.tolist()}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    if way.startswith("ddp"):
+        torch.distributed.destroy_process_group()
+
+
+def run(way: str, flags: argparse.Namespace, folder: Path) -> tuple[float, list[float]]:
+    """Return the median step of the slowest worker in ms, and weights."""
+    script = [sys.executable, __file__, "--work", way, "--steps", str(flags.steps)]
+    script += ["--folder", str(folder)]
+    if way in ("alone", "ddp gloo"):
+        variables = {"WORLD_SIZE": str(flags.workers), "MASTER_ADDR": "127.0.0.1"}
+        variables["MASTER_PORT"] = str(29500 + os.getpid() % 2000)
+        workers = [
+            subprocess.Popen(script, env={**os.environ, **variables, "RANK": str(rank)})
+            for rank in range(flags.workers)
+        ]
+        codes = [worker.wait() for worker in workers]
+        assert not any(codes), codes
+    else:
+        launch = Path(sys.executable).parent / "kvps-launch"
+        command = [launch, "-n", str(flags.workers), "-s", str(flags.servers), "--", *script]
+        subprocess.run(command, check=True)
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(flags.workers)]
+    if way != "alone":
+        assert all(one["weights"] == found[0]["weights"] for one in found), way
+    return max(statistics.median(one["times"]) for one in found), found[0]["weights"]
+
+
+def main() -> None:
+    """Take the ways in turns, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--ways", nargs="*", default=WAYS)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    flags = parser.parse_args()
+    if flags.work:
+        work(flags.work, flags.steps, flags.folder)
+        return
+    import tempfile
+
+    found: dict[str, list[float]] = {way: [] for way in flags.ways}
+    ends: dict[str, torch.Tensor] = {}
+    for turn in range(flags.turns):
+        for way in flags.ways if turn % 2 == 0 else reversed(flags.ways):
+            with tempfile.TemporaryDirectory() as folder:
+                ms, weights = run(way, flags, Path(folder))
+            found[way].append(ms)
+            ends[way] = torch.tensor(weights)
+    reference = ends.get("ddp gloo")
+    alone = statistics.median(found["alone"]) if "alone" in found else 0.0
+    gloo = statistics.median(found.get("ddp gloo", [alone])) - alone
+    for way, times in found.items():
+        cost = statistics.median(times) - alone
+        if reference is not None and way != "alone":
+            torch.testing.assert_close(ends[way], reference, rtol=1e-5, atol=1e-5, msg=way)
+        turns = " ".join(f"{ms:.1f}" for ms in times)
+        ratio = f"{cost / gloo:5.2f}x" if gloo > 0 else ""
+        print(f"{way:16} step {statistics.median(times):7.1f}  cost {cost:7.1f} {ratio}  [{turns}]")
+
+
+if __name__ == "__main__":
+    main()
