@@ -12,7 +12,8 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -129,6 +130,11 @@ class Network:
         """Sees each packet as its sender has it, in the order in which it says them."""
         self.checks = True
         """Whether every core checks itself after every event."""
+        self.clock_ns: Callable[[], int] = lambda: 0
+        """Tells processor time, if somebody wants to know what each role takes."""
+        self.spent_ns: Counter[str] = Counter()
+        """By role, what its rules took, and to encode and decode its packets."""
+        self._is_spending = False
         self.rates: dict[str, float] = {}
         """How fast the clocks of these processes go; 1 is right."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -224,8 +230,23 @@ class Network:
 
         self.at(self.now + 0.01, tell)
 
+    @contextmanager
+    def _spending(self, process: Process) -> Iterator[None]:
+        """Count processor time for a role. What a script does when its call ends counts for its worker."""
+        if self._is_spending:
+            yield
+            return
+        self._is_spending, began = True, self.clock_ns()
+        yield
+        self._is_spending = False
+        self.spent_ns[process.name.partition(" ")[0]] += self.clock_ns() - began
+
     def perform(self, process: Process, effects: Effects) -> None:
         """Do what a core asks for."""
+        with self._spending(process):
+            self._perform(process, effects)
+
+    def _perform(self, process: Process, effects: Effects) -> None:
         for effect in effects:
             match effect:
                 case Send():
@@ -399,7 +420,9 @@ class Network:
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            packet = self._judged(target, route, [Frame(memoryview(one), title) for one in memory])
+            with self._spending(target):
+                received = [Frame(memoryview(one), title) for one in memory]
+                packet = self._judged(target, route, received)
             if packet is None:
                 return
         if isinstance(packet.message, View):

@@ -2,7 +2,8 @@
 
 Counted are messages, octets, and the calls of functions in which the scheduler's answers take, none of
 which depend on the machine: 10 workers and 2 servers, 100 and 8, 1,000 and 64. Beats go by the
-second and not by the round, and are counted apart. A row of the table for each size is printed::
+second and not by the round, and are counted apart. Processor time is printed beside them, and not judged. A
+row of the table for each size is printed::
 
     python -m pytest -s --all tests/simulation/test_scale.py
 
@@ -14,8 +15,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -53,6 +55,8 @@ class Seen:
     in_rounds: Counter[str]
     """Of that, what was sent between the first round's begin and the last one's end."""
     virtual_s: float
+    spent_us: Mapping[str, float]
+    """By role, processor time in rounds for each worker and round: rules, and packets to octets and back."""
 
     def per_round(self, *names: str) -> float:
         """Messages of these kinds for each worker and round."""
@@ -76,21 +80,25 @@ def rounds(rank: int, workers: int, began: Callable[[], None], ended: Callable[[
 
 def seen(workers: int, servers: int) -> Seen:
     """Play a job of this size to its end; how every process ends is counted, too."""
-    before: list[Counter[str]] = []
-    after: list[Counter[str]] = []
+    before: list[tuple[Counter[str], Counter[str]]] = []
+    after: list[tuple[Counter[str], Counter[str]]] = []
     cluster: Cluster
+
+    def now() -> tuple[Counter[str], Counter[str]]:
+        return cluster.network.carried.copy(), cluster.network.spent_ns.copy()
 
     def script(rank: int) -> Script:
         return rounds(
             rank,
             workers,
-            lambda: before.append(cluster.network.carried.copy()),
-            lambda: after.append(cluster.network.carried.copy()),
+            lambda: before.append(now()),
+            lambda: after.append(now()),
         )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "CHUNK_BYTES_MIN", 1)
         cluster = Cluster(workers, servers, script, 0, Faults(in_order=True))
+        cluster.network.clock_ns = time.thread_time_ns
         cluster.network.checks = False  # they look at all of a server, and would be quadratic
         gc.disable()  # it would look at all of a growing cluster again and again
         try:
@@ -101,8 +109,14 @@ def seen(workers: int, servers: int) -> Seen:
         finally:
             gc.enable()
     # The first to begin and the last to end: nothing of any round is left out.
+    carried, spent = after[-1][0] - before[0][0], after[-1][1] - before[0][1]
     return Seen(
-        workers, servers, cluster.network.carried, after[-1] - before[0], cluster.network.now
+        workers,
+        servers,
+        cluster.network.carried,
+        carried,
+        cluster.network.now,
+        {role: ns / 1000 / (workers * ROUNDS) for role, ns in spent.items()},
     )
 
 
@@ -111,8 +125,10 @@ def seen(workers: int, servers: int) -> Seen:
     ("workers", "servers"), [*SIZES[:-1], pytest.param(*SIZES[-1], marks=pytest.mark.thorough)]
 )
 def test_what_a_worker_costs_as_the_cluster_grows(workers: int, servers: int) -> None:
-    table = ["| workers | servers | push | ack | pulled | barrier | views | hellos | virtual s |"]
-    table += ["|" + "---|" * 9]
+    table = [
+        "| workers | servers | push | ack | pulled | barrier | views | hellos | virtual s | worker us | server us | scheduler us |"
+    ]
+    table += ["|" + "---|" * 12]
     cost = seen(workers, servers)
     table.append(line(cost))
     in_rounds(cost)
@@ -149,6 +165,7 @@ def line(one: Seen) -> str:
         one.carried["View"] / members,
         one.carried["Hello"] / members,
         one.virtual_s,
+        *(one.spent_us[role] for role in ("worker", "server", "scheduler")),
     ]
     return f"| {one.workers:,} | {one.servers} | " + " | ".join(f"{x:.2f}" for x in figures) + " |"
 
@@ -229,6 +246,13 @@ def test_a_beat_and_a_barrier_take_the_scheduler_the_same_work_for_each_worker()
                 one.worker(rank, Barrier("kv", "b", 0), seq=1)
         work.append(steps.count / workers)
     assert work[-1] < 1.1 * work[0], work
+    began = time.thread_time_ns()
+    for rank in range(workers):
+        beat = wire.encode(Packet(one.of(rank), Beat(2)))
+        for answer in one.worker(rank, wire.decode(beat).message):
+            wire.encode(answer.packet)
+    beat_us = (time.thread_time_ns() - began) / 1000 / workers
+    sys.stdout.write(f"\na beat and its answer, encoded and decoded: {beat_us:.0f} us\n")
 
 
 def test_a_loss_and_a_join_cost_a_message_and_the_same_work_for_each_member() -> None:
