@@ -58,7 +58,13 @@ METRICS = (
                 "barriers",
                 "barrier_names",
             ),
-            *("checkpoints", "waiting_checkpoints", "tagged_checkpoints", "rendezvous"),
+            *(
+                "checkpoints",
+                "waiting_checkpoints",
+                "tagged_checkpoints",
+                "rendezvous",
+                "used_memory",
+            ),
         ),
     ),
     Metric(
@@ -202,6 +208,12 @@ METRICS = (
     ),
     Metric(
         "kvps_memory_limit_bytes", "gauge", "Memory limit of the server; +Inf for none.", (SERVER,)
+    ),
+    Metric(
+        "kvps_memory_used_ratio",
+        "gauge",
+        "Memory in use, by this process or its container, as a fraction of what the machine or container has.",
+        (SERVER,),
     ),
     Metric(
         "kvps_checkpoints_total",

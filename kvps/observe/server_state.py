@@ -18,6 +18,7 @@ def state_of(core: Server, now: float) -> State:
         "stores": len(core.context.stores),
         "memory_bytes": reserved._asdict(),
         "memory_limit_bytes": budget.limit_bytes,
+        "memory_used_share": budget.pressure.used_share,
         "oldest_round_s": core.oldest_round_s,
     }
     why = "is a member of the job"
@@ -28,5 +29,8 @@ def state_of(core: Server, now: float) -> State:
     else:
         status["rank"] = member.rank
         status["job"] = member.job.hex()[:8]
-    is_ready = member.welcome is not None and not core.checkpointer.is_returning
+        if budget.pressure.is_high:
+            why = f"is short of memory: {budget.pressure}"
+    is_member = member.welcome is not None and not core.checkpointer.is_returning
+    is_ready = is_member and not budget.pressure.is_high
     return State(values, is_ready, why, {**status, "ready": is_ready, "reason": why})

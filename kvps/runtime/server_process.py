@@ -27,6 +27,7 @@ from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.driver import CoreRequest, Inbox, drive
 from kvps.net.memory import share_bytes
+from kvps.net.memory_watch import MemoryWatch
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state
 from kvps.observe.http import Place, serving
@@ -136,6 +137,7 @@ def run_server(
         lambda: network_values(transport.refused),
     )
     with (
+        MemoryWatch(inbox),
         serving(http, "server", sampler),
         on_stop(inbox, lambda number: _LEAVE),
         dumping_at_signal(inbox, record),

@@ -66,7 +66,8 @@ class Control:
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
         self.budget = MemoryBudget(
-            context.chunks, memory_limit, self._aggregator.workers, context.limits.keys
+            *(context.chunks, memory_limit, self._aggregator.workers),
+            *(context.limits.keys, context.limits.used_memory),
         )
 
     def oldest(self, now: float) -> Iterator[Stall]:
@@ -355,6 +356,7 @@ class Control:
                     f"its job. Use one of them, or {remedy('stores')}",
                     limit="stores",
                 )
+            self.budget.pressure.demand_room(f"store {opened.store!r}")
             self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
         else:
             store.agree(opened)

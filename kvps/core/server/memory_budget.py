@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvps.core.limits import TABLE, remedy
 from kvps.core.placement import EMBEDDING
+from kvps.core.server.memory_pressure import MemoryPressure
 from kvps.dtypes import BY_NAME, summed_in
 from kvps.errors import Overload
 from kvps.phrases import and_more, bytes_in_words
@@ -84,6 +85,7 @@ class MemoryBudget:
         limit_bytes: the limit; None for no limit.
         workers: how many push.
         keys_max: keys of all stores; each takes 1 to 3 KiB of Python objects, however few its elements.
+        used_max: percent of the machine's memory in use from which on new work is refused.
     """
 
     def __init__(
@@ -92,11 +94,13 @@ class MemoryBudget:
         limit_bytes: int | None,
         workers: int = 1,
         keys_max: int = TABLE["keys"].default,
+        used_max: int = TABLE["used_memory"].default,
     ) -> None:
         self._chunks = chunks
         self._workers = workers
         self._keys_max = keys_max
         self.limit_bytes = limit_bytes
+        self.pressure = MemoryPressure(used_max)
         self.terms: dict[str, Terms] = {}
         """Store -> what its keys take."""
         self.keys: dict[str, Collection[str]] = {}
@@ -130,6 +134,7 @@ class MemoryBudget:
             kind = "table" if keys[0].startswith(EMBEDDING) else "key"
             name = keys[0].removeprefix(EMBEDDING)
             what = f"{kind} {name!r}{and_more(len(keys) - 1)}"
+            self.pressure.demand_room(f"{what} of store {store!r}")
             self._demand(what, store, self.terms[store], changed)
 
     def demand_optimizer(self, store: str, updater: Updater) -> None:
@@ -138,12 +143,9 @@ class MemoryBudget:
         Raises:
             Overload: if there is not.
         """
-        self._demand(
-            f"optimizer {updater.hyper.name!r}",
-            store,
-            self.terms[store]._replace(updater=updater),
-            {},
-        )
+        what = f"optimizer {updater.hyper.name!r}"
+        self.pressure.demand_room(f"{what} of store {store!r}")
+        self._demand(what, store, self.terms[store]._replace(updater=updater), {})
 
     def demand_residuals(self, store: str) -> None:
         """Check, once, that there is room for the residuals of a store whose answers are compressed.
@@ -153,6 +155,7 @@ class MemoryBudget:
         """
         terms = self.terms[store]
         if not terms.has_residuals:
+            self.pressure.demand_room(f"compression of the answers of store {store!r}")
             self._demand("residuals", store, terms := terms._replace(has_residuals=True), {})
             self.terms[store] = terms
 
@@ -162,6 +165,9 @@ class MemoryBudget:
         Raises:
             Overload: if there is no room left.
         """
+        self.pressure.demand_room(
+            f"a push to table {table.removeprefix(EMBEDDING)!r}, which grows by it,"
+        )
         reserved = self.reserved()
         if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(
@@ -172,6 +178,8 @@ class MemoryBudget:
 
     def has_room_for(self, rounds: int) -> bool:
         """Return whether so many rounds may be open beyond the oldest one of each span."""
+        if self.pressure.is_high:
+            return False
         if self.limit_bytes is None:
             return True
         reserved = self.reserved()

@@ -203,6 +203,13 @@ class Server:
             self._return(answer)
         return self.take_effects()
 
+    def on_memory(self, used_bytes: int, total_bytes: int, now: float) -> Effects:
+        """So much memory of the machine or container is in use."""
+        self.counts.now = now
+        if news := self.control.budget.pressure.take_in(used_bytes, total_bytes):
+            self._outbox.append(Note("warning", f"{self.context.me} {news}"))
+        return self.take_effects()
+
     def on_drop(self, route: Route, now: float) -> Effects:
         """A connection broke: only the scheduler judges what that means."""
         return self.take_effects()

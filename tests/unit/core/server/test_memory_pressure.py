@@ -1,0 +1,149 @@
+"""What a server refuses when its machine or container is short of memory, and what it goes on with."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.core.effects import Note
+from kvps.core.limits import Limits
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.optim.torch_rules import create
+from kvps.core.placement import EMBEDDING
+from kvps.core.server.memory_pressure import MemoryPressure
+from kvps.errors import Overload
+from kvps.protocol.membership import Done, Error
+from kvps.protocol.stores import Declare, Declared, Entry, Open, Optimize
+from kvps.protocol.values import Ack, Pulled
+from tests.support.server_harness import ServerStage, opening, optimizing
+from tests.unit.core.server.test_memory_budget import holding
+
+GIB = 1 << 30
+
+
+def test_it_begins_at_the_limit_and_ends_below_it() -> None:
+    pressure = MemoryPressure(80)
+    assert (pressure.used_share, pressure.is_high) == (0.0, False)
+    assert not pressure.take_in(79, 100)
+    assert pressure.take_in(80, 100).startswith(
+        "is short of memory: 80 B of 100 B are in use (80 %)"
+    )
+    assert not pressure.take_in(77, 100)
+    assert pressure.is_high
+    assert pressure.take_in(75, 100).startswith("has memory again: 75 B of 100 B are in use (75 %)")
+    assert (pressure.used_share, pressure.is_high) == (0.75, False)
+
+
+def test_the_lines_of_the_log() -> None:
+    pressure = MemoryPressure(95)
+    assert pressure.take_in(31 * GIB // 2, 16 * GIB) == (
+        "is short of memory: 15.5 GiB of 16 GiB are in use (97 %), and new work is refused from 95 % on"
+    )
+    assert pressure.take_in(8 * GIB, 16 * GIB) == (
+        "has memory again: 8 GiB of 16 GiB are in use (50 %), and new work is taken"
+    )
+
+
+def test_what_is_refused_says_how_much_is_in_use_and_what_to_do() -> None:
+    pressure = MemoryPressure(95)
+    pressure.demand_room("key 'w'")
+    pressure.take_in(31 * GIB // 2, 16 * GIB)
+    with pytest.raises(Overload) as refused:
+        pressure.demand_room("key 'w'")
+    assert str(refused.value) == (
+        "key 'w' is refused: 15.5 GiB of 16 GiB are in use (97 %) on this server's machine or container, and new work "
+        "is refused from 95 % on. Give it more memory, end other processes there, or add servers; or raise the limit "
+        "with kvps-server --limit used_memory=NUMBER (KVPS_LIMITS)"
+    )
+    assert refused.value.reason == "used_memory"
+
+
+def test_a_budget_grows_no_more() -> None:
+    budget = holding(None, float32=10)
+    assert budget.has_room_for(1)
+    budget.pressure.take_in(99, 100)
+    budget.demand_keys("kv", [], {})
+    assert not budget.has_room_for(1)
+    with pytest.raises(Overload, match="key 'a' and 1 more of store 'kv' is refused"):
+        budget.demand_keys("kv", ["a", "b"], {"int8": 1})
+    with pytest.raises(Overload, match="optimizer 'adam' of store 'kv' is refused"):
+        budget.demand_optimizer("kv", create(resolve("adam", {})))
+    with pytest.raises(Overload, match="a push to table 'words', which grows by it, is refused"):
+        budget.demand_growth(EMBEDDING + "words")
+    with pytest.raises(Overload, match="compression of the answers of store 'kv' is refused"):
+        budget.demand_residuals("kv")
+    budget.pressure.take_in(10, 100)
+    budget.demand_residuals("kv")
+    budget.pressure.take_in(99, 100)
+    budget.demand_residuals("kv")  # they are there
+
+
+def stage() -> ServerStage:
+    """Return a server with a key, that then runs short of memory."""
+    one = ServerStage(2, limits=Limits(used_memory=90))
+    one.open()
+    one.init("w", [1.0, 2.0])
+    assert not reading(one, 89)
+    assert reading(one, 90) == [
+        "server 0 is short of memory: 90 B of 100 B are in use (90 %), and new work is refused from 90 % on"
+    ]
+    return one
+
+
+def reading(one: ServerStage, used_bytes: int) -> list[str]:
+    """Tell the server how much of 100 bytes is in use; return what it logs."""
+    one.notes.clear()
+    one.take(one.server.on_memory(used_bytes, 100, one.now))
+    return [note.text for note in one.notes if isinstance(note, Note)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        opening(store="other"),
+        Declare("kv", True, 1, (Entry("new", 1, (2,), 0, 2),)),
+        optimizing("adam"),
+    ],
+    ids=["a store", "a key", "an optimizer"],
+)
+def test_new_work_is_refused_until_there_is_memory_again(
+    message: Open | Declare | Optimize,
+) -> None:
+    one = stage()
+    (said,) = one.say(0, message)
+    assert isinstance(said.message, Error)
+    assert said.message.code == Overload.code
+    assert one.server.counts.values()["kvps_overloads_total", "used_memory"] == 1
+    assert reading(one, 80) == [
+        "server 0 has memory again: 80 B of 100 B are in use (80 %), and new work is taken"
+    ]
+    if isinstance(message, Open):
+        (said,) = one.say(0, message)
+        assert isinstance(said.message, Done)
+
+
+def test_rounds_and_pulls_go_on_and_later_rounds_wait() -> None:
+    one = stage()
+    (said,) = one.push(0, "w", [1.0, 1.0], 0)
+    assert isinstance(said.message, Ack)
+    assert not one.push(0, "w", [1.0, 1.0], 1), "a round ahead of the oldest one is early"
+    said = one.push(1, "w", [1.0, 1.0], 0)[0]
+    assert isinstance(said.message, Ack)
+    (pulled,) = one.pull(0, "w")
+    assert isinstance(pulled.message, Pulled)
+    assert pulled.values() == [2.0, 2.0]
+
+
+def test_known_keys_and_stores_are_declared_again() -> None:
+    """A replacement of a worker opens what is there, and declares what is there."""
+    one = stage()
+    (said,) = one.say(1, opening())
+    assert isinstance(said.message, Done)
+    (said,) = one.say(1, Declare("kv", False, 0, (Entry("w", 1, (2,), 0, 2),)))
+    assert isinstance(said.message, Declared)
+
+
+def test_a_server_that_returns_to_a_checkpoint_begins_without_pressure() -> None:
+    """It has given back what it held; the next reading counts."""
+    one = stage()
+    one.server._reset({})
+    assert not one.server.control.budget.pressure.is_high
