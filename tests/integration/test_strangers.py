@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,37 @@ def test_members_of_the_server_who_lie(job: Job) -> None:
         refused(m.Optimize("evil", 1, True, "nadam", {"beta1": 0.9999999}), "Done")
         refused(m.Declare("evil", True, 0, (m.Entry("w", 1, (4,), 0, 4),)), "Declared")
     job.check()
+
+
+IN_A_MEMBERS_NAME = {
+    "a release of its loans": ("server", m.Release(2**63 - 1, ())),
+    "that it has taken memory": ("server", m.Taken(7, True)),
+    "an offer of memory": ("server", m.Offer(1, 3, 1 << 20, 7)),
+    "a probe": ("server", m.Probe((1,))),
+    "a beat": ("scheduler", m.Beat(1)),
+    "that it leaves": ("scheduler", m.Leave(True, 0, True, "")),
+}
+
+
+@pytest.mark.spec("R240", "R242")
+@pytest.mark.parametrize(("port", "message"), IN_A_MEMBERS_NAME.values(), ids=IN_A_MEMBERS_NAME)
+def test_who_does_not_know_the_job_speaks_for_nobody(
+    job: Job, port: str, message: m.Message
+) -> None:
+    """The 16 random octets of the job's name are told to members alone; that of a look shows four of them.
+
+    So a stranger takes over no connection of a member, and ends none by closing one of its own.
+    """
+    endpoint = job.cluster.endpoint if port == "scheduler" else job.endpoint
+    guesses = (bytes(16), job.name[:4] + bytes(12), random.Random(3).randbytes(16))
+    for name in guesses:
+        with closing(Liar(endpoint)) as liar:
+            answer = liar.say(replace(job.envelope(Role.WORKER), job=name), message)
+            assert answer is not None
+            assert isinstance(answer.message, m.Error | m.Left), answer  # of another job
+            assert answer.envelope.job == bytes(16)
+    job.check()
+    assert {one.state for one in look(job.cluster.endpoint).members} == {"held"}
 
 
 @pytest.mark.spec("R203")
