@@ -42,7 +42,12 @@ log = logging.getLogger("kvps")
 KEPT = 2
 """The number of complete cuts without a tag that are kept."""
 SPARE = 1.05
-"""Free space that a snapshot needs, as a multiple of its size."""
+"""Free space that a snapshot needs, as a multiple of its size, which is known to the byte.
+
+More would refuse checkpoints that fit: the older ones still lie there, so that a factor of 2 asks for a disk of four times
+the model. It would protect nothing: a snapshot for which there is no room after all, because other servers write beside
+this one, is removed again, and no complete checkpoint is touched.
+"""
 MANIFEST_MAX = 8 << 20
 """Bytes of the longest manifest that is read; that of 1,500 servers and 4,096 stores has 1 MiB."""
 _FOLDER = re.compile(r"cut-(\d{8,})", re.ASCII)
