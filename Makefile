@@ -19,7 +19,7 @@ KVPS_KILLS        ?= 50
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint prose cover check soak bench docs lock audit test-docker clean
+.PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -90,8 +90,13 @@ lock: .venv/.installed  ## write the lock files of the image anew, for this Pyth
 
 audit: .venv/.installed  ## look for known vulnerabilities in what the image installs (asks a public database, and fails without its answer)
 	@$(BIN)/python -m venv build/audit && build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit
-	@sed -n 's/^\([^#+ ]*\).*/\1/p' deploy/requirements.lock deploy/build.lock | sort -u > build/audit/packages
-	build/audit/bin/pip-audit --strict --disable-pip --no-deps -r build/audit/packages
+	@for name in requirements build; do sed 's/^\([^# ]*\)+[^ ]*/\1/' deploy/$$name.lock > build/audit/$$name.txt; done
+	@build/audit/bin/pip-audit --strict --disable-pip --require-hashes -r build/audit/requirements.txt -r build/audit/build.txt || \
+		{ echo "make audit failed: a package above is vulnerable, or is not in the database, where pip-audit stops." >&2; \
+		  echo "'not found' of the first package of the lock: PyPI's JSON API does not answer here, and nothing was audited." >&2; exit 1; }
+
+lock-base:  ## pin the base image of deploy/Dockerfile by the digest that its registry has now (writes deploy/.env)
+	deploy/lock-base.sh
 
 test-docker:  ## build the image and train in containers
 	deploy/test.sh

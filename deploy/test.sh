@@ -20,6 +20,7 @@ fi
 compose+=(-p "kvps-test-$$" -f deploy/docker-compose.yml)
 export KVPS_TAG="test-$$"
 # The base by its digest, where it came from a registry: so all builds of this run have the same one.
+[ -n "${KVPS_BASE:-}" ] || [ ! -f deploy/.env ] || . deploy/.env
 base="${KVPS_BASE:-python:3.11-slim-bookworm}"
 docker image inspect "$base" >/dev/null 2>&1 || docker pull "$base" >/dev/null
 digest=$(docker image inspect -f '{{range .RepoDigests}}{{println .}}{{end}}' "$base" | head -n 1)

@@ -1,8 +1,10 @@
-"""The lock files of the image, and the compose file."""
+"""The lock files of the image, its base, and the compose file."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,57 @@ def test_every_service_is_confined(services: dict[str, Any]) -> None:
 def test_an_audit_without_answers_fails() -> None:
     """pip-audit skips what its database does not know, and would report no vulnerability in it."""
     assert "pip-audit --strict " in (ROOT / "Makefile").read_text()
+
+
+DOCKER = """#!/bin/sh
+case "$1 $2" in
+"pull --quiet") exit {pull} ;;
+"image inspect") printf '{digests}' ;;
+*) exit 9 ;;
+esac
+"""
+
+
+def lock_base(folder: Path, *base: str, pull: int = 0, digests: str) -> tuple[int, str, str]:
+    """Run deploy/lock-base.sh in a copy of deploy/; return its code, what it printed, and what it wrote."""
+    deploy, tools = folder / "deploy", folder / "tools"
+    for one in (deploy, tools):
+        one.mkdir()
+    script = deploy / "lock-base.sh"
+    script.write_text((ROOT / "deploy" / "lock-base.sh").read_text())
+    docker = tools / "docker"
+    docker.write_text(DOCKER.format(pull=pull, digests=digests))
+    docker.chmod(0o755)
+    env = {"PATH": f"{tools}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["bash", script, *base], env=env, capture_output=True, text=True, check=False
+    )
+    written = deploy / ".env"
+    return ran.returncode, ran.stderr, written.read_text() if written.exists() else ""
+
+
+def test_the_base_is_pinned_by_the_digest_of_its_registry(tmp_path: Path) -> None:
+    digest = "sha256:" + "0a" * 32
+    found = lock_base(tmp_path, digests=f"python@{digest}\\n")
+    assert found == (0, "", f"KVPS_BASE=python:3.11-slim-bookworm@{digest}\n")
+
+
+def test_another_base_is_pinned_anew(tmp_path: Path) -> None:
+    digest, base = "sha256:" + "1b" * 32, "mirror.example/python:3.12-slim"
+    found = lock_base(tmp_path, f"{base}@sha256:old", digests=f"mirror.example/python@{digest}\\n")
+    assert found == (0, "", f"KVPS_BASE={base}@{digest}\n")
+
+
+def test_an_image_of_no_registry_has_no_digest(tmp_path: Path) -> None:
+    code, said, written = lock_base(tmp_path, digests="")
+    assert (code, written) == (1, "")
+    assert "python:3.11-slim-bookworm has no digest" in said
+
+
+def test_a_base_that_cannot_be_pulled_is_not_pinned(tmp_path: Path) -> None:
+    digest = "sha256:" + "0a" * 32
+    code, _, written = lock_base(tmp_path, pull=1, digests=f"python@{digest}\\n")
+    assert (code, written) == (1, "")
 
 
 def test_a_worker_with_a_gpu_is_a_worker_that_reserves_it(services: dict[str, Any]) -> None:
