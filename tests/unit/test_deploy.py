@@ -62,6 +62,11 @@ def test_every_service_is_confined(services: dict[str, Any]) -> None:
         assert not {"privileged", "cap_add", "ports"} & service.keys(), name
 
 
+def test_scripts_write_to_no_name_that_another_user_can_foresee() -> None:
+    for script in (ROOT / "deploy").glob("*.sh"):
+        assert "/tmp" not in script.read_text(encoding="utf-8"), script
+
+
 def test_an_audit_without_answers_fails() -> None:
     """pip-audit skips what its database does not know, and would report no vulnerability in it."""
     assert "pip-audit --strict " in (ROOT / "Makefile").read_text()

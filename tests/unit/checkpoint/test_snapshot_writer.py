@@ -367,6 +367,51 @@ def test_json_that_is_none(tmp_path: Path, text: str) -> None:
         snapshot_writer.read(path)
 
 
+def _moved(octets: bytes, by: int) -> bytes:
+    """Move the last tensor of an image in the header alone."""
+    header, tensors = header_of(octets)
+    last = max((row["data_offsets"], name) for name, row in header.items() if "dtype" in row)[1]
+    header[last]["data_offsets"] = [at + by for at in header[last]["data_offsets"]]
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + tensors
+
+
+def _named_twice(octets: bytes) -> bytes:
+    """Name the first tensor of an image twice, the second time with the bytes of another."""
+    header, tensors = header_of(octets)
+    (name, _), (_, row), *_ = [(name, row) for name, row in header.items() if "dtype" in row]
+    text = json.dumps(header)[:-1].encode() + f", {json.dumps({name: row})[1:]}".encode()
+    return struct.pack("<Q", len(text)) + text + tensors
+
+
+def _pickled(octets: bytes) -> bytes:
+    """Return a pickle that makes a file where it is read; torch.save writes such files."""
+    return b'cbuiltins\nexec\n(S\'open("executed", "w")\'\ntR.'
+
+
+FILES: dict[str, Callable[[bytes], bytes]] = {
+    "a header of 2^60 bytes": lambda octets: struct.pack("<Q", 1 << 60) + octets[8:],
+    "a header of 0 bytes": lambda octets: bytes(8) + octets[8:],
+    "tensors that overlap": lambda octets: _moved(octets, -1),
+    "a tensor past the end": lambda octets: _moved(octets, 1),
+    "a name twice": _named_twice,
+    "a pickle": _pickled,
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_files_that_are_no_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "image"
+    written(path, snapshots.image(0, 2))
+    path.write_bytes(FILES[kind](path.read_bytes()))
+    with pytest.raises(StorageError, match="cannot read the snapshot"):
+        snapshot_writer.read(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["image"], "something was executed"
+
+
 def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(StorageError, match="cannot read the snapshot"):
