@@ -668,13 +668,13 @@ class KVStore(KVStoreBase, abc.ABC):
     def metrics(self, *, servers: bool = False) -> dict[str, float]:
         """Return the numbers of this store and worker, for an experiment tracker: name -> number.
 
-        The names are those of :data:`kvps.store.metrics.NAMES`, the same in every kind of store; the
+        The names are those of ``kvps.store.metrics.NAMES``, the same in every kind of store; the
         documentation of observability has them as a table. Nothing is sent: the process knows them, and a call
         takes about 0.1 ms, most of it for sorting waiting times.
 
         Args:
             servers: also ask the servers, in one round trip, for the numbers of
-                :data:`kvps.store.metrics.SERVER_NAMES`: staleness, lateness, dropped and open rounds.
+                ``kvps.store.metrics.SERVER_NAMES``: staleness, lateness, dropped and open rounds.
 
         Raises:
             Timeout: with ``servers``, if they do not answer in time.
