@@ -59,6 +59,7 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/lint-imports
 	$(BIN)/python docs/map.py
 	$(BIN)/python docs/diagrams.py
+	$(BIN)/python docs/notebooks.py
 	$(BIN)/python .ci/prose.py
 
 prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
