@@ -19,7 +19,7 @@ KVPS_KILLS        ?= 50
 JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit test-docker clean
+.PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit wheel release test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -98,6 +98,12 @@ audit: .venv/.installed  ## look for known vulnerabilities in what the image ins
 
 lock-base:  ## pin the base image of deploy/Dockerfile by the digest that its registry has now (writes deploy/.env)
 	deploy/lock-base.sh
+
+wheel: .venv/.installed  ## build the wheel into dist/, and check its metadata and its files
+	$(BIN)/python deploy/release.py
+
+release: .venv/.installed  ## also install it in a fresh environment of each Python on PATH; RELEASE_FLAGS='--no-torch --python ...'
+	$(BIN)/python deploy/release.py --install $(RELEASE_FLAGS)
 
 test-docker:  ## build the image and train in containers
 	deploy/test.sh
