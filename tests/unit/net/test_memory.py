@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvps.net import memory
-from kvps.net.driver import Inbox
-from kvps.net.driver import CoreRequest
+from kvps.net.driver import CoreRequest, Inbox
 from kvps.net.memory import MemoryUse, memory_bytes, memory_use
 from kvps.net.memory_watch import MemoryWatch
 from tests.integration.processes import until
