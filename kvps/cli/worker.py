@@ -29,7 +29,7 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
 from kvps.runtime.keys import SESSION, KeyMemory, Section
-from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
+from kvps.runtime.member_process import on_stop, own_host, own_machine, report
 
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126

@@ -12,17 +12,21 @@ import logging
 import sys
 import threading
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.observe import logs
 from kvps.runtime.keys import load_if_any
-from kvps.runtime.local.local_cluster import LocalCluster, worker_session
+from kvps.runtime.local.current import current
 from kvps.runtime.open_stores import AtExit, OpenStores
 from kvps.runtime.preemption import leave_if_wished
 from kvps.runtime.ticket import TIMEOUT_S
-from kvps.runtime.worker_session import WorkerSession, leave_at_exit
+from kvps.runtime.worker_session import WorkerSession, leave_at_exit, worker_session
+
+if TYPE_CHECKING:
+    from kvps.runtime.local.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
 
@@ -34,8 +38,8 @@ def session(timeout_s: float, rank: int | None = None) -> WorkerSession:
         timeout_s: how long to wait for the cluster.
         rank: to be asked for where the environment names none, and the session begins here.
     """
-    if LocalCluster.current is not None:
-        mine = LocalCluster.current.session()
+    if (cluster := current()) is not None:
+        mine = cluster.session()
     else:
         with _process.lock:
             mine = _process.begin(rank)
@@ -45,7 +49,7 @@ def session(timeout_s: float, rank: int | None = None) -> WorkerSession:
 
 def has_joined() -> bool:
     """Whether this process has its session already."""
-    if LocalCluster.current is not None:
+    if current() is not None:
         return True
     return _process.session is not None and not _process.session.is_over
 
@@ -58,7 +62,8 @@ def end_embedded() -> None:
 
 def endings() -> OpenStores:
     """Return those open stores of this process, or of this thread of a LocalCluster, that no session ends."""
-    return _process.endings if LocalCluster.current is None else LocalCluster.current.endings()
+    cluster = current()
+    return _process.endings if cluster is None else cluster.endings()
 
 
 def shutdown() -> None:
@@ -70,8 +75,8 @@ def shutdown() -> None:
         >>> import kvps
         >>> kvps.shutdown()
     """
-    if LocalCluster.current is not None:
-        LocalCluster.current.leave()
+    if (cluster := current()) is not None:
+        cluster.leave()
     else:
         _process.end()
 
@@ -115,6 +120,8 @@ class _Process:
         return self.session
 
     def _embed(self) -> WorkerSession:
+        from kvps.runtime.local.local_cluster import LocalCluster
+
         self.embedded = LocalCluster(workers=1, servers=1)
         self.embedded.start()
         session = self.embedded.session()

@@ -12,26 +12,24 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvps import __version__, config
 from kvps.checkpoint import atomic_file
-from kvps.core.effects import Effects, Exit, Finish
+from kvps.core.effects import Effects, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
-from kvps.errors import ConfigError, KvpsError, SchedulerLost, StorageError
+from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import CoreRequest, Inbox, Item, NullListener, drive
-from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
@@ -40,6 +38,7 @@ from kvps.observe.http import Place, serving
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
+from kvps.runtime.member_process import on_stop, report
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
 THIS_PROCESS = ProcessInfo(__version__, time.time)
-RESOLVE_EVERY_S = 0.5
 """How often a name is looked up that is not known: its container may not be up yet."""
 
 
@@ -155,22 +153,6 @@ def _holder(lock: int) -> str:
             if words[1] == "FLOCK" and words[5].endswith(f":{inode}") and words[4] != "0":
                 return f"process {words[4]}"  # 0 is one of another container
     return "another process"
-
-
-@contextmanager
-def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
-    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs."""
-
-    def put(number: int, frame: object) -> None:
-        inbox.put(stop(number))
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(one, put) for one in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def run_scheduler(
@@ -358,38 +340,3 @@ def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) 
             transport.open_by(keys.opens)
             log.warning("the scheduler now accepts %d keys of roles", len(keys.opens))
     yield from ()
-
-
-def own_machine() -> int:
-    """Return by which number others know that they are near; 0 where all payload goes in frames."""
-    return 0 if config.transport() == "tcp" else machine()
-
-
-def own_host(scheduler: str, patience_s: float) -> str:
-    """Return this machine's address on the way to the scheduler.
-
-    Raises:
-        SchedulerLost: if its name is not known, or there is no way, for ``patience_s``.
-    """
-    there = config.host_of(scheduler), config.port_of("--scheduler", scheduler)
-    until = time.monotonic() + patience_s
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(there)  # of a datagram socket: nothing is sent
-                found: str = probe.getsockname()[0]
-                return found
-            except OSError as error:
-                if time.monotonic() >= until:
-                    raise SchedulerLost(
-                        f"cannot reach the scheduler at {scheduler} for {patience_s:g} s: {error}. "
-                        "Check the name in --scheduler or KVPS_SCHEDULER, and start this process again"
-                    ) from error
-        time.sleep(RESOLVE_EVERY_S)
-
-
-def report(who: str, wish: Exit) -> int:
-    """Say in the log why a process ends; return its exit code."""
-    level = logging.INFO if wish.code == 0 else logging.ERROR
-    log.log(level, "%s ends: %s", who, wish.reason)
-    return wish.code

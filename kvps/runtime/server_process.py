@@ -35,7 +35,7 @@ from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.scheduler_process import on_stop, own_host, own_machine, report
+from kvps.runtime.member_process import on_stop, own_host, own_machine, report
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
 

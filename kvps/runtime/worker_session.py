@@ -14,6 +14,7 @@ import atexit
 import itertools
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -21,22 +22,26 @@ from typing import NoReturn
 
 import torch
 
-from kvps import config
+from kvps import __version__, config
 from kvps.core.effects import Copied, Effects, Exit, Finish
-from kvps.core.membership_client import Identity
+from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
+from kvps.net import descriptors
 from kvps.net.driver import LOOK_EVERY_S, CoreRequest, Inbox, NullListener, drive
 from kvps.net.shm.transport import SharedMemory
 from kvps.net.transport import Transport
+from kvps.net.zap import Keys
 from kvps.observe import logs
 from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
+from kvps.runtime.member_process import own_machine
 from kvps.runtime.ticket import TURNS, Ticket, profiled
+from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
@@ -238,6 +243,37 @@ class WorkerSession(NullListener):
         """
         for name in list(self.names):
             self.call(Flush(name), timeout_s).wait()
+
+
+def worker_session(
+    scheduler: str,
+    rank: int | None = None,
+    incarnation: int = 0,
+    job: bytes = bytes(16),
+    join_max_s: float = JOIN_MAX_S,
+    *,
+    is_replaceable: bool = True,
+    keys: Keys | None = None,
+) -> WorkerSession:
+    """Return a session of this process with the cluster at ``scheduler``."""
+    identity = Identity(
+        Role.WORKER,
+        scheduler,
+        socket.gethostname(),
+        os.getpid(),
+        __version__,
+        rank,
+        incarnation,
+        job=job,
+        join_max_s=join_max_s,
+        silence_max_s=config.silence_max_s(),
+        machine=own_machine(),
+        public_key=keys.session.public if keys else "",
+        is_enrolled=keys is not None and keys.is_enrolled,
+    )
+    descriptors.demand("a worker", descriptors.of_worker(1, 1) + descriptors.SPARE)
+    transport, memory, _ = open_transport(keys=keys)
+    return WorkerSession(identity, transport, memory, is_replaceable=is_replaceable)
 
 
 class ExitStatus:

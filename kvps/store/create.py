@@ -18,7 +18,6 @@ from kvps.observe import logs
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.stores import Open
 from kvps.runtime import process
-from kvps.runtime.local.in_process import InProcessSession
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
@@ -113,6 +112,9 @@ def create(
         named = replace(
             opened, store=name or "local", mode="sync", chunk_bytes=LOOPBACK_CHUNK_BYTES
         )
+        # With it come the rules of servers, which a worker of a cluster should not have to load.
+        from kvps.runtime.local.in_process import InProcessSession
+
         here = InProcessSession(config.checkpoint_dir())
         return DistStore(kind, here, named, timeout_s, WORKER_GRACE_S, DeviceCodec())
     if kind.mode == "allreduce":

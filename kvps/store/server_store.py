@@ -17,7 +17,6 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.cuda_staging import ready_on_device
-from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
 from kvps.store.arguments import check_values, reduce, values_of
 from kvps.store.device_codec import DeviceCodec
@@ -25,6 +24,7 @@ from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore, Straggler
 from kvps.store.metrics import of_servers
 from kvps.store.names import Kind
+from kvps.store.session import Session
 from kvps.tensors import Array
 
 log = logging.getLogger("kvps")

@@ -33,7 +33,7 @@ from kvps.net.zap import Keys
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.membership import Rendezvous, RendezvousIs
 from kvps.runtime.keys import load_if_any
-from kvps.runtime.scheduler_process import own_host
+from kvps.runtime.member_process import own_host
 from kvps.torchrun.holder import Doing, Holder
 from kvps.torchrun.state import Meeting
 

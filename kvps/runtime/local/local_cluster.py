@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore, Store
 import kvps
 from kvps import config
 from kvps.core.effects import Core, Exit
-from kvps.core.membership_client import JOIN_MAX_S, Identity
+from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
@@ -37,11 +37,13 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.lenses import Timeline, member_lens
+from kvps.runtime.local.current import current, enter
+from kvps.runtime.member_process import own_machine
 from kvps.runtime.open_stores import OpenStores
-from kvps.runtime.scheduler_process import THIS_PROCESS, own_machine
+from kvps.runtime.scheduler_process import THIS_PROCESS
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
-from kvps.runtime.worker_session import WorkerSession
+from kvps.runtime.worker_session import WorkerSession, worker_session
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -49,37 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvps")
 T = TypeVar("T")
 END_MAX_S = 10.0
-
-
-def worker_session(
-    scheduler: str,
-    rank: int | None = None,
-    incarnation: int = 0,
-    job: bytes = bytes(16),
-    join_max_s: float = JOIN_MAX_S,
-    *,
-    is_replaceable: bool = True,
-    keys: Keys | None = None,
-) -> WorkerSession:
-    """Return a session of this process with the cluster at ``scheduler``."""
-    identity = Identity(
-        Role.WORKER,
-        scheduler,
-        socket.gethostname(),
-        os.getpid(),
-        kvps.__version__,
-        rank,
-        incarnation,
-        job=job,
-        join_max_s=join_max_s,
-        silence_max_s=config.silence_max_s(),
-        machine=own_machine(),
-        public_key=keys.session.public if keys else "",
-        is_enrolled=keys is not None and keys.is_enrolled,
-    )
-    descriptors.demand("a worker", descriptors.of_worker(1, 1) + descriptors.SPARE)
-    transport, memory, _ = open_transport(keys=keys)
-    return WorkerSession(identity, transport, memory, is_replaceable=is_replaceable)
 
 
 class LocalCluster:
@@ -102,9 +73,6 @@ class LocalCluster:
         ...     cluster.run(work)
         [3.0, 3.0]
     """
-
-    current: LocalCluster | None = None
-    """The cluster whose ``with`` block this process is in."""
 
     def __init__(self, workers: int = 1, servers: int = 1) -> None:
         for name, given in (("workers", workers), ("servers", servers)):
@@ -146,10 +114,10 @@ class LocalCluster:
         return mine
 
     def __enter__(self) -> LocalCluster:
-        if LocalCluster.current is not None:
+        if current() is not None:
             raise ConfigError("a LocalCluster is already active in this process; leave it first")
         self.start()
-        LocalCluster.current = self
+        enter(self)
         return self
 
     def __exit__(
@@ -158,7 +126,7 @@ class LocalCluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        LocalCluster.current = None
+        enter(None)
         self.close(done=error is None)
 
     def start(self) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from kvps import config
 from kvps.errors import ConfigError, Timeout
 from kvps.phrases import ranks_in_words
-from kvps.runtime.local.local_cluster import LocalCluster
+from kvps.runtime.local.current import current
 
 log = logging.getLogger("kvps")
 PREFIX = "kvps.allreduce"
@@ -95,7 +95,7 @@ class Ranks:
             ConfigError: for half a description of a world, or a name that is in use.
             Timeout: if the process of rank 0 cannot be reached.
         """
-        cluster = LocalCluster.current
+        cluster = current()
         if cluster is not None:
             session = cluster.session()
             session.join(timeout_s)

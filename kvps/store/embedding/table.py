@@ -20,9 +20,9 @@ from kvps.core.placement import EMBEDDING
 from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import ConfigError, KvpsError, Mismatch
-from kvps.runtime.session import Session
 from kvps.runtime.ticket import Handle
 from kvps.store.embedding.export import write
+from kvps.store.session import Session
 from kvps.tensors import TORCH, as_tensor
 
 BLOCK_BYTES = 8 << 20

@@ -16,9 +16,9 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
-from kvps.runtime.session import Session
 from kvps.runtime.ticket import Ticket
 from kvps.store.create import create_own
+from kvps.store.session import Session
 from kvps.tensors import NAMES
 
 OWNER = "torch.group"

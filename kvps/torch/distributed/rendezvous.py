@@ -32,8 +32,8 @@ from kvps import config
 from kvps.errors import ConfigError, KvpsError, WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.runtime import process
-from kvps.runtime.local.local_cluster import LocalCluster
-from kvps.runtime.scheduler_process import own_host
+from kvps.runtime.local.current import current
+from kvps.runtime.member_process import own_host
 from kvps.store.create import create_own
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.collectives import Collectives
@@ -126,7 +126,7 @@ def _has_servers(timeout_s: float) -> bool:
 
 def _is_described() -> bool:
     """Whether this process is in a cluster, or the environment configures a cluster."""
-    return process.has_joined() or LocalCluster.current is not None or config.cluster() is not None
+    return process.has_joined() or current() is not None or config.cluster() is not None
 
 
 def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:

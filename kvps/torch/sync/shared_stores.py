@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvps.errors import ConfigError
-from kvps.runtime.local.local_cluster import LocalCluster
+from kvps.runtime.local.current import current
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 
@@ -41,7 +41,7 @@ def own_store(owner: str, kvstore: str | KVStore) -> KVStore:
         return kvstore
     if kvstore not in SUMMING:
         raise ConfigError(f"kvstore={kvstore!r}: use one of {', '.join(SUMMING)}")
-    if LocalCluster.current is None:
+    if current() is None:
         with _lock:
             return _made(_of_process, owner, kvstore)
     stores: dict[tuple[str, str], KVStore] | None = getattr(_of_thread, "stores", None)

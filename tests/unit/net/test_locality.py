@@ -12,7 +12,7 @@ import pytest
 
 from kvps.net import locality
 from kvps.net.locality import is_kin, machine
-from kvps.runtime.scheduler_process import own_machine
+from kvps.runtime.member_process import own_machine
 
 
 @pytest.fixture

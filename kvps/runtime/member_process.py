@@ -1,0 +1,71 @@
+"""The parts that processes of every role share: their address, their end at a signal, and the last line of their log."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvps import config
+from kvps.core.effects import Exit
+from kvps.errors import SchedulerLost
+from kvps.net.driver import Inbox, Item
+from kvps.net.locality import machine
+
+log = logging.getLogger("kvps")
+RESOLVE_EVERY_S = 0.5
+
+
+def own_machine() -> int:
+    """Return by which number others know that they are near; 0 where all payload goes in frames."""
+    return 0 if config.transport() == "tcp" else machine()
+
+
+def own_host(scheduler: str, patience_s: float) -> str:
+    """Return this machine's address on the way to the scheduler.
+
+    Raises:
+        SchedulerLost: if its name is not known, or there is no way, for ``patience_s``.
+    """
+    there = config.host_of(scheduler), config.port_of("--scheduler", scheduler)
+    until = time.monotonic() + patience_s
+    while True:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(there)  # of a datagram socket: nothing is sent
+                found: str = probe.getsockname()[0]
+                return found
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise SchedulerLost(
+                        f"cannot reach the scheduler at {scheduler} for {patience_s:g} s: {error}. "
+                        "Check the name in --scheduler or KVPS_SCHEDULER, and start this process again"
+                    ) from error
+        time.sleep(RESOLVE_EVERY_S)
+
+
+def report(who: str, wish: Exit) -> int:
+    """Say in the log why a process ends; return its exit code."""
+    level = logging.INFO if wish.code == 0 else logging.ERROR
+    log.log(level, "%s ends: %s", who, wish.reason)
+    return wish.code
+
+
+@contextmanager
+def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
+    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs."""
+
+    def put(number: int, frame: object) -> None:
+        inbox.put(stop(number))
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(one, put) for one in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
