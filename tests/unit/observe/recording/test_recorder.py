@@ -193,6 +193,9 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     ask(3, p.Load(chunk, 1, (p.Run(0, 4, 0),)), torch.arange(4.0))
     row = torch.full((4,), 0.5)
     ask(4, p.Push(chunk, 1, (0,), 1.0, True, (p.Run(0, 4, 0),)), row)
+    list(lens.item(core, CoreRequest("on_memory", (99, 100)), 2.5))
+    refused = ask(5, p.Declare("kv", True, 1, (p.Entry("x", 1, (4,), 0, 4),)))
+    assert isinstance(refused, p.Error), refused
     list(lens.timer(core, 3.0))
     return core, lens
 
