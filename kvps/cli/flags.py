@@ -20,7 +20,7 @@ from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
 from kvps.observe import logs
 from kvps.observe.exposition import demand_library
-from kvps.observe.http import Place, as_place
+from kvps.observe.place import Place, as_place
 from kvps.runtime.keys import load_if_any
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The kernel's byte counts of a TCP connection."""
+"""The state of TCP connections: libzmq's events of them, and the kernel's counts of their bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +21,20 @@ if sys.platform == "linux":
 CAN_COUNT = sys.platform == "linux"
 _INFO = struct.Struct("@120xQQ")
 """Layout of struct tcp_info: tcpi_bytes_acked and tcpi_bytes_received, which Linux has since 4.1."""
+
+
+_EVENT = struct.Struct("=Hi")
+"""The first frame of an event: its number, and a descriptor or a reason."""
+
+
+def events_of(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield the events that a monitor has: number and value.
+
+    pyzmq can parse them, too, and loads asyncio for it, which takes a seventh of the start of a command.
+    """
+    while monitor.poll(0):
+        event, _ = monitor.recv_multipart(zmq.NOBLOCK)
+        yield _EVENT.unpack(event)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
-import zmq.utils.monitor
 
 from kvps.core.effects import Hold, Route
 from kvps.core.keys import Keyring, RoleKey, near_door
@@ -34,7 +33,7 @@ from kvps.core.limits import Limits
 from kvps.core.pulse import Pulse
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, Watch, moved
+from kvps.net.counted import CAN_COUNT, Watch, events_of, moved
 from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
@@ -455,13 +454,11 @@ class ZmqTransport:
     def _events(self) -> Iterator[tuple[Route, Disconnected]]:
         """Take in which connections were made and which broke; yield these, if they are watched."""
         assert self._monitor is not None
-        while self._monitor.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            fd = int(event["value"])
-            if event["event"] == zmq.EVENT_ACCEPTED:
+        for event, fd in events_of(self._monitor):
+            if event == zmq.EVENT_ACCEPTED:
                 self._inflow.opened(fd)
                 continue
-            if event["event"] != zmq.EVENT_DISCONNECTED:  # the value is no descriptor, but a reason
+            if event != zmq.EVENT_DISCONNECTED:  # the value is no descriptor, but a reason
                 self._failures[_FAILURES.get(fd, "no_handshake")] += 1
                 continue
             self._inflow.closed(fd)
@@ -482,9 +479,7 @@ class ZmqTransport:
         """Take in what libzmq tells of a connection that was opened here."""
         now = time.monotonic()
         watch = self._watches[name]
-        while watch.events.poll(0):
-            event = zmq.utils.monitor.recv_monitor_message(watch.events, zmq.NOBLOCK)
-            kind, value = event["event"], event["value"]
+        for kind, value in events_of(watch.events):
             if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
                 is_up = kind == zmq.EVENT_CONNECTED
                 self._reconnects += not is_up

@@ -15,6 +15,9 @@ from kvps.core.effects import Exit
 from kvps.errors import SchedulerLost
 from kvps.net.driver import Inbox, Item
 from kvps.net.locality import machine
+from kvps.observe.cluster import ClusterHistory
+from kvps.observe.place import Place
+from kvps.observe.sampler import Sampler
 
 log = logging.getLogger("kvps")
 RESOLVE_EVERY_S = 0.5
@@ -69,3 +72,17 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def serving_if_asked(
+    place: Place | None, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
+) -> Iterator[None]:
+    """Serve HTTP at ``place`` as long as the block runs; without one, not even load a web server."""
+    if place is None:
+        yield
+        return
+    from kvps.observe.http import serving
+
+    with serving(place, role, sampler, cluster):
+        yield

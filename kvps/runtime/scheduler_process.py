@@ -34,11 +34,11 @@ from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
 from kvps.observe.cluster import ClusterHistory
-from kvps.observe.http import Place, serving
+from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
-from kvps.runtime.member_process import on_stop, report
+from kvps.runtime.member_process import on_stop, report, serving_if_asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -297,7 +297,7 @@ def _run_scheduler(
     )
     last = _at(signal.SIGUSR2, inbox, CoreRequest("on_conclude"))
     with (
-        serving(http, "scheduler", sampler, cluster),
+        serving_if_asked(http, "scheduler", sampler, cluster),
         again,
         last,
         on_stop(inbox, lambda number: CoreRequest("on_stop")),

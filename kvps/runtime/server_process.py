@@ -30,12 +30,12 @@ from kvps.net.memory import share_bytes
 from kvps.net.memory_watch import MemoryWatch
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state
-from kvps.observe.http import Place, serving
+from kvps.observe.place import Place
 from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.member_process import on_stop, own_host, own_machine, report
+from kvps.runtime.member_process import on_stop, own_host, own_machine, report, serving_if_asked
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
 
@@ -138,7 +138,7 @@ def run_server(
     )
     with (
         MemoryWatch(inbox),
-        serving(http, "server", sampler),
+        serving_if_asked(http, "server", sampler),
         on_stop(inbox, lambda number: _LEAVE),
         dumping_at_signal(inbox, record),
     ):

@@ -23,8 +23,9 @@ from kvps.errors import ConfigError
 from kvps.net.transport import Refusals
 from kvps.observe import assets, exposition, http, sampler
 from kvps.observe.cluster import ClusterHistory
-from kvps.observe.http import CLIENTS_MAX, Place, Server, as_place, serving
+from kvps.observe.http import CLIENTS_MAX, Server, serving
 from kvps.observe.metrics import METRICS, of_role
+from kvps.observe.place import Place, as_place
 from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, State, network_values
 
 
