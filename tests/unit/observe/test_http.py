@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -27,6 +28,7 @@ from kvps.observe.http import CLIENTS_MAX, Server, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
 from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, State, network_values
+from kvps.runtime.member_process import serving_if_asked
 
 
 class Loop:
@@ -242,8 +244,8 @@ def test_silent_clients_keep_no_probe_out() -> None:
 
 def test_nothing_is_served_where_nothing_is_asked_for() -> None:
     loop = Loop()
-    with serving(None, "server", loop.sampler) as server:
-        assert server is None
+    with serving_if_asked(None, "server", loop.sampler):
+        assert not [one for one in threading.enumerate() if one.name == "kvps-http"]
     assert loop.turn() == 0
 
 
