@@ -12,7 +12,7 @@ means and variances of each worker's own examples, in float32 for half types.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # torch's own habit
@@ -78,12 +78,11 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training:
             return super().forward(input)
-        kv = own_store("batchnorm", self._kvstore)
-        if kv.num_workers == 1:
+        exchange = self._found_exchange()
+        if exchange is None:
             return super().forward(input)
         factor = self._factor()
         running = (self.running_mean, self.running_var) if self.track_running_stats else None
-        exchange = self._exchange_in(kv)
         result: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]  # torch has no types there
             input, self.weight, self.bias, running, factor, self.eps, exchange
         )
@@ -105,7 +104,11 @@ class SyncBatchNorm(_BatchNorm):
             return 1.0 / float(self.num_batches_tracked)
         return self.momentum
 
-    def _exchange_in(self, kv: KVStore) -> StatisticsExchange:
+    def _found_exchange(self) -> Exchange | None:
+        """Return the exchange of this layer's sums; None if there is one worker."""
+        kv = own_store("batchnorm", self._kvstore)
+        if kv.num_workers == 1:
+            return None
         if self._exchange is None or self._exchange.kv is not kv:
             self._exchange = StatisticsExchange(kv, self.num_features)
         return self._exchange
@@ -146,6 +149,16 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
 
+class Exchange(Protocol):
+    """The sums of one layer over all workers."""
+
+    def forward(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over workers, of 2 · C + 1 numbers in float64."""
+
+    def backward(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the sum over workers, of 2 · C numbers in float64."""
+
+
 class StatisticsExchange:
     """The sums of one layer: two keys of a store, numbered by order of first forward passes."""
 
@@ -184,7 +197,7 @@ class _Normalise(torch.autograd.Function):
         running: tuple[torch.Tensor, torch.Tensor] | None,
         factor: float,
         eps: float,
-        exchange: StatisticsExchange,
+        exchange: Exchange,
     ) -> torch.Tensor:
         x = _wide(given)
         dims = [dim for dim in range(x.dim()) if dim != 1]

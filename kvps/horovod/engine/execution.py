@@ -1,0 +1,255 @@
+"""Execution: from a decision of the negotiation to transfers, and from what arrives to results.
+
+A rank that has joined takes part in sums with zeros, whose types and shapes the requests of the others tell. Other
+reductions are made without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from kvps.horovod.engine.arithmetic import adasum, finish
+from kvps.horovod.engine.operation import Operation
+from kvps.horovod.engine.transfers import Plan, Transfers
+from kvps.horovod.negotiation.coordinator import Run
+from kvps.horovod.negotiation.request import (
+    SUMMING,
+    Key,
+    Part,
+    Request,
+)
+from kvps.torch.distributed.host_tensor import Staged, blank, fold, octets
+
+
+@dataclass(slots=True)
+class Execution:
+    """Transfers, and what to do when all of them are over.
+
+    Attributes:
+        plans: the transfers; those of one track follow each other.
+        deliver: makes the results of what has arrived.
+    """
+
+    plans: list[Plan] = field(default_factory=list)
+    deliver: list[Callable[[], object]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One tensor of a reduction: its elements here, and where the result goes."""
+
+    row: torch.Tensor
+    request: Request
+    staged: Staged | None
+    """None on a rank that has joined."""
+
+
+class Executor:
+    """Plans executions.
+
+    Args:
+        transfers: of this process.
+        rank: of this process.
+        size: the number of ranks.
+    """
+
+    def __init__(self, transfers: Transfers, rank: int, size: int) -> None:
+        self._transfers, self._rank, self._size = transfers, rank, size
+
+    def plan(self, bucket: Sequence[Run], mine: Mapping[Key, Operation]) -> Execution:
+        """Return what this rank does for a bucket; nothing if it takes no part.
+
+        Args:
+            bucket: operations of one kind and process set, which travel together.
+            mine: this rank's operations; those that it has not requested are absent.
+        """
+        run, execution = bucket[0], Execution()
+        if self._rank not in run.ranks:
+            return execution
+        operation = mine.get(run.first.key)
+        match run.first.kind:
+            case "allreduce":
+                self._reduce(execution, bucket, mine)
+            case "broadcast":
+                self._broadcast(execution, bucket, mine)
+            case "allgather" if operation is not None:
+                self._allgather(execution, run, operation)
+            case "alltoall" if operation is not None:
+                self._alltoall(execution, run, operation)
+            case "reducescatter" if operation is not None:
+                self._reducescatter(execution, run, operation)
+        return execution
+
+    # --- reductions -----------------------------------------------------------------------------
+
+    def _reduce(
+        self, execution: Execution, bucket: Sequence[Run], mine: Mapping[Key, Operation]
+    ) -> None:
+        """Reduce the tensors of one element type as one row."""
+        by_type: dict[torch.dtype, list[_Row]] = {}
+        for run in bucket:
+            request, operation = run.first, mine.get(run.first.key)
+            for index, part in enumerate(request.parts):
+                staged = None if operation is None else operation.staged[index]
+                row = _zeros(part) if staged is None else staged.row
+                if len(row):
+                    by_type.setdefault(row.dtype, []).append(_Row(row, request, staged))
+        run = bucket[0]
+        for rows in by_type.values():
+            flat = rows[0].row if len(rows) == 1 else torch.cat([one.row for one in rows])
+            if run.first.op in SUMMING and self._is_round(run, flat.dtype):
+                execution.plans.append(self._transfers.total(flat))
+                execution.deliver.append(partial(_give_sums, flat, rows, len(run.ranks)))
+            elif self._rank not in run.joined:
+                active = [rank for rank in run.ranks if rank not in run.joined]
+                room = [blank(len(flat), flat.dtype) for _ in active]
+                execution.plans.append(self._transfers.gather(active, flat, room))
+                execution.deliver.append(partial(_give_folds, room, rows, len(run.ranks)))
+
+    def _is_round(self, run: Run, dtype: torch.dtype) -> bool:
+        """Whether the servers add up: a round is of all ranks of the job."""
+        return len(run.ranks) == self._size and self._transfers.is_summable(dtype)
+
+    def _reducescatter(self, execution: Execution, run: Run, operation: Operation) -> None:
+        place, count = run.ranks.index(self._rank), len(run.ranks)
+        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        for index, (staged, part) in enumerate(zip(operation.staged, run.first.parts, strict=True)):
+            rows = even_rows(part.shape[0], count)
+            given = _cut(staged.row, part, rows)
+            room = [blank(len(given[place]), staged.row.dtype) for _ in run.ranks]
+            execution.plans.append(self._transfers.swap(run.ranks, given, room))
+
+            def give(
+                index: int = index,
+                part: Part = part,
+                rows: list[int] = rows,
+                room: list[torch.Tensor] = room,
+            ) -> None:
+                row = fold("SUM", room)
+                request = run.first
+                finish(row, request.op, count, request.postscale)
+                shape = (rows[place], *part.shape[1:])
+                outcome[index] = row.view(shape).to(operation.tensors[index].device)
+
+            execution.deliver.append(give)
+        execution.deliver.append(lambda: operation.deliver(outcome))
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _broadcast(
+        self, execution: Execution, bucket: Sequence[Run], mine: Mapping[Key, Operation]
+    ) -> None:
+        """Send all tensors of a bucket as one row of bytes."""
+        run = bucket[0]
+        all_staged = [staged for one in bucket for staged in mine[one.first.key].staged]
+        filled = [staged for staged in all_staged if len(staged.row)]
+        if not filled or len(run.ranks) == 1:
+            return
+        parts = [octets(staged.row) for staged in filled]
+        row = parts[0] if len(parts) == 1 else torch.cat(parts)
+        execution.plans.append(self._transfers.spread(run.ranks, row, run.first.root))
+        if self._rank == run.first.root:
+            return
+
+        def give() -> None:
+            if len(parts) > 1:
+                for part, piece in zip(
+                    parts, torch.split(row, [len(one) for one in parts]), strict=True
+                ):
+                    part.copy_(piece)
+            for staged in filled:
+                staged.deliver()
+
+        execution.deliver.append(give)
+
+    def _allgather(self, execution: Execution, run: Run, operation: Operation) -> None:
+        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        for index, staged in enumerate(operation.staged):
+            shapes = [run.requests[rank].parts[index].shape for rank in run.ranks]
+            whole = blank(sum(map(_count, shapes)), staged.row.dtype)
+            room = torch.split(whole, [_count(shape) for shape in shapes])
+            execution.plans.append(self._transfers.gather(run.ranks, staged.row, room))
+            shape = (sum(one[0] for one in shapes), *shapes[0][1:])
+            execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
+        execution.deliver.append(lambda: operation.deliver(outcome))
+
+    def _alltoall(self, execution: Execution, run: Run, operation: Operation) -> None:
+        """Exchange rows; the result has the numbers of rows that came from each rank, too."""
+        place = run.ranks.index(self._rank)
+        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        received = []
+        for index, staged in enumerate(operation.staged):
+            part = run.requests[self._rank].parts[index]
+            rows = [run.requests[rank].splits[index][place] for rank in run.ranks]
+            width = _count(part.shape[1:])
+            given = _cut(staged.row, part, operation.request.splits[index])
+            whole = blank(sum(rows) * width, staged.row.dtype)
+            room = torch.split(whole, [one * width for one in rows])
+            execution.plans.append(self._transfers.swap(run.ranks, given, room))
+            shape = (sum(rows), *part.shape[1:])
+            execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
+            received.append(torch.tensor(rows, dtype=torch.int32))
+        execution.deliver.append(
+            lambda: operation.deliver(list(zip(outcome, received, strict=True)))
+        )
+
+
+def even_rows(rows: int, ranks: int) -> list[int]:
+    """Return how many of the rows of a tensor each rank gets: the first ranks get one more.
+
+    Example:
+        >>> even_rows(5, 3)
+        [2, 2, 1]
+    """
+    least, more = divmod(rows, ranks)
+    return [least + (place < more) for place in range(ranks)]
+
+
+def _give_sums(flat: torch.Tensor, rows: Sequence[_Row], ranks: int) -> None:
+    for one, row in zip(rows, torch.split(flat, [len(one.row) for one in rows]), strict=True):
+        if one.staged is not None:
+            finish(row, one.request.op, ranks, one.request.postscale)
+            if row.data_ptr() != one.row.data_ptr():
+                one.row.copy_(row)
+            one.staged.deliver()
+
+
+def _give_folds(room: Sequence[torch.Tensor], rows: Sequence[_Row], ranks: int) -> None:
+    pieces = [torch.split(row, [len(one.row) for one in rows]) for row in room]
+    for one, of_ranks in zip(rows, zip(*pieces, strict=True), strict=True):
+        op, postscale = one.request.op, one.request.postscale
+        name = "SUM" if op in SUMMING else op.upper()
+        row = adasum(of_ranks) if op == "adasum" else fold(name, of_ranks)
+        finish(row, op, ranks, postscale)
+        one.row.copy_(row)
+        if one.staged is not None:
+            one.staged.deliver()
+
+
+def _put(
+    outcome: list[torch.Tensor],
+    index: int,
+    row: torch.Tensor,
+    shape: tuple[int, ...],
+    operation: Operation,
+) -> None:
+    outcome[index] = row.view(shape).to(operation.tensors[index].device)
+
+
+def _cut(row: torch.Tensor, part: Part, rows: Sequence[int]) -> list[torch.Tensor]:
+    """Return a tensor's elements cut along its first dimension."""
+    width = _count(part.shape[1:])
+    return list(torch.split(row, [one * width for one in rows]))
+
+
+def _count(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _zeros(part: Part) -> torch.Tensor:
+    dtype = getattr(torch, part.dtype)
+    return torch.zeros(_count(part.shape), dtype=dtype)

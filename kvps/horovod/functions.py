@@ -1,0 +1,177 @@
+"""Broadcasts and gathers of whole things: parameters, optimizer states, and objects made of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from kvps.errors import ConfigError
+from kvps.horovod.engine.context import current
+from kvps.horovod.ops.handles import synchronize
+from kvps.horovod.ops.move import (
+    allgather,
+    broadcast_,
+    broadcast_async_,
+)
+from kvps.horovod.process_sets import ProcessSet, global_process_set
+from kvps.torch.serialization import pack, unpack
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Replace tensors by those of one rank.
+
+    Args:
+        params: a ``state_dict()``, pairs of name and tensor, or tensors; the same on every rank.
+        root_rank: the rank that has the values.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: for anything else.
+        HorovodInternalError: on every rank, if shapes or types differ.
+    """
+    handles = []
+    for index, (name, tensor) in enumerate(_named(params)):
+        handles.append(
+            broadcast_async_(tensor, root_rank, f"broadcast_parameters.{index}.{name}", process_set)
+        )
+    for handle in handles:
+        synchronize(handle)
+
+
+def _named(params: object) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        pairs: list[Any] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        pairs = [one if isinstance(one, tuple) else ("", one) for one in params]
+    else:
+        raise ValueError(
+            f"invalid params of type: {type(params)}; give a state_dict(), or named_parameters()"
+        )
+    for name, tensor in pairs:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(
+                f"params: {name!r} is a {type(tensor).__name__}, not a tensor; see broadcast_object()"
+            )
+    return pairs
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Set the optimizer of every rank to the state of one rank's: momenta, step counts, and options of groups.
+
+    States that only the root has are created on the other ranks; states that the root does not have are dropped. So
+    parameters that have had no gradient need no state, and optimizers may refuse some parameters, as Muon does.
+
+    Args:
+        optimizer: any torch optimizer, also a DistributedOptimizer, over the same parameters on every rank.
+        root_rank: the rank that has the state.
+        model: accepted for Horovod's sake.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: on every rank, for a state that is not data; or if the root's optimizer has other parameters.
+        HorovodInternalError: if a rank is lost.
+    """
+    is_root = current().running().rank == root_rank
+    tensors: list[torch.Tensor] = []
+    name = "broadcast_optimizer_state"
+    if is_root:
+        state = None
+        _sent(lambda: pack(optimizer.state_dict(), tensors), root_rank, name, process_set)
+    else:
+        state = unpack(_sent(None, root_rank, name, process_set), tensors)
+    broadcast_parameters(tensors, root_rank, process_set)
+    if state is not None:
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(
+                f"the optimizer of rank {root_rank} differs from this rank's: {error}; create it over the "
+                "same parameters on every rank"
+            ) from error
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return one rank's object on every rank.
+
+    Args:
+        obj: None, bool, int, float, complex, str, bytes, tensor or array, or list, tuple, dict, set of those. Unlike
+            Horovod, kvps sends no pickle: anything else would let a rank run code in the others.
+        root_rank: the rank that has the object.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: on every rank, if the object has anything else in it; the text names its type and place.
+        HorovodInternalError: if a rank is lost.
+    """
+    is_root = current().running().rank == root_rank
+    key = f"broadcast_object.{name or ''}"
+    packed = _sent((lambda: pack(obj)) if is_root else None, root_rank, key, process_set)
+    return obj if is_root else unpack(packed)
+
+
+def _sent(make: Any, root: int, name: str, process_set: ProcessSet) -> bytes:
+    """Return the bytes that the root makes, on every rank; raise its error, if it makes none, on every rank."""
+    packed, error = b"", None
+    if make is not None:
+        packed, error = _packed(make)
+    size = torch.tensor([-len(packed) if error is not None else len(packed)])
+    broadcast_(size, root, f"{name}.size", process_set)
+    row = torch.frombuffer(bytearray(packed or bytes(abs(int(size)))), dtype=torch.uint8)
+    broadcast_(row, root, f"{name}.bytes", process_set)
+    found = row.numpy().tobytes()
+    if int(size) < 0:
+        raise ValueError(f"rank {root} cannot send its object: {found.decode()}") from error
+    return found
+
+
+def _packed(make: Any) -> tuple[bytes, ConfigError | None]:
+    try:
+        packed: bytes = make()
+    except ConfigError as error:
+        return str(error).encode(), error
+    return packed, None
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the objects of all ranks, in the order of ranks, on every rank.
+
+    Args:
+        obj: as in :func:`broadcast_object`.
+        name: matches the calls of the ranks.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: on every rank, if an object has anything else in it; the text names the rank, type and place.
+        HorovodInternalError: if a rank is lost.
+    """
+    current().running()
+    packed, error = _packed(lambda: pack(obj))
+    key = f"allgather_object.{name or ''}"
+    size = torch.tensor([-len(packed) if error is not None else len(packed)])
+    sizes = [int(one) for one in allgather(size, f"{key}.size", process_set)]
+    row = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    rows = torch.split(allgather(row, f"{key}.bytes", process_set), [abs(one) for one in sizes])
+    for rank, length, one in zip(process_set.ranks, sizes, rows, strict=True):
+        if length < 0:
+            text = one.numpy().tobytes().decode()
+            raise ValueError(f"rank {rank} cannot send its object: {text}") from error
+    return [unpack(one.numpy().tobytes()) for one in rows]

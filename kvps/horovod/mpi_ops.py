@@ -1,0 +1,262 @@
+"""The names of ``horovod.torch.mpi_ops``, for scripts that import from there."""
+
+from __future__ import annotations
+
+from kvps.horovod.common.exceptions import HorovodInternalError
+from kvps.horovod.engine.context import current
+from kvps.horovod.ops.handles import barrier, join, poll, synchronize
+from kvps.horovod.ops.move import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from kvps.horovod.ops.reduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from kvps.horovod.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    ids_and_ranks,
+    init,
+    remove_process_set,
+)
+from kvps.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+
+
+def shutdown() -> None:
+    """Leave the negotiation. Operations that are not decided fail on every rank; so do later ones, until ``init()``.
+
+    A process that ends well does this by itself.
+    """
+    current().shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether :func:`init` was called, and :func:`shutdown` was not."""
+    return current().engine is not None
+
+
+def rank() -> int:
+    """Return the rank of this process.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    return current().running().rank
+
+
+def size() -> int:
+    """Return the number of ranks.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    return current().running().size
+
+
+def local_rank() -> int:
+    """Return the place of this rank among the ranks of its machine.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    return current().neighbours().index(rank())
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    return len(current().neighbours())
+
+
+def cross_rank() -> int:
+    """Return the place of this machine among the machines that have a rank at this place.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    place = local_rank()
+    machines = [ranks for ranks in current().machines() if len(ranks) > place]
+    return [ranks[place] for ranks in machines].index(rank())
+
+
+def cross_size() -> int:
+    """Return the number of machines that have a rank at this rank's place.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    place = local_rank()
+    return sum(len(ranks) > place for ranks in current().machines())
+
+
+def is_homogeneous() -> bool:
+    """Return whether every machine has as many ranks.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    return len({len(ranks) for ranks in current().machines()}) == 1
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Refused: kvps records timelines of all processes at once.
+
+    Raises:
+        NotImplementedError: always; the text names the command.
+    """
+    raise NotImplementedError(
+        f"start_timeline({file_path!r}): use the command 'kvps trace', which records all ranks and servers"
+    )
+
+
+def stop_timeline() -> None:
+    """Refused, as :func:`start_timeline` is.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError("stop_timeline(): use the command 'kvps trace'")
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: collectives may be called from several threads.
+
+    Raises:
+        ValueError: before ``init()``.
+    """
+    current().running()
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Return False: MPI is not used."""
+    return False
+
+
+def mpi_built() -> bool:
+    """Return False: MPI is not used."""
+    return False
+
+
+def gloo_enabled() -> bool:
+    """Return True: tensors travel through the CPU, as with Gloo."""
+    return True
+
+
+def gloo_built() -> bool:
+    """Return True: tensors travel through the CPU, as with Gloo."""
+    return True
+
+
+def nccl_built() -> int:
+    """Return 0: NCCL is not used."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False: DDL is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: no collective runs on a GPU. Tensors of a GPU are copied through the CPU."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: no collective runs on a GPU. Tensors of a GPU are copied through the CPU."""
+    return False
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "ids_and_ranks",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

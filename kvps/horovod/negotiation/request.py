@@ -1,0 +1,143 @@
+"""Requests: one rank's part in a collective, and the differences between the requests of two ranks.
+
+A request says everything that the ranks must agree on before values move. All tensors of a grouped operation are
+parts of one request, so a group runs as a whole or not at all.
+
+Which fields must agree depends on the operation: an allgather may differ in the first dimension, an alltoall in
+its splits, and only a broadcast has a root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
+ALLTOALL, REDUCESCATTER, BARRIER = "alltoall", "reducescatter", "barrier"
+ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
+KINDS = (
+    *(ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER),
+    *(ADD_SET, REMOVE_SET),
+)
+"""The operations that are negotiated."""
+UNEVEN = (ALLGATHER, ALLTOALL)
+"""Operations whose tensors may differ in the first dimension."""
+SUMMING = ("sum", "average")
+"""Reductions to which a rank that has joined adds zeros."""
+NAME_MAX = 1024
+"""Characters of a name."""
+
+Key = tuple[int, str]
+"""A process set, and the name of an operation in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a request: its element type, by torch's name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One rank's part in a collective.
+
+    Attributes:
+        name: matches the requests of the ranks.
+        kind: one of :data:`KINDS`.
+        process_set: the set whose ranks take part.
+        parts: the tensors, in their order.
+        op: the reduction: ``sum``, ``average``, ``min``, ``max``, ``product`` or ``adasum``; else empty.
+        root: the rank whose tensor is broadcast; else -1.
+        prescale, postscale: factors of a reduction.
+        splits: of an alltoall: rows for each rank of the set, for each part.
+        ranks: the ranks of a process set that is added.
+        fault: why the rank refuses its own call; the other ranks are told.
+    """
+
+    name: str
+    kind: str
+    process_set: int = 0
+    parts: tuple[Part, ...] = ()
+    op: str = ""
+    root: int = -1
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[tuple[int, ...], ...] = ()
+    ranks: tuple[int, ...] = ()
+    fault: str = ""
+
+    @property
+    def key(self) -> Key:
+        """The process set and the name."""
+        return self.process_set, self.name
+
+
+def difference(first: int, one: Request, second: int, other: Request) -> str:
+    """Return how the requests of two ranks differ, in words; empty if they fit together.
+
+    Example:
+        >>> one = Request("x", ALLREDUCE, parts=(Part("float32", (2,)),), op="sum")
+        >>> other = Request("x", ALLREDUCE, parts=(Part("float32", (3,)),), op="sum")
+        >>> difference(0, one, 1, other)
+        'shapes differ: rank 0 has float32[2], rank 1 has float32[3]'
+    """
+
+    def differ(what: str, here: object, there: object) -> str:
+        return f"{what} differ: rank {first} has {here}, rank {second} has {there}"
+
+    if one.kind != other.kind:
+        return differ("operations", one.kind, other.kind)
+    if len(one.parts) != len(other.parts):
+        return differ("numbers of tensors", len(one.parts), len(other.parts))
+    for index, (here, there) in enumerate(zip(one.parts, other.parts, strict=True)):
+        of = f" of tensor {index}" if len(one.parts) > 1 else ""
+        if here.dtype != there.dtype:
+            return differ(f"types{of}", here.dtype, there.dtype)
+        if _compared(one.kind, here) != _compared(one.kind, there):
+            return differ(f"shapes{of}", here, there)
+    for what, mine, its in (
+        ("reductions", one.op, other.op),
+        ("root ranks", one.root, other.root),
+        ("prescale factors", one.prescale, other.prescale),
+        ("postscale factors", one.postscale, other.postscale),
+        ("ranks of the process set", list(one.ranks), list(other.ranks)),
+    ):
+        if mine != its:
+            return differ(what, mine, its)
+    return ""
+
+
+def _compared(kind: str, part: Part) -> tuple[int, ...]:
+    """Return the part of a shape that must agree: without the first dimension where it may differ."""
+    if kind in UNEVEN:
+        return (len(part.shape), *part.shape[1:])
+    return part.shape
+
+
+def own_fault(request: Request, ranks: Sequence[int]) -> str:
+    """Return what is wrong with a request by itself, in words; empty if nothing is.
+
+    Args:
+        request: one rank's.
+        ranks: the ranks of its process set.
+    """
+    if request.fault:
+        return request.fault
+    if request.kind == BROADCAST and request.root not in ranks:
+        return f"root_rank={request.root} is not in the process set {list(ranks)}"
+    if request.kind in (*UNEVEN, REDUCESCATTER) and any(not part.shape for part in request.parts):
+        return f"{request.kind} needs tensors with 1 dimension or more, got a scalar"
+    if request.kind == ALLTOALL:
+        for part, splits in zip(request.parts, request.splits, strict=True):
+            if len(splits) != len(ranks):
+                return f"{len(splits)} splits were given for {len(ranks)} ranks"
+            if min(splits) < 0 or sum(splits) != part.shape[0]:
+                return (
+                    f"the splits {list(splits)} do not add up to the {part.shape[0]} rows of {part}"
+                )
+    return ""

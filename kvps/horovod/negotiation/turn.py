@@ -1,0 +1,117 @@
+"""Turns: the messages of one cycle, one from each rank, and their bytes.
+
+A turn carries the requests that a rank has made since its last turn. It also says whether the rank has joined, is
+leaving, or waits for an operation and can make no other request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from kvps.errors import ProtocolError
+from kvps.horovod.negotiation.request import KINDS, NAME_MAX, Key, Part, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One rank's message of one cycle.
+
+    Attributes:
+        requests: those made since the last turn, in their order.
+        has_joined: the rank has called ``join()`` after them.
+        is_over: the rank has called ``shutdown()`` after them.
+        waits_for: the operation that the only thread of the rank that makes requests waits for.
+    """
+
+    requests: tuple[Request, ...] = ()
+    has_joined: bool = False
+    is_over: bool = False
+    waits_for: Key | None = None
+
+
+def pack(turn: Turn) -> bytes:
+    """Return the bytes of a turn.
+
+    Example:
+        >>> unpack(pack(Turn(has_joined=True)))
+        Turn(requests=(), has_joined=True, is_over=False, waits_for=None)
+    """
+    requests = [
+        [
+            *(one.name, one.kind, one.process_set),
+            [[part.dtype, part.shape] for part in one.parts],
+            *(one.op, one.root, one.prescale, one.postscale, one.splits, one.ranks, one.fault),
+        ]
+        for one in turn.requests
+    ]
+    row = [requests, turn.has_joined, turn.is_over, turn.waits_for]
+    packed: bytes = msgpack.packb(row)
+    return packed
+
+
+def unpack(given: bytes) -> Turn:
+    """Return the turn of these bytes.
+
+    Raises:
+        ProtocolError: if they are not those of a turn.
+    """
+    try:
+        requests, has_joined, is_over, waits_for = msgpack.unpackb(given)
+        _demand(type(has_joined) is bool and type(is_over) is bool)
+        return Turn(
+            tuple([_request(*row) for row in requests]),
+            has_joined,
+            is_over,
+            None if waits_for is None else _key(*waits_for),
+        )
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a turn of the negotiation cannot be read: {error}") from error
+
+
+def _demand(is_right: bool) -> None:
+    if not is_right:
+        raise ValueError("a field has the wrong type")
+
+
+def _key(process_set: Any, name: Any) -> Key:
+    _demand(type(process_set) is int and type(name) is str and len(name) <= NAME_MAX)
+    return process_set, name
+
+
+def _request(
+    name: Any,
+    kind: Any,
+    process_set: Any,
+    parts: Any,
+    op: Any,
+    root: Any,
+    prescale: Any,
+    postscale: Any,
+    splits: Any,
+    ranks: Any,
+    fault: Any,
+) -> Request:
+    _key(process_set, name)
+    _demand(kind in KINDS and type(op) is str and type(root) is int and type(fault) is str)
+    _demand(type(prescale) is float and type(postscale) is float)
+    return Request(
+        *(name, kind, process_set),
+        tuple([_part(*part) for part in parts]),
+        *(op, root, prescale, postscale),
+        tuple([_sizes(one) for one in splits]),
+        _sizes(ranks),
+        fault,
+    )
+
+
+def _part(dtype: Any, shape: Any) -> Part:
+    _demand(type(dtype) is str)
+    return Part(dtype, _sizes(shape))
+
+
+def _sizes(given: Any) -> tuple[int, ...]:
+    _demand(type(given) is list and all(type(one) is int for one in given))
+    return tuple(given)

@@ -1,0 +1,1 @@
+"""The collectives of Horovod's interface."""

@@ -1,0 +1,142 @@
+"""Handles of asynchronous collectives: how operations begin, and how their results are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvps.horovod.common.exceptions import HorovodInternalError
+from kvps.horovod.engine.context import current
+from kvps.horovod.engine.operation import Operation, parts_of
+from kvps.horovod.negotiation.request import BARRIER, Request
+from kvps.horovod.process_sets import ProcessSet, global_process_set
+
+
+def begin(
+    kind: str,
+    name: str | None,
+    tensors: Sequence[torch.Tensor],
+    process_set: ProcessSet,
+    *,
+    is_list: bool = False,
+    results: Sequence[torch.Tensor] | None = None,
+    **more: Any,
+) -> int:
+    """Request a collective; return its handle.
+
+    Args:
+        kind: of the operation.
+        name: of the operation; None for the next number of this kind.
+        tensors: dense tensors, which stay unchanged until the operation is over, or hold its result.
+        process_set: the ranks that take part.
+        is_list: whether the result is a list.
+        results: what is returned in place of ``tensors``, whose memory it shares.
+        more: the other fields of the request.
+
+    Raises:
+        ValueError: before ``init()``; for a sparse tensor, a process set that is not registered, or a name whose
+            operation is not over.
+        HorovodInternalError: if the engine has failed.
+    """
+    mine = current()
+    rank = mine.running().rank
+    number = process_set.process_set_id
+    if number is None:
+        raise ValueError(
+            f"{process_set} is not registered; give it to hvd.init() or hvd.add_process_set()"
+        )
+    if not process_set.included():
+        raise ValueError(f"{kind}: rank {rank} is not in {process_set}; see included()")
+    request = Request(mine.name(name, kind), kind, number, parts_of(tensors), **more)
+    return mine.submit(Operation(request, tensors, is_list, results))
+
+
+def refuse(kind: str, name: str | None, process_set: ProcessSet, error: ValueError) -> ValueError:
+    """Tell the other ranks that this one refuses its own call, so that they do not wait; return the error."""
+    mine = current()
+    number = process_set.process_set_id
+    if mine.engine is not None and number is not None and process_set.included():
+        request = Request(mine.name(name, kind), kind, number, fault=str(error))
+        try:
+            mine.running().submit(Operation(request))
+        except (ValueError, HorovodInternalError):
+            return error  # the name is in use, or nobody waits any more
+    return error
+
+
+def demand_tensors(
+    kind: str, name: str | None, tensors: Sequence[Any], process_set: ProcessSet
+) -> None:
+    """Check that all are dense tensors.
+
+    Raises:
+        ValueError: naming the first that is not; the other ranks are told.
+    """
+    current().running()
+    wrong = next((one for one in tensors if not isinstance(one, torch.Tensor)), None)
+    if wrong is not None:
+        text = f"{kind} needs a torch.Tensor, got {type(wrong).__name__}"
+        raise refuse(kind, name, process_set, ValueError(text))
+    sparse = next((one for one in tensors if one.layout is not torch.strided), None)
+    if sparse is not None:
+        text = (
+            f"{kind}: Tensor is required to be dense, got layout {sparse.layout}; use to_dense(), or "
+            "sparse_allreduce_async()"
+        )
+        raise refuse(kind, name, process_set, ValueError(text))
+    if not tensors:
+        raise refuse(kind, name, process_set, ValueError(f"{kind}: give one tensor or more"))
+
+
+def poll(handle: int | Callable[[], Any]) -> bool:
+    """Return whether an operation is over; :func:`synchronize` then returns at once.
+
+    Args:
+        handle: of an asynchronous collective.
+
+    Raises:
+        ValueError: for a handle that was not made here, or whose result was taken.
+    """
+    if callable(handle):
+        return bool(getattr(handle, "is_over")())  # noqa: B009  # a sparse handle has it
+    return current().poll(handle)
+
+
+def synchronize(handle: int | Callable[[], Any]) -> Any:
+    """Wait for an operation; return its result, or None if the result was taken before.
+
+    Args:
+        handle: of an asynchronous collective.
+
+    Raises:
+        HorovodInternalError: if it failed; the text says why, on every rank.
+    """
+    return handle() if callable(handle) else current().synchronize(handle)
+
+
+def join(device: int = -1) -> int:
+    """Take part with zeros in the allreduces of the other ranks, until every rank has joined.
+
+    Args:
+        device: accepted for Horovod's sake.
+
+    Returns:
+        The rank that joined last.
+
+    Raises:
+        HorovodInternalError: if a rank is lost.
+    """
+    last = current().running().join()
+    assert isinstance(last, int)
+    return last
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank of a process set has called.
+
+    Raises:
+        HorovodInternalError: if a rank is lost.
+    """
+    synchronize(begin(BARRIER, None, [], process_set))

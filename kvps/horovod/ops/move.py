@@ -1,0 +1,259 @@
+"""Moves: allgather, broadcast and alltoall, of one tensor or of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvps.horovod.engine.context import current
+from kvps.horovod.negotiation.request import ALLGATHER, ALLTOALL, BROADCAST
+from kvps.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
+from kvps.horovod.ops.reduce import grouped_allreduce
+from kvps.horovod.process_sets import ProcessSet, global_process_set
+from kvps.horovod.reductions import Average
+
+Tensors = Sequence[torch.Tensor]
+
+
+# --- allgather ----------------------------------------------------------------------------------
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin :func:`allgather`; return its handle."""
+    demand_tensors(ALLGATHER, name, [tensor], process_set)
+    return begin(ALLGATHER, name, [tensor.detach()], process_set)
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin :func:`grouped_allgather`; return its handle."""
+    given = list(tensors)
+    demand_tensors(ALLGATHER, name, given, process_set)
+    return begin(ALLGATHER, name, [one.detach() for one in given], process_set, is_list=True)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the tensors of all ranks, joined along the first dimension; gradients flow through it.
+
+    Args:
+        tensor: of the same type on every rank; shapes may differ in the first dimension only.
+        name: matches the calls of the ranks; by default, the number of the call.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: for an argument that cannot be, or a name whose operation is not over.
+        HorovodInternalError: on every rank, if the ranks do not fit together, or for a scalar.
+    """
+    result: torch.Tensor = _Allgather.apply(name, process_set, tensor)[0]  # type: ignore[no-untyped-call]  # torch has no types there
+    return result
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Do :func:`allgather` for several tensors, which travel as one operation."""
+    return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]  # torch has no types there
+
+
+class _Allgather(torch.autograd.Function):
+    """An allgather through which gradients flow: each rank gets the mean of its rows' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
+        found = synchronize(grouped_allgather_async(tensors, name, process_set))
+        ctx.process_set, ctx.rows = process_set, [len(one) for one in tensors]
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        process_set: ProcessSet = ctx.process_set
+        own = [torch.tensor([rows]) for rows in ctx.rows]
+        rows = grouped_allgather(own, process_set=process_set)
+        means = grouped_allreduce(list(grads), op=Average, process_set=process_set)
+        place = process_set.rank() or 0
+        found = [
+            mean.narrow(0, int(of_ranks[:place].sum()), int(of_ranks[place]))
+            for mean, of_ranks in zip(means, rows, strict=True)
+        ]
+        return (None, None, *found)
+
+
+# --- broadcast ----------------------------------------------------------------------------------
+
+
+def _broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None,
+    process_set: ProcessSet,
+    is_inplace: bool,
+) -> int:
+    demand_tensors(BROADCAST, name, [tensor], process_set)
+    if type(root_rank) is not int:
+        text = f"root_rank={root_rank!r}: give a rank of the process set"
+        raise refuse(BROADCAST, name, process_set, ValueError(text))
+    travelling = tensor.detach()
+    if not is_inplace:
+        is_root = root_rank == current().running().rank
+        travelling = travelling.clone() if is_root else torch.empty_like(travelling)
+    results = [tensor] if is_inplace else None
+    return begin(BROADCAST, name, [travelling], process_set, results=results, root=root_rank)
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin :func:`broadcast`; return its handle."""
+    return _broadcast(tensor, root_rank, name, process_set, is_inplace=False)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin :func:`broadcast_`; return its handle."""
+    return _broadcast(tensor, root_rank, name, process_set, is_inplace=True)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Return the tensor of one rank; gradients flow through it.
+
+    Args:
+        tensor: of the same type and shape on every rank.
+        root_rank: the rank in the job, also where ``process_set`` has fewer ranks.
+        name: matches the calls of the ranks; by default, the number of the call.
+        process_set: the ranks that take part.
+
+    Raises:
+        ValueError: for an argument that cannot be, or a name whose operation is not over.
+        HorovodInternalError: on every rank, if the ranks do not fit together, or the root is not in the set.
+    """
+    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch has no types there
+    return result
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Replace a tensor by that of one rank, and return it; see :func:`broadcast`."""
+    synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return tensor
+
+
+class _Broadcast(torch.autograd.Function):
+    """A broadcast through which gradients flow: the root gets their mean, and the others zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Any:
+        ctx.root_rank, ctx.process_set = root_rank, process_set
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        mean = grouped_allreduce(list(grads), op=Average, process_set=ctx.process_set)[0]
+        if ctx.root_rank != current().running().rank:
+            mean = torch.zeros_like(mean)
+        return mean, None, None, None
+
+
+# --- alltoall -----------------------------------------------------------------------------------
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin :func:`alltoall`; return its handle, whose result is always a pair."""
+    demand_tensors(ALLTOALL, name, [tensor], process_set)
+    rows, fault = _splits(tensor, splits, process_set)
+    if fault is not None:
+        raise refuse(ALLTOALL, name, process_set, fault)
+    return begin(ALLTOALL, name, [tensor.detach()], process_set, splits=(rows,))
+
+
+def _splits(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet
+) -> tuple[tuple[int, ...], ValueError | None]:
+    """Return the rows for each rank, or why there are none. The negotiation checks their sum."""
+    if splits is None:
+        count = process_set.size() or 1
+        rows = len(tensor) if tensor.dim() else 0
+        return (rows // count,) * count, None
+    given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
+    if given.is_floating_point() or given.is_complex() or given.dim() != 1:
+        return (), ValueError(
+            f"alltoall: splits must be whole numbers, one for each rank; got {given.dtype}"
+            f"{list(given.shape)}"
+        )
+    return tuple([int(one) for one in given]), None
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Give each rank some rows of a tensor, and return the rows that the ranks gave; gradients flow through it.
+
+    Args:
+        tensor: of the same type on every rank; shapes may differ in the first dimension only.
+        splits: the number of rows for each rank of the set; by default, the same for all.
+        name: matches the calls of the ranks; by default, the number of the call.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows that came, in the order of ranks; with ``splits``, also how many came from each rank (int32).
+
+    Raises:
+        ValueError: for splits that are not whole numbers, or a name whose operation is not over.
+        HorovodInternalError: on every rank, if the splits do not add up to the rows, or the ranks do not fit together.
+    """
+    rows, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch has no types there
+    return rows if splits is None else (rows, received)
+
+
+class _Alltoall(torch.autograd.Function):
+    """An alltoall through which gradients flow: they go back where the rows came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        splits: torch.Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> Any:
+        rows, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+        ctx.process_set, ctx.received = process_set, received
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        found = alltoall(grads[0], ctx.received, process_set=ctx.process_set)
+        return found[0], None, None, None

@@ -1,0 +1,436 @@
+"""Horovod's DistributedOptimizer: gradients are reduced while backward is still running.
+
+The result is an instance of the given optimizer's own class, with the methods of :class:`Distributed` before its own; so
+schedulers and scalers take it for that optimizer. It shares parameter groups and state with the given one.
+
+A parameter's gradient leaves when the last backward pass of a step has made it, or, with groups, when those of its
+group are all there. What backward has not made by ``synchronize()`` is sent then, as zeros if there is none, since
+another rank may have it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from kvps import config
+from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.engine.context import current
+from kvps.horovod.engine.execution import even_rows
+from kvps.horovod.ops.handles import synchronize
+from kvps.horovod.ops.reduce import (
+    allreduce_async_,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from kvps.horovod.process_sets import ProcessSet, global_process_set
+from kvps.horovod.reductions import Adasum, Average, ReduceOp, Sum
+
+Group = tuple[torch.Tensor, ...]
+
+
+class Reduction:
+    """The gradients of one optimizer on their way.
+
+    Args:
+        named: name and parameter of all that the optimizer updates.
+        groups: parameters whose gradients travel together; each of the others travels alone.
+        compression: of the gradients.
+        passes: backward passes of a step.
+        op: the reduction.
+        predivide: the part of the division by the number of ranks that comes before the sum.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the ranks that take part.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, torch.Tensor]],
+        groups: Sequence[Sequence[torch.Tensor]],
+        compression: type[Compressor],
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.passes = passes
+        self.op = op
+        self.process_set = process_set
+        self._compression, self._predivide = compression, predivide
+        self._sparse_as_dense = sparse_as_dense
+        number = next(current().numbers.setdefault("optimizer", count()))
+        self._names = {one: f"gradient.{number}.{name}" for name, one in named}
+        self._groups = _grouped([one for _, one in named if one.requires_grad], groups)
+        self._left = {one: passes for _, one in named}
+        """parameter -> backward passes until its gradient leaves"""
+        self._handles: dict[Group, tuple[Any, list[Any]]] = {}
+        self._touched: set[torch.Tensor] = set()
+        """Parameters that backward has reached in this step."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether backward has reached a parameter since the last step."""
+        return bool(self._touched or self._handles)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """The parameters with gradients."""
+        return list(self._groups)
+
+    def watch(self) -> None:
+        """Have backward tell of each gradient, as long as this object lives."""
+        me = weakref.ref(self)
+
+        def on_gradient(one: torch.Tensor) -> None:
+            reduction = me()
+            if reduction is not None:
+                reduction._on_gradient(one)
+
+        for one in self._groups:
+            one.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+
+    def reset(self, passes: int) -> None:
+        """Begin a step, of so many backward passes."""
+        self.passes = passes
+        self._left = dict.fromkeys(self._left, passes)
+        self._touched.clear()
+
+    def forget(self) -> None:
+        """Forget the step that has begun."""
+        self._handles.clear()
+        self.reset(self.passes)
+
+    def _on_gradient(self, one: torch.Tensor) -> None:
+        if self._left[one] <= 0:
+            raise AssertionError(
+                f"Gradients were computed more than backward_passes_per_step times ({self.passes}) before "
+                "step(). Increase backward_passes_per_step to accumulate gradients locally"
+            )
+        self._touched.add(one)
+        self._left[one] -= 1
+        group = self._groups[one]
+        if all(self._left[member] == 0 for member in group):
+            self._send(group)
+
+    def _send(self, group: Group) -> None:
+        for one in group:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+        name = self._names[group[0]]
+        grads = [one.grad for one in group if one.grad is not None]
+        if len(group) == 1 and grads[0].is_sparse and not self._sparse_as_dense:
+            grad = grads[0].coalesce()
+            self._handles[group] = (
+                sparse_allreduce_async(grad, name, self.op, self.process_set),
+                [],
+            )
+            return
+        dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        compressed = [self._compression.compress(grad) for grad in dense]
+        is_mean = self.op == Average
+        handle = grouped_allreduce_async_(
+            [one for one, _ in compressed],
+            name=name,
+            op=self.op,
+            prescale_factor=1.0 / self._predivide if is_mean else 1.0,
+            postscale_factor=self._predivide if is_mean else 1.0,
+            process_set=self.process_set,
+        )
+        self._handles[group] = handle, [context for _, context in compressed]
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Send what has not been sent, wait for all, and put the results into ``.grad``."""
+        for group in dict.fromkeys(self._groups.values()):
+            if group not in self._handles:
+                self._send(group)
+        handles, self._handles = self._handles, {}
+        self.reset(self.passes)
+        for group, (handle, contexts) in handles.items():
+            found = synchronize(handle)
+            if callable(handle):
+                group[0].grad = found.to(group[0].dtype)
+                continue
+            for one, reduced, context in zip(group, found, contexts, strict=True):
+                _put(one, self._compression.decompress(reduced, context))
+
+    def combine(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the adaptive sums of the ranks' changes of the parameters."""
+        sent = []
+        for one, change in zip(self._groups, changes, strict=True):
+            compressed, context = self._compression.compress(change)
+            handle = allreduce_async_(compressed, name=self._names[one], op=Adasum)
+            sent.append((handle, context))
+        return [self._compression.decompress(synchronize(one), context) for one, context in sent]
+
+
+def _put(one: torch.Tensor, reduced: torch.Tensor) -> None:
+    grad = one.grad
+    assert grad is not None
+    if grad.is_sparse:
+        one.grad = reduced.to_sparse(grad.sparse_dim())
+    elif grad.data_ptr() != reduced.data_ptr():
+        grad.copy_(reduced)
+
+
+def _grouped(
+    params: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
+) -> dict[torch.Tensor, Group]:
+    """Return the group of each parameter."""
+    found: dict[torch.Tensor, Group] = {}
+    known = set(params)
+    for group in groups:
+        members = tuple([one for one in group if one in known])
+        found.update(dict.fromkeys(members, members))
+    for one in params:
+        found.setdefault(one, (one,))
+    return found
+
+
+class Distributed(torch.optim.Optimizer):
+    """The methods that a distributed optimizer adds to its class."""
+
+    _reduction: Reduction
+    _is_watching: bool
+    _is_synchronized: bool
+    _should_synchronize: bool
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes of a step."""
+        return self._reduction.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set how many backward passes make a step; call it between steps."""
+        self._reduction.reset(_checked_passes(passes))
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is reduced; ``.grad`` has the results.
+
+        Raises:
+            HorovodInternalError: if the ranks do not fit together, or a rank is lost.
+        """
+        if self._is_watching:
+            self._reduction.finish()
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Have ``step()`` not synchronise: after ``synchronize()`` and a change of gradients, such as clipping."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Any = None) -> Any:
+        """Synchronise, and update the parameters.
+
+        Raises:
+            HorovodInternalError: as :meth:`synchronize`.
+        """
+        if self._should_synchronize:
+            if self._is_synchronized:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): the gradients are reduced twice",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._is_synchronized = False
+        return super().step(closure)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Clear the gradients.
+
+        Raises:
+            AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``: gradients are on their way.
+        """
+        if self._reduction.is_under_way:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load a state; a step that has begun is forgotten."""
+        self._reduction.forget()
+        self._is_synchronized = False
+        super().load_state_dict(*args, **kwargs)
+
+
+class DistributedAdasum(Distributed):
+    """The methods with ``op=Adasum``: the changes of the parameters are combined, and not the gradients."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refused: the changes are known only in ``step()``.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError(
+            "Skipping synchronization is not supported when using Adasum optimizer."
+        )
+        yield
+
+    def synchronize(self) -> None:
+        """Do nothing: ``step()`` does all."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step with the gradients of this rank, and apply the adaptive sum of all ranks' changes.
+
+        Raises:
+            HorovodInternalError: if the ranks do not fit together, or a rank is lost.
+        """
+        params = self._reduction.params
+        before = [one.detach().clone() for one in params]
+        result = super(Distributed, self).step(closure)
+        changes = [one - old for one, old in zip(params, before, strict=True)]
+        for one, old, change in zip(params, before, self._reduction.combine(changes), strict=True):
+            one.copy_(old + change)
+        return result
+
+
+def DistributedOptimizer(  # noqa: N802  # Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an optimizer like the given one, whose ``step()`` uses the gradients of all ranks.
+
+    Args:
+        optimizer: a torch optimizer, with whose groups and state the new one goes on.
+        named_parameters: ``model.named_parameters()``: different names, for each parameter of the optimizer.
+        compression: of the gradients.
+        backward_passes_per_step: the number of backward passes whose gradients are added up before they leave.
+        op: Average, Sum, or Adasum of the changes that each rank's step makes.
+        gradient_predivide_factor: with Average, divide by this before the sum, and by the rest after it.
+        num_groups: deprecated; use ``groups``.
+        groups: lists of parameters whose gradients travel together, or the number of such lists.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the ranks that take part; on others, the optimizer is the given one's equal.
+
+    Raises:
+        ValueError: for an argument that cannot be.
+
+    Example:
+        >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())  # doctest: +SKIP
+    """
+    mine = current().running()
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer: give a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op={op!r}: use hvd.Average, hvd.Sum or hvd.Adasum")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if gradient_predivide_factor <= 0:
+        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor}: it must be > 0")
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
+    if num_groups:
+        warnings.warn("num_groups has been replaced by groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    passes = _checked_passes(backward_passes_per_step)
+    named = _named(optimizer, named_parameters)
+    reduction = Reduction(
+        *(named, _checked_groups(groups, [one for _, one in named]), compression, passes),
+        *(op, gradient_predivide_factor, sparse_as_dense, process_set),
+    )
+    is_many = mine.size > 1 or config.switch("HOROVOD_ELASTIC")
+    kind = DistributedAdasum if op == Adasum and mine.size > 1 else Distributed
+    cls: Any = type(optimizer.__class__.__name__, (kind, optimizer.__class__), {})
+    found = cls.__new__(cls)
+    found.__dict__.update(optimizer.__dict__)
+    found.__dict__.pop("step", None)  # a scheduler's wrapper around the given optimizer's
+    found._reduction = reduction
+    found._is_watching = is_many and kind is Distributed and process_set.included()
+    found._is_synchronized, found._should_synchronize = False, True
+    if found._is_watching:
+        reduction.watch()
+    return found
+
+
+def _checked_passes(passes: int) -> int:
+    if type(passes) is not int or passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be > 0, got {passes!r}")
+    return passes
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the names and parameters of an optimizer.
+
+    Raises:
+        ValueError: if a parameter has no name, or a name is given twice.
+    """
+    params = [one for group in optimizer.param_groups for one in group["params"]]
+    if given is None:
+        return [(str(number), one) for number, one in enumerate(params)]
+    named: list[Any] = list(given)
+    if any(not isinstance(one, tuple) or len(one) != 2 for one in named):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    counts = Counter(name for name, _ in named)
+    if twice := sorted(str(name) for name, number in counts.items() if number > 1):
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. "
+            f"Found duplicates: {', '.join(twice)}"
+        )
+    known = {one for _, one in named}
+    if unnamed := [number for number, one in enumerate(params) if one not in known]:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: number "
+            f"{unnamed[0]} of the optimizer has shape {list(params[unnamed[0]].shape)}"
+        )
+    own = set(params)
+    return [(str(name), one) for name, one in named if one in own]
+
+
+def _checked_groups(groups: Any, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the groups as lists.
+
+    Raises:
+        ValueError: if they are neither a number nor lists of different parameters.
+    """
+    if groups is None:
+        return []
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor."
+            )
+        wanted = [one for one in params if one.requires_grad]
+        rows = even_rows(len(wanted), groups) if groups else []
+        starts = [sum(rows[:place]) for place in range(len(rows))]
+        return [wanted[start : start + size] for start, size in zip(starts, rows, strict=True)]
+    if not isinstance(groups, list | tuple):
+        raise ValueError(
+            "groups should be a non-negative integer or a list of list of torch.Tensor."
+        )
+    members = [one for group in groups for one in group]
+    if any(not isinstance(one, torch.Tensor) for one in members):
+        raise ValueError("groups must consist of torch.Tensor.")
+    if len(set(members)) != len(members):
+        raise ValueError("A parameter can only appear once in groups.")
+    return [list(group) for group in groups]
