@@ -69,8 +69,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Set the optimizer of every rank to the state of one rank's: momenta, step counts, and options of groups.
 
-    States that only the root has are created on the other ranks; states that the root does not have are dropped. So
-    parameters that have had no gradient need no state, and optimizers may refuse some parameters, as Muon does.
+    States that only the root has are created on the other ranks; states that the root does not have are dropped. The
+    optimizer never steps, as it does in Horovod, so no parameter changes. Where it has no state, each parameter that
+    needs a gradient gets one of zeros, as there.
 
     Args:
         optimizer: any torch optimizer, also a DistributedOptimizer, over the same parameters on every rank.
@@ -83,6 +84,8 @@ def broadcast_optimizer_state(
         HorovodInternalError: if a rank is lost.
     """
     is_root = current().running().rank == root_rank
+    if not optimizer.state_dict()["state"]:
+        _give_zeros(optimizer)
     tensors: list[torch.Tensor] = []
     name = "broadcast_optimizer_state"
     if is_root:
@@ -99,6 +102,16 @@ def broadcast_optimizer_state(
                 f"the optimizer of rank {root_rank} differs from this rank's: {error}; create it over the "
                 "same parameters on every rank"
             ) from error
+
+
+def _give_zeros(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter without a gradient that needs one zeros."""
+    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            if one.requires_grad and one.grad is None:
+                zeros = torch.zeros_like(one)
+                one.grad = zeros.to_sparse() if is_sparse else zeros
 
 
 def broadcast_object(

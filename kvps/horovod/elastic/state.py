@@ -22,7 +22,7 @@ from kvps.horovod.functions import (
 
 
 class State:
-    """What elastic training keeps; derive from it for a state of your own.
+    """The values that elastic training keeps; derive from it for a state of your own.
 
     Attributes:
         commits: how often this process has committed, or the process whose state it has.

@@ -1,0 +1,175 @@
+"""BytePS's push_pull and its relatives, negotiated by name as Horovod's collectives are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvps import config
+from kvps.horovod import mpi_ops
+from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.mpi_ops import (
+    Average,
+    Sum,
+    local_rank,
+    local_size,
+    poll,
+    rank,
+    shutdown,
+    size,
+    synchronize,
+)
+
+PREFIX = "byteps."
+"""The beginning of the names of operations; a declared tensor is known by the rest."""
+
+
+def init(lazy: bool = True) -> None:
+    """Join the job, and wait until all ranks have called.
+
+    Args:
+        lazy: accepted for BytePS's sake.
+
+    Raises:
+        NotImplementedError: with BYTEPS_ENABLE_ASYNC=1; the text names the way to train without rounds.
+        HorovodInternalError: if a rank is lost meanwhile.
+    """
+    if config.switch("BYTEPS_ENABLE_ASYNC"):
+        raise NotImplementedError(
+            "BYTEPS_ENABLE_ASYNC=1: use kvps.torch.DistributedOptimizer(..., kvstore='dist_async', "
+            "update_on_kvstore=True), or 'dist_ssp', which bounds the staleness"
+        )
+    mpi_ops.init()
+
+
+def suspend() -> None:
+    """Leave the negotiation until :func:`resume`; every rank calls it."""
+    shutdown()
+
+
+def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
+    """Go on after :func:`suspend`; every rank calls it.
+
+    Args:
+        num_workers: the number of workers of the job, which is fixed.
+        num_servers: accepted for BytePS's sake: the servers are those of the job.
+        global_rank: accepted for BytePS's sake: a rank stays.
+
+    Raises:
+        ValueError: for another number of workers.
+    """
+    init()
+    if num_workers != size():
+        raise ValueError(
+            f"resume({num_workers}, {num_servers}): the job has {size()} workers, and kvps cannot change that. "
+            "Start a new job from a checkpoint"
+        )
+
+
+def declare(name: str, **kwargs: str) -> None:
+    """Do nothing but check: names need no declaration, and ranks may use them in any order.
+
+    Args:
+        name: of a tensor.
+        kwargs: accepted for BytePS's sake; compression is chosen by ``compression=``.
+
+    Raises:
+        ValueError: before ``init()``, or for a name that is empty.
+    """
+    rank()
+    if not name:
+        raise ValueError("declare(): give a name")
+
+
+def push_pull_async(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """Begin :func:`push_pull`; return its handle, for :func:`poll` and :func:`synchronize`."""
+    return mpi_ops.allreduce_async(tensor, name=_named(name), op=_op(average))
+
+
+def push_pull_async_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> int:
+    """Begin :func:`push_pull_inplace`; return its handle, for :func:`poll` and :func:`synchronize`."""
+    return mpi_ops.allreduce_async_(tensor, name=_named(name), op=_op(average))
+
+
+def push_pull(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+    compression: type[Compressor] = Compression.none,
+) -> torch.Tensor:
+    """Return the mean or sum of a tensor over the ranks; gradients flow through it.
+
+    Args:
+        tensor: of the same type and shape on every rank.
+        average: whether the result is the mean.
+        name: matches the calls of the ranks.
+        version: accepted for BytePS's sake.
+        priority: accepted for BytePS's sake.
+        compression: applied before the tensor travels.
+
+    Raises:
+        AssertionError: without a name.
+        ValueError: for a sparse tensor, or a name whose operation is not over.
+        HorovodInternalError: on every rank, if the ranks do not fit together.
+
+    Example:
+        >>> bps.push_pull(torch.ones(2), average=False, name="hits")  # doctest: +SKIP
+        tensor([2., 2.])
+    """
+    if name is None:
+        raise AssertionError("To manually call push_pull, you must specify a name by name=...")
+    return mpi_ops.allreduce(tensor, name=_named(name), compression=compression, op=_op(average))
+
+
+def push_pull_inplace(
+    tensor: torch.Tensor,
+    average: bool = True,
+    name: str | None = None,
+    version: int = 0,
+    priority: int = 0,
+) -> torch.Tensor:
+    """Replace a tensor by its mean or sum over the ranks, and return it; see :func:`push_pull`."""
+    synchronize(push_pull_async_inplace(tensor, average, name, version, priority))
+    return tensor
+
+
+def _named(name: str | None) -> str | None:
+    return None if name is None else f"{PREFIX}{name}"
+
+
+def _op(average: bool) -> Any:
+    return Average if average else Sum
+
+
+__all__ = [
+    "declare",
+    "init",
+    "local_rank",
+    "local_size",
+    "poll",
+    "push_pull",
+    "push_pull_async",
+    "push_pull_async_inplace",
+    "push_pull_inplace",
+    "rank",
+    "resume",
+    "shutdown",
+    "size",
+    "suspend",
+    "synchronize",
+]

@@ -1,0 +1,107 @@
+"""BytePS's DistributedDataParallel: a module whose ``backward()`` averages gradients over the ranks.
+
+Each gradient leaves when backward has made it. A callback at the end of backward waits for all of them, and sends those
+of parameters that backward did not reach, since another rank may have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+
+from kvps.byteps.ops import push_pull_async_inplace, size, synchronize
+from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.engine.context import current
+from kvps.horovod.functions import broadcast_parameters
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """A module with the same parameters on every rank, whose gradients are means over the ranks.
+
+    Args:
+        module: its parameters and buffers become those of rank 0.
+        device_ids: accepted for BytePS's sake; the module stays where it is.
+        broadcast_buffers: send rank 0's buffers before each forward pass in training.
+        compression: of the gradients.
+
+    Example:
+        >>> model = bps.parallel.DistributedDataParallel(model)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: list[Any] | None = None,
+        broadcast_buffers: bool = True,
+        compression: type[Compressor] = Compression.none,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.device_ids = device_ids
+        self.broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+        self._compression = compression
+        number = next(current().numbers.setdefault("data_parallel", count()))
+        self._names: dict[torch.Tensor, str] = {
+            one: f"Gradient.{number}.{name}"
+            for name, one in module.named_parameters()
+            if one.requires_grad
+        }
+        self._under_way: dict[torch.Tensor, tuple[int, Any]] = {}
+        self._is_waiting = False
+        broadcast_parameters(module.state_dict(), 0)
+        if size() > 1:
+            for one in self._names:
+                one.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self.broadcast_buffers and self.training and self.require_backward_grad_sync:
+            buffers = dict(self.module.named_buffers())
+            if buffers:
+                broadcast_parameters(buffers, 0)
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients of backward passes inside on this rank, where they add up until the next pass outside."""
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def _on_gradient(self, one: torch.Tensor) -> None:
+        if not self.require_backward_grad_sync:
+            return
+        if not self._is_waiting:
+            self._is_waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(
+                self._finish
+            )  # as torch's own DDP does
+        self._send(one)
+
+    def _send(self, one: torch.Tensor) -> None:
+        if one.grad is None:
+            one.grad = torch.zeros_like(one)
+        compressed, context = self._compression.compress(one.grad)
+        handle = push_pull_async_inplace(compressed, average=True, name=self._names[one])
+        self._under_way[one] = handle, (compressed, context)
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Wait until the gradients of all parameters are means."""
+        self._is_waiting = False
+        for one in self._names:
+            if one not in self._under_way:
+                self._send(one)
+        under_way, self._under_way = self._under_way, {}
+        for one, (handle, (_, context)) in under_way.items():
+            reduced = self._compression.decompress(synchronize(handle), context)
+            assert one.grad is not None
+            if reduced.data_ptr() != one.grad.data_ptr():
+                one.grad.copy_(reduced)
