@@ -14,9 +14,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from kvps.errors import KvpsError, WorkerLost
+from kvps.errors import KvpsError
 from kvps.horovod.common.exceptions import HorovodInternalError
 from kvps.horovod.engine.cycles import Cycles
 from kvps.horovod.engine.execution import Execution, Executor
@@ -90,7 +91,8 @@ class Engine:
         self._waits_for: Key | None = None
         self._join: Operation | None = None
         self._is_join_said = False
-        self._is_closing = False
+        self._over = ""
+        """Why this rank leaves the negotiation; empty while it does not."""
         self._error: BaseException | None = None
         self._under_way = 0
         self._idle = threading.Condition(self._lock)
@@ -166,7 +168,7 @@ class Engine:
     def close(self) -> None:
         """Leave the negotiation: the operations that are not decided fail on every rank."""
         with self._lock:
-            self._is_closing = True
+            self._over = self._over or "it has called hvd.shutdown()"
         self._wake.set()
         self._thread.join(END_MAX_S)
         with self._idle:
@@ -190,17 +192,23 @@ class Engine:
                 self._await_reason()
                 turns = self._cycles.exchange(pack(self._turn()))
                 self._take(self._coordinator.take(list(enumerate(map(unpack, turns)))))
-        except BaseException as error:  # every operation must hear of it
-            if not isinstance(error, KvpsError):
-                log.exception("the negotiation of collectives failed")
+        except KvpsError as error:  # a rank or a server is lost, which the other ranks find, too
             self._fail(error)
+        except (
+            BaseException
+        ) as error:  # every operation must hear of it, here and on the other ranks
+            log.exception("the negotiation of collectives failed")
+            self._fail(error)
+            with suppress(KvpsError):
+                self._cycles.begin()
+                self._cycles.exchange(pack(Turn(over=f"its negotiation failed: {error!r}")))
 
     def _await_reason(self) -> None:
         """Wait until this rank or another one has something to say."""
         while True:
             self._wake.clear()
             with self._lock:
-                has_news = bool(self._outbox) or self._is_closing or self._waits_for is not None
+                has_news = bool(self._outbox or self._over) or self._waits_for is not None
                 has_news = has_news or (self._join is not None and not self._is_join_said)
             if has_news or self._cycles.has_begun_elsewhere():
                 return
@@ -213,7 +221,7 @@ class Engine:
             waits_for, self._waits_for = self._waits_for, None
             has_joined = self._join is not None and not self._is_join_said
             self._is_join_said = self._is_join_said or has_joined
-            return Turn(requests, has_joined, self._is_closing, waits_for)
+            return Turn(requests, has_joined, self._over, waits_for)
 
     def _take(self, decisions: Sequence[Decision]) -> None:
         runs: list[tuple[Run, int]] = []
@@ -226,9 +234,8 @@ class Engine:
                         self._end(key, HorovodInternalError(reason))
                 case AllJoined(last):
                     self._end_join(last)
-                case Over(rank):
-                    who = "this rank" if rank == self.rank else f"rank {rank}"
-                    self._fail(HorovodInternalError(f"{who} has called hvd.shutdown()"))
+                case Over(rank, reason):
+                    self._fail(HorovodInternalError(f"rank {rank} has left: {reason}"))
         for bucket in fused(runs, self._limits.fusion_bytes):
             self._carry_out(bucket)
 
@@ -327,7 +334,9 @@ class Engine:
                 f"{ranks_in_words(absent)}, which did not request it"
             )
             if limits.stall_fail_s and waited_s > limits.stall_fail_s:
-                raise WorkerLost(f"{told}: the limit is {limits.stall_fail_s:g} s")
+                self._over = f"{told}: the limit is {limits.stall_fail_s:g} s"
+                self._wake.set()
+                return
             is_new = request.key not in self._warned
             if limits.stall_warn_s and waited_s > limits.stall_warn_s and is_new:
                 self._warned.add(request.key)

@@ -78,9 +78,10 @@ class AllJoined:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A rank has left the negotiation: no operation is decided any more."""
+    """A rank has left the negotiation, for a reason: no operation is decided any more."""
 
     rank: int
+    reason: str
 
 
 Decision = Run | Refuse | AllJoined | Over
@@ -143,6 +144,7 @@ class Coordinator:
             return []
         decisions: list[Decision] = []
         touched: dict[Key, None] = {}
+        over: Over | None = None
         for rank, turn in turns:
             for request in turn.requests:
                 self._waits.pop(rank, None)
@@ -153,14 +155,16 @@ class Coordinator:
             if turn.has_joined:
                 self._joined[rank] = None
                 touched.update(dict.fromkeys(self._entries))
-            if turn.is_over:
-                self._is_over = True
-                return [*decisions, Over(rank)]
+            if turn.over and over is None:
+                over = Over(rank, turn.over)
         for key in touched:
             decisions += self._decide(key)
         if len(self._joined) == self._size:
             decisions.append(AllJoined(list(self._joined)[-1]))
             self._joined.clear()
+        if over is not None:
+            self._is_over = True
+            return [*decisions, over]
         return decisions + self._stuck()
 
     def _request(self, rank: int, request: Request) -> list[Decision]:
@@ -260,7 +264,7 @@ class Coordinator:
         """Check that nothing contradicts itself."""
         assert self._sets[WORLD] == tuple(range(self._size))
         assert all(rank in self._sets[WORLD] for rank in self._joined)
-        assert len(self._joined) < self._size or self._is_over
+        assert len(self._joined) < self._size
         for key, entries in self._entries.items():
             assert entries, "a name without an operation is forgotten"
             for entry in entries:
@@ -275,8 +279,7 @@ class Coordinator:
                 assert older.refusal, (
                     "a rank waits for an operation before it requests the name again"
                 )
-            if not self._is_over:
-                assert not all(rank in entries[0].requests for rank in self._active(entries[0]))
+            assert not all(rank in entries[0].requests for rank in self._active(entries[0]))
 
     def _of(self, entry: _Entry) -> Request:
         return entry.requests[entry.first]

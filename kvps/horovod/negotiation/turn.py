@@ -1,7 +1,7 @@
 """Turns: the messages of one cycle, one from each rank, and their bytes.
 
-A turn carries the requests that a rank has made since its last turn. It also says whether the rank has joined, is
-leaving, or waits for an operation and can make no other request.
+A turn carries the requests that a rank has made since its last turn. It also says whether the rank has joined, why it
+leaves, or that it waits for an operation and can make no other request.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Turn:
     Attributes:
         requests: those made since the last turn, in their order.
         has_joined: the rank has called ``join()`` after them.
-        is_over: the rank has called ``shutdown()`` after them.
+        over: why the rank takes no more turns after this one; empty if it does.
         waits_for: the operation that the only thread of the rank that makes requests waits for.
     """
 
     requests: tuple[Request, ...] = ()
     has_joined: bool = False
-    is_over: bool = False
+    over: str = ""
     waits_for: Key | None = None
 
 
@@ -37,7 +37,7 @@ def pack(turn: Turn) -> bytes:
 
     Example:
         >>> unpack(pack(Turn(has_joined=True)))
-        Turn(requests=(), has_joined=True, is_over=False, waits_for=None)
+        Turn(requests=(), has_joined=True, over='', waits_for=None)
     """
     requests = [
         [
@@ -47,7 +47,7 @@ def pack(turn: Turn) -> bytes:
         ]
         for one in turn.requests
     ]
-    row = [requests, turn.has_joined, turn.is_over, turn.waits_for]
+    row = [requests, turn.has_joined, turn.over, turn.waits_for]
     packed: bytes = msgpack.packb(row)
     return packed
 
@@ -59,12 +59,12 @@ def unpack(given: bytes) -> Turn:
         ProtocolError: if they are not those of a turn.
     """
     try:
-        requests, has_joined, is_over, waits_for = msgpack.unpackb(given)
-        _demand(type(has_joined) is bool and type(is_over) is bool)
+        requests, has_joined, over, waits_for = msgpack.unpackb(given)
+        _demand(type(has_joined) is bool and type(over) is str)
         return Turn(
             tuple([_request(*row) for row in requests]),
             has_joined,
-            is_over,
+            over,
             None if waits_for is None else _key(*waits_for),
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:

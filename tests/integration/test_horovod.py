@@ -1,0 +1,437 @@
+"""``import kvps.horovod as hvd``: each collective against what follows from the inputs of all ranks, and each error.
+
+Ranks are the workers of a LocalCluster. Everyday tests run most of it on two ranks; the thorough ones repeat it for
+all element types on three.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import kvps
+import kvps.horovod as hvd
+from kvps.horovod.engine import context
+from kvps.horovod.engine.engine import Limits
+
+TOLD_S = 2.0
+"""Seconds in which a mismatch reaches every rank, as promised."""
+TYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+Run = Callable[[Callable[[int], Any]], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Run]:
+    yield from ranks(2)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Run]:
+    yield from ranks(3)
+
+
+def ranks(count: int) -> Iterator[Run]:
+    """A function that runs work on each rank, between ``init()`` and ``shutdown()``."""
+    with kvps.LocalCluster(workers=count, servers=2) as cluster:
+
+        def run(work: Callable[[int], Any]) -> list[Any]:
+            def each(rank: int) -> Any:
+                hvd.init(process_sets="dynamic")
+                try:
+                    return work(rank)
+                finally:
+                    hvd.shutdown()
+
+            return cluster.run(each)
+
+        yield run
+
+
+def given(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return what ``rank`` has: small whole numbers, so that sums and products are exact in every type."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return torch.randint(1, 4, shape, generator=generator).to(dtype)
+
+
+def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+# --- collectives --------------------------------------------------------------------------------
+
+
+def check_collectives(rank: int, dtype: torch.dtype, *shape: int) -> None:
+    size = hvd.size()
+    every = [given(one, dtype, *shape) for one in range(size)]
+    mine = every[rank].clone()
+    whole = torch.stack([one.to(torch.float64) for one in every])
+    for op, wanted in (
+        (hvd.Sum, whole.sum(0)),
+        (hvd.Min, whole.amin(0)),
+        (hvd.Max, whole.amax(0)),
+        (hvd.Product, whole.prod(0)),
+    ):
+        equal(hvd.allreduce(mine, op=op), wanted.to(dtype))
+    mean = hvd.allreduce(mine)
+    torch.testing.assert_close(mean, (whole.sum(0) / size).to(dtype))
+    doubled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    equal(doubled, whole.sum(0).to(dtype))
+    equal(mine, every[rank])
+
+    place = mine.clone()
+    assert hvd.allreduce_(place, op=hvd.Sum) is place
+    equal(place, whole.sum(0).to(dtype))
+    for root in range(size):
+        equal(hvd.broadcast(mine, root), every[root])
+        place = mine.clone()
+        assert hvd.broadcast_(place, root) is place
+        equal(place, every[root])
+    if not shape:
+        return
+
+    uneven = [given(one, dtype, one + 1, *shape[1:]) for one in range(size)]
+    equal(hvd.allgather(uneven[rank]), torch.cat(uneven))
+    rows = [hvd_rows(shape[0], size, one) for one in range(size)]
+    equal(hvd.reducescatter(mine, op=hvd.Sum), whole.sum(0).to(dtype).split(rows)[rank])
+    splits = torch.tensor([shape[0] - size + 1, *[1] * (size - 1)])
+    found, received = hvd.alltoall(mine, splits)
+    equal(found, torch.cat([one.split(splits.tolist())[rank] for one in every]))
+    assert received.tolist() == [int(splits[rank])] * size
+
+
+def hvd_rows(rows: int, size: int, rank: int) -> int:
+    return rows // size + (rank < rows % size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_each_collective(two: Run, dtype: torch.dtype) -> None:
+    two(lambda rank: check_collectives(rank, dtype, 5, 3))
+
+
+def test_groups_run_as_one_operation(two: Run) -> None:
+    def work(rank: int) -> None:
+        tensors = [torch.full((n,), float(rank + n)) for n in (0, 1, 3)]
+        tensors.append(torch.full((2,), rank + 1))
+        sums = hvd.grouped_allreduce(tensors, op=hvd.Sum)
+        assert [one.tolist() for one in sums] == [[], [3.0], [7.0] * 3, [3, 3]]
+        hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+        assert [one.tolist() for one in tensors] == [[], [3.0], [7.0] * 3, [3, 3]]
+        gathered = hvd.grouped_allgather([torch.tensor([rank]), torch.tensor([[rank], [9]])])
+        assert [one.tolist() for one in gathered] == [[0, 1], [[0], [9], [1], [9]]]
+        parts = hvd.grouped_reducescatter([torch.arange(3.0), torch.arange(2.0)], op=hvd.Sum)
+        assert [one.tolist() for one in parts] == ([[0.0, 2.0], [0.0]], [[4.0], [2.0]])[rank]
+
+    two(work)
+
+
+def test_many_asynchronous_operations_in_another_order_on_each_rank(two: Run) -> None:
+    def work(rank: int) -> None:
+        count = 30
+        order = list(range(count)) if rank == 0 else list(reversed(range(count)))
+        handles = {
+            one: hvd.allreduce_async(torch.full((one + 1,), rank), name=f"a{one}", op=hvd.Sum)
+            for one in order
+        }
+        for one in range(count):
+            assert hvd.synchronize(handles[one]).tolist() == [1] * (one + 1)
+            assert hvd.synchronize(handles[one]) is None, "taken before, as Horovod has it"
+            with pytest.raises(ValueError, match="was not created or has been cleared"):
+                hvd.poll(handles[one])
+        handle = hvd.allgather_async(torch.tensor([rank]), name="polled")
+        is_over_at_once = hvd.poll(handle)
+        until = time.monotonic() + 60
+        while not hvd.poll(handle):
+            assert time.monotonic() < until
+        assert not is_over_at_once
+        assert hvd.synchronize(handle).tolist() == [0, 1]
+
+    two(work)
+
+
+def test_compression_travels_in_half_precision(two: Run) -> None:
+    def work(rank: int) -> torch.Tensor:
+        tensor = torch.tensor([1.0, 2049.0], dtype=torch.float64)  # 2049 has no float16
+        found = hvd.allreduce(tensor, compression=hvd.Compression.fp16)
+        assert found.dtype == torch.float64
+        whole = hvd.Compression.fp16.compress(torch.tensor([3]))
+        equal(hvd.Compression.fp16.decompress(*whole), torch.tensor([3]))
+        return found
+
+    for found in two(work):
+        assert found.tolist() == [1.0, 2048.0]
+
+
+def test_sparse_tensors(two: Run) -> None:
+    def work(rank: int) -> None:
+        indices, values = [[rank, 2]], [1.0, 2.0]
+        tensor = torch.sparse_coo_tensor(indices, values, (4,), check_invariants=True)
+        handle = hvd.sparse_allreduce_async(tensor, name="sum", op=hvd.Sum)
+        assert hvd.synchronize(handle).to_dense().tolist() == [1.0, 1.0, 4.0, 0.0]
+        assert hvd.poll(handle)
+        mean = hvd.sparse_allreduce_async(tensor, name="mean", op=hvd.Average)
+        assert mean().to_dense().tolist() == [0.5, 0.5, 2.0, 0.0]
+
+    two(work)
+
+
+def test_adasum_adds_orthogonal_gradients(two: Run) -> None:
+    def work(rank: int) -> None:
+        mine = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([0.0, 4.0])
+        assert hvd.allreduce(mine, op=hvd.Adasum).tolist() == [3.0, 4.0]
+        assert hvd.allreduce(torch.full((2,), 5.0), op=hvd.Adasum).tolist() == [5.0, 5.0]
+
+    two(work)
+
+
+def test_gradients_flow_through_each_collective(two: Run) -> None:
+    def work(rank: int) -> None:
+        def grad(work: Callable[[torch.Tensor], torch.Tensor], rows: int) -> list[float]:
+            x = torch.arange(float(rows)).requires_grad_()
+            y = work(x)
+            (y * (torch.arange(float(len(y))) + 1) * (rank + 1)).sum().backward()
+            assert x.grad is not None
+            return x.grad.tolist()
+
+        assert grad(lambda x: hvd.allreduce(x, op=hvd.Sum), 2) == [3.0, 6.0]
+        assert grad(hvd.allreduce, 2) == [1.5, 3.0]
+        assert grad(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0), 1) == [6.0]
+        assert grad(hvd.allgather, rank + 1) == ([1.5], [3.0, 4.5])[rank]
+        assert grad(lambda x: hvd.broadcast(x, 1), 1) == ([0.0], [1.5])[rank]
+        assert (
+            grad(lambda x: hvd.alltoall(x, [1, 2])[0], 3)
+            == (
+                [1.0, 2.0, 4.0],
+                [2.0, 6.0, 8.0],
+            )[rank]
+        )
+        assert grad(hvd.alltoall, 2) == ([1.0, 2.0], [2.0, 4.0])[rank]
+        assert grad(hvd.reducescatter, 2) == [1.0, 2.0]
+        assert grad(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=0.5), 2) == [
+            1.0,
+            2.0,
+        ]
+        x = torch.ones(2, requires_grad=True)
+        y = torch.ones(1, requires_grad=True)
+        one, other = hvd.grouped_allreduce([x, y], op=hvd.Sum)
+        (one.sum() + 2 * other.sum()).backward()
+        assert (x.grad.tolist(), y.grad.tolist()) == ([2.0, 2.0], [4.0])  # type: ignore[union-attr]
+
+    two(work)
+
+
+# --- what ranks do not agree on -----------------------------------------------------------------
+
+
+def mismatches() -> dict[str, tuple[Callable[[int], Any], str]]:
+    """Return calls that differ between ranks, and the words of their error."""
+    ones = torch.ones
+    return {
+        "shape": (
+            lambda rank: hvd.allreduce(ones(2 + rank)),
+            r"float32\[2\], rank 1 has float32\[3",
+        ),
+        "rank": (lambda rank: hvd.allreduce(ones([2] * (rank + 1))), "shapes differ"),
+        "type": (lambda rank: hvd.allreduce(ones(2).to((torch.int, torch.half)[rank])), "types d"),
+        "op": (lambda rank: hvd.allreduce(ones(2), op=(hvd.Sum, hvd.Max)[rank]), "reductions d"),
+        "factor": (lambda rank: hvd.allreduce(ones(2), prescale_factor=1.0 + rank), "prescale fac"),
+        "root": (lambda rank: hvd.broadcast(ones(2), rank), "root ranks differ"),
+        "gather": (lambda rank: hvd.allgather(ones(2, 2 + rank)), "shapes differ"),
+        "gather type": (
+            lambda rank: hvd.allgather(ones(2).to((torch.int, torch.half)[rank])),
+            "typ",
+        ),
+        "group": (lambda rank: hvd.grouped_allreduce([ones(2)] * (rank + 1)), "numbers of tensors"),
+        "scatter": (lambda rank: hvd.reducescatter(ones(2 + rank)), "shapes differ"),
+        "alltoall": (lambda rank: hvd.alltoall(ones(2, 1 + rank)), "shapes differ"),
+        "scalar": (lambda rank: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
+        "splits": (lambda rank: hvd.alltoall(ones(3), [1, 1 + rank]), "do not add up"),
+        "rows": (lambda rank: hvd.alltoall(ones(3)), "do not add up"),
+        "no root": (
+            lambda rank: hvd.broadcast(ones(2), 9),
+            "root_rank=9 is not in the process set",
+        ),
+        "set": (lambda rank: hvd.add_process_set([rank]), "ranks of the process set differ"),
+        "operation": (
+            lambda rank: (hvd.allreduce, hvd.allgather)[rank](ones(2), name="one"),
+            "operations differ: rank 0 has allreduce, rank 1 has allgather",
+        ),
+        "order": (
+            lambda rank: hvd.allreduce(ones(2), name=("a", "b")[rank]),
+            "no rank can go on: rank 0 waits for allreduce 'a'; rank 1 waits for allreduce 'b'",
+        ),
+    }
+
+
+def test_mismatches_are_told_on_every_rank_at_once(two: Run) -> None:
+    def work(rank: int) -> dict[str, tuple[str, float]]:
+        told = {}
+        for name, (call, _) in mismatches().items():
+            hvd.barrier()
+            began = time.monotonic()
+            with pytest.raises(hvd.HorovodInternalError) as caught:
+                call(rank)
+            told[name] = str(caught.value), time.monotonic() - began
+        assert hvd.allreduce(torch.ones(1), name="after", op=hvd.Sum).tolist() == [2.0]
+        return told
+
+    for told in two(work):
+        for name, (_, words) in mismatches().items():
+            text, took = told[name]
+            assert pytest.importorskip("re").search(words, text), (name, text)
+            assert took < TOLD_S, (name, took)
+
+
+def test_a_name_whose_operation_is_not_over_is_refused_and_the_first_goes_on(two: Run) -> None:
+    def work(rank: int) -> None:
+        if rank == 1:
+            hvd.barrier()
+        handle = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        if rank == 0:
+            for _ in range(3):
+                with pytest.raises(ValueError, match="'twice': an operation of this name is not o"):
+                    hvd.allreduce_async(torch.ones(2), name="twice")
+            hvd.barrier()
+        assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
+
+    two(work)
+
+
+def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
+    """Return calls with arguments that cannot be, and the words of their error."""
+    one = torch.ones(2)
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
+    return [
+        (lambda: hvd.allreduce(one, average=True, op=hvd.Sum), "op parameter supersedes average"),
+        (lambda: hvd.allreduce(one, op="sum"), "op='sum': use hvd.Average"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce_async(sparse, name="s1"), "Tensor is required to be dense"),
+        (lambda: hvd.allreduce_async([1.0], name="s2"), "needs a torch.Tensor, got list"),  # type: ignore[arg-type]
+        (lambda: hvd.grouped_allreduce([]), "give one tensor or more"),
+        (lambda: hvd.allreduce(torch.ones(1).int(), op=hvd.Adasum), "floating-point"),
+        (lambda: hvd.reducescatter(one, op=hvd.Max), "use hvd.Sum or hvd.Average"),
+        (lambda: hvd.alltoall(one, torch.ones(2)), "splits must be whole numbers"),
+        (lambda: hvd.broadcast(one, "0"), "root_rank='0'"),  # type: ignore[arg-type]
+        (lambda: hvd.sparse_allreduce_async(one, "s3", hvd.Sum), "needs a sparse COO tensor"),
+        (lambda: hvd.sparse_allreduce_async(sparse, "s4", hvd.Max), "is not supported"),
+        (lambda: hvd.allreduce(one, process_set=hvd.ProcessSet([0])), "is not registered"),
+        (lambda: hvd.ProcessSet([0, 0]), "give different ranks"),
+        (lambda: hvd.ProcessSet(3), "give different ranks"),  # type: ignore[arg-type]
+        (lambda: hvd.add_process_set([0, 7]), "give ranks from 0 to 1"),
+        (lambda: hvd.add_process_set([0, 1]), "Attempted to add a duplicate process set"),
+        (lambda: hvd.init(process_sets="static"), "or 'dynamic'"),
+        (lambda: hvd.init(comm=[0]), "use process sets for a part of the ranks"),
+        (lambda: hvd.broadcast_parameters(one, 0), "invalid params of type"),
+        (lambda: hvd.broadcast_parameters({"a": 1}, 0), "'a' is a int, not a tensor"),  # type: ignore[dict-item]
+        (lambda: hvd.broadcast_object(object()), "but only data can be sent"),
+        (lambda: hvd.allgather_object([object()]), "rank 0 cannot send its object"),
+    ]
+
+
+def test_wrong_arguments_raise_as_in_horovod(two: Run) -> None:
+    def work(rank: int) -> None:
+        for call, words in wrong_calls():
+            with pytest.raises(ValueError, match=words):
+                call()
+        assert hvd.allreduce(torch.ones(1), name="after", op=hvd.Sum).tolist() == [2.0]
+
+    two(work)
+
+
+def test_a_rank_that_refuses_its_own_call_does_not_leave_the_others_waiting(two: Run) -> None:
+    def work(rank: int) -> str:
+        kind = ValueError if rank == 0 else hvd.HorovodInternalError
+        with pytest.raises(kind) as caught:
+            hvd.allreduce([1.0] if rank == 0 else torch.ones(1), name="refused")  # type: ignore[arg-type]
+        hvd.barrier()
+        return str(caught.value)
+
+    first, second = two(work)
+    assert first == "allreduce needs a torch.Tensor, got list"
+    assert second == f"allreduce 'refused': rank 0: {first}"
+
+
+def test_without_init_there_is_an_error() -> None:
+    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.barrier, hvd.join, hvd.is_homogeneous):
+        with pytest.raises(ValueError, match=r"Horovod has not been initialized; use hvd\.init"):
+            call()
+    assert not hvd.is_initialized()
+    hvd.shutdown()
+
+
+# --- joins, process sets, the end ---------------------------------------------------------------
+
+
+def test_a_rank_that_has_joined_adds_zeros(two: Run) -> None:
+    def work(rank: int) -> None:
+        for first in (0, 1):
+            hvd.barrier()
+            if rank == first:
+                assert hvd.join() == 1 - first
+                continue
+            handles = [
+                hvd.allreduce_async(torch.full((n,), 4.0), name=f"j{n}", op=op)
+                for n, op in ((2, hvd.Sum), (3, hvd.Average), (1, hvd.Max))
+            ]
+            assert [hvd.synchronize(one).tolist() for one in handles] == [[4, 4], [2, 2, 2], [4]]
+            with pytest.raises(hvd.HorovodInternalError, match="called join"):
+                hvd.allgather(torch.ones(1))
+            with pytest.raises(hvd.HorovodInternalError, match="called join"):
+                hvd.broadcast(torch.ones(1), rank)
+            assert hvd.join(hvd.local_rank()) == rank
+
+    two(work)
+
+
+def test_static_process_sets(two: Run) -> None:
+    def work(rank: int) -> None:
+        hvd.shutdown()
+        assert not hvd.is_initialized()
+        sets = [hvd.ProcessSet([0]), hvd.ProcessSet([1]), hvd.ProcessSet([0, 1])]
+        hvd.init(process_sets=sets)
+        assert [one.process_set_id for one in sets] == [1, 2, None]
+        with pytest.raises(ValueError, match="process sets are static"):
+            hvd.add_process_set([1, 0])
+        with pytest.raises(ValueError, match="process sets are static"):
+            hvd.remove_process_set(sets[0])
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=sets[rank]).tolist() == [1.0]
+
+    two(work)
+
+
+def test_what_is_not_decided_fails_when_a_rank_shuts_down(two: Run) -> None:
+    def work(rank: int) -> None:
+        if rank == 0:
+            hvd.shutdown()
+            return
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"rank 0 has left: it has called hvd.shutdown\(\)"
+        ):
+            hvd.allreduce(torch.ones(1))
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0 has left"):
+            hvd.join()
+
+    two(work)
+
+
+def test_ranks_and_machines(two: Run) -> None:
+    def work(rank: int) -> None:
+        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (rank, 2, rank, 2)
+        assert (hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()) == (0, 1, True)
+        assert hvd.is_initialized()
+        assert hvd.mpi_threads_supported()
+        assert hvd.gloo_enabled()
+        assert hvd.gloo_built()
+        built = (hvd.mpi_built, hvd.mpi_enabled, hvd.nccl_built, hvd.ddl_built, hvd.ccl_built)
+        assert not any(one() for one in (*built, hvd.cuda_built, hvd.rocm_built))
+        for call in (lambda: hvd.start_timeline("f"), hvd.stop_timeline):
+            with pytest.raises(NotImplementedError, match="kvps trace"):
+                call()
+
+    two(work)

@@ -1,0 +1,259 @@
+"""The coordinator: what runs, what is refused and to whom it is told, turn by turn."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Decision, Over, Refuse, Run
+from kvps.horovod.negotiation.request import (
+    ADD_SET,
+    ALLGATHER,
+    ALLREDUCE,
+    BARRIER,
+    BROADCAST,
+    REMOVE_SET,
+    Part,
+    Request,
+)
+from kvps.horovod.negotiation.turn import Turn
+
+
+class Job:
+    """A coordinator, and what it has decided."""
+
+    def __init__(self, size: int) -> None:
+        self.coordinator = Coordinator(size)
+
+    def say(self, **turns: Turn | list[Request]) -> list[Decision]:
+        """Take a cycle in which rank N says ``rN=``."""
+        said = []
+        for name, turn in sorted(turns.items()):
+            given = Turn(tuple(turn)) if isinstance(turn, list) else turn
+            said.append((int(name[1:]), given))
+        found = self.coordinator.take(said)
+        self.coordinator.check()
+        return found
+
+
+def sum_of(name: str, size: int = 2, process_set: int = 0) -> Request:
+    return Request(name, ALLREDUCE, process_set, (Part("float32", (size,)),), "sum")
+
+
+JOINED, OVER = Turn(has_joined=True), Turn(over="bye")
+
+
+def names(decisions: list[Decision]) -> list[str]:
+    return [one.first.name for one in decisions if isinstance(one, Run)]
+
+
+def test_an_operation_runs_when_all_ranks_have_requested_it() -> None:
+    job = Job(3)
+    assert job.say(r0=[sum_of("a")], r2=[sum_of("a")]) == []
+    (run,) = job.say(r1=[sum_of("a")])
+    assert isinstance(run, Run)
+    assert (list(run.requests), run.ranks, run.joined) == ([0, 1, 2], (0, 1, 2), ())
+
+
+def test_the_order_of_requests_does_not_matter() -> None:
+    job = Job(2)
+    assert names(job.say(r0=[sum_of("a"), sum_of("b")], r1=[sum_of("b")])) == ["b"]
+    assert names(job.say(r1=[sum_of("a")])) == ["a"]
+
+
+def test_a_name_may_be_used_again() -> None:
+    job = Job(2)
+    assert names(job.say(r0=[sum_of("a")], r1=[sum_of("a")])) == ["a"]
+    assert job.say(r1=[sum_of("a")]) == []
+    assert names(job.say(r0=[sum_of("a")])) == ["a"]
+
+
+def test_what_is_missing_names_the_ranks() -> None:
+    job = Job(3)
+    job.say(r1=[sum_of("a")])
+    assert job.coordinator.missing() == [(sum_of("a"), (0, 2))]
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_mismatch_is_told_at_once_and_to_late_ranks_when_they_come() -> None:
+    job = Job(3)
+    assert job.say(r0=[sum_of("a")]) == []
+    (told,) = job.say(r1=[sum_of("a", 3)])
+    assert isinstance(told, Refuse)
+    assert told.ranks == (0, 1)
+    assert (
+        "allreduce 'a': shapes differ: rank 0 has float32[2], rank 1 has float32[3]" in told.reason
+    )
+    assert job.coordinator.missing() == []
+    assert job.say(r2=[sum_of("a")]) == [Refuse((0, "a"), (2,), told.reason)]
+    assert names(job.say(r0=[sum_of("a")], r1=[sum_of("a")], r2=[sum_of("a")])) == ["a"]
+
+
+def test_the_next_operation_of_a_name_waits_for_ranks_that_have_not_heard_of_the_refusal() -> None:
+    job = Job(3)
+    job.say(r0=[sum_of("a")], r1=[sum_of("a", 3)])
+    assert job.say(r0=[sum_of("a")], r1=[sum_of("a")]) == []  # the second time
+    (told,) = job.say(r2=[sum_of("a")])  # the first time
+    assert isinstance(told, Refuse)
+    assert names(job.say(r2=[sum_of("a")])) == ["a"]
+
+
+def test_another_operation_of_the_same_name_is_refused() -> None:
+    job = Job(2)
+    (told,) = job.say(r0=[sum_of("a")], r1=[Request("a", BARRIER)])
+    assert isinstance(told, Refuse)
+    assert "operations differ" in told.reason
+
+
+def test_a_rank_that_refuses_its_own_call_tells_the_others() -> None:
+    job = Job(2)
+    (told,) = job.say(r0=[Request("a", ALLREDUCE, fault="it is sparse")])
+    assert told == Refuse((0, "a"), (0,), "allreduce 'a': rank 0: it is sparse")
+    assert job.say(r1=[sum_of("a")]) == [Refuse((0, "a"), (1,), told.reason)]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (sum_of("a", process_set=9), "there is no process set 9"),
+        (Request("a", BROADCAST, root=5), "root_rank=5 is not in the process set"),
+    ],
+)
+def test_a_wrong_request_is_refused(request_: Request, words: str) -> None:
+    (told, *_) = Job(2).say(r0=[request_])
+    assert isinstance(told, Refuse)
+    assert words in told.reason
+
+
+# --- joins --------------------------------------------------------------------------------------
+
+
+def test_sums_run_without_ranks_that_have_joined() -> None:
+    job = Job(3)
+    assert job.say(r0=[sum_of("a")], r1=[sum_of("a")]) == []
+    (run,) = job.say(r2=JOINED)
+    assert isinstance(run, Run)
+    assert (list(run.requests), run.joined) == ([0, 1], (2,))
+
+
+def test_other_operations_need_every_rank() -> None:
+    job = Job(2)
+    job.say(r0=JOINED)
+    (told,) = job.say(r1=[Request("a", ALLGATHER, parts=(Part("int8", (1,)),))])
+    assert isinstance(told, Refuse)
+    assert "rank 0 called join(), and allgather needs every rank" in told.reason
+
+
+def test_the_last_rank_that_joins_is_told_and_joins_begin_anew() -> None:
+    job = Job(3)
+    assert job.say(r1=JOINED) == []
+    assert job.say(r0=JOINED, r2=JOINED) == [AllJoined(2)]
+    assert job.say(r0=[sum_of("a")], r1=[sum_of("a")]) == []
+    assert names(job.say(r2=[sum_of("a")])) == ["a"]
+
+
+def test_what_a_rank_requested_before_it_joined_runs_with_its_values() -> None:
+    job = Job(2)
+    (run, last) = job.say(r0=Turn((sum_of("a"),), has_joined=True), r1=JOINED)
+    assert isinstance(run, Run)
+    assert (list(run.requests), run.joined) == ([0], (1,))
+    assert last == AllJoined(1)
+
+
+# --- process sets -------------------------------------------------------------------------------
+
+
+def add(*ranks: int) -> Request:
+    return Request("add", ADD_SET, ranks=ranks)
+
+
+def test_an_operation_of_a_set_waits_for_its_ranks_only() -> None:
+    job = Job(3)
+    (run,) = job.say(r0=[add(0, 2)], r1=[add(0, 2)], r2=[add(0, 2)])
+    assert isinstance(run, Run)
+    assert run.process_set == 1
+    assert job.coordinator.sets == {0: (0, 1, 2), 1: (0, 2)}
+    one = sum_of("a", process_set=1)
+    assert names(job.say(r0=[one], r2=[one])) == ["a"]
+    (told,) = job.say(r1=[one])
+    assert isinstance(told, Refuse)
+    assert "rank 1 is not in the process set [0, 2]" in told.reason
+
+
+def test_equal_names_in_two_sets_are_two_operations() -> None:
+    job = Job(2)
+    job.say(r0=[add(0)], r1=[add(0)])
+    assert names(job.say(r0=[sum_of("a"), sum_of("a", process_set=1)])) == ["a"]
+    assert len(job.coordinator.missing()) == 1
+
+
+def test_sets_of_other_ranks_on_another_rank_are_refused() -> None:
+    (told,) = Job(2).say(r0=[add(0)], r1=[add(1)])
+    assert isinstance(told, Refuse)
+    assert "ranks of the process set differ: rank 0 has [0], rank 1 has [1]" in told.reason
+
+
+def test_a_set_is_removed_when_nothing_is_under_way_in_it() -> None:
+    job = Job(2)
+    job.say(r0=[add(0, 1)], r1=[add(0, 1)])
+    remove = Request("remove", REMOVE_SET, root=1)
+    one = sum_of("a", process_set=1)
+    (told,) = job.say(r0=[one, remove], r1=[remove])
+    assert isinstance(told, Refuse)
+    assert "'a' is not done in process set 1" in told.reason
+    job.say(r1=[one])
+    job.say(r0=[remove], r1=[remove])
+    assert job.coordinator.sets == {0: (0, 1)}
+    job.say(r0=[add(1)], r1=[add(1)])
+    assert job.coordinator.sets == {0: (0, 1), 2: (1,)}, "no number is given twice"
+
+
+# --- ranks that wait for each other -------------------------------------------------------------
+
+
+def test_ranks_that_wait_for_different_operations_are_told() -> None:
+    job = Job(2)
+    job.say(r0=[sum_of("a")], r1=[sum_of("b")])
+    assert job.say(r0=Turn(waits_for=(0, "a"))) == []
+    told = job.say(r1=Turn(waits_for=(0, "b")))
+    assert [one.key for one in told if isinstance(one, Refuse)] == [(0, "a"), (0, "b")]
+    assert all("rank 0 waits for allreduce 'a'; rank 1 waits for" in str(one) for one in told)
+
+
+def test_a_rank_that_goes_on_does_not_wait() -> None:
+    job = Job(2)
+    job.say(r0=[sum_of("a")], r1=[sum_of("b")])
+    job.say(r0=Turn(waits_for=(0, "a")))
+    job.say(r0=[sum_of("c")])
+    assert job.say(r1=Turn(waits_for=(0, "b"))) == []
+
+
+def test_a_rank_does_not_wait_for_what_is_decided() -> None:
+    job = Job(2)
+    job.say(r0=[sum_of("a")], r1=[sum_of("b")])
+    assert names(job.say(r0=Turn(waits_for=(0, "a")), r1=[sum_of("a")])) == ["a"]
+    assert job.say(r1=Turn(waits_for=(0, "b"))) == []
+
+
+def test_ranks_that_have_joined_do_not_count_as_waiting() -> None:
+    job = Job(3)
+    job.say(r0=[sum_of("a")], r1=[sum_of("b")], r2=JOINED)
+    told = job.say(r0=Turn(waits_for=(0, "a")), r1=Turn(waits_for=(0, "b")))
+    assert len(told) == 2
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def test_nothing_is_decided_after_a_rank_has_left() -> None:
+    job = Job(2)
+    last = Turn((sum_of("a"),), over="bye")
+    run, over = job.say(r0=[sum_of("a"), sum_of("b")], r1=last)
+    assert names([run]) == ["a"], "what all have requested still runs"
+    assert over == Over(1, "bye")
+    assert job.say(r0=[sum_of("c")], r1=[sum_of("c")]) == []
+
+
+def test_the_lowest_rank_that_leaves_gives_the_reason() -> None:
+    assert Job(2).say(r0=Turn(over="a"), r1=Turn(over="b")) == [Over(0, "a")]

@@ -1,0 +1,72 @@
+"""Turns as bytes: what was packed comes back, and other bytes are refused."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+
+from kvps.errors import ProtocolError
+from kvps.horovod.negotiation.request import ALLREDUCE, ALLTOALL, NAME_MAX, Part, Request
+from kvps.horovod.negotiation.turn import Turn, pack, unpack
+
+TURN = Turn(
+    (
+        Request(
+            "ä", ALLREDUCE, 3, (Part("float32", (2, 0)), Part("int8", ())), "sum", -1, 0.5, 2.0
+        ),
+        Request("b", ALLTOALL, splits=((1, 2), ()), ranks=(4,), fault="why"),
+    ),
+    has_joined=True,
+    waits_for=(3, "ä"),
+)
+
+
+@pytest.mark.parametrize("turn", [Turn(), Turn(over="bye"), TURN])
+def test_a_turn_comes_back(turn: Turn) -> None:
+    assert unpack(pack(turn)) == turn
+
+
+def row(**changed: object) -> bytes:
+    fields = ["a", ALLREDUCE, 0, [["int8", [1]]], "sum", -1, 1.0, 1.0, [], [], ""]
+    names = ["name", "kind", "set", "parts", "op", "root", "prescale", "postscale"]
+    names += ["splits", "ranks", "fault"]
+    for name, value in changed.items():
+        fields[names.index(name)] = value
+    packed: bytes = msgpack.packb([[fields], False, "", None])
+    return packed
+
+
+def test_the_row_of_these_tests_is_right() -> None:
+    assert unpack(row()).requests[0].name == "a"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(None),
+        msgpack.packb([[], 1, "", None]),
+        msgpack.packb([[], False, None, None]),
+        msgpack.packb([[], False, "", [1]]),
+        msgpack.packb([[], False, "", ["a", 1]]),
+        msgpack.packb([[[]], False, "", None]),
+        row(name=1),
+        row(name="x" * (NAME_MAX + 1)),
+        row(kind="pickle"),
+        row(set="0"),
+        row(parts=[[1, [1]]]),
+        row(parts=[["int8", 1]]),
+        row(parts=[["int8", ["1"]]]),
+        row(op=None),
+        row(root=True),
+        row(prescale=1),
+        row(postscale="1"),
+        row(splits=[1]),
+        row(ranks=None),
+        row(fault=0),
+    ],
+)
+def test_other_bytes_are_refused(given: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        unpack(given)
