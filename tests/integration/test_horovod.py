@@ -1,31 +1,23 @@
 """``import kvps.horovod as hvd``: each collective against what follows from the inputs of all ranks, and each error.
 
-Ranks are the workers of a LocalCluster. Everyday tests run most of it on two ranks; the thorough ones repeat it for
-all element types on three.
+Ranks are the two workers of a LocalCluster; ``test_horovod_three.py`` has more ranks and all element types.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-import kvps
 import kvps.horovod as hvd
-from kvps.horovod.engine import context
-from kvps.horovod.engine.engine import Limits
+from tests.support.drop_in import Run, check_collectives, equal, ranks
 
 TOLD_S = 2.0
 """Seconds in which a mismatch reaches every rank, as promised."""
-TYPES = (
-    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-)
-Run = Callable[[Callable[[int], Any]], list[Any]]
 
 
 @pytest.fixture(scope="module")
@@ -33,82 +25,7 @@ def two() -> Iterator[Run]:
     yield from ranks(2)
 
 
-@pytest.fixture(scope="module")
-def three() -> Iterator[Run]:
-    yield from ranks(3)
-
-
-def ranks(count: int) -> Iterator[Run]:
-    """A function that runs work on each rank, between ``init()`` and ``shutdown()``."""
-    with kvps.LocalCluster(workers=count, servers=2) as cluster:
-
-        def run(work: Callable[[int], Any]) -> list[Any]:
-            def each(rank: int) -> Any:
-                hvd.init(process_sets="dynamic")
-                try:
-                    return work(rank)
-                finally:
-                    hvd.shutdown()
-
-            return cluster.run(each)
-
-        yield run
-
-
-def given(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Return what ``rank`` has: small whole numbers, so that sums and products are exact in every type."""
-    generator = torch.Generator().manual_seed(1000 + rank)
-    return torch.randint(1, 4, shape, generator=generator).to(dtype)
-
-
-def equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
 # --- collectives --------------------------------------------------------------------------------
-
-
-def check_collectives(rank: int, dtype: torch.dtype, *shape: int) -> None:
-    size = hvd.size()
-    every = [given(one, dtype, *shape) for one in range(size)]
-    mine = every[rank].clone()
-    whole = torch.stack([one.to(torch.float64) for one in every])
-    for op, wanted in (
-        (hvd.Sum, whole.sum(0)),
-        (hvd.Min, whole.amin(0)),
-        (hvd.Max, whole.amax(0)),
-        (hvd.Product, whole.prod(0)),
-    ):
-        equal(hvd.allreduce(mine, op=op), wanted.to(dtype))
-    mean = hvd.allreduce(mine)
-    torch.testing.assert_close(mean, (whole.sum(0) / size).to(dtype))
-    doubled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
-    equal(doubled, whole.sum(0).to(dtype))
-    equal(mine, every[rank])
-
-    place = mine.clone()
-    assert hvd.allreduce_(place, op=hvd.Sum) is place
-    equal(place, whole.sum(0).to(dtype))
-    for root in range(size):
-        equal(hvd.broadcast(mine, root), every[root])
-        place = mine.clone()
-        assert hvd.broadcast_(place, root) is place
-        equal(place, every[root])
-    if not shape:
-        return
-
-    uneven = [given(one, dtype, one + 1, *shape[1:]) for one in range(size)]
-    equal(hvd.allgather(uneven[rank]), torch.cat(uneven))
-    rows = [hvd_rows(shape[0], size, one) for one in range(size)]
-    equal(hvd.reducescatter(mine, op=hvd.Sum), whole.sum(0).to(dtype).split(rows)[rank])
-    splits = torch.tensor([shape[0] - size + 1, *[1] * (size - 1)])
-    found, received = hvd.alltoall(mine, splits)
-    equal(found, torch.cat([one.split(splits.tolist())[rank] for one in every]))
-    assert received.tolist() == [int(splits[rank])] * size
-
-
-def hvd_rows(rows: int, size: int, rank: int) -> int:
-    return rows // size + (rank < rows % size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
@@ -285,7 +202,7 @@ def test_mismatches_are_told_on_every_rank_at_once(two: Run) -> None:
     for told in two(work):
         for name, (_, words) in mismatches().items():
             text, took = told[name]
-            assert pytest.importorskip("re").search(words, text), (name, text)
+            assert re.search(words, text), (name, text)
             assert took < TOLD_S, (name, took)
 
 

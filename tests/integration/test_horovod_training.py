@@ -1,0 +1,501 @@
+"""Training over ``kvps.horovod``: the optimizer with its arguments, broadcasts, batch normalisation, elastic states.
+
+The measure is one process with the batches of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvps.horovod as hvd
+from tests.support.drop_in import Run, equal, ranks
+
+SEEDED = threading.Lock()
+"""Held while weights are drawn: ranks are threads, and share torch's generator."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Run]:
+    yield from ranks(2)
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    with SEEDED:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(6, 3, generator=generator)
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def alone(passes: int = 1, factor: float = 1.0, steps: int = 3) -> torch.nn.Module:
+    """Return what one process learns from the batches of two ranks."""
+    model = net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for one in range(passes):
+            for rank in range(2):
+                (loss_of(model, batch(rank, step * passes + one)) * factor / 2).backward()
+        optimizer.step()
+    return model
+
+
+def trained(rank: int, steps: int = 3, **arguments: Any) -> torch.nn.Module:
+    """Return what a rank learns, from other first weights than the other."""
+    model = net(rank)
+    passes = arguments.get("backward_passes_per_step", 1)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model), named_parameters=model.named_parameters(), **arguments
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for one in range(passes):
+            loss_of(model, batch(rank, step * passes + one)).backward()
+        optimizer.step()
+    return model
+
+
+def close(found: torch.nn.Module, wanted: torch.nn.Module, atol: float = 1e-6) -> None:
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_alone", "atol"),
+    [
+        ({}, {}, 1e-6),
+        ({"op": hvd.Sum}, {"factor": 2.0}, 1e-6),
+        ({"backward_passes_per_step": 2}, {"passes": 2}, 1e-6),
+        ({"gradient_predivide_factor": 4.0}, {}, 1e-6),
+        ({"groups": 2}, {}, 1e-6),
+        ({"compression": hvd.Compression.fp16}, {}, 5e-3),
+    ],
+    ids=["mean", "sum", "passes", "predivide", "groups", "fp16"],
+)
+def test_ranks_learn_what_one_process_learns_from_all_batches(
+    two: Run, arguments: dict[str, Any], of_alone: dict[str, Any], atol: float
+) -> None:
+    for model in two(lambda rank: trained(rank, **arguments)):
+        close(model, alone(**of_alone), atol)
+
+
+def test_groups_of_parameters_and_a_deprecated_number(two: Run) -> None:
+    def work(rank: int) -> torch.nn.Module:
+        model = net()
+        params = list(model.parameters())
+        optimizer = hvd.DistributedOptimizer(sgd(model), groups=[params[:2], [params[3]]])
+        with pytest.warns(DeprecationWarning, match="replaced by groups"):
+            hvd.DistributedOptimizer(sgd(net()), num_groups=2)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(rank, step)).backward()
+            optimizer.step()
+        return model
+
+    for model in two(work):
+        close(model, alone())
+
+
+def test_the_optimizer_is_one_of_its_class_and_schedulers_take_it(two: Run) -> None:
+    def work(rank: int) -> None:
+        model = net()
+        inner = sgd(model)
+        torch.optim.lr_scheduler.StepLR(inner, 1)  # wraps inner.step
+        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert type(optimizer).__name__ == "SGD"
+        assert optimizer.backward_passes_per_step == 1
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.05
+        optimizer.set_backward_passes_per_step(2)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(2):
+            loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+
+    two(work)
+
+
+def test_clipping_after_synchronize(two: Run) -> None:
+    def work(rank: int) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        clipped = [one.grad.clone() for one in model.parameters()]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        for one, grad in zip(model.parameters(), clipped, strict=True):
+            equal(one.grad, grad)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match=r"called without optimizer.skip_synchronize\(\)"):
+            optimizer.step()
+
+    two(work)
+
+
+def test_misuse_of_the_optimizer_raises_as_in_horovod(two: Run) -> None:
+    def work(rank: int) -> None:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        loss_of(model, batch(rank, 0)).backward()
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
+            loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    two(work)
+
+
+def wrong_arguments() -> list[tuple[dict[str, Any], str]]:
+    model = net()
+    first = next(model.parameters())
+    half = list(model.named_parameters())[:1]
+    return [
+        ({"named_parameters": model.parameters()}, "sequence of tuples"),
+        ({"named_parameters": [*half, *half]}, "must be unique. Found duplicates: 0.weight"),
+        ({"named_parameters": half}, "were not named"),
+        ({"op": hvd.Max}, "use hvd.Average, hvd.Sum or hvd.Adasum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
+        ({"gradient_predivide_factor": 0.0}, "must be > 0"),
+        ({"backward_passes_per_step": 0}, "must be > 0"),
+        ({"groups": -1}, "non-negative integer"),
+        ({"groups": "all"}, "non-negative integer"),
+        ({"groups": [["weight"]]}, "must consist of torch.Tensor"),
+        ({"groups": [[first], [first]]}, "can only appear once"),
+    ]
+
+
+def test_wrong_arguments_of_the_optimizer(two: Run) -> None:
+    def work(rank: int) -> None:
+        for arguments, words in wrong_arguments():
+            with pytest.raises(ValueError, match=words):
+                hvd.DistributedOptimizer(sgd(net()), **arguments)
+        with pytest.raises(ValueError, match=r"give a torch.optim.Optimizer, got Sequential"):
+            hvd.DistributedOptimizer(net())  # type: ignore[arg-type]
+        with pytest.raises(NotImplementedError, match="non-global process sets"):
+            hvd.DistributedOptimizer(sgd(net()), op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
+
+    two(work)
+
+
+def test_two_models_with_equal_names_train_at_once(two: Run) -> None:
+    def work(rank: int) -> list[torch.nn.Module]:
+        models = [net(), net()]
+        optimizers = [hvd.DistributedOptimizer(sgd(one), one.named_parameters()) for one in models]
+        for step in range(3):
+            for one in optimizers:
+                one.zero_grad()
+            losses = [loss_of(one, batch(rank, step)) for one in models]
+            (losses[0] + losses[1]).backward()
+            for one in optimizers:
+                one.step()
+        return models
+
+    for models in two(work):
+        for model in models:
+            close(model, alone())
+
+
+def test_parameters_that_only_some_ranks_reach(two: Run) -> None:
+    def work(rank: int) -> torch.nn.ModuleList:
+        heads = torch.nn.ModuleList([torch.nn.Linear(3, 1) for _ in range(2)])
+        hvd.broadcast_parameters(heads.state_dict(), 0)
+        optimizer = hvd.DistributedOptimizer(sgd(heads), heads.named_parameters())
+        heads[rank](batch(rank, 0)).sum().backward()
+        optimizer.step()
+        return heads
+
+    first, second = two(work)
+    close(first, second)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_gradients(two: Run, as_dense: bool) -> None:
+    def work(rank: int) -> torch.Tensor:
+        table = torch.nn.Embedding(5, 2, sparse=True)
+        before = table.weight.detach().clone()
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, table.named_parameters(), sparse_as_dense=as_dense
+        )
+        table(torch.tensor([rank, 2, 2])).sum().backward()
+        optimizer.step()
+        return before - table.weight.detach()
+
+    for moved in two(work):
+        torch.testing.assert_close(moved[:, 0], torch.tensor([0.5, 0.5, 2.0, 0.0, 0.0]))
+
+
+def test_adasum_of_equal_ranks_is_the_step_of_one(two: Run) -> None:
+    def work(rank: int) -> torch.nn.Module:
+        model = net()
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters(), op=hvd.Adasum)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(0, step)).backward()
+            optimizer.synchronize()
+            optimizer.step()
+        with (
+            pytest.raises(AssertionError, match="not supported when using Adasum"),
+            optimizer.skip_synchronize(),
+        ):
+            pass
+        return model
+
+    model = net()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(0, step)).backward()
+        optimizer.step()
+    for found in two(work):
+        close(found, model)
+
+
+def test_an_optimizer_of_a_process_set_leaves_other_ranks_alone(two: Run) -> None:
+    def work(rank: int) -> torch.nn.Module:
+        one = hvd.add_process_set([1])
+        model = net()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), process_set=one, op=hvd.Sum
+        )
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        hvd.barrier()
+        return model
+
+    for rank, found in enumerate(two(work)):
+        model = net()
+        optimizer = sgd(model)
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+        close(found, model)
+
+
+# --- broadcasts ---------------------------------------------------------------------------------
+
+
+def every_optimizer() -> dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]]:
+    """Return a maker for each optimizer of torch; Muon takes matrices only."""
+    made: dict[str, Callable[[torch.nn.Module], torch.optim.Optimizer]] = {}
+    for kind in torch.optim.Optimizer.__subclasses__():
+        if kind.__module__.startswith("torch.optim") and kind.__name__ not in (
+            *("LBFGS", "SparseAdam", "NonCapturableOptimizer"),
+        ):
+            made[kind.__name__] = lambda model, kind=kind: kind(  # type: ignore[misc]
+                [one for one in model.parameters() if kind.__name__ != "Muon" or one.dim() == 2],
+                lr=0.1,
+            )
+    return made
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_the_state_of_each_optimizer_is_that_of_the_root(two: Run, root: int) -> None:
+    def work(rank: int) -> dict[str, Any]:
+        found = {}
+        for name, make in sorted(every_optimizer().items()):
+            model = net(rank)
+            optimizer = make(model)
+            if rank == root:
+                loss_of(model, batch(0, 0)).backward()
+                optimizer.step()
+                optimizer.param_groups[0]["lr"] = 0.25
+            hvd.broadcast_parameters(model.state_dict(), root)
+            hvd.broadcast_optimizer_state(optimizer, root)
+            found[name] = optimizer.state_dict()
+            hvd.broadcast_optimizer_state(hvd.DistributedOptimizer(make(net())), root)
+        return found
+
+    first, second = two(work)
+    assert {"Adam", "SGD", "Muon"} <= first.keys()
+    for name, state in first.items():
+        assert state["param_groups"] == second[name]["param_groups"], name
+        assert state["param_groups"][0]["lr"] == 0.25
+        torch.testing.assert_close(state["state"], second[name]["state"], rtol=0, atol=0)
+
+
+def test_parameters_without_a_gradient_get_zeros_and_frozen_ones_do_not(two: Run) -> None:
+    def work(rank: int) -> None:
+        model = net(rank)
+        first, *rest = model.parameters()
+        first.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        before = [one.detach().clone() for one in model.parameters()]
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert first.grad is None
+        assert all(one.grad is not None and not one.grad.any() for one in rest)
+        for one, old in zip(model.parameters(), before, strict=True):
+            equal(one.detach(), old)
+
+    two(work)
+
+
+def test_parameters_and_objects(two: Run) -> None:
+    def work(rank: int) -> None:
+        tensors = {"b": torch.full((2,), rank), "a": torch.full((3,), rank, dtype=torch.bfloat16)}
+        hvd.broadcast_parameters(dict(reversed(tensors.items())) if rank else tensors, 1)
+        assert [one.tolist() for one in tensors.values()] == [[1, 1], [1.0, 1.0, 1.0]]
+        params = [torch.nn.Parameter(torch.full((2,), float(rank)))]
+        hvd.broadcast_parameters(params, 0)
+        hvd.broadcast_parameters((("x", one) for one in params), 0)
+        assert params[0].tolist() == [0.0, 0.0]
+        given = {"epoch": 3, 0: [1, 2], "t": (torch.ones(2), None)}
+        found = hvd.broadcast_object(given if rank == 0 else {}, root_rank=0)
+        assert (found["epoch"], found[0], found["t"][0].tolist()) == (3, [1, 2], [1.0, 1.0])
+        assert hvd.broadcast_object([] if rank else "big" * 100_000, name="big") == "big" * 100_000
+        assert hvd.allgather_object({"rank": rank, "n": [0] * rank}) == [
+            {"rank": 0, "n": []},
+            {"rank": 1, "n": [0]},
+        ]
+        with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+            hvd.broadcast_parameters({"w": torch.ones(2 + rank)}, 0)
+
+    two(work)
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+def test_batches_are_normalised_over_all_ranks(two: Run) -> None:
+    def part(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(3 + rank, 2, 5, generator=generator)
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        layer = hvd.SyncBatchNorm(2)
+        x = part(rank).requires_grad_()
+        y = layer(x)
+        (y * torch.arange(5.0)).sum().backward()
+        with pytest.raises(ValueError, match="expected at least 2D input"):
+            layer(torch.ones(2))
+        assert x.grad is not None
+        layer.eval()
+        layer(x)
+        return y.detach(), x.grad, layer.running_var
+
+    layer = torch.nn.BatchNorm1d(2)
+    whole = torch.cat([part(0), part(1)]).requires_grad_()
+    y = layer(whole)
+    (y * torch.arange(5.0)).sum().backward()
+    found = two(work)
+    torch.testing.assert_close(torch.cat([one for one, _, _ in found]), y.detach())
+    torch.testing.assert_close(torch.cat([one for _, one, _ in found]), whole.grad)
+    for _, _, running in found:
+        torch.testing.assert_close(running, layer.running_var)
+
+
+# --- elastic ------------------------------------------------------------------------------------
+
+
+def test_a_failure_returns_to_the_last_commit(two: Run) -> None:
+    def work(rank: int) -> tuple[int, list[int], torch.nn.Module]:
+        model = net(rank)
+        optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0)
+        failures: list[int] = []
+        state.register_reset_callbacks([lambda: failures.append(state.step)])
+
+        @hvd.elastic.run
+        def train(state: hvd.elastic.TorchState) -> int:
+            while state.step < 3:
+                state.optimizer.zero_grad()
+                loss_of(state.model, batch(rank, state.step)).backward()
+                state.optimizer.step()
+                state.step += 1
+                if state.step == 2 and not failures:
+                    hvd.allreduce(torch.ones(1 + rank), name="no")  # fails on both
+                state.commit()
+            return state.step
+
+        return train(state), failures, state.model
+
+    for steps, failures, model in two(work):
+        assert (steps, failures) == (3, [1])
+        close(model, alone())
+
+
+def test_states_of_objects(two: Run) -> None:
+    def work(rank: int) -> None:
+        state = hvd.elastic.ObjectState(epoch=0, seen=[])
+        if rank == 1:
+            state.epoch, state.seen = 4, [1]
+            state.commit()
+        state.seen.append(9)
+        state.sync()  # from rank 1, which has committed
+        assert (state.epoch, state.seen, state.commits) == (4, [1, 9], 1)
+        state.epoch = 7
+        state.restore()
+        assert state.epoch == 4
+        bare = hvd.elastic.State()
+        bare.on_hosts_updated(0.0, None)
+        for call in (bare.save, bare.restore, bare.sync):
+            with pytest.raises(NotImplementedError):
+                call()
+
+    two(work)
+
+
+def test_interrupts_go_on_without_a_return(two: Run) -> None:
+    def work(rank: int) -> list[int]:
+        seen: list[int] = []
+
+        @hvd.elastic.run
+        def train(state: hvd.elastic.ObjectState) -> list[int]:
+            seen.append(state.step)
+            if len(seen) == 1:
+                state.step = 5
+                raise hvd.HostsUpdatedInterrupt(skip_sync=True)
+            return seen
+
+        return train(hvd.elastic.ObjectState(step=0))
+
+    assert two(work) == [[0, 5], [0, 5]]
+
+
+def test_a_sampler_deals_out_what_no_rank_has_processed(two: Run) -> None:
+    def work(rank: int) -> tuple[list[int], list[int], list[int]]:
+        sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+        state = hvd.elastic.TorchState(sampler=sampler)
+        first = list(sampler)
+        sampler.record_batch(0, 2)
+        state.save()
+        state.sync()
+        rest = list(sampler)
+        sampler.set_epoch(1)
+        shuffled = hvd.elastic.ElasticSampler(range(5), seed=3)
+        assert len(shuffled) == 3
+        return first, rest, list(shuffled)
+
+    (first, rest, mixed), (others, their_rest, their_mixed) = two(work)
+    assert (first, others) == ([0, 2, 4, 6, 8], [1, 3, 5, 7, 9])
+    assert (rest, their_rest) == ([4, 6, 8], [5, 7, 9])
+    assert set(mixed + their_mixed) == set(range(5))
