@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 import time
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ def three() -> Iterator[Run]:
     yield from ranks(3)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (17, 17), (5, 0), (70_000, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (17, 17), (5, 0), (350_000, 3)], ids=str)
 def test_each_collective_in_each_type(three: Run, shape: tuple[int, ...]) -> None:
     def work(rank: int) -> None:
         for dtype in TYPES:
@@ -84,19 +86,97 @@ def test_ranks_that_are_late_are_named_in_the_log_and_then_fail(
     monkeypatch.setattr(context, "_limits", lambda: limits)
 
     def work(rank: int) -> None:
-        if rank == 0:
-            with pytest.raises(
-                hvd.HorovodInternalError, match=r"'slow' has waited \d s for ranks 1, 2"
+        late = hvd.allreduce_async(torch.ones(1), name="slow" if rank == 0 else "other")
+        until = time.monotonic() + 60
+        while not hvd.poll(late):
+            assert time.monotonic() < until
+        with pytest.raises(hvd.HorovodInternalError) as caught:
+            hvd.synchronize(late)
+        told = (
+            r"rank \d has left: allreduce '(slow|other)' has waited \d s for ranks? [012, ]+, which"
+        )
+        assert re.search(told, str(caught.value))
+        assert "has waited" in caplog.text
+
+    three(work)
+
+
+# --- many operations at once --------------------------------------------------------------------
+
+KINDS = (
+    "sum",
+    "mean",
+    "max",
+    "large",
+    "gather",
+    "broadcast",
+    "alltoall",
+    "scatter",
+    "pair",
+    "wrong",
+)
+
+
+def begun(rank: int, name: str, kind: str, size: int, root: int, pair: hvd.ProcessSet) -> Any:
+    """Begin an operation; return its handle, and the result that all three ranks expect; None for an error."""
+    mine = torch.full((size,), rank + 1.0)
+
+    def whole(value: float, count: int = size) -> torch.Tensor:
+        return torch.full((count,), value)
+
+    match kind:
+        case "sum":
+            return hvd.allreduce_async(mine, name=name, op=hvd.Sum), whole(6)
+        case "mean":
+            return hvd.allreduce_async_(mine, name=name), whole(2)
+        case "max":
+            return hvd.allreduce_async(mine, name=name, op=hvd.Max), whole(3)
+        case "large":
+            row = whole(rank + 1.0, 500 * size)
+            return hvd.allreduce_async(row, name=name, op=hvd.Sum), whole(6, 500 * size)
+        case "gather":
+            every = torch.cat([whole(one + 1.0, one + 1) for one in range(3)])
+            return hvd.allgather_async(whole(rank + 1.0, rank + 1), name=name), every
+        case "broadcast":
+            return hvd.broadcast_async(mine, root, name=name), whole(root + 1.0)
+        case "alltoall":
+            every = torch.cat([whole(one, 2) for one in range(3)])
+            return hvd.alltoall_async(whole(rank, 6), name=name), every
+        case "scatter":
+            row = whole(rank + 1.0, 3 * size)
+            return hvd.reducescatter_async(row, name=name, op=hvd.Sum), whole(6)
+        case "pair" if rank != 1:
+            handle = hvd.allreduce_async(mine, name=name, op=hvd.Sum, process_set=pair)
+            return handle, whole(4)
+        case "wrong":
+            return hvd.allreduce_async(whole(1, size + (rank == root)), name=name), None
+    return None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_operations_in_any_order_with_mismatches_and_joins(three: Run, seed: int) -> None:
+    def work(rank: int) -> None:
+        same, own = random.Random(seed), random.Random(100 * seed + rank)
+        pair = hvd.add_process_set([0, 2])
+        for turn in range(4):
+            operations = [
+                (f"{turn}.{one}", same.choice(KINDS), same.randrange(1, 3000), same.randrange(3))
+                for one in range(40)
+            ]
+            own.shuffle(operations)
+            started = [begun(rank, *operation, pair) for operation in operations]
+            for handle, wanted in own.sample(
+                [one for one in started if one], k=len(started) - started.count(None)
             ):
-                hvd.allreduce(torch.ones(1), name="slow")
-        else:
-            other = hvd.allreduce_async(torch.ones(1), name="other")
-            until = time.monotonic() + 60
-            while not hvd.poll(other):
-                assert time.monotonic() < until
-            with pytest.raises(hvd.HorovodInternalError, match="rank 0 has left: allreduce 'slow'"):
-                hvd.synchronize(other)
-            assert "'slow' has waited" in caplog.text
+                if wanted is None:
+                    with pytest.raises(hvd.HorovodInternalError, match="shapes differ"):
+                        hvd.synchronize(handle)
+                else:
+                    found = hvd.synchronize(handle)
+                    assert torch.equal(found[0] if isinstance(found, tuple) else found, wanted)
+            for one in range(same.randrange(4) + rank):
+                hvd.allreduce(torch.ones(3), name=f"joined.{turn}.{one}")
+            hvd.join()
 
     three(work)
 

@@ -84,9 +84,9 @@ def close(found: torch.nn.Module, wanted: torch.nn.Module, atol: float = 1e-6) -
         ({}, {}, 1e-6),
         ({"op": hvd.Sum}, {"factor": 2.0}, 1e-6),
         ({"backward_passes_per_step": 2}, {"passes": 2}, 1e-6),
-        ({"gradient_predivide_factor": 4.0}, {}, 1e-6),
+        pytest.param({"gradient_predivide_factor": 4.0}, {}, 1e-6, marks=pytest.mark.thorough),
         ({"groups": 2}, {}, 1e-6),
-        ({"compression": hvd.Compression.fp16}, {}, 5e-3),
+        pytest.param({"compression": hvd.Compression.fp16}, {}, 5e-3, marks=pytest.mark.thorough),
     ],
     ids=["mean", "sum", "passes", "predivide", "groups", "fp16"],
 )
@@ -97,6 +97,7 @@ def test_ranks_learn_what_one_process_learns_from_all_batches(
         close(model, alone(**of_alone), atol)
 
 
+@pytest.mark.thorough
 def test_groups_of_parameters_and_a_deprecated_number(two: Run) -> None:
     def work(rank: int) -> torch.nn.Module:
         model = net()
@@ -114,6 +115,7 @@ def test_groups_of_parameters_and_a_deprecated_number(two: Run) -> None:
         close(model, alone())
 
 
+@pytest.mark.thorough
 def test_the_optimizer_is_one_of_its_class_and_schedulers_take_it(two: Run) -> None:
     def work(rank: int) -> None:
         model = net()
@@ -222,6 +224,7 @@ def test_two_models_with_equal_names_train_at_once(two: Run) -> None:
             close(model, alone())
 
 
+@pytest.mark.thorough
 def test_parameters_that_only_some_ranks_reach(two: Run) -> None:
     def work(rank: int) -> torch.nn.ModuleList:
         heads = torch.nn.ModuleList([torch.nn.Linear(3, 1) for _ in range(2)])
@@ -235,6 +238,7 @@ def test_parameters_that_only_some_ranks_reach(two: Run) -> None:
     close(first, second)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("as_dense", [False, True])
 def test_sparse_gradients(two: Run, as_dense: bool) -> None:
     def work(rank: int) -> torch.Tensor:
@@ -252,6 +256,7 @@ def test_sparse_gradients(two: Run, as_dense: bool) -> None:
         torch.testing.assert_close(moved[:, 0], torch.tensor([0.5, 0.5, 2.0, 0.0, 0.0]))
 
 
+@pytest.mark.thorough
 def test_adasum_of_equal_ranks_is_the_step_of_one(two: Run) -> None:
     def work(rank: int) -> torch.nn.Module:
         model = net()
@@ -278,6 +283,7 @@ def test_adasum_of_equal_ranks_is_the_step_of_one(two: Run) -> None:
         close(found, model)
 
 
+@pytest.mark.thorough
 def test_an_optimizer_of_a_process_set_leaves_other_ranks_alone(two: Run) -> None:
     def work(rank: int) -> torch.nn.Module:
         one = hvd.add_process_set([1])
@@ -317,6 +323,7 @@ def every_optimizer() -> dict[str, Callable[[torch.nn.Module], torch.optim.Optim
     return made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("root", [0, 1])
 def test_the_state_of_each_optimizer_is_that_of_the_root(two: Run, root: int) -> None:
     def work(rank: int) -> dict[str, Any]:
@@ -464,6 +471,7 @@ def test_states_of_objects(two: Run) -> None:
     two(work)
 
 
+@pytest.mark.thorough
 def test_interrupts_go_on_without_a_return(two: Run) -> None:
     def work(rank: int) -> list[int]:
         seen: list[int] = []
@@ -481,6 +489,7 @@ def test_interrupts_go_on_without_a_return(two: Run) -> None:
     assert two(work) == [[0, 5], [0, 5]]
 
 
+@pytest.mark.thorough
 def test_a_sampler_deals_out_what_no_rank_has_processed(two: Run) -> None:
     def work(rank: int) -> tuple[list[int], list[int], list[int]]:
         sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)

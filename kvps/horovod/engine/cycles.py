@@ -20,8 +20,8 @@ from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.size_classes import class_of
 
-POST_BYTES = 4096
-"""The size of a post."""
+POST_BYTES = 16 << 10
+"""The size of a post: about 200 requests."""
 HEAD = 4
 """Bytes of the length of a message, which begin its post."""
 READ_S = 3600.0

@@ -51,7 +51,7 @@ class Limits:
         timeout_s: seconds that ranks have to begin, and that each transfer may take.
     """
 
-    fusion_bytes: int = 64 << 20
+    fusion_bytes: int = 32 << 20
     stall_warn_s: float = 60.0
     stall_fail_s: float = 0.0
     timeout_s: float = 300.0

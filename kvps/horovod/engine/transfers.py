@@ -1,7 +1,11 @@
 """Transfers: the pushes and pulls of an operation that the ranks have agreed on.
 
-A sum over all ranks of the job is one round of a synchronous key. Everything else is a swap of posts between the
-ranks that take part, or a letter of one rank to the others (:mod:`kvps.torch.distributed.mailbox`).
+A sum over all ranks of the job is one round of synchronous keys. Everything else is a swap of posts between the
+ranks that take part, or letters of one rank to the others (:mod:`kvps.torch.distributed.mailbox`).
+
+Operations that travel together are never the same for long, and keys are kept by the servers. So sums and broadcasts
+are cut into pieces of one size, and only what is left of a row has a key of its class: the servers need no more memory
+than for the largest row, and some MiB for the classes.
 
 Every method returns the track of the operation and its steps, and makes its choices from the decisions alone, which
 are the same on every rank.
@@ -21,10 +25,14 @@ from kvps.torch.distributed import mailbox
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.host_tensor import Staged, padded
 from kvps.torch.distributed.ordered_executor import Steps
-from kvps.torch.distributed.size_classes import Sizes, class_of
+from kvps.torch.distributed.size_classes import class_of
 
 LANES = 4
-"""The keys for sums of one size: as many may be under way at once."""
+"""The sums of one element type that may be under way at once, each with keys of its own."""
+SUM_PIECE = 512 << 10
+"""Elements of a piece of a sum."""
+BROADCAST_PIECE = 4 << 20
+"""Bytes of a piece of a broadcast."""
 
 Plan = tuple[str, Steps]
 """A track, and the steps to be made there."""
@@ -41,8 +49,7 @@ class Transfers:
 
     def __init__(self, board: Board, name: str, timeout_s: float) -> None:
         self._board, self._name, self._timeout_s = board, name, timeout_s
-        self._sizes = Sizes()
-        self._sums: Counter[tuple[str, int]] = Counter()
+        self._sums: Counter[str] = Counter()
 
     def is_summable(self, dtype: torch.dtype) -> bool:
         """Whether the servers can add up elements of this type."""
@@ -51,19 +58,24 @@ class Transfers:
     def total(self, row: torch.Tensor) -> Plan:
         """Replace ``row`` by its sum over all ranks of the job."""
         kind = NAMES[row.dtype]
-        size = self._sizes.of(kind, len(row))
-        lane = self._sums[kind, size] % LANES
-        self._sums[kind, size] += 1
-        key = f"{self._name}/sum/{kind}/{size}/{lane}"
+        lane = self._sums[kind] % LANES
+        self._sums[kind] += 1
+        track = f"{self._name}/sum/{kind}/{lane}"
+        whole, rest = divmod(len(row), SUM_PIECE)
+        keys = [(f"{track}/piece/{index}", Spec(kind, (SUM_PIECE,))) for index in range(whole)]
+        if rest:
+            size = class_of(rest)
+            keys.append((f"{track}/{size}", Spec(kind, (size,))))
 
         def steps() -> Steps:
-            yield self._board.make_sums([(key, Spec(kind, (size,)))], self._timeout_s)
-            filled = padded(row, size)
-            yield [self._board.add([key], [filled], [filled], self._timeout_s)]
-            if filled is not row:
-                row.copy_(filled[: len(row)])
+            yield self._board.make_sums(keys, self._timeout_s)
+            pieces = torch.split(row, SUM_PIECE)
+            filled = [padded(one, spec.count) for one, (_, spec) in zip(pieces, keys, strict=True)]
+            yield [self._board.add([key for key, _ in keys], filled, filled, self._timeout_s)]
+            if filled[-1] is not pieces[-1]:
+                pieces[-1].copy_(filled[-1][: len(pieces[-1])])
 
-        return key, steps()
+        return track, steps()
 
     def gather(self, ranks: Sequence[int], row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Plan:
         """Fill ``rows`` with the rows of the ranks; ``row`` is this rank's. Their lengths may differ."""
@@ -93,14 +105,21 @@ class Transfers:
         return track, mailbox.swap(self._board, self._timeout_s, mine, theirs)
 
     def spread(self, ranks: Sequence[int], row: torch.Tensor, root: int) -> Plan:
-        """Replace ``row`` by the row of rank ``root``."""
+        """Replace ``row``, of bytes, by the row of rank ``root``."""
         track = f"{self._name}/from/{_tag(ranks)}/{root}"
-        name = f"{track}/{class_of(row.nbytes)}"
-        if root == self._board.rank:
-            readers = len(ranks) - 1
-            return track, mailbox.tell(self._board, self._timeout_s, [(name, row)], readers)
-        heard = [(name, root, Staged(row))]
-        return track, mailbox.hear(self._board, self._timeout_s, heard)
+        is_root = root == self._board.rank
+
+        def steps() -> Steps:
+            for piece in torch.split(row, BROADCAST_PIECE):
+                name = f"{track}/{class_of(piece.nbytes)}"
+                if is_root:
+                    told, readers = [(name, piece)], len(ranks) - 1
+                    yield from mailbox.tell(self._board, self._timeout_s, told, readers)
+                else:
+                    heard = [(name, root, Staged(piece))]
+                    yield from mailbox.hear(self._board, self._timeout_s, heard)
+
+        return track, steps()
 
 
 def _tag(ranks: Sequence[int]) -> str:
