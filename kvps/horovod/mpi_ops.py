@@ -197,6 +197,12 @@ def rocm_built() -> bool:
     return False
 
 
+class _basics:  # noqa: N801  # Horovod's name; its own tests look at the process sets through it
+    """The table of process sets, where Horovod's tests read it."""
+
+    _get_process_set_ids_and_ranks = staticmethod(ids_and_ranks)
+
+
 __all__ = [
     "Adasum",
     "Average",

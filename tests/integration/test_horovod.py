@@ -129,6 +129,7 @@ def test_gradients_flow_through_each_collective(two: Run) -> None:
                 [2.0, 6.0, 8.0],
             )[rank]
         )
+        assert grad(lambda x: hvd.alltoall(x, [1, 0])[0], 3)[1:] == [0.0, 0.0]
         assert grad(hvd.alltoall, 2) == ([1.0, 2.0], [2.0, 4.0])[rank]
         assert grad(hvd.reducescatter, 2) == [1.0, 2.0]
         assert grad(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=0.5), 2) == [
@@ -169,8 +170,12 @@ def mismatches() -> dict[str, tuple[Callable[[int], Any], str]]:
         "scatter": (lambda rank: hvd.reducescatter(ones(2 + rank)), "shapes differ"),
         "alltoall": (lambda rank: hvd.alltoall(ones(2, 1 + rank)), "shapes differ"),
         "scalar": (lambda rank: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
-        "splits": (lambda rank: hvd.alltoall(ones(3), [1, 1 + rank]), "do not add up"),
-        "rows": (lambda rank: hvd.alltoall(ones(3)), "do not add up"),
+        "splits": (lambda rank: hvd.alltoall(ones(3), [2, 2 + rank]), "need more rows than the 3"),
+        "rows": (lambda rank: hvd.alltoall(ones(3)), "3 rows are not divisible by 2 ranks"),
+        "no maximum": (
+            lambda rank: hvd.reducescatter(ones(2), op=hvd.Max),
+            "use hvd.Sum or hvd.Av",
+        ),
         "no root": (
             lambda rank: hvd.broadcast(ones(2), 9),
             "root_rank=9 is not in the process set",
@@ -234,7 +239,11 @@ def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
         (lambda: hvd.allreduce(torch.ones(1).int(), op=hvd.Adasum), "floating-point"),
         (lambda: hvd.reducescatter(one, op=hvd.Max), "use hvd.Sum or hvd.Average"),
         (lambda: hvd.alltoall(one, torch.ones(2)), "splits must be whole numbers"),
+        (lambda: hvd.alltoall(one, [1]), "1 splits were given for 2 ranks"),
+        (lambda: hvd.alltoall(torch.ones(3)), "not divisible by 2 ranks"),
         (lambda: hvd.broadcast(one, "0"), "root_rank='0'"),  # type: ignore[arg-type]
+        (lambda: hvd.broadcast(one, 2), "root_rank=2 is not in the process set"),
+        (lambda: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
         (lambda: hvd.sparse_allreduce_async(one, "s3", hvd.Sum), "needs a sparse COO tensor"),
         (lambda: hvd.sparse_allreduce_async(sparse, "s4", hvd.Max), "is not supported"),
         (lambda: hvd.allreduce(one, process_set=hvd.ProcessSet([0])), "is not registered"),

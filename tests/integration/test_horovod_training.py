@@ -450,6 +450,18 @@ def test_a_failure_returns_to_the_last_commit(two: Run) -> None:
         close(model, alone())
 
 
+def test_a_wrong_argument_ends_an_elastic_function(two: Run) -> None:
+    def work(rank: int) -> None:
+        @hvd.elastic.run
+        def train(state: hvd.elastic.ObjectState) -> None:
+            hvd.alltoall(torch.ones(3))
+
+        with pytest.raises(hvd.HorovodInternalError, match="3 rows are not divisible"):
+            train(hvd.elastic.ObjectState())
+
+    two(work)
+
+
 def test_states_of_objects(two: Run) -> None:
     def work(rank: int) -> None:
         state = hvd.elastic.ObjectState(epoch=0, seen=[])

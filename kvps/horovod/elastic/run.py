@@ -13,7 +13,11 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvps import config
-from kvps.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from kvps.horovod.common.exceptions import (
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    InvalidArgument,
+)
 from kvps.horovod.elastic.state import State
 from kvps.horovod.engine.context import ALL_HERE_S
 from kvps.horovod.mpi_ops import init, shutdown
@@ -44,6 +48,8 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
                 if not is_synced:
                     state.sync()
                 return func(state, *args, **kwargs)
+            except InvalidArgument:  # it would only happen again
+                raise
             except HorovodInternalError as error:
                 log.warning("elastic: returning to the last commit: %s", error)
                 state.restore()

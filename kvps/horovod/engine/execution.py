@@ -241,8 +241,9 @@ def _put(
 
 
 def _cut(row: torch.Tensor, part: Part, rows: Sequence[int]) -> list[torch.Tensor]:
-    """Return a tensor's elements cut along its first dimension."""
+    """Return a tensor's elements cut along its first dimension, without the rows that no split needs."""
     width = _count(part.shape[1:])
+    row = row[: sum(rows) * width]
     return list(torch.split(row, [one * width for one in rows]))
 
 

@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.common.exceptions import HorovodInternalError
+from kvps.horovod.common.exceptions import HorovodInternalError, InvalidArgument
 from kvps.horovod.engine.context import current
 from kvps.horovod.engine.operation import Operation, parts_of
-from kvps.horovod.negotiation.request import BARRIER, Request
+from kvps.horovod.negotiation.request import (
+    ALLGATHER,
+    ALLTOALL,
+    BARRIER,
+    REDUCESCATTER,
+    Request,
+)
 from kvps.horovod.process_sets import ProcessSet, global_process_set
 
 
@@ -53,12 +59,13 @@ def begin(
     return mine.submit(Operation(request, tensors, is_list, results))
 
 
-def refuse(kind: str, name: str | None, process_set: ProcessSet, error: ValueError) -> ValueError:
+def refuse(kind: str, name: str | None, process_set: ProcessSet, text: str) -> InvalidArgument:
     """Tell the other ranks that this one refuses its own call, so that they do not wait; return the error."""
+    error = InvalidArgument(text)
     mine = current()
     number = process_set.process_set_id
     if mine.engine is not None and number is not None and process_set.included():
-        request = Request(mine.name(name, kind), kind, number, fault=str(error))
+        request = Request(mine.name(name, kind), kind, number, fault=text)
         try:
             mine.running().submit(Operation(request))
         except (ValueError, HorovodInternalError):
@@ -69,25 +76,28 @@ def refuse(kind: str, name: str | None, process_set: ProcessSet, error: ValueErr
 def demand_tensors(
     kind: str, name: str | None, tensors: Sequence[Any], process_set: ProcessSet
 ) -> None:
-    """Check that all are dense tensors.
+    """Check that all are dense tensors, and have rows if the operation needs them.
 
     Raises:
-        ValueError: naming the first that is not; the other ranks are told.
+        InvalidArgument: naming the first that is not; the other ranks are told.
     """
     current().running()
     wrong = next((one for one in tensors if not isinstance(one, torch.Tensor)), None)
     if wrong is not None:
         text = f"{kind} needs a torch.Tensor, got {type(wrong).__name__}"
-        raise refuse(kind, name, process_set, ValueError(text))
+        raise refuse(kind, name, process_set, text)
     sparse = next((one for one in tensors if one.layout is not torch.strided), None)
     if sparse is not None:
         text = (
             f"{kind}: Tensor is required to be dense, got layout {sparse.layout}; use to_dense(), or "
             "sparse_allreduce_async()"
         )
-        raise refuse(kind, name, process_set, ValueError(text))
+        raise refuse(kind, name, process_set, text)
     if not tensors:
-        raise refuse(kind, name, process_set, ValueError(f"{kind}: give one tensor or more"))
+        raise refuse(kind, name, process_set, f"{kind}: give one tensor or more")
+    if kind in (ALLGATHER, ALLTOALL, REDUCESCATTER) and any(not one.dim() for one in tensors):
+        text = f"{kind} needs tensors with 1 dimension or more, got a scalar"
+        raise refuse(kind, name, process_set, text)
 
 
 def poll(handle: int | Callable[[], Any]) -> bool:

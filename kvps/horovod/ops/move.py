@@ -96,9 +96,9 @@ def _broadcast(
     is_inplace: bool,
 ) -> int:
     demand_tensors(BROADCAST, name, [tensor], process_set)
-    if type(root_rank) is not int:
-        text = f"root_rank={root_rank!r}: give a rank of the process set"
-        raise refuse(BROADCAST, name, process_set, ValueError(text))
+    if type(root_rank) is not int or root_rank not in process_set.ranks:
+        text = f"root_rank={root_rank!r} is not in the process set {process_set.ranks}"
+        raise refuse(BROADCAST, name, process_set, text)
     travelling = tensor.detach()
     if not is_inplace:
         is_root = root_rank == current().running().rank
@@ -189,27 +189,30 @@ def alltoall_async(
 ) -> int:
     """Begin :func:`alltoall`; return its handle, whose result is always a pair."""
     demand_tensors(ALLTOALL, name, [tensor], process_set)
-    rows, fault = _splits(tensor, splits, process_set)
-    if fault is not None:
-        raise refuse(ALLTOALL, name, process_set, fault)
+    rows, fault = _splits(tensor, splits, process_set.size() or 1)
+    if fault:
+        raise refuse(ALLTOALL, name, process_set, f"alltoall: {fault}")
     return begin(ALLTOALL, name, [tensor.detach()], process_set, splits=(rows,))
 
 
 def _splits(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet
-) -> tuple[tuple[int, ...], ValueError | None]:
-    """Return the rows for each rank, or why there are none. The negotiation checks their sum."""
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, count: int
+) -> tuple[tuple[int, ...], str]:
+    """Return the rows for each of ``count`` ranks, or why there are none."""
     if splits is None:
-        count = process_set.size() or 1
-        rows = len(tensor) if tensor.dim() else 0
-        return (rows // count,) * count, None
+        if len(tensor) % count:
+            return (), f"{len(tensor)} rows are not divisible by {count} ranks; give splits"
+        return (len(tensor) // count,) * count, ""
     given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
-        return (), ValueError(
-            f"alltoall: splits must be whole numbers, one for each rank; got {given.dtype}"
-            f"{list(given.shape)}"
-        )
-    return tuple([int(one) for one in given]), None
+        found = f"{given.dtype}{list(given.shape)}"
+        return (), f"splits must be whole numbers, one for each rank; got {found}"
+    rows = tuple([int(one) for one in given])
+    if len(rows) != count:
+        return (), f"{len(rows)} splits were given for {count} ranks"
+    if min(rows) < 0 or sum(rows) > len(tensor):
+        return (), f"splits {list(rows)} need more rows than the {len(tensor)} of the tensor"
+    return rows, ""
 
 
 def alltoall(
@@ -222,7 +225,8 @@ def alltoall(
 
     Args:
         tensor: of the same type on every rank; shapes may differ in the first dimension only.
-        splits: the number of rows for each rank of the set; by default, the same for all.
+        splits: the number of rows for each rank of the set; by default, the same for all. Rows beyond their sum stay
+            here.
         name: matches the calls of the ranks; by default, the number of the call.
         process_set: the ranks that take part.
 
@@ -230,8 +234,8 @@ def alltoall(
         The rows that came, in the order of ranks; with ``splits``, also how many came from each rank (int32).
 
     Raises:
-        ValueError: for splits that are not whole numbers, or a name whose operation is not over.
-        HorovodInternalError: on every rank, if the splits do not add up to the rows, or the ranks do not fit together.
+        ValueError: for splits that cannot be, or a name whose operation is not over; other ranks are told.
+        HorovodInternalError: on every rank, if the ranks do not fit together.
     """
     rows, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch has no types there
     return rows if splits is None else (rows, received)
@@ -249,11 +253,12 @@ class _Alltoall(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> Any:
         rows, received = synchronize(alltoall_async(tensor, splits, name, process_set))
-        ctx.process_set, ctx.received = process_set, received
+        ctx.process_set, ctx.received, ctx.rows = process_set, received, len(tensor)
         ctx.mark_non_differentiable(received)
         return rows, received
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        found = alltoall(grads[0], ctx.received, process_set=ctx.process_set)
-        return found[0], None, None, None
+        found = alltoall(grads[0], ctx.received, process_set=ctx.process_set)[0]
+        rest = found.new_zeros((ctx.rows - len(found), *found.shape[1:]))
+        return torch.cat([found, rest]), None, None, None

@@ -32,10 +32,10 @@ def _reduce(
     demand_tensors(kind, name, tensors, process_set)
     if kind == REDUCESCATTER and op not in (Sum, Average):
         text = f"reducescatter: op={op.name} is not supported; use hvd.Sum or hvd.Average"
-        raise refuse(kind, name, process_set, ValueError(text))
+        raise refuse(kind, name, process_set, text)
     if op == Adasum and not all(one.is_floating_point() for one in tensors):
         text = "Adasum needs floating-point tensors"
-        raise refuse(kind, name, process_set, ValueError(text))
+        raise refuse(kind, name, process_set, text)
     travelling = [one.detach() if is_inplace else one.detach().clone() for one in tensors]
     for one in travelling:
         scale(one, float(prescale_factor))
@@ -423,10 +423,10 @@ def sparse_allreduce_async(
     given: object = tensor
     if not (isinstance(given, torch.Tensor) and given.layout is torch.sparse_coo):
         text = "sparse_allreduce_async needs a sparse COO tensor; use allreduce_async() for a dense one"
-        raise refuse(ALLGATHER, name, process_set, ValueError(text))
+        raise refuse(ALLGATHER, name, process_set, text)
     if op not in (Sum, Average):
         text = f"sparse_allreduce_async: op={op!r} is not supported; use hvd.Sum or hvd.Average"
-        raise refuse(ALLGATHER, name, process_set, ValueError(text))
+        raise refuse(ALLGATHER, name, process_set, text)
     indices, values = tensor._indices().t().contiguous(), tensor._values()
     handle = begin(ALLGATHER, name, [indices, values], process_set, is_list=True)
     count = process_set.size() or 1
