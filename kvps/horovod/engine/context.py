@@ -24,7 +24,7 @@ from kvps.horovod.engine.operation import Operation
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.runtime import process
-from kvps.runtime.local.local_cluster import LocalCluster
+from kvps.runtime.local.current import current as current_cluster
 from kvps.runtime.worker_session import WorkerSession, ending
 from kvps.torch.distributed.board import Board
 
@@ -204,11 +204,12 @@ _is_watched = False
 
 def current() -> Context:
     """Return the context of this process, or of this thread of a LocalCluster."""
-    if LocalCluster.current is None:
+    cluster = current_cluster()
+    if cluster is None:
         return _of_process
-    mine: tuple[LocalCluster, Context] | None = getattr(_of_thread, "mine", None)
-    if mine is None or mine[0] is not LocalCluster.current:
-        mine = _of_thread.mine = (LocalCluster.current, Context())
+    mine: tuple[object, Context] | None = getattr(_of_thread, "mine", None)
+    if mine is None or mine[0] is not cluster:
+        mine = _of_thread.mine = (cluster, Context())
     return mine[1]
 
 
@@ -220,7 +221,7 @@ def begin(is_dynamic: bool) -> Context:
     global _is_watched
     mine = current()
     mine.init(is_dynamic)
-    if not _is_watched and LocalCluster.current is None:
+    if not _is_watched and mine is _of_process:
         _is_watched = True
         atexit.register(_at_exit)
     return mine
