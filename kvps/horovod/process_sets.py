@@ -22,7 +22,6 @@ class ProcessSet:
 
     Attributes:
         process_set_id: the number of the set; None while it is not registered.
-        ranks: the ranks, ascending.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
