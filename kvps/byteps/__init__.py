@@ -4,6 +4,7 @@
 """
 
 from kvps.byteps import cross_barrier, parallel
+from kvps.byteps.compression import Compression
 from kvps.byteps.ops import (
     declare,
     init,
@@ -27,7 +28,9 @@ from kvps.byteps.optimizer import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from kvps.horovod.compression import Compression
+
+byteps_push_pull = push_pull_async_inplace
+"""BytePS's other name of :func:`push_pull_async_inplace`."""
 
 __all__ = [
     "Compression",
@@ -35,6 +38,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "byteps_push_pull",
     "cross_barrier",
     "declare",
     "init",

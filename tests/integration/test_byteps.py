@@ -60,6 +60,8 @@ def test_push_pull(two: Run) -> None:
         handle = bps.push_pull_async_inplace(x, average=False, name="x", version=1, priority=-3)
         bps.synchronize(handle)
         assert x.tolist() == [3.0, 6.0]
+        bps.synchronize(bps.byteps_push_pull(x, name="x"))
+        assert x.tolist() == [3.0, 6.0]
         with pytest.raises(ValueError, match="has been cleared"):
             bps.poll(handle)
         y = torch.ones(2, requires_grad=True)

@@ -211,17 +211,33 @@ def test_mismatches_are_told_on_every_rank_at_once(two: Run) -> None:
             assert took < TOLD_S, (name, took)
 
 
+def begins() -> list[Callable[[torch.Tensor], int]]:
+    """Return a call of each kind, all of one name."""
+    name = "twice"
+    return [
+        lambda one: hvd.allreduce_async(one, name=name),
+        lambda one: hvd.grouped_allreduce_async([one], name=name),
+        lambda one: hvd.allgather_async(one, name=name),
+        lambda one: hvd.broadcast_async(one, 0, name=name),
+        lambda one: hvd.alltoall_async(one, name=name),
+        lambda one: hvd.reducescatter_async(one, name=name),
+    ]
+
+
 def test_a_name_whose_operation_is_not_over_is_refused_and_the_first_goes_on(two: Run) -> None:
     def work(rank: int) -> None:
-        if rank == 1:
-            hvd.barrier()
-        handle = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
-        if rank == 0:
-            for _ in range(3):
-                with pytest.raises(ValueError, match="'twice': an operation of this name is not o"):
-                    hvd.allreduce_async(torch.ones(2), name="twice")
-            hvd.barrier()
-        assert hvd.synchronize(handle).tolist() == [2.0, 2.0]
+        for begin in begins():
+            if rank == 1:
+                hvd.barrier()  # until then, the operation of rank 0 cannot be over
+            handle = begin(torch.ones(2))
+            if rank == 0:
+                for _ in range(3):
+                    with pytest.raises(
+                        ValueError, match="'twice': an operation of this name is no"
+                    ):
+                        begin(torch.ones(2))
+                hvd.barrier()
+            assert hvd.synchronize(handle) is not None
 
     two(work)
 
