@@ -191,6 +191,7 @@ class ClusterHistory:
             "memory_by_kind": memory,
             "memory_limit_bytes": limit,
             "memory_share": used / limit if limit else None,
+            "memory_used_ratio": last.value("kvps_memory_used_ratio"),
             "pending_requests": last.value("kvps_pending_requests"),
             "short_rounds": last.value("kvps_short_rounds_total"),
             "duplicates": last.value("kvps_pushes_total", "duplicate"),

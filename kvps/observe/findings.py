@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvps.phrases import bytes_in_words
 
 MEMORY_FULL = 0.9
-"""Share of its memory limit from which on a server is called full."""
+"""Share of its memory limit from which on a server is called full; and of its host's memory in use, short of it."""
 ANSWER_SLOW_S, ANSWER_LATE_S = 0.25, 1.5
 """Seconds of an answer from which on a server is slow, if the others are not; or is late in any case."""
 SLOWER = 4.0
@@ -115,6 +115,14 @@ def _servers(document: Mapping[str, Any]) -> Iterator[Finding]:
                 "servers",
                 f"{name} is full: {bytes_in_words(int(used))} of its limit of {bytes_in_words(int(limit))} are reserved "
                 f"({share:.0%}), so larger keys or optimizers are refused. Add servers, or raise --memory-limit.",
+                name.lower(),
+            )
+        if server["memory_used_ratio"] >= MEMORY_FULL:
+            yield Finding(
+                BAD,
+                "servers",
+                f"{name} is short of memory: {server['memory_used_ratio']:.0%} of its host or container are in use. From 95 % "
+                "on (--limit used_memory) it refuses new work. End other processes there, give it more, or add servers.",
                 name.lower(),
             )
         others = [one["answer_s"] for one in servers if one is not server]

@@ -52,6 +52,13 @@ ALERTS = (
         "A server has reserved {{ $value | humanizePercentage }} of its memory limit.",
     ),
     Alert(
+        "KvpsMemoryShort",
+        "kvps_memory_used_ratio > 0.9",
+        1,
+        "critical",
+        "{{ $value | humanizePercentage }} of the memory of a server's host or container are in use.",
+    ),
+    Alert(
         "KvpsOverload",
         "sum by (job, instance, limit) (increase(kvps_overloads_total[5m])) > 0",
         0,

@@ -277,6 +277,9 @@ def test_a_server_that_is_full_slow_or_refuses() -> None:
         "Server 1 is full: 950 MiB of its limit of 0.977 GiB are reserved (95%)"
     )
     assert texts[1].startswith("Server 1 has refused 3 requests at a limit")
+    short = feed.figures(1, {("kvps_memory_used_ratio", ""): 0.96})
+    (text,) = feed.texts(feed.figures(0), short)
+    assert text.startswith("Server 1 is short of memory: 96% of its host or container are in use.")
     (text,) = feed.texts(feed.figures(0), feed.figures(1, answer_s=0.4))
     assert text.startswith("Server 1 is slow: it took 400 ms to answer")
     assert feed.texts(feed.figures(0, answer_s=0.4), feed.figures(1, answer_s=0.4)) == []
