@@ -9,7 +9,17 @@ from kvps.core.limits import Limits
 from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
-from kvps.protocol.membership import Beat, Hello, Leave, Look, Seen, Stop
+from kvps.protocol.membership import (
+    Beat,
+    Evict,
+    Hello,
+    Leave,
+    Look,
+    Ping,
+    Rendezvous,
+    Seen,
+    Stop,
+)
 from tests.support.scheduler_harness import JOB, Stage, notes, sent
 
 NOBODY = bytes(16)
@@ -77,6 +87,9 @@ def test_strangers_are_not_told_the_name_of_the_job() -> None:
     assert names("x", Beat(0), envelope(life=99)) == {NOBODY}
     assert names("x", Hello(1, 0, "k", 0, 2, 7, "h", 7), envelope(NOBODY, 0, 0)) == {NOBODY}
     assert names("x", Look(), envelope(NOBODY, 0, 0)) == {JOB[:4] + bytes(12)}
+    for message in (Ping(), Leave(True, 0, True, ""), Evict(2, 0), Rendezvous("run", None)):
+        for said in (envelope(NOBODY), envelope(bytes(15) + b"x"), envelope(life=99)):
+            assert names("x", message, said) <= {NOBODY}, message
     assert names("w0", Beat(0), envelope()) == {JOB}
 
 
