@@ -96,6 +96,7 @@ def reading(one: ServerStage, used_bytes: int) -> list[str]:
     return [note.text for note in one.notes if isinstance(note, Note)]
 
 
+@pytest.mark.spec("R380")
 @pytest.mark.parametrize(
     "message",
     [
@@ -121,6 +122,7 @@ def test_new_work_is_refused_until_there_is_memory_again(
         assert isinstance(said.message, Done)
 
 
+@pytest.mark.spec("R380")
 def test_rounds_and_pulls_go_on_and_later_rounds_wait() -> None:
     one = stage()
     (said,) = one.push(0, "w", [1.0, 1.0], 0)
@@ -133,6 +135,7 @@ def test_rounds_and_pulls_go_on_and_later_rounds_wait() -> None:
     assert pulled.values() == [2.0, 2.0]
 
 
+@pytest.mark.spec("R380")
 def test_known_keys_and_stores_are_declared_again() -> None:
     """A replacement of a worker opens what is there, and declares what is there."""
     one = stage()
