@@ -56,7 +56,7 @@ def group() -> Iterator[Path]:
             except OSError:
                 folder.rmdir()
                 continue
-            yield folder
+            yield folder  # processes are made after it, and end before
             until(lambda folder=folder: not (folder / "cgroup.procs").read_text(), "empty group")
             folder.rmdir()
             return
@@ -65,7 +65,7 @@ def group() -> Iterator[Path]:
 
 @pytest.mark.thorough
 def test_a_server_that_is_short_of_memory_refuses_keys_and_lives(
-    processes: Processes, group: Path
+    group: Path, processes: Processes
 ) -> None:
     # A forked process copies pages of its parent as it ends, and the group would be charged for them.
     processes.may_fork = False
