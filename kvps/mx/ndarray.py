@@ -96,6 +96,10 @@ class NDArray(torch.Tensor):
     def wait_to_write(self) -> None:
         """Do nothing, as :meth:`wait_to_read`."""
 
+    def new_empty(self, *args: Any, **kwargs: Any) -> NDArray:  # copy.deepcopy makes its copy by it
+        """Return an uninitialised array, as ``torch.Tensor.new_empty`` does."""
+        return _wrap(super().new_empty(*args, **kwargs))
+
     def __getattr__(self, name: str) -> object:
         if name in _METHODS:
             raise missing("NDArray", name, _METHODS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import importlib
+import pickle
 
 import numpy as np
 import pytest
@@ -67,6 +69,15 @@ def test_methods() -> None:
         array.asscalar()
     assert mx.gpu(1) == torch.device("cuda", 1)
     assert mx.num_gpus() == torch.cuda.device_count()
+
+
+def test_arrays_are_copied_and_sent_to_other_processes_as_arrays() -> None:
+    array = mx.nd.array([[1, 2]]).requires_grad_()
+    for other in (copy.deepcopy(array), pickle.loads(pickle.dumps(array)), array.new_empty((1, 2))):
+        assert type(other) is mx.nd.NDArray
+        assert other.shape == (1, 2)
+    assert copy.deepcopy(array).tolist() == [[1, 2]]
+    assert torch.nn.Linear(2, 1)(array).shape == (1, 1)
 
 
 def test_torch_differentiates_through_arrays() -> None:
