@@ -9,7 +9,8 @@ import pytest
 
 import kvps
 import kvps.mx as mx
-from tests.integration.processes import Processes
+from tests.integration.processes import Processes, free_port
+from tests.integration.test_dmlc import variables
 
 WORKERS = 2
 SCRIPT = """
@@ -69,6 +70,19 @@ def test_a_script_of_mxnet_runs_with_one_import_changed(processes: Processes, ki
     assert launched.wait(120.0) == 0, launched
     for rank in range(WORKERS):
         assert f"rank {rank} of {WORKERS} {kind} right" in launched.out
+
+
+@pytest.mark.thorough
+def test_one_script_is_each_role_by_mxnets_variables(processes: Processes) -> None:
+    script, port = processes.script(SCRIPT), str(free_port())
+    roles = ("server", "worker", "scheduler", "worker", "server")
+    started = [
+        processes.python(script, "dist_sync", **variables(role), DMLC_PS_ROOT_PORT=port)
+        for role in roles
+    ]
+    assert [one.wait(120.0) for one in started] == [0] * 5, started
+    for role, one in zip(roles, started, strict=True):
+        assert ("dist_sync right" in one.out) is (role == "worker")
 
 
 def test_workers_of_a_cluster_and_their_optimizer(tmp_path: Path) -> None:
