@@ -26,12 +26,14 @@ from kvps.horovod.ops.reduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+)
+from kvps.horovod.ops.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
 )
+from kvps.horovod.ops.sparse import sparse_allreduce_async
 from kvps.horovod.process_sets import (
     ProcessSet,
     add_process_set,

@@ -2,20 +2,14 @@
 
 The result is an instance of the given optimizer's own class, with the methods of :class:`Distributed` before its own; so
 schedulers and scalers take it for that optimizer. It shares parameter groups and state with the given one.
-
-A parameter's gradient leaves when the last backward pass of a step has made it, or, with groups, when those of its
-group are all there. What backward has not made by ``synchronize()`` is sent then, as zeros if there is none, since
-another rank may have it.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -24,175 +18,9 @@ from kvps import config
 from kvps.horovod.compression import Compression, Compressor
 from kvps.horovod.engine.context import current
 from kvps.horovod.engine.execution import even_rows
-from kvps.horovod.ops.handles import synchronize
-from kvps.horovod.ops.reduce import (
-    allreduce_async_,
-    grouped_allreduce_async_,
-    sparse_allreduce_async,
-)
+from kvps.horovod.gradient_reduction import Reduction
 from kvps.horovod.process_sets import ProcessSet, global_process_set
 from kvps.horovod.reductions import Adasum, Average, ReduceOp, Sum
-
-Group = tuple[torch.Tensor, ...]
-
-
-class Reduction:
-    """The gradients of one optimizer on their way.
-
-    Args:
-        named: name and parameter of all that the optimizer updates.
-        groups: parameters whose gradients travel together; each of the others travels alone.
-        compression: of the gradients.
-        passes: backward passes of a step.
-        op: the reduction.
-        predivide: the part of the division by the number of ranks that comes before the sum.
-        sparse_as_dense: send sparse gradients as dense ones.
-        process_set: the ranks that take part.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, torch.Tensor]],
-        groups: Sequence[Sequence[torch.Tensor]],
-        compression: type[Compressor],
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self.passes = passes
-        self.op = op
-        self.process_set = process_set
-        self._compression, self._predivide = compression, predivide
-        self._sparse_as_dense = sparse_as_dense
-        number = next(current().numbers.setdefault("optimizer", count()))
-        self._names = {one: f"gradient.{number}.{name}" for name, one in named}
-        self._groups = _grouped([one for _, one in named if one.requires_grad], groups)
-        self._left = {one: passes for _, one in named}
-        """parameter -> backward passes until its gradient leaves"""
-        self._handles: dict[Group, tuple[Any, list[Any]]] = {}
-        self._touched: set[torch.Tensor] = set()
-        """Parameters that backward has reached in this step."""
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether backward has reached a parameter since the last step."""
-        return bool(self._touched or self._handles)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """The parameters with gradients."""
-        return list(self._groups)
-
-    def watch(self) -> None:
-        """Have backward tell of each gradient, as long as this object lives."""
-        me = weakref.ref(self)
-
-        def on_gradient(one: torch.Tensor) -> None:
-            reduction = me()
-            if reduction is not None:
-                reduction._on_gradient(one)
-
-        for one in self._groups:
-            one.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
-
-    def reset(self, passes: int) -> None:
-        """Begin a step, of so many backward passes."""
-        self.passes = passes
-        self._left = dict.fromkeys(self._left, passes)
-        self._touched.clear()
-
-    def forget(self) -> None:
-        """Forget the step that has begun."""
-        self._handles.clear()
-        self.reset(self.passes)
-
-    def _on_gradient(self, one: torch.Tensor) -> None:
-        if self._left[one] <= 0:
-            raise AssertionError(
-                f"Gradients were computed more than backward_passes_per_step times ({self.passes}) before "
-                "step(). Increase backward_passes_per_step to accumulate gradients locally"
-            )
-        self._touched.add(one)
-        self._left[one] -= 1
-        group = self._groups[one]
-        if all(self._left[member] == 0 for member in group):
-            self._send(group)
-
-    def _send(self, group: Group) -> None:
-        for one in group:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-        name = self._names[group[0]]
-        grads = [one.grad for one in group if one.grad is not None]
-        if len(group) == 1 and grads[0].is_sparse and not self._sparse_as_dense:
-            grad = grads[0].coalesce()
-            self._handles[group] = (
-                sparse_allreduce_async(grad, name, self.op, self.process_set),
-                [],
-            )
-            return
-        dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
-        compressed = [self._compression.compress(grad) for grad in dense]
-        is_mean = self.op == Average
-        handle = grouped_allreduce_async_(
-            [one for one, _ in compressed],
-            name=name,
-            op=self.op,
-            prescale_factor=1.0 / self._predivide if is_mean else 1.0,
-            postscale_factor=self._predivide if is_mean else 1.0,
-            process_set=self.process_set,
-        )
-        self._handles[group] = handle, [context for _, context in compressed]
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Send what has not been sent, wait for all, and put the results into ``.grad``."""
-        for group in dict.fromkeys(self._groups.values()):
-            if group not in self._handles:
-                self._send(group)
-        handles, self._handles = self._handles, {}
-        self.reset(self.passes)
-        for group, (handle, contexts) in handles.items():
-            found = synchronize(handle)
-            if callable(handle):
-                group[0].grad = found.to(group[0].dtype)
-                continue
-            for one, reduced, context in zip(group, found, contexts, strict=True):
-                _put(one, self._compression.decompress(reduced, context))
-
-    def combine(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the adaptive sums of the ranks' changes of the parameters."""
-        sent = []
-        for one, change in zip(self._groups, changes, strict=True):
-            compressed, context = self._compression.compress(change)
-            handle = allreduce_async_(compressed, name=self._names[one], op=Adasum)
-            sent.append((handle, context))
-        return [self._compression.decompress(synchronize(one), context) for one, context in sent]
-
-
-def _put(one: torch.Tensor, reduced: torch.Tensor) -> None:
-    grad = one.grad
-    assert grad is not None
-    if grad.is_sparse:
-        one.grad = reduced.to_sparse(grad.sparse_dim())
-    elif grad.data_ptr() != reduced.data_ptr():
-        grad.copy_(reduced)
-
-
-def _grouped(
-    params: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.Tensor]]
-) -> dict[torch.Tensor, Group]:
-    """Return the group of each parameter."""
-    found: dict[torch.Tensor, Group] = {}
-    known = set(params)
-    for group in groups:
-        members = tuple([one for one in group if one in known])
-        found.update(dict.fromkeys(members, members))
-    for one in params:
-        found.setdefault(one, (one,))
-    return found
 
 
 class Distributed(torch.optim.Optimizer):

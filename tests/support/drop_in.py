@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import kvps
 import kvps.horovod as hvd
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
+SEEDED = threading.Lock()
+"""Held while weights are drawn: ranks are threads, and share torch's generator."""
 
 
 def ranks(count: int) -> Iterator[Run]:
@@ -41,6 +44,43 @@ def ranks(count: int) -> Iterator[Run]:
         yield run
     finally:
         end()
+
+
+def net(seed: int = 0) -> torch.nn.Module:
+    """Return a model whose first weights depend on nothing but ``seed``."""
+    with SEEDED:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True)).square().mean()
+
+
+def alone(passes: int = 1, factor: float = 1.0, steps: int = 3) -> torch.nn.Module:
+    """Return what one process learns from the batches of two ranks."""
+    model = net()
+    optimizer = sgd(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for one in range(passes):
+            for rank in range(2):
+                (loss_of(model, batch(rank, step * passes + one)) * factor / 2).backward()
+        optimizer.step()
+    return model
+
+
+def close(found: torch.nn.Module, wanted: torch.nn.Module, atol: float = 1e-6) -> None:
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol)
 
 
 def given(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
