@@ -16,17 +16,26 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from kvps.compression.bits import store, typed
+from kvps.compression.pseudo_gradients import (
+    read_e3m0,
+    read_topk2bit,
+    write_e3m0,
+    write_topk2bit,
+)
 from kvps.compression.spec import (
     BF16,
     BIT1,
     BIT2,
     BLOCK,
+    E3M0,
     FP16,
     GROUP,
     INT8,
     RANDOMK,
     TABLE,
     TOPK,
+    TOPK2BIT,
     CodecSpec,
     kept,
     size,
@@ -105,18 +114,18 @@ def _step(code: CodecSpec, count: int) -> int:
 
 def _write_half(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     dtype = torch.float16 if code.codec == FP16 else torch.bfloat16
-    half = _typed(out, dtype)
+    half = typed(out, dtype)
     half.copy_(rest)
     if not torch.isfinite(half.sum(dtype=torch.float32)):  # rare: then it pays to look closer
         # What is over the largest half stays in the rest; an infinity would stay there for ever.
         largest = torch.finfo(dtype).max
         half.copy_(rest.clamp(-largest, largest))
     rest.sub_(half)
-    _store(out, half)
+    store(out, half)
 
 
 def _read_half(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_typed(octets, torch.float16 if code.codec == FP16 else torch.bfloat16))
+    out.copy_(typed(octets, torch.float16 if code.codec == FP16 else torch.bfloat16))
 
 
 # --- bits -------------------------------------------------------------------------------------------
@@ -210,14 +219,14 @@ def _write_int8(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
         levels[part].copy_(level.view(-1))
         values.sub_(level.mul_(scale[:, None]))
         scales[first:last].copy_(scale)
-    _store(out[: 4 * groups], scales)
+    store(out[: 4 * groups], scales)
     out[4 * groups :].copy_(levels.view(torch.uint8))
 
 
 def _read_int8(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     groups = -(-len(out) // GROUP)
     whole = len(out) // GROUP * GROUP
-    scales = _typed(octets[: 4 * groups], torch.float32)
+    scales = typed(octets[: 4 * groups], torch.float32)
     out.copy_(octets[4 * groups :].view(torch.int8))
     out[:whole].view(-1, GROUP).mul_(scales[: whole // GROUP, None])
     out[whole:].mul_(scales[-1])
@@ -233,32 +242,32 @@ def _write_topk(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
         indices = torch.from_numpy(np.sort(largest))
     else:
         indices = rest.abs().topk(count, sorted=False).indices.sort().values
-    _store(out[: 4 * count], indices.to(torch.int32))
-    _store(out[4 * count :], rest[indices])
+    store(out[: 4 * count], indices.to(torch.int32))
+    store(out[4 * count :], rest[indices])
     rest[indices] = 0
 
 
 def _read_topk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     count = kept(code, len(out))
-    indices = _typed(octets[: 4 * count], torch.int32).long()
+    indices = typed(octets[: 4 * count], torch.int32).long()
     if indices[0] < 0 or indices[-1] >= len(out) or not bool((indices.diff() > 0).all()):
         raise ProtocolError(
             f"topk names elements out of order, or beyond the {len(out)} of the key"
         )
     out.zero_()
-    out[indices] = _typed(octets[4 * count :], torch.float32)
+    out[indices] = typed(octets[4 * count :], torch.float32)
 
 
 def _write_randomk(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     indices = drawn(code.seed, kept(code, len(rest)), len(rest)).to(rest.device)
-    _store(out, rest[indices])
+    store(out, rest[indices])
     rest[indices] = 0
 
 
 def _read_randomk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None:
     indices = drawn(code.seed, kept(code, len(out)), len(out)).to(out.device)
     out.zero_()
-    out[indices] = _typed(octets, torch.float32)
+    out[indices] = typed(octets, torch.float32)
 
 
 def drawn(seed: int, count: int, total: int) -> torch.Tensor:
@@ -277,23 +286,6 @@ def drawn(seed: int, count: int, total: int) -> torch.Tensor:
     return torch.from_numpy((begin + bits % (end - begin)).astype(np.int64))
 
 
-# --- octets as numbers --------------------------------------------------------------------------------
-
-
-def _typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as numbers; a copy if they lie where such numbers may not."""
-    is_aligned = octets.data_ptr() % dtype.itemsize == 0 and (
-        octets.storage_offset() % dtype.itemsize == 0
-    )
-    return (octets if is_aligned else octets.clone()).view(dtype)
-
-
-def _store(out: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Write the bytes of ``numbers`` to ``out``, unless they are there."""
-    if out.data_ptr() != numbers.data_ptr():
-        out.copy_(numbers.contiguous().view(torch.uint8))
-
-
 ARITHMETIC = {
     FP16: (_write_half, _read_half),
     BF16: (_write_half, _read_half),
@@ -302,5 +294,7 @@ ARITHMETIC = {
     INT8: (_write_int8, _read_int8),
     TOPK: (_write_topk, _read_topk),
     RANDOMK: (_write_randomk, _read_randomk),
+    E3M0: (write_e3m0, read_e3m0),
+    TOPK2BIT: (write_topk2bit, read_topk2bit),
 }
 """Codec -> how a block is written, and read."""

@@ -21,7 +21,7 @@ THRESHOLD = 0.5
 RATIO = 0.01
 NONE = "none"
 
-_ALWAYS = ("type", "pull", "min_bytes")
+_ALWAYS = ("type", "pull", "min_bytes", "decay")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class KeyCompression:
     back: CodecSpec | None
     """How its values come back; None for as they are."""
     min_bytes: int
+    decay: float = 1.0
+    """The factor of the residual before a gradient is added to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def rules_of(params: str | Mapping[str, object]) -> CompressionPolicy:
     if not isinstance(rules, list | tuple):
         raise ConfigError(f"compression rules={rules!r:.60}: give a list of dicts")
     given.setdefault("type", NONE if rules else None)
-    common = {name: value for name, value in given.items() if name in ("pull", "min_bytes")}
+    common = {name: value for name, value in given.items() if name in _ALWAYS[1:]}
     return CompressionPolicy(_setting(given), tuple([_rule(one, common) for one in rules]))
 
 
@@ -114,14 +116,18 @@ def _setting(params: Mapping[str, object]) -> KeyCompression | None:
     pull, min_bytes = params.get("pull", False), params.get("min_bytes", MIN_BYTES)
     if isinstance(min_bytes, bool) or not isinstance(min_bytes, int) or min_bytes < 0:
         raise ConfigError(f"compression min_bytes={min_bytes!r:.40}: use 0 or more")
+    decay = _float("decay", params.get("decay", 1.0))
+    if not 0 <= decay <= 1:
+        raise ConfigError(f"compression decay={decay}: use a number from 0 to 1")
     code = _code({name: value for name, value in params.items() if name not in _ALWAYS[1:]})
     if isinstance(pull, Mapping):
-        return None if code is None else KeyCompression(code, _code(dict(pull)), min_bytes)
+        back = _code(dict(pull))
+        return None if code is None else KeyCompression(code, back, min_bytes, decay)
     if not isinstance(pull, bool):
         raise ConfigError(
             f"compression pull={pull!r:.40}: use True, False, or a dict with its own type"
         )
-    return None if code is None else KeyCompression(code, code if pull else None, min_bytes)
+    return None if code is None else KeyCompression(code, code if pull else None, min_bytes, decay)
 
 
 def _code(params: Mapping[str, object]) -> CodecSpec | None:
@@ -137,7 +143,7 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
     takes = TABLE[codec].takes if codec else ()
     unknown = next((name for name in params if name not in ("type", *takes)), None)
     if unknown is not None:
-        allowed = ", ".join(("type", *takes, "pull", "min_bytes", "rules"))
+        allowed = ", ".join(("type", *takes, *_ALWAYS[1:], "rules"))
         raise ConfigError(f"compression {kind} has no parameter {unknown!r:.40}; it has {allowed}")
     if not codec:
         return None

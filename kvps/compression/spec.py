@@ -14,6 +14,8 @@ Elements are written in blocks of :data:`BLOCK`, each by itself and one behind t
     int8     a float32 scale for each 256 elements; then an int8 for each element
     topk     the uint32 indices of the k largest, ascending; then their float32 values
     randomk  the float32 values of k elements, whose indices follow from the seed
+    e3m0     an exponent of 8 bits for each 256 elements; then 4 bits for each element
+    topk2bit for each 4,096 elements two bfloat16 magnitudes, k indices of 12 bits, and k times 2 bits
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ from kvps.errors import ProtocolError
 BLOCK = 65536
 """Elements that are written by themselves: as many as stay in a core's cache on the way."""
 GROUP = 256
-"""Elements of ``int8`` that share a scale."""
+"""Elements of ``int8`` that share a scale, and of ``e3m0`` that share an exponent."""
+CHUNK = 4096
+"""Elements of ``topk2bit`` of which the largest are kept."""
 
 TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest and the largest normal float32."""
 SEEDS = 2**63
 
-FP16, BF16, BIT1, BIT2, INT8, TOPK, RANDOMK = range(1, 8)
+FP16, BF16, BIT1, BIT2, INT8, TOPK, RANDOMK, E3M0, TOPK2BIT = range(1, 10)
 
 
 class CodecSpec(NamedTuple):
@@ -41,7 +45,7 @@ class CodecSpec(NamedTuple):
 
     codec: int
     number: float = 0.0
-    """The threshold of ``1bit`` and ``2bit``, the ratio of ``topk`` and ``randomk``; else 0."""
+    """The threshold of ``1bit`` and ``2bit``, the ratio of ``topk``, ``randomk`` and ``topk2bit``; else 0."""
     scale: float = 1.0
     """The factor of ``1bit`` and ``2bit``, thresholds included: 1 for gradients."""
     seed: int = 0
@@ -61,6 +65,17 @@ class Codec(NamedTuple):
     """All elements of a run are one block."""
 
 
+def kept_bytes(code: CodecSpec, count: int) -> int:
+    """Return the bytes of one chunk of ``topk2bit``, of so many elements."""
+    some = kept(code, count)
+    return 4 + some + -(-some // 2) + -(-some // 4)
+
+
+def _chunked_bytes(code: CodecSpec, count: int) -> int:
+    full, last = divmod(count, CHUNK)
+    return full * kept_bytes(code, CHUNK) + (kept_bytes(code, last) if last else 0)
+
+
 def _kept_bytes(each: int) -> Callable[[CodecSpec, int], int]:
     return lambda code, count: each * kept(code, count)
 
@@ -73,6 +88,8 @@ TABLE: Mapping[int, Codec] = {
     INT8: Codec("int8", lambda _, count: count + 4 * -(-count // GROUP)),
     TOPK: Codec("topk", _kept_bytes(8), ("ratio",), is_whole=True),
     RANDOMK: Codec("randomk", _kept_bytes(4), ("ratio", "seed"), is_whole=True),
+    E3M0: Codec("e3m0", lambda _, count: -(-count // GROUP) + -(-count // 2)),
+    TOPK2BIT: Codec("topk2bit", _chunked_bytes, ("ratio",)),
 }
 """Number on the wire -> codec."""
 CODECS = {codec.name: number for number, codec in TABLE.items()}
@@ -108,7 +125,7 @@ def fits(code: CodecSpec) -> bool:
 
 
 def kept(code: CodecSpec, count: int) -> int:
-    """Return how many of ``count`` elements ``topk`` or ``randomk`` keeps: at least one.
+    """Return how many of ``count`` elements a codec with a ratio keeps: at least one.
 
     Example:
         >>> kept(CodecSpec(TOPK, 0.01), 250)

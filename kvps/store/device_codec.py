@@ -60,6 +60,8 @@ class DeviceCodec:
             if residual is None or len(residual) != len(flat):  # a broadcast may change its shape
                 residual = torch.zeros_like(flat)
             residual = self._residuals[title] = residual.to(flat.device)
+            if setting.decay != 1:
+                residual.mul_(setting.decay)
             encoded = encode(code, residual, flat)
             results.append(decode(code, encoded, torch.empty_like(flat)).view(tensor.shape))
         return results

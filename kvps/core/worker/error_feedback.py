@@ -152,7 +152,7 @@ class ErrorFeedback:
                 for segment in share.segments
             ]
             if torch.isfinite(sum([part.sum() for _, _, part in parts], torch.tensor(0.0))):
-                return (self._encoded(parts, message, memory),)
+                return (self._encoded(parts, message, memory, setting.decay),)
             request.message = plain = replace(message, code=None)
             request.payload_bytes = plain.payload_sizes()[0]
             out = memory.empty(share.size, share.dtype)
@@ -166,8 +166,9 @@ class ErrorFeedback:
         parts: list[tuple[Key, KeySlice, torch.Tensor]],
         message: Push,
         memory: Memory,
+        decay: float,
     ) -> torch.Tensor:
-        """Return the encoded gradients, and keep what they lose."""
+        """Return the encoded gradients, and keep what they lose; of what was lost before, ``decay`` is left."""
         assert message.code is not None
         out = memory.empty(message.payload_sizes()[0], "uint8")
         begin = 0
@@ -177,7 +178,10 @@ class ErrorFeedback:
                 residual = torch.zeros(key.spec.count, device=part.device)
             residual = residual.to(part.device)  # where the gradients are now
             self.residuals[key.name] = residual
-            encoded = encode(message.code, _part(residual, segment), part)
+            owed = _part(residual, segment)
+            if decay != 1:
+                owed.mul_(decay)
+            encoded = encode(message.code, owed, part)
             out[begin : begin + len(encoded)].copy_(encoded)
             begin += len(encoded)
         return out

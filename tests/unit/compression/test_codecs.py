@@ -14,10 +14,12 @@ from kvps.compression.spec import (
     BIT2,
     BLOCK,
     CODECS,
+    E3M0,
     FP16,
     INT8,
     RANDOMK,
     TOPK,
+    TOPK2BIT,
     CodecSpec,
     size,
 )
@@ -34,6 +36,8 @@ CODES = [
     CodecSpec(INT8),
     CodecSpec(TOPK, 0.1),
     CodecSpec(RANDOMK, 0.1, 1.0, 5),
+    CodecSpec(E3M0),
+    CodecSpec(TOPK2BIT, 0.1),
 ]
 
 

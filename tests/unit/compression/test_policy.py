@@ -98,7 +98,10 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        ({}, "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, or none"),
+        (
+            {},
+            "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, e3m0, topk2bit, or none",
+        ),
         ("3bit", "type='3bit'"),
         (True, "compression True: give a dict, such as {'type': '2bit'}, or the type alone"),
         (None, "compression None: give a dict"),
@@ -127,6 +130,10 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
         ({"type": "fp16", "min_bytes": -1}, "min_bytes=-1: use 0 or more"),
         ({"type": "fp16", "min_bytes": True}, "min_bytes=True"),
         ({"type": "fp16", "min_bytes": 1.5}, "min_bytes=1.5"),
+        ({"type": "fp16", "decay": 1.5}, "decay=1.5: use a number from 0 to 1"),
+        ({"type": "fp16", "decay": -0.1}, "decay=-0.1"),
+        ({"type": "fp16", "decay": math.nan}, "decay=nan: use a finite number"),
+        ({"type": "topk2bit", "ratio": 0}, "ratio=0.0: use a number above 0 and up to 1"),
         ({"type": "fp16", "pull": 1}, "pull=1: use True, False, or a dict"),
         ({"type": "fp16", "pull": {"type": "4bit"}}, "type='4bit'"),
         ({"type": "fp16", "rules": "a"}, "rules='a': give a list of dicts"),

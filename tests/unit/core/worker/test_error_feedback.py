@@ -102,6 +102,19 @@ def test_the_rest_goes_with_the_next_push() -> None:
     assert torch.equal(residuals(one)["a"], residual)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_a_residual_decays_before_the_next_push(decay: float) -> None:
+    one = bench(ALL | {"decay": decay})
+    residual = torch.zeros(20)
+    for seed in range(3):
+        push(one, "a", seed=seed)
+        _, (octets,), seq = last(one, Push)
+        residual *= decay
+        assert torch.equal(octets, encode(TWO, residual, random(seed)))
+        one.server(0, Ack((Receipt(seq, 1),)))
+    assert torch.equal(residuals(one)["a"], residual)
+
+
 def test_each_key_travels_by_its_rule() -> None:
     one = bench({"min_bytes": 0, "rules": [{"pattern": "a", "type": "fp16"}]})
     push(one, "a", "b", seed=4)
