@@ -82,7 +82,7 @@ class GradientSum:
     """
 
     parts: tuple[Part, ...]
-    divisor: int = 1
+    divisor: float = 1
 
     @property
     def is_sparse(self) -> bool:

@@ -115,7 +115,7 @@ class RowGradient:
         return low, high
 
 
-def added(parts: Sequence[RowGradient], divisor: int = 1) -> RowGradient:
+def added(parts: Sequence[RowGradient], divisor: float = 1) -> RowGradient:
     """Return the sum of ``parts``, in this order, divided by ``divisor``; in memory of its own.
 
     Half types are summed in float32.
@@ -136,7 +136,7 @@ def added(parts: Sequence[RowGradient], divisor: int = 1) -> RowGradient:
     return first._sums[number][0][at]
 
 
-def _added(parts: Sequence[RowGradient], divisor: int) -> RowGradient:
+def _added(parts: Sequence[RowGradient], divisor: float) -> RowGradient:
     first = parts[0]
     if len(parts) == 1:
         ids, rows = first.ids, accumulator(first.rows)

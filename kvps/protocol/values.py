@@ -110,7 +110,7 @@ class Push(Message):
     ranks: tuple[int, ...]
     """The ranks it speaks for."""
     weight: float
-    """Its weight in a weighted mean (samples)."""
+    """Its weight in a mean; its elements are multiplied by it."""
     pull: bool
     """Whether to answer with the new values."""
     runs: tuple[Run, ...]

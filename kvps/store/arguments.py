@@ -11,6 +11,7 @@ each. A store remembers such lists (:class:`KnownKeys`) and recognises their val
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -362,6 +363,23 @@ def seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ConfigError(f"{name}={value!r}: use a number of seconds above 0")
     return float(value)
+
+
+def weight_of(weight: object) -> float:
+    """Return the weight of a push.
+
+    Raises:
+        ConfigError: unless it is a finite number above 0.
+    """
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 0 < weight < math.inf:  # type: ignore[operator]  # it is a number
+        raise ConfigError(f"weight={weight!r:.40}: use a finite number above 0")
+    return float(weight)  # type: ignore[arg-type]  # as above
+
+
+def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tensor, ...]:
+    """Return values multiplied by their weight, in memory of their own unless it is 1."""
+    return rows if weight == 1 else tuple([row * weight for row in rows])
 
 
 def priority_of(names: tuple[str, ...], priority: object) -> Numbers:

@@ -41,6 +41,8 @@ from kvps.store.arguments import (
     tag_of,
     values_of,
     version_of,
+    weight_of,
+    weighted,
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.embedding.table import EmbeddingTable
@@ -221,6 +223,7 @@ class KVStore(KVStoreBase, abc.ABC):
         priority: int | Sequence[int] = 0,
         async_op: bool = False,
         *,
+        weight: float = 1.0,
         timeout: float | None = None,
     ) -> Handle | None:
         """Push gradients; several values of one key, one per device, are summed first.
@@ -238,11 +241,14 @@ class KVStore(KVStoreBase, abc.ABC):
             value: for each key a tensor or array, or rows; or a list of either, one per device.
             priority: keys of a higher priority travel first; a list gives each key its own.
             async_op: do not wait for the copy.
+            weight: what this push counts in the mean of its round, such as its number of samples: a number
+                above 0. Needs a store created with ``average=True``, and whole keys.
             timeout: seconds until the call fails with Timeout, instead of the store's.
 
         Raises:
             KeyNotFound: for a key that was never initialised.
             Mismatch: for another type or shape than the key's.
+            ConfigError: for a weight that is not above 0, or in a store without means.
 
         Example:
             >>> import torch, kvps
@@ -254,7 +260,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         names, is_many = self._begin_on(key, timeout)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        tickets = self._pushes(names, is_many, value, urgency, not async_op, limit_s)
+        share = self._weight(weight)
+        tickets = self._pushes(names, is_many, value, urgency, not async_op, limit_s, share)
         if async_op:
             return Handle(tickets[-1], lambda: None, tickets[:-1])
         for ticket in tickets:
@@ -313,6 +320,7 @@ class KVStore(KVStoreBase, abc.ABC):
         async_op: bool = False,
         copy: bool = True,
         *,
+        weight: float = 1.0,
         timeout: float | None = None,
     ) -> Any:
         """Push, and pull the result, in one round trip; see :meth:`push`, :meth:`pull`.
@@ -321,17 +329,18 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         names, is_many = self._begin_on(key, timeout)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
+        share = self._weight(weight)
         pushes: list[Ticket] = []
         call: calls.Call
         given = value if is_many else [value]
         if not are_dense(given) and have_rows(names, given, self._specs):
             wanted = self._wanted(names, is_many, out, copy)
-            pushes = self._pushes(names, is_many, value, urgency, False, limit_s)
+            pushes = self._pushes(names, is_many, value, urgency, False, limit_s, share)
             call = calls.PullValues(self._name, names, wanted.sinks, urgency, 0)
         else:
-            rows = self._rows(names, is_many, value, limit_s)
+            rows = weighted(self._rows(names, is_many, value, limit_s), share)
             wanted = self._wanted(names, is_many, out, copy)
-            call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False)
+            call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False, share)
         return self._result(self._start(call, limit_s), wanted, async_op, pushes)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
@@ -928,13 +937,15 @@ class KVStore(KVStoreBase, abc.ABC):
 
                 * ``type``: ``fp16``, ``bf16`` (half the bytes), ``int8`` (a quarter), ``2bit`` (a
                   sixteenth), ``1bit`` (a thirty-second), ``topk`` (the ``ratio`` of the elements that
-                  are largest, 8 bytes each), ``randomk`` (a ``ratio`` drawn at random, 4 bytes each), or
-                  ``none``;
+                  are largest, 8 bytes each), ``randomk`` (a ``ratio`` drawn at random, 4 bytes each),
+                  ``e3m0`` (an eighth: a sign and an exponent), ``topk2bit`` (the ``ratio`` of each 4,096
+                  elements that are largest, 14 bits each), or ``none``;
                 * ``threshold`` of ``2bit`` (each push sends +threshold, -threshold or 0 for an element)
                   and ``1bit`` (each sends +1 or -1), 0.5 if not given; ``ratio``, 0.01; ``seed``, 0;
                 * ``pull``: True compresses what is pulled, too; or a dict with a ``type`` of its own. With
                   an optimizer in the store, thresholds are multiples of the learning rate there, as it
                   is the steps of the weights that come back;
+                * ``decay``: the factor, 0 to 1, of the residual before each push; 1 keeps all of it;
                 * ``min_bytes``: smaller keys travel as they are; 65536, or 0 for all;
                 * ``rules``: a list of dicts with a ``pattern``, such as ``"embed*"``, and the
                   parameters of the keys that match it; the first that matches decides.
@@ -1031,6 +1042,20 @@ class KVStore(KVStoreBase, abc.ABC):
                 error.was_raised = True
                 raise error
 
+    def _weight(self, weight: float) -> float:
+        """Return the weight of a push.
+
+        Raises:
+            ConfigError: if it is no weight, or the store computes no means.
+        """
+        share = weight_of(weight)
+        if share != 1 and not self.average:
+            raise ConfigError(
+                f"weight={weight} needs a mean, and store {self._name!r} computes sums; create a dist_sync "
+                "store with average=True"
+            )
+        return share
+
     def _limit(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
 
@@ -1076,13 +1101,18 @@ class KVStore(KVStoreBase, abc.ABC):
         urgency: Numbers,
         eager: bool,
         limit_s: float,
+        weight: float,
     ) -> list[Ticket]:
         """Push dense values in one call, and any rows in another."""
         given = value if is_many else [value]
         if are_dense(given) or not have_rows(names, given, self._specs):
-            values = self._rows(names, is_many, value, limit_s)
-            call = calls.PushValues(self._name, names, values, None, urgency, eager)
+            values = weighted(self._rows(names, is_many, value, limit_s), weight)
+            call = calls.PushValues(self._name, names, values, None, urgency, eager, weight)
             return [self._start(call, limit_s)]
+        if weight != 1:
+            raise ConfigError(
+                f"weight={weight} with rows: only pushes of whole keys have a weight; push dense tensors"
+            )
         assert isinstance(given, list | tuple)
         dense, sparse = apart(names, given, self._specs)
         tickets = []

@@ -282,13 +282,16 @@ class ServerStage:
         *,
         pull: bool = False,
         ranks: tuple[int, ...] | None = None,
+        weight: float | None = None,
         seq: int | None = None,
         incarnation: int | None = None,
     ) -> list[Said]:
         """Push to keys that lie in one chunk, one run for each; ``values`` side by side."""
         row, places = as_row(values), self.places(keys)
         runs = tuple(Run(piece.start, piece.size, number) for piece in places)
-        message = Push(places[0].chunk, dtype_of(row).id, ranks or (rank,), 1.0, pull, runs)
+        speaks_for = ranks or (rank,)
+        share = float(len(speaks_for)) if weight is None else weight
+        message = Push(places[0].chunk, dtype_of(row).id, speaks_for, share, pull, runs)
         return self.say(rank, message, row, seq=seq, incarnation=incarnation)
 
     def pull(

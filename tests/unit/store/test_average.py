@@ -85,3 +85,62 @@ def test_all_workers_agree() -> None:
     said = refusal(one.say(1, opening(average=False)))
     assert "Mismatch: store 'kv' was opened with average=True, and is now" in said
     assert not Open("kv", "sync", 0, False, "wait", 1).average
+
+
+# --- means by weight --------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R350")
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_push_counts_by_its_weight(deterministic: bool) -> None:
+    """What travels is multiplied by the weight already."""
+    one = stage(2, deterministic=deterministic)
+    one.push(0, "w", torch.full((3,), 4.0) * 3, 0, weight=3)
+    one.push(1, "w", torch.full((3,), 8.0), 0, weight=1)
+    assert one.values("w") == [5.0] * 3
+
+
+@pytest.mark.spec("R350")
+def test_a_sum_knows_no_weights() -> None:
+    one = ServerStage(2)
+    one.open("sync")
+    one.init("w", torch.zeros(3))
+    one.push(0, "w", torch.ones(3), 0, weight=3)
+    one.push(1, "w", torch.ones(3), 0)
+    assert one.values("w") == [2.0] * 3
+
+
+@pytest.mark.spec("R351")
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_a_weight_is_above_0(weight: float) -> None:
+    one = stage(2)
+    one.push(0, "w", torch.ones(3), 0)
+    assert "ProtocolError: a push of weight" in refusal(
+        one.push(1, "w", torch.ones(3), 0, weight=weight)
+    )
+    assert one.values("w") == [0.0] * 3, "nothing was applied"
+
+
+def test_half_a_round_that_is_cut_keeps_its_weights() -> None:
+    """A later push of a part of the span cuts it while its round is open."""
+    one = stage(2)
+    one.init("v", torch.zeros(3))
+    both = torch.full((6,), 6.0)
+    one.push(0, ["w", "v"], both * 2, 0, weight=2)
+    one.push(1, "w", torch.zeros(3), 0)
+    one.push(1, "v", torch.full((3,), 3.0), 0)
+    assert one.values("w") == [4.0] * 3
+    assert one.values("v") == [5.0] * 3
+
+
+def test_the_order_of_weights_does_not_change_a_bit() -> None:
+    weights = [0.1, 1e9, 0.3, 7.0]
+    found = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        one = stage(4, deterministic=True)
+        for rank in order:
+            one.push(
+                rank, "w", torch.full((3,), 1.0 + rank) * weights[rank], 0, weight=weights[rank]
+            )
+        found.append(one.values("w"))
+    assert found[0] == found[1]

@@ -27,6 +27,7 @@ Invariants, checked by :meth:`Span.check`:
 from __future__ import annotations
 
 import enum
+import math
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -72,8 +73,18 @@ class Round:
     """Ranks -> their gradient, as it came."""
     backs: set[CodecSpec | None] = field(default_factory=set)
     """The codecs in which its pushes want the update."""
+    weights: list[float] = field(default_factory=list)
+    """The weight of each push in the mean."""
 
-    def add(self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool) -> None:
+    def add(
+        self,
+        ranks: tuple[int, ...],
+        gradient: Part,
+        *,
+        lent: bool,
+        keep: bool,
+        weight: float | None = None,
+    ) -> None:
         """Count ``ranks`` in.
 
         Args:
@@ -81,8 +92,10 @@ class Round:
             gradient: of all of them. It belongs to the round from here on, unless it is lent.
             lent: ``gradient`` is its sender's memory, and must not be written to.
             keep: sums must be taken in rank order.
+            weight: the weight by which ``gradient`` is multiplied already; None for 1 for each rank.
         """
         self.ranks.update(ranks)
+        self.weights.append(len(ranks) if weight is None else weight)
         is_whole = isinstance(gradient, DenseGradient)
         if is_whole and not keep and not lent and self.total is None and not self.kept:
             self.total = DenseGradient([accumulator(gradient.joined())])
@@ -107,9 +120,11 @@ class Round:
         return GradientSum(tuple([part for _, part in self._parts()]))
 
     def update(self, *, average: bool) -> PendingUpdate:
-        """Return the update that closes this round: the sum, or the mean over its ranks."""
+        """Return the update that closes this round: the sum, or the mean by weight."""
         parts = self._parts()
-        total = GradientSum(tuple([part for _, part in parts]), len(self.ranks) if average else 1)
+        # fsum() gives the same bits in whatever order the pushes came.
+        divisor = math.fsum(self.weights) if average else 1
+        total = GradientSum(tuple([part for _, part in parts]), divisor)
         whose = tuple([ranks for ranks, _ in parts])
         return PendingUpdate(self.number, (), total, whose, back=self.back)
 
@@ -127,7 +142,8 @@ class Round:
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
-        right = Round(self.number, self.opened_at, set(self.ranks), backs=set(self.backs))
+        right = replace(self, ranks=set(self.ranks), backs=set(self.backs), kept={})
+        right.total, right.weights = None, list(self.weights)
         if self.total is not None:
             whole = self.total
             self.total, right.total = whole.part(0, at), whole.part(at, len(whole))

@@ -84,6 +84,8 @@ class JudgedPush:
     """The gradient is its sender's memory, and must not be written to."""
     ranges: tuple[PushedRange, ...]
     """The elements that were not counted before; empty unless the verdict is COUNTED."""
+    weight: float
+    """The weight of the push in a mean."""
 
 
 class Aggregator:
@@ -124,6 +126,8 @@ class Aggregator:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
         """
         chunk = self.chunks.at(message.chunk)
+        if message.weight <= 0:
+            raise ProtocolError(f"a push of weight {message.weight}; use a number above 0")
         if chunk.embedding is not None:
             raise ProtocolError(
                 f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
@@ -142,7 +146,7 @@ class Aggregator:
             part = gradient.part(begin, begin + run.size)
             ranges.append(PushedRange(chunk, run.start, run.start + run.size, run.number, part))
             begin += run.size
-        return self._judge(store, message.ranks, ranges, message.back, is_lent)
+        return self._judge(store, message.ranks, ranges, message.back, is_lent, message.weight)
 
     def judge_rows(
         self,
@@ -162,7 +166,7 @@ class Aggregator:
         for piece, part in target.cut(gradient):
             chunk, stop = self.chunks.at(piece.chunk), piece.start + piece.size
             ranges.append(PushedRange(chunk, piece.start, stop, message.number, part))
-        return self._judge(store, message.ranks, ranges, None, is_lent)
+        return self._judge(store, message.ranks, ranges, None, is_lent, len(message.ranks))
 
     def _judge(
         self,
@@ -171,6 +175,7 @@ class Aggregator:
         pushed: list[PushedRange],
         back: CodecSpec | None,
         is_lent: bool,
+        weight: float,
     ) -> JudgedPush:
         verdicts: set[Verdict] = set()
         counted: list[PushedRange] = []
@@ -187,7 +192,7 @@ class Aggregator:
         if Verdict.CONFLICT in verdicts:
             raise ProtocolError(f"a push for ranks {list(ranks)}: some were counted, some were not")
         if Verdict.EARLY in verdicts or not self._has_room(store, counted):
-            return JudgedPush(store, Verdict.EARLY, ranks, back, is_lent, ())
+            return JudgedPush(store, Verdict.EARLY, ranks, back, is_lent, (), weight)
         if store.updater is not None:
             for item in counted:
                 if item.chunk.state is None and item.chunk.embedding is None:
@@ -195,7 +200,7 @@ class Aggregator:
         if back is not None:
             store.budget.demand_residuals(store.name)
         verdict = Verdict.COUNTED if counted else Verdict.DUPLICATE
-        return JudgedPush(store, verdict, ranks, back, is_lent, tuple(counted))
+        return JudgedPush(store, verdict, ranks, back, is_lent, tuple(counted), weight)
 
     def _has_room(self, store: ServerStore, counted: Sequence[PushedRange]) -> bool:
         """Return whether the rounds that a push would open beyond the oldest ones may be open."""
@@ -282,7 +287,13 @@ class Aggregator:
             keep = store.opened.deterministic or chunk.embedding is not None
             round_ = span.round(number, now)
             self._tally.late(store.name, judged.ranks, now - round_.opened_at)
-            round_.add(judged.ranks, pushed.gradient, lent=judged.is_lent, keep=keep)
+            round_.add(
+                judged.ranks,
+                pushed.gradient,
+                lent=judged.is_lent,
+                keep=keep,
+                weight=judged.weight,
+            )
             round_.backs.add(judged.back)
             self.close(store, chunk, span, quorum)
         else:

@@ -79,6 +79,8 @@ class PushValues(PushCall):
     priority: Numbers
     eager: bool
     """Copy all values before anything else, so that the caller may reuse them soonest."""
+    weight: float = 1.0
+    """The weight in a mean, by which ``rows`` are multiplied already."""
 
     def values(self) -> tuple[torch.Tensor, ...]:
         """Return the gradients."""
@@ -126,7 +128,8 @@ class PushValues(PushCall):
         requests = []
         for share in group.plan.shares:
             dtype = BY_NAME[share.dtype].id
-            message = p.Push(share.chunk, dtype, (store.rank,), 1.0, is_pull, share.runs(numbers))
+            runs = share.runs(numbers)
+            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, is_pull, runs)
             if group.setting is None:
                 request = bulk(store, share, message, gradients, tracker.priority)
             else:
