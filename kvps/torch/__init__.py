@@ -8,6 +8,7 @@ from kvps.torch.comm_hook import CommState, comm_hook
 from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding
 from kvps.torch.gather import all_gather_object, gather_object
+from kvps.torch.local_steps.diloco import DiLoCo, LocalSGD
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.sharded.shard import Sharded, shard
@@ -17,8 +18,10 @@ _register()
 
 __all__ = [
     "CommState",
+    "DiLoCo",
     "DistributedOptimizer",
     "Embedding",
+    "LocalSGD",
     "Sharded",
     "SyncBatchNorm",
     "all_gather_object",

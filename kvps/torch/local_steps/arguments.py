@@ -1,0 +1,127 @@
+"""The checked arguments of DiLoCo and LocalSGD: the outer optimizer, the store's options, and the weight of a worker."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
+from kvps.errors import ConfigError
+
+STORES = {"sync": "dist_sync", "async": "dist_async"}
+"""The type of store of each mode."""
+TOKENS = "tokens"
+"""The weight of a worker that counts what it has trained on."""
+
+
+def outer_of(outer: object, lr: float, momentum: float) -> HyperParams:
+    """Return the optimizer that servers apply to pseudo-gradients.
+
+    Args:
+        outer: ``"nesterov"``, ``"sgd"``, or a torch optimizer, whose own hyper-parameters count.
+        lr, momentum: of the first two.
+
+    Raises:
+        ConfigError: for anything else, or a number out of its range.
+    """
+    if isinstance(outer, torch.optim.Optimizer):
+        return describe(outer)
+    if outer not in ("nesterov", "sgd"):
+        raise ConfigError(
+            f"outer={outer!r:.60}: use 'nesterov', 'sgd', or a torch optimizer that servers can run"
+        )
+    for name, value in (("lr", lr), ("momentum", momentum)):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{name}={value!r:.40}: use a number")
+    if outer == "nesterov" and not momentum > 0:
+        raise ConfigError(
+            f"outer='nesterov' needs a momentum above 0, not {momentum}; use outer='sgd'"
+        )
+    return resolve("sgd", {"lr": lr, "momentum": momentum, "nesterov": outer == "nesterov"})
+
+
+def store_type(mode: object) -> str:
+    """Return the type of store of a mode.
+
+    Raises:
+        ConfigError: for an unknown mode.
+    """
+    if not isinstance(mode, str) or mode not in STORES:
+        raise ConfigError(f"mode={mode!r:.40}: use one of {', '.join(STORES)}")
+    return STORES[mode]
+
+
+def share_of(alpha: object) -> float:
+    """Return the local share of a merged parameter.
+
+    Raises:
+        ConfigError: if it is not from 0 to 1.
+    """
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
+        raise ConfigError(f"alpha={alpha!r:.40}: use a number from 0 (global) to 1 (local)")
+    return float(alpha)
+
+
+class Weight:
+    """The weight of this worker's pseudo-gradients: a number, or the tokens since a fragment last left.
+
+    Args:
+        given: None for 1, a number above 0, or ``"tokens"``.
+        fragments: the number of fragments.
+        mode: the mode; only a sync store computes means.
+
+    Raises:
+        ConfigError: for another weight, or a weight in a store without means.
+    """
+
+    def __init__(self, given: object, fragments: int, mode: str) -> None:
+        is_number = isinstance(given, int | float) and not isinstance(given, bool)
+        if (
+            given is not None
+            and given != TOKENS
+            and not (
+                is_number and 0 < float(given) < math.inf  # type: ignore[arg-type]  # it is a number
+            )
+        ):
+            raise ConfigError(f"weight={given!r:.40}: use a number above 0, 'tokens', or None")
+        if given is not None and mode != "sync":
+            raise ConfigError(
+                f"weight={given!r} needs mode='sync': with mode={mode!r} servers apply each push by itself, "
+                "and compute no mean"
+            )
+        self._given: Any = given
+        self._tokens = [0.0] * fragments
+
+    def add(self, tokens: float) -> None:
+        """Count tokens that this worker has trained on.
+
+        Raises:
+            ConfigError: for a negative number, or if tokens are not the weight.
+        """
+        if self._given != TOKENS:
+            raise ConfigError("add_tokens() needs weight='tokens'")
+        if not 0 <= tokens < math.inf:
+            raise ConfigError(f"add_tokens({tokens!r:.40}): use a number of tokens, 0 or more")
+        self._tokens = [count + tokens for count in self._tokens]
+
+    def of(self, fragment: int) -> float:
+        """Return the weight of a fragment that leaves now.
+
+        Raises:
+            ConfigError: if no tokens were counted since it last left.
+        """
+        if self._given != TOKENS:
+            return 1.0 if self._given is None else float(self._given)
+        if not self._tokens[fragment]:
+            raise ConfigError(
+                "weight='tokens', but add_tokens() was not called since this fragment was last merged; call it in "
+                "each step"
+            )
+        return self._tokens[fragment]
+
+    def left(self, fragment: int) -> None:
+        """Count the tokens of a fragment that has left from 0."""
+        self._tokens[fragment] = 0.0

@@ -1,0 +1,378 @@
+"""Local steps around an unchanged training loop: DiLoCo, Streaming DiLoCo and local SGD.
+
+Theory of operation
+-------------------
+Each worker trains with its own optimizer, the *inner* one. Every ``sync_every`` steps it pushes a *pseudo-gradient*:
+the weights that it began with, minus its own. The servers average these, give the mean to the *outer* optimizer,
+and return the weights from which all go on (Douillard et al.: DiLoCo, arXiv 2311.08105).
+
+The model is cut into fragments that take turns (:mod:`kvps.torch.local_steps.schedule`). So the peak on the network
+is a fragment, and with a delay training goes on while the fragment is on its way (Streaming DiLoCo, arXiv
+2501.18512)::
+
+    inner steps   |-------- p --------|-------- p --------|
+    fragment 0                        push ...... take     the servers' mean, mixed with what was trained meanwhile
+    fragment 1                                            push ...... take
+
+The weights, the momentum of the outer optimizer and the round numbers are in the servers, and so in their
+checkpoints. Workers have only what the last merge gave them: a worker that joins late pulls the weights and begins
+a turn, and a worker that is lost costs the others nothing but its own steps since its last push.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from kvps.core.nonfinite import count_nonfinite
+from kvps.errors import ConfigError, EpochChanged, NonFinite
+from kvps.phrases import names_in_words
+from kvps.runtime.ticket import Handle
+from kvps.store import residual_state
+from kvps.store.create import create_own
+from kvps.torch.local_steps.arguments import Weight, outer_of, share_of, store_type
+from kvps.torch.local_steps.fragments import fragments_of
+from kvps.torch.local_steps.schedule import Schedule
+from kvps.torch.sync.arguments import buffers_of
+from kvps.torch.sync.parameter_sync import carried, check_groups, named
+
+log = logging.getLogger("kvps")
+
+TIMEOUT_S = 3600.0
+"""Seconds that a merge may wait for other workers, which may have hundreds of steps to make."""
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""The type of the servers' weights where the model's is too coarse for their small updates."""
+
+
+class InFlight(NamedTuple):
+    """A fragment on its way."""
+
+    handle: Handle
+    values: list[torch.Tensor]
+    """Its pseudo-gradients, which the merged weights replace."""
+
+
+class DiLoCo:
+    """Trains by local steps: a context manager around an unchanged loop.
+
+    Inside the context, each ``inner_optimizer.step()`` counts. After every ``sync_every`` of them the workers merge
+    what they have learned. Every worker creates it with the same arguments and makes the same number of steps.
+    Parameters, and the buffers of a module, begin with rank 0's values. Buffers are not merged later.
+
+    Args:
+        model: a module, its ``named_parameters()``, or a dict name -> parameter.
+        inner_optimizer: a torch optimizer over the trained parameters. Its state stays on this worker.
+        outer: the optimizer of the servers: ``"nesterov"``, ``"sgd"``, or a torch optimizer that servers can run.
+        lr, momentum: of the outer optimizer.
+        sync_every: steps between two merges of a parameter.
+        fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of parameters
+            and modules. Fragments take turns, so ``sync_every`` is a multiple of their number.
+        delay: steps that training goes on while a fragment is on its way; less than ``sync_every / fragments``.
+        alpha: the share of the local weights in the result of a merge, 0 to 1. With 0, a worker takes the servers'
+            weights, and the steps that it made during ``delay`` are dropped; with a delay, try 0.5.
+        compression: compress pseudo-gradients, as :meth:`kvps.KVStore.set_gradient_compression`. Add ``"pull":
+            True`` to compress the merged weights, too.
+        mode: ``"sync"`` waits for the other workers. ``"async"`` applies each pseudo-gradient at once, divided
+            by the number of workers.
+        weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
+            :meth:`add_tokens`, or None for 1.
+        on_worker_lost: as in :func:`kvps.create`.
+        backup_device: where the weights of the last merge are kept; None for each parameter's own device.
+        timeout: seconds that a merge may wait for the other workers.
+
+    Attributes:
+        syncs: number of merges that this worker has made, of a fragment each.
+        wait_s: seconds that steps have waited for merges.
+
+    Raises:
+        ConfigError: for invalid arguments: fragments that miss or repeat a parameter, a delay that does not fit.
+
+    Example:
+        >>> import torch, kvps.torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> with kvps.torch.DiLoCo(model, optimizer, sync_every=10) as outer:  # doctest: +SKIP
+        ...     for x in batches:
+        ...         optimizer.zero_grad()
+        ...         model(x).square().mean().backward()
+        ...         optimizer.step()
+    """
+
+    _OWNER = "diloco"
+
+    def __init__(
+        self,
+        model: Any,
+        inner_optimizer: torch.optim.Optimizer,
+        outer: str | torch.optim.Optimizer = "nesterov",
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        *,
+        sync_every: int = 100,
+        fragments: Any = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+        compression: Any = None,
+        mode: str = "sync",
+        weight: float | str | None = None,
+        on_worker_lost: str = "shrink",
+        backup_device: torch.device | str | None = None,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        if not isinstance(inner_optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"inner_optimizer: give a torch optimizer, got {type(inner_optimizer).__name__}"
+            )
+        params = named(model)
+        check_groups(inner_optimizer, params)
+        self._params = {name: param for name, param in params.items() if param.requires_grad}
+        self._fragments = fragments_of(self._params, fragments)
+        self._schedule = Schedule.of(sync_every, len(self._fragments), delay)
+        self._alpha = share_of(alpha)
+        store = store_type(mode)
+        self._weight = Weight(weight, len(self._fragments), mode)
+        self._hyper = outer_of(outer, lr, momentum)
+        self._inner = inner_optimizer
+        self._hook: Any = None
+        self._away: InFlight | None = None
+        self.syncs, self.wait_s = 0, 0.0
+        self._kv = create_own(
+            store,
+            self._OWNER,
+            average=mode == "sync",
+            on_worker_lost=on_worker_lost,
+            timeout_s=timeout,
+        )
+        residual_state.compress(self._kv, compression, "compression")
+        self._rescale = 1.0 if mode == "sync" else 1 / self._kv.num_workers
+        constant = {name: param for name, param in params.items() if name not in self._params}
+        self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
+
+    @property
+    def kv(self) -> Any:
+        """The store of the global weights, for ``join()``, ``checkpoint()`` and ``metrics()``."""
+        return self._kv
+
+    # --- the beginning and the end ------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._hook is not None:
+            raise ConfigError(f"this {type(self).__name__} is entered already")
+        self._hook = self._inner.register_step_post_hook(lambda *_: self._on_step())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._hook.remove()
+        self._hook = None
+        if error is None:
+            self._take()
+            self._kv.close()
+
+    def _spread(
+        self, constant: dict[str, torch.Tensor], backup: torch.device | str | None
+    ) -> dict[str, torch.Tensor]:
+        """Give all workers the servers' weights, which are rank 0's in a new job; return them."""
+        wide = {
+            name: param.detach().to(WIDE.get(param.dtype, param.dtype), copy=True)
+            for name, param in self._params.items()
+        }
+        others = {name: carried(tensor) for name, tensor in constant.items()}
+        values = {**wide, **others}
+        self._kv.init(list(values), list(values.values()))
+        self._install()
+        self._begin_turn()
+        if others:
+            self._kv.pull(list(others), out=list(others.values()))
+        for name, value in others.items():
+            tensor = constant[name].detach()
+            if value.dtype != tensor.dtype:
+                tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+        start = {
+            name: value.to(backup or self._params[name].device) for name, value in wide.items()
+        }
+        self._bring(start)
+        return start
+
+    def _install(self) -> None:
+        rescale = {} if self._rescale == 1 else {"rescale_grad": self._rescale}
+        self._kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **rescale})
+
+    def _begin_turn(self) -> None:
+        """Begin with the fragment whose round the other workers come to next."""
+        self._schedule.begin_at([self._kv.resume(list(names)) for names in self._fragments])
+
+    def _bring(self, start: dict[str, torch.Tensor]) -> None:
+        """Take the servers' weights, and begin from there."""
+        names = list(start)
+        values = [torch.empty_like(self._params[name], dtype=start[name].dtype) for name in names]
+        self._kv.pull(names, out=values)
+        for name, value in zip(names, values, strict=True):
+            self._adopt(start, name, value, 0.0)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def _on_step(self) -> None:
+        self._schedule.step()
+        if self._schedule.arriving is not None:
+            self._take()
+        if self._schedule.due is not None:
+            self._push()
+            if not self._schedule.delay:
+                self._take()
+
+    @torch.no_grad()
+    def _push(self) -> None:
+        """Send the pseudo-gradients of the next fragment.
+
+        Raises:
+            NonFinite: if a weight is not finite. Nothing was sent, and the fragment is due again after the next step.
+            ConfigError: without tokens, if these are the weight.
+        """
+        fragment = self._schedule.next
+        names = self._fragments[fragment]
+        deltas = [
+            self._start[name].to(self._params[name].device) - self._params[name] for name in names
+        ]
+        flawed = [
+            name
+            for name, delta in zip(names, deltas, strict=True)
+            if count_nonfinite(delta.view(-1))
+        ]
+        if flawed:
+            raise NonFinite(
+                f"the weights of {names_in_words(flawed)} are not finite after the local steps of rank "
+                f"{self._kv.rank}. Nothing was pushed, and the servers' weights are unchanged. Call pull() to go "
+                "on from them, with a new inner optimizer if its state is not finite either; and check the loss and "
+                "the inner learning rate"
+            )
+        weight = self._weight.of(fragment)
+        try:
+            handle = self._kv.pushpull(
+                list(names), deltas, out=deltas, weight=weight, async_op=True
+            )
+        except EpochChanged as error:
+            self._go_on(error)
+            return
+        self._away = InFlight(handle, deltas)
+        self._weight.left(fragment)
+        self._schedule.left()
+
+    @torch.no_grad()
+    def _take(self, alpha: float | None = None) -> None:
+        """Wait for the fragment in flight, if there is one, and take its merged weights, but for ``alpha``."""
+        if self._away is None:
+            return
+        share = self._alpha if alpha is None else alpha
+        fragment = self._schedule.in_flight
+        assert fragment is not None
+        began = time.monotonic()
+        try:
+            self._away.handle.wait()
+        except EpochChanged as error:
+            self._go_on(error)
+            return
+        finally:
+            self.wait_s += time.monotonic() - began
+        for name, value in zip(self._fragments[fragment], self._away.values, strict=True):
+            self._adopt(self._start, name, value, share)
+        self._away = None
+        self._schedule.taken()
+        self.syncs += 1
+
+    def _adopt(
+        self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float
+    ) -> None:
+        """Begin again from a merged ``value``, of which ``alpha`` is left to the local one."""
+        param = self._params[name].detach()
+        merged = value.to(param.dtype)
+        # Of a coarse type the start is what it can hold: the rounding is nothing that this worker has learned.
+        start[name].copy_(merged)
+        param.copy_(torch.lerp(merged.float(), param.float(), alpha) if alpha else merged)
+
+    # --- between steps ------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Merge all fragments now. All workers call it after the same step; then their weights are equal.
+
+        Raises:
+            KvpsError: as the merge in a step.
+        """
+        self._take()
+        for _ in self._fragments:
+            self._push()
+            self._take(alpha=0.0)
+
+    def pull(self) -> None:
+        """Take the global weights, drop what this worker has learned since the last merge, and begin a turn.
+
+        Call it after ``kv.restore()``, or to go on from weights that are not finite.
+        """
+        self._take()
+        self._begin_turn()
+        self._bring(self._start)
+
+    def add_tokens(self, count: float) -> None:
+        """Count ``count`` tokens, of any unit, towards this worker's weight.
+
+        Raises:
+            ConfigError: without ``weight="tokens"``, or for a negative number.
+        """
+        self._weight.add(count)
+
+    def _go_on(self, error: EpochChanged) -> None:
+        """Go on from the checkpoint to which the servers have returned."""
+        while True:
+            log.warning("%s", error)
+            try:
+                new = [name for name in self._params if name not in error.after]
+                if new:
+                    self._kv.init(new, [self._start[name] for name in new])
+                if not error.has_optimizer:
+                    self._install()
+                self._away = None
+                self._begin_turn()
+                self._bring(self._start)
+                return
+            except EpochChanged as another:  # a second server was lost meanwhile
+                error = another
+
+
+class LocalSGD(DiLoCo):
+    """Trains by local steps, and averages the weights of all workers every ``sync_every`` of them.
+
+    Args:
+        model, inner_optimizer: as in :class:`DiLoCo`.
+        sync_every: steps between two averages.
+        options: the other options of :class:`DiLoCo`, but ``outer``, ``lr`` and ``momentum``.
+
+    Raises:
+        ConfigError: for invalid arguments.
+
+    Example:
+        >>> with kvps.torch.LocalSGD(model, optimizer, sync_every=8):  # doctest: +SKIP
+        ...     train(model, optimizer)
+    """
+
+    _OWNER = "local_sgd"
+
+    def __init__(
+        self,
+        model: Any,
+        inner_optimizer: torch.optim.Optimizer,
+        sync_every: int = 100,
+        **options: Any,
+    ) -> None:
+        fixed = sorted({"outer", "lr", "momentum"} & options.keys())
+        if fixed:
+            raise ConfigError(f"LocalSGD averages weights and takes no {fixed[0]}=; use DiLoCo")
+        # w - 1.0 * mean(w - w_i) is the mean of the weights.
+        super().__init__(model, inner_optimizer, "sgd", 1.0, 0.0, sync_every=sync_every, **options)

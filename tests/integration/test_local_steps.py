@@ -1,0 +1,488 @@
+"""Local steps over a cluster: DiLoCo and LocalSGD against one process that trains all replicas in turn."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import kvps
+import kvps.torch
+from kvps.torch import DiLoCo, LocalSGD, local_sgd
+from tests.integration.processes import Processes, has_checkpoint, until
+
+Weights = list[torch.Tensor]
+WORKERS, STEPS = 2, 24
+DATA = torch.Generator().manual_seed(1)
+INPUTS = torch.randn(WORKERS, STEPS, 8, 6, generator=DATA)
+LABELS = torch.randint(3, (WORKERS, STEPS, 8), generator=DATA)
+
+
+def net(seed: int = 0) -> torch.nn.Sequential:
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    return model
+
+
+def inner(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, index: int) -> None:
+    optimizer.zero_grad()
+    cross_entropy(model(INPUTS[rank, index]), LABELS[rank, index]).backward()
+    optimizer.step()
+
+
+def weights(model: torch.nn.Module) -> Weights:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def run(work: Callable[..., Any], workers: int = WORKERS, servers: int = 2) -> list[Any]:
+    with kvps.LocalCluster(workers, servers) as cluster:
+        return cluster.run(work)
+
+
+def reference(
+    outer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    sync_every: int,
+    shares: tuple[float, ...] = (0.5, 0.5),
+    fragments: int = 1,
+    delay: int = 0,
+    alpha: float = 0.0,
+) -> list[Weights]:
+    """DiLoCo in one process: all replicas, and the global weights with their optimizer."""
+    world = [torch.nn.Parameter(weight) for weight in weights(net())]
+    replicas = [net() for _ in range(WORKERS)]
+    inners = [inner(model) for model in replicas]
+    parts = [[0, 1], [2, 3]] if fragments == 2 else [[0, 1, 2, 3]]
+    outers = [outer([world[index] for index in part]) for part in parts]
+    period, merged = sync_every // fragments, {}
+    for index in range(STEPS):
+        for rank in range(WORKERS):
+            step(replicas[rank], inners[rank], rank, index)
+        turn, since = divmod(index + 1, period)
+        if turn and not since:
+            part = parts[(turn - 1) % fragments]
+            for place in part:
+                pseudo = [
+                    share * (world[place].detach() - list(model.parameters())[place].detach())
+                    for share, model in zip(shares, replicas, strict=True)
+                ]
+                world[place].grad = torch.stack(pseudo).sum(0)
+            outers[(turn - 1) % fragments].step()
+            merged = {place: world[place].detach().clone() for place in part}
+        is_last = index + 1 == STEPS  # what is in flight then is taken at the end of the context
+        if turn and (since == delay or (is_last and since < delay)):
+            with torch.no_grad():
+                for model in replicas:
+                    params = list(model.parameters())
+                    for place, weight in merged.items():
+                        params[place].copy_(torch.lerp(weight, params[place], alpha))
+    return [weights(model) for model in replicas]
+
+
+def nesterov(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def train(rank: int, make: Callable[..., DiLoCo], seed: int | None = None) -> Weights:
+    """Train a worker under what ``make`` returns for (model, optimizer); each begins with other weights."""
+    model = net(rank if seed is None else seed)
+    optimizer = inner(model)
+    with make(model, optimizer) as outer:
+        for index in range(STEPS):
+            step(model, optimizer, rank, index)
+        assert outer.syncs > 0
+        assert outer.wait_s > 0
+    return weights(model)
+
+
+def assert_like(found: list[Weights], expected: list[Weights]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+# --- against one process ------------------------------------------------------------------------------
+
+
+def test_diloco_is_what_one_process_computes() -> None:
+    found = run(lambda rank: train(rank, lambda *args: DiLoCo(*args, sync_every=6)))
+    assert_like(found, reference(nesterov, 6))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), "to the bit"
+
+
+def test_local_sgd_averages_weights() -> None:
+    found = run(lambda rank: train(rank, lambda *args: LocalSGD(*args, sync_every=4)))
+    assert_like(found, reference(lambda params: torch.optim.SGD(params, lr=1.0), 4))
+
+
+def test_fragments_take_turns_and_training_goes_on_meanwhile() -> None:
+    def make(model: Any, optimizer: Any) -> DiLoCo:
+        parts = [model[0], model[2]]
+        return DiLoCo(model, optimizer, sync_every=8, fragments=parts, delay=2, alpha=0.5)
+
+    found = run(lambda rank: train(rank, make))
+    assert_like(found, reference(nesterov, 8, fragments=2, delay=2, alpha=0.5))
+
+
+def test_workers_count_by_their_tokens() -> None:
+    def work(rank: int) -> Weights:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=6, weight="tokens") as outer:
+            for index in range(STEPS):
+                step(model, optimizer, rank, index)
+                outer.add_tokens(1000 * (1 + 2 * rank))
+        return weights(model)
+
+    assert_like(run(work), reference(nesterov, 6, shares=(0.25, 0.75)))
+
+
+@pytest.mark.parametrize("code", ["e3m0", "topk2bit", "int8"])
+def test_compressed_both_ways_workers_agree_to_the_bit(code: str) -> None:
+    compression = {"type": code, "min_bytes": 0, "pull": True, "decay": 0.95}
+    found = run(
+        lambda rank: train(rank, lambda *args: DiLoCo(*args, sync_every=6, compression=compression))
+    )
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    if code != "topk2bit":  # of so small a model it keeps a single element each time
+        exact = reference(nesterov, 6)[0]
+        start = weights(net())
+        for ours, theirs, begun in zip(found[0], exact, start, strict=True):
+            assert (ours - theirs).norm() < 0.5 * (theirs - begun).norm()
+
+
+def test_async_applies_each_push_and_nobody_waits() -> None:
+    """One worker alone gives what the synchronous mode gives; of two, one makes steps while the other sleeps."""
+    alone = run(lambda rank: train(rank, lambda *a: DiLoCo(*a, sync_every=6, mode="async")), 1)
+    both = run(lambda rank: train(rank, lambda *a: DiLoCo(*a, sync_every=6)), 1)
+    assert_like(alone, both)
+
+    def work(rank: int) -> float:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=6, mode="async") as outer:
+            if rank == 0:
+                for index in range(STEPS):
+                    step(model, optimizer, rank, index)
+            outer.kv.barrier()
+            outer.pull()
+        return float(
+            sum((one - two).norm() for one, two in zip(weights(model), weights(net()), strict=True))
+        )
+
+    moved = run(work)
+    assert moved[0] == moved[1] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_models_of_other_types(dtype: torch.dtype) -> None:
+    def work(rank: int) -> Weights:
+        model = net(rank).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with DiLoCo(model, optimizer, sync_every=4, fragments=2, delay=1, alpha=0.5) as outer:
+            for index in range(STEPS):
+                optimizer.zero_grad()
+                cross_entropy(
+                    model(INPUTS[rank, index].to(dtype)).float(), LABELS[rank, index]
+                ).backward()
+                optimizer.step()
+            outer.sync()
+        return weights(model)
+
+    found = run(work)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert found[0][0].dtype is dtype
+    assert all(weight.isfinite().all() for weight in found[0])
+
+
+# --- between steps -------------------------------------------------------------------------------------
+
+
+def test_sync_and_pull_give_all_workers_the_same_weights() -> None:
+    def work(rank: int) -> list[Any]:
+        model = net(rank)
+        model.register_buffer("scale", torch.full((2,), rank, dtype=torch.bool))
+        model[0].bias.requires_grad_(False)
+        optimizer = inner(model)
+        found: list[Any] = []
+        with DiLoCo(model, optimizer, sync_every=40, fragments=2, delay=7, alpha=0.5) as outer:
+            found.append(copy.deepcopy(model.state_dict()))
+            for index in range(22):
+                step(model, optimizer, rank, index)
+            outer.sync()
+            found.append(copy.deepcopy(model.state_dict()))
+            step(model, optimizer, rank, 23)
+            outer.pull()
+            found.append(copy.deepcopy(model.state_dict()))
+        return found
+
+    zero, one = run(work)
+    for ours, theirs in zip(zero, one, strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert not torch.equal(zero[0]["0.weight"], zero[1]["0.weight"])
+    assert torch.equal(zero[1]["0.weight"], zero[2]["0.weight"]), "the last step is dropped"
+    assert torch.equal(zero[0]["0.bias"], net()[0].bias), "what is frozen is rank 0's"
+
+
+def test_outside_the_context_steps_do_not_count() -> None:
+    model = net()
+    optimizer = inner(model)
+    outer = DiLoCo(model, optimizer, sync_every=1)
+    step(model, optimizer, 0, 0)
+    assert outer.syncs == 0
+    with outer:
+        step(model, optimizer, 0, 1)
+        with pytest.raises(kvps.ConfigError, match="this DiLoCo is entered already"):
+            outer.__enter__()
+    step(model, optimizer, 0, 2)
+    assert outer.syncs == 1
+
+
+def test_an_error_in_the_loop_comes_out_at_once() -> None:
+    model = net()
+    optimizer = inner(model)
+
+    def train_and_fail() -> None:
+        with DiLoCo(model, optimizer, sync_every=2, delay=1):
+            step(model, optimizer, 0, 0)
+            step(model, optimizer, 0, 1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
+
+
+# --- torchft's names -----------------------------------------------------------------------------------
+
+
+def test_a_script_for_torchft_changes_its_import() -> None:
+    def make(model: Any, optimizer: Any) -> DiLoCo:
+        outers = [nesterov(list(model[0].parameters())), nesterov(list(model[2].parameters()))]
+        return local_sgd.DiLoCo(
+            None,
+            [model[0], model[2]],
+            optimizer,
+            outers,
+            sync_every=8,
+            backup_device=torch.device("cpu"),
+            use_bucketization=True,
+            fragment_sync_delay=2,
+            fragment_update_alpha=0.5,
+        )
+
+    found = run(lambda rank: train(rank, make))
+    assert_like(found, reference(nesterov, 8, fragments=2, delay=2, alpha=0.5))
+    averaged = run(lambda rank: train(rank, lambda *args: local_sgd.LocalSGD(None, *args, 4)))
+    assert_like(averaged, reference(lambda params: torch.optim.SGD(params, lr=1.0), 4))
+
+
+def test_what_torchft_takes_and_servers_cannot() -> None:
+    model = net()
+    optimizer = inner(model)
+    parts, other = [model[0], model[2]], torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(kvps.ConfigError, match="manager: got a str, but kvps has no manager"):
+        local_sgd.DiLoCo("manager", parts, optimizer, other, 2)  # type: ignore[arg-type]
+    with pytest.raises(
+        kvps.ConfigError, match=r"outer_optimizer\[1\] is .*set of hyper-parameters"
+    ):
+        local_sgd.DiLoCo(None, parts, optimizer, [nesterov(list(model.parameters())), other], 2)
+    with pytest.raises(kvps.ConfigError, match="outer_optimizer: the list is empty"):
+        local_sgd.DiLoCo(None, parts, optimizer, [], 2)
+    with local_sgd.DiLoCo(None, parts, optimizer, other, 2, should_quantize=True) as outer:
+        step(model, optimizer, 0, 0)
+        assert outer.kv is not None
+
+
+# --- bad input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"fragments": 3}, "sync_every=100 is not a multiple of the 3 fragments"),
+        ({"fragments": 9}, "fragments=9: use 1 to 4"),
+        ({"delay": 100}, "delay=100: use 0 to 99 steps"),
+        ({"weight": 0}, "weight=0: use a number above 0"),
+        ({"alpha": 2}, "alpha=2"),
+        ({"mode": "ssp"}, "mode='ssp'"),
+        ({"outer": "muon"}, "outer='muon'"),
+        ({"compression": {"type": "e3m1"}}, "type='e3m1'"),
+        ({"on_worker_lost": "panic"}, "on_worker_lost='panic'"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(options: dict[str, Any], match: str) -> None:
+    model = net()
+    with pytest.raises(kvps.ConfigError, match=match):
+        DiLoCo(model, inner(model), **options)
+
+
+def test_a_foreign_optimizer_is_refused() -> None:
+    model = net()
+    with pytest.raises(kvps.ConfigError, match="inner_optimizer: give a torch optimizer, got str"):
+        DiLoCo(model, "adam")  # type: ignore[arg-type]
+    with pytest.raises(kvps.ConfigError, match="is not in the optimizer's groups"):
+        DiLoCo(model, inner(model[0]))
+    with pytest.raises(kvps.ConfigError, match="LocalSGD averages weights and takes no lr="):
+        LocalSGD(model, inner(model), lr=0.1)
+
+
+def test_weights_that_are_not_finite_are_not_pushed() -> None:
+    """The script may take the global weights and go on; the other worker has waited for it."""
+
+    def work(rank: int) -> Weights:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with DiLoCo(model, optimizer, sync_every=2, timeout=30) as outer:
+            step(model, optimizer, rank, 0)
+            if rank == 1:
+                before = outer.kv.pull("0.bias")
+                with torch.no_grad():
+                    model[0].weight[0, 0] = torch.nan
+                with pytest.raises(
+                    kvps.NonFinite, match=r"weights of '0.weight', .*of rank 1\. Nothing"
+                ):
+                    step(model, optimizer, rank, 1)
+                assert torch.equal(outer.kv.pull("0.bias"), before)
+                outer.pull()
+            step(model, optimizer, rank, 2)
+        return weights(model)
+
+    zero, one = run(work)
+    assert all(weight.isfinite().all() for weight in zero)
+    assert all(torch.equal(*pair) for pair in zip(zero, one, strict=True))
+
+
+def test_tokens_that_were_forgotten() -> None:
+    model = net()
+    optimizer = inner(model)
+    with DiLoCo(model, optimizer, sync_every=1, weight="tokens") as outer:
+        with pytest.raises(kvps.ConfigError, match=r"add_tokens\(\) was not called"):
+            step(model, optimizer, 0, 0)
+        outer.add_tokens(5)
+        step(model, optimizer, 0, 1)
+        assert outer.syncs == 1
+
+
+# --- faults --------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, pathlib, sys, time
+import torch, kvps.torch
+torch.manual_seed(3)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+generator = torch.Generator().manual_seed(7 * int(os.environ["RANK"]))
+inputs = torch.randn(64, 4, generator=generator)
+labels = inputs @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.25
+enough, crash, steps = pathlib.Path(sys.argv[1]), sys.argv[2] == "crash", 0
+with kvps.torch.DiLoCo(model, optimizer, sync_every=10, fragments=2, delay=2) as outer:
+    first = outer.kv.version("weight")
+    print("begins at round", first, flush=True)
+    while not enough.exists() or steps < 300:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        time.sleep(0.002)
+        if crash and not first and outer.kv.rank == 1 and steps == 73:
+            os._exit(1)
+        if steps % 100 == 0:
+            print("steps", steps, flush=True)
+    outer.kv.join()
+    outer.pull()
+    loss = torch.nn.functional.mse_loss(model(inputs), labels)
+    print("loss", round(float(loss), 3), flush=True)
+    print("weights", [one.tolist() for one in model.state_dict().values()], flush=True)
+"""
+
+
+def ends_alike(launched: Any) -> None:
+    assert launched.out.count("loss 0.0") == 2, launched
+    ends = [line.partition("weights")[2] for line in launched.out.splitlines() if "weights" in line]
+    assert len(ends) == 2
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.thorough
+def test_a_worker_that_is_lost_and_its_replacement(processes: Processes, tmp_path: Path) -> None:
+    """The other one goes on without it; the replacement pulls the weights and begins a turn."""
+    script, enough = processes.script(SCRIPT), tmp_path / "enough"
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--", sys.executable, script, enough, "crash")
+    launched = processes.kvps("launch", *flags)
+
+    def starts() -> list[int]:
+        return [int(number) for number in re.findall(r"begins at round (\d+)", launched.out)]
+
+    until(lambda: len(starts()) == 3, "replacement", 60.0)
+    enough.touch()
+    assert launched.wait(60.0) == 0, launched
+    assert starts()[:2] == [0, 0]
+    assert starts()[2] >= 7, "of the 73 steps that it lost, 70 or more were merged"
+    ends_alike(launched)
+
+
+@pytest.mark.thorough
+def test_a_server_that_is_lost(processes: Processes, tmp_path: Path) -> None:
+    """The weights, the outer momentum and the rounds come from the checkpoint."""
+    script, enough = processes.script(SCRIPT), tmp_path / "enough"
+    launched = processes.kvps(
+        "launch",
+        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),
+        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough, "not"),
+    )
+    launched.expect("steps 100")
+    until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")
+    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
+    launched.expect("all servers rolled back to the last checkpoint")
+    enough.touch()
+    assert launched.wait(60.0) == 0, launched
+    ends_alike(launched)
+
+
+CHECKPOINT = """
+import torch, kvps.torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+inputs = torch.randn(24, 8, 4)
+
+def train(indices):
+    for index in indices:
+        optimizer.zero_grad()
+        (model(inputs[index]) - 1).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+with kvps.torch.DiLoCo(model, optimizer, sync_every=4) as outer:
+    train(range(12))
+    outer.kv.checkpoint()
+    once = train(range(12, 24))
+    outer.kv.restore()
+    outer.pull()
+    again = train(range(12, 24))
+print("equal" if all(map(torch.equal, once, again)) else (once, again), flush=True)
+"""
+
+
+def test_the_outer_momentum_is_in_checkpoints(processes: Processes, tmp_path: Path) -> None:
+    """The same 12 steps after a checkpoint, twice, give the same bits."""
+    script = processes.script(CHECKPOINT)
+    flags = ("-n", 1, "-s", 2, "--checkpoint-dir", tmp_path, "--", sys.executable, script)
+    launched = processes.kvps("launch", *flags)
+    assert launched.wait(60.0) == 0, launched
+    assert "equal" in launched.out
