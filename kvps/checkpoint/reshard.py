@@ -14,6 +14,7 @@ from operator import attrgetter
 import torch
 
 from kvps.core.placement import Part, parts
+from kvps.core.server.options import AGREED
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
     KeySnapshot,
@@ -23,7 +24,6 @@ from kvps.core.server.snapshot.model import (
     StoreSnapshot,
     TableSnapshot,
 )
-from kvps.core.server.store import AGREED
 from kvps.errors import StorageError
 from kvps.tensors import TORCH
 

@@ -16,6 +16,7 @@ import torch
 from kvps.checkpoint import tables, validation
 from kvps.checkpoint.tables import by_rank, history_of
 from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.server.options import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, LATE, MODES, POLICIES
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
     KeySnapshot,
@@ -24,7 +25,6 @@ from kvps.core.server.snapshot.model import (
     SpanHistory,
     StoreSnapshot,
 )
-from kvps.core.server.store import CHUNK_BYTES_MAX, CHUNK_BYTES_MIN, MODES, POLICIES
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import KvpsError
 from kvps.protocol.stores import Open
@@ -126,13 +126,18 @@ def _open(given: object) -> Open:
         kind = known[name].type
         if kind == "int":
             made[name] = validation.natural(name, value)
+        elif kind == "float":
+            made[name] = validation.finite(name, value)
         elif kind == "bool":
             made[name] = validation.flag(name, value)
         else:
             made[name] = validation.text(name, value, least=1)
     opened = Open(**made)  # type: ignore[arg-type]  # each has just been checked
-    if opened.mode not in MODES or opened.on_worker_lost not in POLICIES:
-        raise validation.unlike("a mode and policy of stores", (opened.mode, opened.on_worker_lost))
+    policies = opened.mode, opened.on_worker_lost, opened.late
+    if not all(
+        policy in known for policy, known in zip(policies, (MODES, POLICIES, LATE), strict=True)
+    ):
+        raise validation.unlike("a mode and policies of stores", policies)
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
         raise validation.unlike(
             f"for chunk_bytes {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}", opened.chunk_bytes

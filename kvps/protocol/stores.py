@@ -33,7 +33,13 @@ class Open(Message):
     on_nonfinite: str = "apply"
     """The policy for an update with NaN or infinity: ``apply``, ``skip`` or ``error``."""
     average: bool = False
-    """The sum of a round is divided by how many ranks are in it."""
+    """The sum of a round is divided by the weights of the pushes in it."""
+    quorum: int = 0
+    """A round may close when so many ranks are in it; 0 for all that it waits for."""
+    grace_s: float = -1.0
+    """Seconds that such a round waits for the others; below 0, a quarter of the time that the quorum took."""
+    late: str = "drop"
+    """The policy for a push whose round closed without it: ``drop``, or ``next``, which counts it in the next round."""
 
 
 class Entry(NamedTuple):

@@ -121,6 +121,8 @@ class Push(Message):
     held: tuple[int, ...] = ()
     """Version of the values that the sender has, for each run, or -1 for none; empty if the answer is not to
     be written as steps from there."""
+    since: tuple[int, ...] = ()
+    """For each run the number after the sender's push before this one; empty in a store that drops late pushes."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""

@@ -36,6 +36,7 @@ NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES, SHARED_CHUNK_BYTES = 384 << 10, 4 << 
 messages are cheaper."""
 STALENESS = 4
 ON_WORKER_LOST = ("wait", "shrink", "fail")
+LATE = ("drop", "next")
 RESERVED = "kvps."
 """The prefix of the names of the front ends' own stores."""
 
@@ -54,6 +55,9 @@ def create(
     host_aggregation: bool | None = None,
     on_nonfinite: str = ACTIONS[0],
     average: bool = False,
+    quorum: int | None = None,
+    grace: float | str = "auto",
+    late: str = "drop",
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -84,6 +88,13 @@ def create(
             next pull or pushpull of the key. See :meth:`~kvps.KVStore.dropped_rounds`.
         average: in ``dist_sync``, divide the sum of a round by the number of workers in it; ranks that are
             lost, have left or have joined do not count.
+        quorum: in ``dist_sync``, close a round when this many workers have pushed and ``grace`` is over, without
+            the others; None waits for all. Nobody waits for lost workers then: ``"wait"`` means ``"shrink"``. A
+            worker's next push goes to the first round that has not closed without it, once it has pulled.
+        grace: seconds that a round waits for the other workers after its quorum; ``"auto"`` is a quarter of the
+            time since the last round closed.
+        late: what happens to a push whose round has closed: ``"drop"`` does not apply it, ``"next"`` counts it
+            in the first open round without a push of this worker. With either, a push is applied at most once.
 
     Raises:
         ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.
@@ -100,6 +111,8 @@ def create(
     if plugin is not None:
         return plugin(**options)
     kind = kind_of(store, tuple(KVStoreBase.registry))
+    if quorum is not None and kind.mode == "local":
+        raise ConfigError(f"quorum= is an option of dist_sync, not of {kind.type}")
     if options:
         raise ConfigError(
             f"create({store!r}) has no option {', '.join(sorted(options))}; see help(kvps.create)"
@@ -125,6 +138,7 @@ def create(
             host_aggregation=host_aggregation,
             on_nonfinite=None if on_nonfinite == ACTIONS[0] else on_nonfinite,
             average=average or None,
+            quorum=quorum,
         )
         return _ring(kind, None if name is None else _checked_name(name), "allreduce", timeout_s)
     opened = _opened(
@@ -137,6 +151,7 @@ def create(
         on_nonfinite,
         average,
     )
+    opened = _with_quorum(opened, kind, quorum, grace, late)
     grace_s = seconds("worker_grace", worker_grace)
     session = process.session(timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=_chunk_bytes(session))
@@ -150,6 +165,9 @@ def create_own(
     average: bool = False,
     on_worker_lost: str = ON_WORKER_LOST[0],
     timeout_s: float = TIMEOUT_S,
+    quorum: int | None = None,
+    grace: float | str = "auto",
+    late: str = LATE[0],
 ) -> Any:
     """Return a front end's own store, as :func:`create` with the defaults.
 
@@ -157,7 +175,7 @@ def create_own(
         store: as in :func:`create`.
         owner: the front end. Its name and the order of creation make the name of the store, which no store of
             a user can have.
-        average, on_worker_lost, timeout_s: as in :func:`create`.
+        average, on_worker_lost, timeout_s, quorum, grace, late: as in :func:`create`.
     """
     logs.begin_in_script()
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
@@ -165,8 +183,9 @@ def create_own(
         return _ring(kind, None, RESERVED + owner, TIMEOUT_S)
     if kind is None or not kind.is_distributed:
         return create(store)
-    session = process.session(timeout_s)
     opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0], average)
+    opened = _with_quorum(opened, kind, quorum, grace, late)
+    session = process.session(timeout_s)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
@@ -228,6 +247,37 @@ def _opened(
         and not deterministic,
         on_nonfinite=on_nonfinite,
         average=bool(average),
+    )
+
+
+def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: object) -> Open:
+    """Return the options of a store whose rounds close at a quorum; servers check that the job has as many workers.
+
+    Raises:
+        ConfigError: for a number or word that cannot be meant, or a store without rounds.
+    """
+    if quorum is None:
+        if grace != "auto" or late != LATE[0]:
+            raise ConfigError(
+                "grace= and late= are about rounds that close at a quorum: give quorum=, too"
+            )
+        return opened
+    if kind.mode != "sync":
+        raise ConfigError(f"quorum= is an option of dist_sync, not of {kind.type}")
+    if type(quorum) is not int or quorum < 1:
+        raise ConfigError(f"quorum={quorum!r:.40}: use a number of workers, 1 or more")
+    is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
+    if grace != "auto" and not (is_number and 0 <= grace < 1e9):  # type: ignore[operator]  # it is a number
+        raise ConfigError(f"grace={grace!r:.40}: use a number of seconds, 0 or more, or 'auto'")
+    if late not in LATE:
+        raise ConfigError(f"late={late!r:.40}: use one of {', '.join(LATE)}")
+    return replace(
+        opened,
+        quorum=quorum,
+        grace_s=-1.0 if grace == "auto" else float(grace),  # type: ignore[arg-type]  # as above
+        late=late,
+        bundles=False,  # a bundle waits for all workers of its host
+        on_worker_lost="shrink" if opened.on_worker_lost == "wait" else opened.on_worker_lost,
     )
 
 

@@ -74,6 +74,9 @@ class Store:
     timeout_s: float = 10_000.0
     bundles: bool = False
     on_nonfinite: str = "apply"
+    quorum: int = 0
+    grace_s: float = -1.0
+    late: str = "drop"
 
     def open(self) -> Script:
         opened = Open(
@@ -86,6 +89,9 @@ class Store:
             CHUNK_BYTES,
             self.bundles,
             self.on_nonfinite,
+            quorum=self.quorum,
+            grace_s=self.grace_s,
+            late=self.late,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 

@@ -31,7 +31,7 @@ import torch
 from kvps.core.effects import Send
 from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S
 from kvps.core.scheduler.scheduler import Scheduler, Settings
-from kvps.core.server import store
+from kvps.core.server import options
 from kvps.protocol import wire
 from kvps.protocol.envelope import PROTOCOL, Envelope, Packet, Role
 from kvps.protocol.membership import Barrier, Beat, Hello, Leave, View
@@ -96,7 +96,7 @@ def seen(workers: int, servers: int) -> Seen:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "CHUNK_BYTES_MIN", 1)
+        patch.setattr(options, "CHUNK_BYTES_MIN", 1)
         cluster = Cluster(workers, servers, script, 0, Faults(in_order=True))
         cluster.network.clock_ns = time.thread_time_ns
         cluster.network.checks = False  # they look at all of a server, and would be quadratic

@@ -33,6 +33,8 @@ class Cluster:
     policy: str = "wait"
     on_nonfinite: str = "apply"
     average: bool = False
+    quorum: int = 0
+    grace_s: float = -1.0
     post: list[tuple[int, Said]] = field(default_factory=list)
     """What servers have said to each other and was not delivered: (sender, what)."""
 
@@ -47,6 +49,9 @@ class Cluster:
                 on_worker_lost=self.policy,
                 on_nonfinite=self.on_nonfinite,
                 average=self.average,
+                quorum=self.quorum,
+                grace_s=self.grace_s,
+                bundles=not self.quorum,
             )
             row = weight[part.start : part.start + part.size]
             stage.declare("w", row, start=part.start, shape=(COUNT,))

@@ -78,6 +78,8 @@ class ServerStage:
     every_s: float | None = None
     """How often it wants cuts; None if it has no place for them."""
     limits: Limits | None = None
+    counts_late: bool = False
+    """The store that was opened last counts late pushes."""
     notes: list[Effect] = field(default_factory=list)
     """All effects that are no Send, in order."""
 
@@ -227,6 +229,7 @@ class ServerStage:
 
     def open(self, mode: str = "sync", store: str = "kv", **options: object) -> None:
         """Open a store, from rank 0."""
+        self.counts_late = options.get("late") == "next"
         assert heard(self.say(0, opening(mode, store, **options)), Message)
 
     def optimizer(self, name: str, call: int = 1, store: str = "kv", **numbers: object) -> None:
@@ -283,6 +286,7 @@ class ServerStage:
         pull: bool = False,
         ranks: tuple[int, ...] | None = None,
         weight: float | None = None,
+        since: int | None = None,
         seq: int | None = None,
         incarnation: int | None = None,
     ) -> list[Said]:
@@ -292,6 +296,8 @@ class ServerStage:
         speaks_for = ranks or (rank,)
         share = float(len(speaks_for)) if weight is None else weight
         message = Push(places[0].chunk, dtype_of(row).id, speaks_for, share, pull, runs)
+        if self.counts_late:
+            message = replace(message, since=(number if since is None else since,) * len(runs))
         return self.say(rank, message, row, seq=seq, incarnation=incarnation)
 
     def pull(

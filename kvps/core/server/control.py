@@ -22,6 +22,7 @@ from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
+from kvps.core.server.options import check_quorum
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
@@ -154,13 +155,13 @@ class Control:
 
     def _look_at(self, store: ServerStore, is_all: bool = False) -> None:
         """Close the complete rounds of a store, or all open ones, and try its pending reads."""
-        quorum = self._context.quorum(store)
+        quorum, now = self._context.quorum(store), self._context.counts.now
         for chunk in self._chunks.of_store(store.name):
             for span in list(chunk.spans):
                 if is_all:
                     self._aggregator.close_all(store, chunk, span)
                 else:
-                    self._aggregator.close(store, chunk, span, quorum)
+                    self._aggregator.close(store, chunk, span, quorum, now)
         self._push_pull.tell_norms()
         for chunk in self._chunks.of_store(store.name):
             self._push_pull.wake(chunk.woken(0, chunk.used))
@@ -357,6 +358,7 @@ class Control:
                     limit="stores",
                 )
             self.budget.pressure.demand_room(f"store {opened.store!r}")
+            check_quorum(opened, self._aggregator.workers)
             self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
         else:
             store.agree(opened)

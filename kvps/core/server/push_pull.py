@@ -17,6 +17,7 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.effects import Send
 from kvps.core.gradients import DenseGradient
+from kvps.core.membership_client import Quorum
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Verdict
@@ -53,6 +54,17 @@ class PushPull:
     def _apply(self, judged: JudgedPush, now: float) -> None:
         """Apply a push, and answer the requests that waited for it."""
         self.aggregator.apply(judged, self._context.quorum(judged.store), now)
+        self.tell_norms()
+
+    def close_overdue(self, now: float) -> None:
+        """Close the rounds whose quorum is in and whose grace is over."""
+        context = self._context
+
+        def quorum_of(name: str) -> tuple[ServerStore, Quorum]:
+            store = context.stores[name]
+            return store, context.quorum(store)
+
+        self.aggregator.close_overdue(quorum_of, now)
         self.tell_norms()
 
     def _count(self, judged: JudgedPush, packet: Packet) -> None:

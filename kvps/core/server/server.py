@@ -217,6 +217,9 @@ class Server:
     def on_timer(self, now: float) -> Effects:
         """Beat, send norms again that other servers may have missed, and report the ranks that rounds wait for."""
         self._outbox.extend(self.member.on_timer(now))
+        self.counts.now = now
+        if now >= self.push_pull.aggregator.deadline():
+            self.push_pull.close_overdue(now)
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
             self.push_pull.tell_again()
@@ -234,9 +237,9 @@ class Server:
         return self.take_effects()
 
     def deadline(self) -> float | None:
-        """Return when the next beat, telling or look at the rounds is due."""
-        beat = self.member.deadline()
-        return None if beat is None else min(beat, self._next_tell, self._next_look)
+        """Return when the next beat, telling, look at the rounds or close of a round is due."""
+        beat, closing = self.member.deadline(), self.push_pull.aggregator.deadline()
+        return None if beat is None else min(beat, self._next_tell, self._next_look, closing)
 
     def take_effects(self) -> Effects:
         """Return the effects that were not taken yet; a door ends with this."""

@@ -16,7 +16,6 @@ from typing import Generic, TypeVar
 import torch
 
 from kvps.core.embedding.table import EmbeddingRows
-from kvps.core.nonfinite import ACTIONS
 from kvps.core.optim.base import MASTER, State
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
@@ -26,29 +25,15 @@ from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget, Terms
 from kvps.core.server.nonfinite_log import NonFiniteLog
+from kvps.core.server.options import AGREED, check_options
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Entry, Open, Piece, Place
 from kvps.protocol.values import Load
 from kvps.tensors import TORCH
 
-MODES = ("sync", "async", "ssp")
-POLICIES = ("wait", "shrink", "fail")
-AGREED = (
-    "mode",
-    "staleness",
-    "deterministic",
-    "on_worker_lost",
-    "bigarray_bound",
-    "bundles",
-    "on_nonfinite",
-    "average",
-)
-"""Options of a store that must be the same on every worker."""
 STEP_MAX = 2**53
 """Maximum updates of a state: beyond it float64 does not represent every whole number."""
-CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
-
 T = TypeVar("T")
 
 
@@ -93,28 +78,13 @@ class ServerStore:
     """A store's keys, slabs and optimizer on one server."""
 
     def __init__(self, opened: Open, chunks: Chunks, budget: MemoryBudget) -> None:
-        options = {"mode": MODES, "on_worker_lost": POLICIES, "on_nonfinite": ACTIONS}
-        for option, choices in options.items():
-            choice = getattr(opened, option)
-            if choice not in choices:
-                raise ConfigError(
-                    f"store {opened.store!r}: {option} {choice!r:.40} must be one of "
-                    f"{', '.join(choices)}"
-                )
-        if opened.average and opened.mode != "sync":
-            raise ConfigError(
-                f"store {opened.store!r}: average needs a sync store; a store of mode {opened.mode} "
-                "applies each push by itself, so there is nothing to divide"
-            )
-        if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
-            raise ConfigError(
-                f"store {opened.store!r}: chunk_bytes {opened.chunk_bytes} must be from "
-                f"{CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}"
-            )
+        check_options(opened)
         self.opened = opened
         self.name = opened.store
         self.ordered = opened.mode == "sync"
         """Whether push numbers are round numbers."""
+        self.counts_late = self.ordered and opened.late == "next"
+        """Whether a push whose round closed without it counts in a later round."""
         self.drops: NonFiniteLog | None = None
         """Log of updates dropped as not finite; None if such updates are applied."""
         if opened.on_nonfinite != "apply":

@@ -170,6 +170,8 @@ class ReadTracker:
     """key -> the last update that was not made, if the servers tell."""
     is_unwanted: bool = False
     """The caller stopped waiting, and will not hear of dropped updates."""
+    skips: bool = False
+    """Rounds may have closed without this rank: its next push goes to the first that has not."""
     _torn: list[int] = field(default_factory=list)
     """Indices of the keys that were read at several versions, and may still be."""
 
@@ -237,6 +239,8 @@ class ReadTracker:
             for key in self.plan.keys:
                 if key.applied < applied:
                     key.applied = applied
+                if self.skips:
+                    key.number = max(key.number, owed)
                 if not ordered:
                     key.version = max(key.version, version)
             return
@@ -244,6 +248,8 @@ class ReadTracker:
             if parts:
                 applied = min(stand[0 if ordered else 1] for stand in parts.values())
                 key.applied = max(key.applied, applied)
+                if self.skips:
+                    key.number = max(key.number, min(owed for _, owed in parts.values()))
                 key.version = max([key.version, *(version for version, _ in parts.values())])
             if len({version for version, _ in parts.values()}) > 1:
                 self._torn.append(index)
@@ -323,6 +329,7 @@ def read(
     for group in store.read_groups(plan):
         own = own_sink(group, sink)
         tracker = ReadTracker(group.plan, own, group.numbers(after), group.numbers(priority))
+        tracker.skips = store.skips_rounds
         requests += tracker.ask(store, group.plan.shares, group.numbers(least), group)
         reads.append(tracker)
     yield requests

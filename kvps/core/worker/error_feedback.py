@@ -32,12 +32,11 @@ from kvps.core.worker.plan import (
     Tensors,
     TransferPlan,
     make,
-    of_key,
 )
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Ask, Pull, Pulled, Push, Run
+from kvps.protocol.values import Ask, Pull, Pulled, Push
 from kvps.tensors import Memory, from_frame
 
 
@@ -127,9 +126,7 @@ class ErrorFeedback:
         """
         setting, keys = group.setting, group.plan.keys
         assert setting is not None
-        runs = tuple(
-            [Run(start, size, of_key(numbers, key)) for start, size, key, _ in share.segments]
-        )
+        runs = share.runs_by_key(numbers)
         # The same elements on every worker, others in every round, where a codec draws them.
         code = spec.seeded(setting.code, runs[0].number)
         held: tuple[int, ...] = ()

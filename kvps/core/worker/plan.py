@@ -58,6 +58,8 @@ class Key:
     pieces: tuple[PieceLocation, ...] = ()
     number: int = 0
     """The number of this rank's next push."""
+    since: int = 0
+    """The number after this rank's last push: below ``number`` if rounds closed without this rank meanwhile."""
     applied: int = 0
     """Number of pushes that are known to be applied on all parts: the version, if push numbers are round numbers;
     else those of this rank."""
@@ -147,6 +149,16 @@ class ChunkSlice:
                 runs.append(Run(segment.start, segment.size, number))
             stop, last = segment.start + segment.size, number
         return tuple(runs)
+
+    def runs_by_key(self, numbers: Numbers) -> tuple[Run, ...]:
+        """Return the runs of a push with these numbers, each of one key."""
+        return tuple(
+            [Run(start, size, of_key(numbers, key)) for start, size, key, _ in self.segments]
+        )
+
+    def numbers_by_key(self, numbers: Numbers) -> tuple[int, ...]:
+        """Return the number of each of :meth:`runs_by_key`."""
+        return tuple([of_key(numbers, segment.key) for segment in self.segments])
 
     def asks(self, after: Numbers, least: Numbers) -> tuple[Ask, ...]:
         """Return the runs of a pull, with each key's conditions."""

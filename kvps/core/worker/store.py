@@ -81,6 +81,11 @@ class WorkerStore:
         return self.opened.mode == "sync"
 
     @property
+    def skips_rounds(self) -> bool:
+        """Whether rounds close without ranks that are late."""
+        return self.opened.quorum > 0
+
+    @property
     def pushed(self) -> int:
         """Number of rounds that this rank has pushed for; 0 where there are no rounds."""
         return max([key.number for key in self.keys.values()], default=0) if self.ordered else 0

@@ -22,6 +22,10 @@ Invariants, checked by :meth:`Span.check`:
 * Rounds close in order, and a closed round never reopens: its number is below ``version``.
 * Pushes of one rank are taken in by number, each once: the counter of that rank *is* the window
   that recognises duplicates, across resends and across incarnations of the rank.
+
+A round may close at a quorum, without ranks that it would wait for. A push that comes after that is *late*. It is
+dropped, or it counts in the first open round that does not have its rank yet: then number and round differ, but
+the two invariants above are the same.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from kvps.core.nonfinite import Flaw
 from kvps.protocol.envelope import WINDOW
 from kvps.tensors import accumulator
 
+GRACE_SHARE = 0.25
+"""The grace of a round, where its store does not give one, as a share of the time that its quorum took."""
 LENT_MAX = 8
 """Maximum gradients of a round that stay in their senders' memory."""
 
@@ -75,6 +81,10 @@ class Round:
     """The codecs in which its pushes want the update."""
     weights: list[float] = field(default_factory=list)
     """The weight of each push in the mean."""
+    moved: set[int] = field(default_factory=set)
+    """Ranks whose push here had the number of an earlier round."""
+    closes_at: float | None = None
+    """When it closes without the ranks that it lacks; None while its quorum is not in, or it is not the oldest."""
 
     def add(
         self,
@@ -143,7 +153,7 @@ class Round:
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
         right = replace(self, ranks=set(self.ranks), backs=set(self.backs), kept={})
-        right.total, right.weights = None, list(self.weights)
+        right.total, right.weights, right.moved = None, list(self.weights), set(self.moved)
         if self.total is not None:
             whole = self.total
             self.total, right.total = whole.part(0, at), whole.part(at, len(whole))
@@ -193,6 +203,8 @@ class Span:
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
     due: deque[PendingUpdate] = field(default_factory=deque)
+    closed_at: float | None = None
+    """When the last round closed here; None before the first."""
 
     @property
     def is_open(self) -> bool:
@@ -212,23 +224,44 @@ class Span:
         waiting = [update.number for update in self.due if rank in update.ranks]
         return min(waiting, default=self.pushed.get(rank, 0))
 
-    def judge(self, ranks: tuple[int, ...], number: int, ordered: bool) -> Verdict:
+    def judge(
+        self, ranks: tuple[int, ...], number: int, ordered: bool, since: int | None = None
+    ) -> Verdict:
         """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds.
 
         So much may wait for other servers, and no more: they remember what they told of the last
         WINDOW updates.
+
+        Args:
+            ranks: the ranks that the push speaks for.
+            number: its number.
+            ordered: whether numbers are rounds.
+            since: where late pushes count, the number after the sender's push before this one. Rounds from there
+                on closed without it, so it owes them no push; but a push below may still be on its way.
         """
         owed = [self.owed(rank, ordered) for rank in ranks]
-        if all(number < turn for turn in owed):
-            return Verdict.DUPLICATE
         if any(number > turn for turn in owed):
             return Verdict.EARLY
+        if since is not None:
+            owed = [self.pushed.get(rank, 0) for rank in ranks]
+            if any(turn < since <= number for turn in owed):
+                return Verdict.EARLY
+        if all(number < turn for turn in owed):
+            return Verdict.DUPLICATE
         if any(number < turn for turn in owed):
             return Verdict.CONFLICT
         first = self.version if ordered else min([self.applied(rank) for rank in ranks])
-        if number - first >= WINDOW:
+        if (number if since is None else self.place(ranks, number)) - first >= WINDOW:
             return Verdict.EARLY
         return Verdict.COUNTED
+
+    def place(self, ranks: tuple[int, ...], number: int) -> int:
+        """Return the round in which push ``number`` counts where late pushes do: the first without ``ranks``."""
+        first = self.version + len(self.due)
+        at = max(number, first)
+        while at - first < len(self.rounds) and not self.rounds[at - first].ranks.isdisjoint(ranks):
+            at += 1
+        return at
 
     def take(self, ranks: tuple[int, ...], number: int) -> None:
         """Remember that push ``number`` of ``ranks`` is in."""
@@ -245,6 +278,23 @@ class Span:
     def closable(self, required: frozenset[int]) -> bool:
         """Return whether every rank that the oldest open round needs has been counted in it."""
         return bool(self.rounds) and required <= self.rounds[0].ranks
+
+    def closes_at(self, quorum: int, grace_s: float, now: float) -> float | None:
+        """Return when the oldest open round closes without the ranks that it lacks; None if it does not.
+
+        Args:
+            quorum: how many ranks it needs at least; 0 for all.
+            grace_s: seconds to wait for the others; below 0 for a share of the time that the quorum took.
+            now: the time.
+        """
+        if not quorum or not self.rounds or len(self.rounds[0].ranks) < quorum:
+            return None
+        oldest = self.rounds[0]
+        if oldest.closes_at is None:
+            began = oldest.opened_at if self.closed_at is None else self.closed_at
+            grace_s = (now - began) * GRACE_SHARE if grace_s < 0 else grace_s
+            oldest.closes_at = now + grace_s
+        return oldest.closes_at
 
     def missing(self, required: frozenset[int]) -> tuple[int, ...]:
         """Return the ranks that the next round waits for."""
@@ -284,6 +334,7 @@ class Span:
             dict(self.head_start),
             deque(round_.cut(length) for round_ in self.rounds),
             deque(replace(update, sum=halves[1]) for update, halves in due),
+            self.closed_at,
         )
         for update, halves in due:
             update.sum = halves[0]
@@ -319,5 +370,6 @@ class Span:
             assert round_.ranks, round_.number
             for gradient in [round_.total, *round_.kept.values()]:
                 assert gradient is None or len(gradient) == self.stop - self.start
-            for rank in round_.ranks:
+            for rank in round_.ranks - round_.moved:
                 assert self.pushed[rank] > round_.number, (rank, round_.number, self.pushed)
+            assert all(self.pushed[rank] for rank in round_.moved)

@@ -21,7 +21,8 @@ are updated.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -59,6 +60,8 @@ class PushedRange:
     number: int
     """Number of the push, for these elements."""
     gradient: Part
+    since: int | None = None
+    """Where late pushes count, the number after the sender's push before this one."""
 
     def part(self, span: Span) -> PushedRange:
         """Return the part of this range that lies in ``span``."""
@@ -106,6 +109,8 @@ class Aggregator:
         """An update failed half-way: some values are of no version."""
         self._apart: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         """Chunk -> (keys looked at so far, [(start, stop)] of pieces that hold only part of a key)."""
+        self._closing: dict[int, float] = {}
+        """Chunk -> when the first of its rounds closes whose quorum is in."""
         self._updates = Updates(BLOCK_COUNT * threads, wake, self._tally.counts)
         self.norms = GlobalNorms(chunks, self._updates, workers)
 
@@ -128,6 +133,11 @@ class Aggregator:
         chunk = self.chunks.at(message.chunk)
         if message.weight <= 0:
             raise ProtocolError(f"a push of weight {message.weight}; use a number above 0")
+        if store.counts_late and len(message.since) != len(message.runs):
+            raise ProtocolError(
+                f"a push of {len(message.runs)} runs with {len(message.since)} numbers before them; store "
+                f"{store.name!r} counts late pushes and needs one for each"
+            )
         if chunk.embedding is not None:
             raise ProtocolError(
                 f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
@@ -142,9 +152,10 @@ class Aggregator:
         chunk.check_filled(message.runs)
         ranges: list[PushedRange] = []
         begin = 0
-        for run in message.runs:
-            part = gradient.part(begin, begin + run.size)
-            ranges.append(PushedRange(chunk, run.start, run.start + run.size, run.number, part))
+        for index, run in enumerate(message.runs):
+            part, stop = gradient.part(begin, begin + run.size), run.start + run.size
+            since = message.since[index] if store.counts_late else None
+            ranges.append(PushedRange(chunk, run.start, stop, run.number, part, since))
             begin += run.size
         return self._judge(store, message.ranks, ranges, message.back, is_lent, message.weight)
 
@@ -158,6 +169,10 @@ class Aggregator:
         is_lent: bool = False,
     ) -> JudgedPush:
         """Decide about a push of rows of ``target``; see :meth:`judge`."""
+        if store.counts_late:
+            raise ConfigError(
+                f"store {store.name!r} counts late pushes, which pushes of rows cannot be; use late='drop'"
+            )
         if isinstance(target, TableRows):  # it has an optimizer of its own
             self._demand_ranks(message.ranks)
         else:
@@ -181,7 +196,7 @@ class Aggregator:
         counted: list[PushedRange] = []
         for item in pushed:
             spans = list(item.chunk.spans_in(item.start, item.stop))
-            judged = [span.judge(ranks, item.number, store.ordered) for span in spans]
+            judged = [span.judge(ranks, item.number, store.ordered, item.since) for span in spans]
             verdicts.update(judged)
             if all(verdict is Verdict.COUNTED for verdict in judged):
                 counted.append(item)  # in one piece, so that its spans may be joined
@@ -285,7 +300,10 @@ class Aggregator:
         span.take(judged.ranks, number)  # not before its turn: who is woken would think it applied
         if store.ordered:
             keep = store.opened.deterministic or chunk.embedding is not None
-            round_ = span.round(number, now)
+            at = number if pushed.since is None else span.place(judged.ranks, number)
+            round_ = span.round(at, now)
+            if at != number:
+                round_.moved.update(judged.ranks)
             self._tally.late(store.name, judged.ranks, now - round_.opened_at)
             round_.add(
                 judged.ranks,
@@ -295,7 +313,7 @@ class Aggregator:
                 weight=judged.weight,
             )
             round_.backs.add(judged.back)
-            self.close(store, chunk, span, quorum)
+            self.close(store, chunk, span, quorum, now)
         else:
             total, ranks = GradientSum((pushed.gradient,)), judged.ranks
             due = PendingUpdate(number, ranks, total, (ranks,), back=judged.back)
@@ -315,14 +333,45 @@ class Aggregator:
             self.norms.settle(store, norm)
             self.is_torn = False
 
-    def close(self, store: ServerStore, chunk: Chunk, span: Span, quorum: Quorum) -> None:
-        """Close the rounds of ``span`` that are complete."""
+    def close(
+        self, store: ServerStore, chunk: Chunk, span: Span, quorum: Quorum, now: float
+    ) -> None:
+        """Close the rounds of ``span`` that are complete, or whose grace is over."""
         required = quorum.required(store.opened.on_worker_lost)
-        while required and span.closable(required):
+        while required and span.rounds:
+            if not span.closable(required):
+                closes_at = span.closes_at(store.opened.quorum, store.opened.grace_s, now)
+                if closes_at is None:
+                    return
+                if closes_at > now:
+                    known = self._closing.get(chunk.number, closes_at)
+                    self._closing[chunk.number] = min(known, closes_at)
+                    return
             if not quorum.lost <= span.rounds[0].ranks:
                 self._tally.counts.add("kvps_short_rounds_total")
+            span.closed_at = now
             for part in self._close_first(store, chunk, span):
-                self.close(store, chunk, part, quorum)
+                self.close(store, chunk, part, quorum, now)
+
+    def deadline(self) -> float:
+        """When :meth:`close_overdue` may have something to close; infinite for never."""
+        return min(self._closing.values(), default=math.inf)
+
+    def close_overdue(
+        self, quorum_of: Callable[[str], tuple[ServerStore, Quorum]], now: float
+    ) -> None:
+        """Close the rounds whose quorum is in and whose grace is over.
+
+        Args:
+            quorum_of: returns a store, and the ranks that count in it, by the store's name.
+            now: the time.
+        """
+        for number in [number for number, at in self._closing.items() if at <= now]:
+            del self._closing[number]
+            chunk = self.chunks.by_number[number]
+            store, quorum = quorum_of(chunk.store)
+            for span in list(chunk.spans):
+                self.close(store, chunk, span, quorum, now)
 
     def close_all(self, store: ServerStore, chunk: Chunk, span: Span) -> None:
         """Close every open round of ``span`` with what is in it."""

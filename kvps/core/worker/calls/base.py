@@ -124,29 +124,30 @@ def bulk(
 
 def number_push(
     store: WorkerStore, names: tuple[str, ...]
-) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int]]]:
+) -> Generator[Step, list[Packet], tuple[TransferPlan, list[int], list[int]]]:
     """Number a push of ``names``, and wait until the window has room for it.
 
     Returns:
-        The plan of the keys, and for each the number of this push. Its requests are to be made within
-        :func:`note_refusal`.
+        The plan of the keys, and for each the number of this push and that after the one before it. Its
+        requests are to be made within :func:`note_refusal`.
 
     Raises:
         ConfigError: if this rank has joined: rounds close without it.
     """
     _demand_presence(store)
     plan = yield from numbered(store, names)
-    numbers = [key.number for key in plan.keys]
+    numbers, sinces = [key.number for key in plan.keys], [key.since for key in plan.keys]
     full: list[Key] = []
     if max(numbers, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
         full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
     for key in plan.keys:
         key.number += 1
+        key.since = key.number
     if full:
         with note_refusal(plan):
             yield from _make_room(store, full)
             _demand_presence(store)
-    return plan, numbers
+    return plan, numbers, sinces
 
 
 @contextmanager
@@ -158,6 +159,19 @@ def note_refusal(plan: TransferPlan) -> Iterator[None]:
         for key in plan.keys:
             key.is_refused = True
         raise
+
+
+def demand_numbered_rounds(store: WorkerStore) -> None:
+    """Refuse a push of rows in a store in which late pushes count later.
+
+    Raises:
+        ConfigError: if this is one.
+    """
+    if store.opened.late == "next":
+        raise ConfigError(
+            f"store {store.name!r} counts late pushes in the next round (late='next'), which only pushes of whole "
+            "keys can do; create it with late='drop' to push rows"
+        )
 
 
 def _demand_presence(store: WorkerStore) -> None:
@@ -185,7 +199,7 @@ def numbered(
         read = yield from read_versions(store, plan, 0, 0)
         for key, parts in zip(plan.keys, read.by_key(), strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
-                key.is_refused = False
+                key.is_refused, key.since = False, 0
                 key.number = min((owed for _, owed in parts.values()), default=0)
     return plan
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -95,18 +95,25 @@ class PushValues(PushCall):
         return self.eager and store.takes_pushes
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        plan, numbers = yield from number_push(store, self.keys)
+        plan, numbers, sinces = yield from number_push(store, self.keys)
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
         requests: list[Request] = []
         with note_refusal(plan):
             for group in store.push_groups(plan):
                 own = group.numbers(numbers)
-                tracker = ReadTracker(group.plan, priority=group.numbers(self.priority))
+                since = alike(group.numbers(sinces)) if store.opened.late == "next" else None
+                tracker = ReadTracker(
+                    group.plan,
+                    priority=group.numbers(self.priority),
+                    skips=store.skips_rounds,
+                )
                 if sink is not None:
                     tracker.sink = own_sink(group, sink)
                     tracker.after = alike([number + 1 for number in own])
-                requests += self._pushed(store, group, group.rows(values), alike(own), tracker)
+                requests += self._pushed(
+                    store, group, group.rows(values), alike(own), since, tracker
+                )
                 reads.append(tracker)
             store.traffic.encoded(values, [one.payload_bytes for one in requests])
             yield requests
@@ -121,15 +128,23 @@ class PushValues(PushCall):
         group: CompressionGroup,
         gradients: Tensors,
         numbers: Numbers,
+        since: Numbers | None,
         tracker: ReadTracker,
     ) -> list[Request]:
-        """Return the requests that push the keys of ``group``, whose answers go to ``tracker``."""
+        """Return the requests that push the keys of ``group``, whose answers go to ``tracker``.
+
+        ``since`` has the numbers after the pushes before these, where servers have to know them.
+        """
         is_pull = tracker.sink is not None
         requests = []
         for share in group.plan.shares:
             dtype = BY_NAME[share.dtype].id
             runs = share.runs(numbers)
             message = p.Push(share.chunk, dtype, (store.rank,), self.weight, is_pull, runs)
+            if since is not None:  # a run for each key, in the order of the elements
+                message = replace(
+                    message, runs=share.runs_by_key(numbers), since=share.numbers_by_key(since)
+                )
             if group.setting is None:
                 request = bulk(store, share, message, gradients, tracker.priority)
             else:
@@ -223,7 +238,7 @@ class ResumeKeys(Call):
         if len(plan.keys) < len(self.keys):
             owed = 0  # of a key that is not there yet, all pushes are owed
         for key in plan.keys:
-            key.number, key.is_refused = owed, False
+            key.number, key.since, key.is_refused = owed, 0, False
             key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
         yield from _history(store)
         return owed

@@ -23,6 +23,7 @@ from kvps.core.worker.calls.base import (
     Operation,
     PushCall,
     Values,
+    demand_numbered_rounds,
     note_refusal,
     number_push,
     numbered,
@@ -103,7 +104,8 @@ class PushTableRows(PushCall):
         return self.eager
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        plan, (number,) = yield from number_push(store, self.keys)
+        demand_numbered_rounds(store)
+        plan, (number,), _ = yield from number_push(store, self.keys)
         (key,) = plan.keys
         with note_refusal(plan):
             yield [

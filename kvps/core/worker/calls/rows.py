@@ -25,6 +25,7 @@ from kvps.core.worker.calls.base import (
     Operation,
     PushCall,
     Values,
+    demand_numbered_rounds,
     note_refusal,
     number_push,
     numbered,
@@ -68,11 +69,12 @@ class PushKeyRows(PushCall):
         return self.eager and store.takes_pushes
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
+        demand_numbered_rounds(store)
         for index, name in enumerate(self.keys):
             key = store.key(name)
             for _, some in _split(ranges(key), values[3 * index]):
                 _demand_room(key, some.stop - some.start)
-        plan, numbers = yield from number_push(store, self.keys)
+        plan, numbers, _ = yield from number_push(store, self.keys)
         requests: list[Request] = []
         with note_refusal(plan):
             for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.core.gradients import DenseGradient
-from kvps.core.server import store
+from kvps.core.server import options
 from kvps.core.server.chunks.rounds import Round
 from kvps.core.server.update import aggregator, apply
 from kvps.protocol.membership import Error
@@ -295,7 +295,7 @@ def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyP
 def cut(workers: int = 1, mode: str = "sync", optimizer: str = "test") -> ServerStage:
     """A key of three pieces, each in a chunk of its own, and a small one."""
     one = ServerStage(workers)
-    one.open(mode, on_nonfinite="error", chunk_bytes=store.CHUNK_BYTES_MIN)
+    one.open(mode, on_nonfinite="error", chunk_bytes=options.CHUNK_BYTES_MIN)
     one.init("big", torch.zeros(3 << 14))
     one.init("small", torch.zeros(3))
     one.optimizer(optimizer)
