@@ -16,13 +16,17 @@ is a fragment, and with a delay training goes on while the fragment is on its wa
 
 The weights, the momentum of the outer optimizer and the round numbers are in the servers, and so in their
 checkpoints. Workers have only what the last merge gave them: a worker that joins late pulls the weights and begins
-a turn, and a worker that is lost costs the others nothing but its own steps since its last push.
+a turn, and a worker that is lost costs the others nothing but its own steps since its last push. Each fragment has a
+store of its own: a checkpoint is taken where the keys of a store have been pushed equally often, which fragments that
+take turns are only once in ``sync_every`` steps.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -80,7 +84,9 @@ class DiLoCo:
             by the number of workers.
         weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
             :meth:`add_tokens`, or None for 1.
-        on_worker_lost: as in :func:`kvps.create`.
+        quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
+        grace, on_worker_lost: as in :func:`kvps.create`.
+        late: as in :func:`kvps.create`; with a ``quorum``, ``"next"`` if not given: no worker's steps are lost.
         backup_device: where the weights of the last merge are kept; None for each parameter's own device.
         timeout: seconds that a merge may wait for the other workers.
 
@@ -119,6 +125,9 @@ class DiLoCo:
         compression: Any = None,
         mode: str = "sync",
         weight: float | str | None = None,
+        quorum: int | None = None,
+        grace: float | str = "auto",
+        late: str | None = None,
         on_worker_lost: str = "shrink",
         backup_device: torch.device | str | None = None,
         timeout: float = TIMEOUT_S,
@@ -140,22 +149,31 @@ class DiLoCo:
         self._hook: Any = None
         self._away: InFlight | None = None
         self.syncs, self.wait_s = 0, 0.0
-        self._kv = create_own(
-            store,
-            self._OWNER,
-            average=mode == "sync",
-            on_worker_lost=on_worker_lost,
-            timeout_s=timeout,
+        self._stores = tuple(
+            [
+                create_own(
+                    store,
+                    self._OWNER,
+                    average=mode == "sync",
+                    on_worker_lost=on_worker_lost,
+                    timeout_s=timeout,
+                    quorum=quorum,
+                    grace=grace,
+                    late=late or ("drop" if quorum is None else "next"),
+                )
+                for _ in self._fragments
+            ]
         )
-        residual_state.compress(self._kv, compression, "compression")
-        self._rescale = 1.0 if mode == "sync" else 1 / self._kv.num_workers
+        for kv in self._stores:
+            residual_state.compress(kv, compression, "compression")
+        self._rescale = 1.0 if mode == "sync" else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
 
     @property
-    def kv(self) -> Any:
-        """The store of the global weights, for ``join()``, ``checkpoint()`` and ``metrics()``."""
-        return self._kv
+    def stores(self) -> tuple[Any, ...]:
+        """The stores of the global weights, one for each fragment."""
+        return self._stores
 
     # --- the beginning and the end ------------------------------------------------------------------
 
@@ -175,7 +193,8 @@ class DiLoCo:
         self._hook = None
         if error is None:
             self._take()
-            self._kv.close()
+            for kv in self._stores:
+                kv.close()
 
     def _spread(
         self, constant: dict[str, torch.Tensor], backup: torch.device | str | None
@@ -186,12 +205,13 @@ class DiLoCo:
             for name, param in self._params.items()
         }
         others = {name: carried(tensor) for name, tensor in constant.items()}
-        values = {**wide, **others}
-        self._kv.init(list(values), list(values.values()))
-        self._install()
+        for kv, names in zip(self._stores, self._fragments, strict=True):
+            first = others if kv is self._stores[0] else {}
+            kv.init([*names, *first], [*[wide[name] for name in names], *first.values()])
+            self._install(kv)
         self._begin_turn()
         if others:
-            self._kv.pull(list(others), out=list(others.values()))
+            self._stores[0].pull(list(others), out=list(others.values()))
         for name, value in others.items():
             tensor = constant[name].detach()
             if value.dtype != tensor.dtype:
@@ -202,21 +222,26 @@ class DiLoCo:
         self._bring(start)
         return start
 
-    def _install(self) -> None:
+    def _install(self, kv: Any) -> None:
         rescale = {} if self._rescale == 1 else {"rescale_grad": self._rescale}
-        self._kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **rescale})
+        kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **rescale})
 
     def _begin_turn(self) -> None:
         """Begin with the fragment whose round the other workers come to next."""
-        self._schedule.begin_at([self._kv.resume(list(names)) for names in self._fragments])
+        rounds = [
+            kv.resume(list(names)) for kv, names in zip(self._stores, self._fragments, strict=True)
+        ]
+        self._schedule.begin_at(rounds)
 
     def _bring(self, start: dict[str, torch.Tensor]) -> None:
         """Take the servers' weights, and begin from there."""
-        names = list(start)
-        values = [torch.empty_like(self._params[name], dtype=start[name].dtype) for name in names]
-        self._kv.pull(names, out=values)
-        for name, value in zip(names, values, strict=True):
-            self._adopt(start, name, value, 0.0)
+        for kv, names in zip(self._stores, self._fragments, strict=True):
+            values = [
+                torch.empty_like(self._params[name], dtype=start[name].dtype) for name in names
+            ]
+            kv.pull(list(names), out=values)
+            for name, value in zip(names, values, strict=True):
+                self._adopt(start, name, value, 0.0)
 
     # --- steps --------------------------------------------------------------------------------------
 
@@ -250,13 +275,13 @@ class DiLoCo:
         if flawed:
             raise NonFinite(
                 f"the weights of {names_in_words(flawed)} are not finite after the local steps of rank "
-                f"{self._kv.rank}. Nothing was pushed, and the servers' weights are unchanged. Call pull() to go "
+                f"{self._stores[fragment].rank}. Nothing was pushed, and the servers' weights are unchanged. Call pull() to go "
                 "on from them, with a new inner optimizer if its state is not finite either; and check the loss and "
                 "the inner learning rate"
             )
         weight = self._weight.of(fragment)
         try:
-            handle = self._kv.pushpull(
+            handle = self._stores[fragment].pushpull(
                 list(names), deltas, out=deltas, weight=weight, async_op=True
             )
         except EpochChanged as error:
@@ -314,11 +339,10 @@ class DiLoCo:
     def pull(self) -> None:
         """Take the global weights, drop what this worker has learned since the last merge, and begin a turn.
 
-        Call it after ``kv.restore()``, or to go on from weights that are not finite.
+        Call it to go on from weights that are not finite.
         """
         self._take()
-        self._begin_turn()
-        self._bring(self._start)
+        self._survive(self._begin_again)
 
     def add_tokens(self, count: float) -> None:
         """Count ``count`` tokens, of any unit, towards this worker's weight.
@@ -328,21 +352,79 @@ class DiLoCo:
         """
         self._weight.add(count)
 
+    def join(self) -> None:
+        """Let the other workers continue without this worker, which has no more steps to make, until all have.
+
+        Then every worker has the global weights.
+        """
+        self._take()
+        # Each join waits for the other workers, which go on merging the other fragments until they join.
+        with ThreadPoolExecutor(len(self._stores)) as threads:
+            joins = [threads.submit(kv.join) for kv in self._stores]
+        for one in joins:
+            self._survive(one.result)
+        self.pull()
+
+    def checkpoint(self, tag: str | None = None) -> int:
+        """Write a checkpoint of the global weights and the outer optimizer, as :meth:`kvps.KVStore.checkpoint`."""
+        self._take()
+        return int(self._stores[0].checkpoint(tag))
+
+    def restore(self, tag: str | None = None) -> int:
+        """Return to the newest checkpoint, or to the newest with this tag; every worker calls.
+
+        Returns:
+            The number of the checkpoint, as :meth:`kvps.KVStore.restore`.
+        """
+        self._take()
+        cuts = [kv.restore(tag) for kv in self._stores]
+        self.pull()
+        return int(cuts[0])
+
+    # --- rollbacks of the servers -------------------------------------------------------------------
+
+    def _begin_again(self) -> None:
+        self._begin_turn()
+        self._bring(self._start)
+
+    def _survive(self, call: Callable[[], object]) -> None:
+        """Make a call; when the servers have returned to a checkpoint, go on from there."""
+        try:
+            call()
+        except EpochChanged as error:
+            self._go_on(error)
+
     def _go_on(self, error: EpochChanged) -> None:
-        """Go on from the checkpoint to which the servers have returned."""
+        """Go on from the checkpoint to which the servers have returned.
+
+        Each store tells of it once, by the next call that is made of it.
+        """
+        log.warning("%s", error)
+        self._away = None
+        self._schedule.taken()
         while True:
-            log.warning("%s", error)
             try:
-                new = [name for name in self._params if name not in error.after]
-                if new:
-                    self._kv.init(new, [self._start[name] for name in new])
-                if not error.has_optimizer:
-                    self._install()
-                self._away = None
-                self._begin_turn()
-                self._bring(self._start)
+                for kv, names in zip(self._stores, self._fragments, strict=True):
+                    self._recover(kv, names, error if names[0] in error.before else None)
+                self._begin_again()
                 return
             except EpochChanged as another:  # a second server was lost meanwhile
+                error = another
+
+    def _recover(self, kv: Any, names: tuple[str, ...], error: EpochChanged | None) -> None:
+        """Give a store what the checkpoint lacks; ``error`` is None if the store has not told of a rollback yet."""
+        while True:
+            try:
+                if error is None:
+                    kv.version(names[0])
+                    return
+                new = [name for name in names if name not in error.after]
+                if new:
+                    kv.init(new, [self._start[name] for name in new])
+                if not error.has_optimizer:
+                    self._install(kv)
+                return
+            except EpochChanged as another:
                 error = another
 
 
