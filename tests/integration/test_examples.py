@@ -112,6 +112,18 @@ def test_recommender_counts_steps_and_compares(
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("flags", [["--every-step"], ["--quorum", "1", "--slow", "2"]])
+def test_gpt_by_local_steps(processes: Processes, flags: list[str]) -> None:
+    """In processes of their own: it imports gpt.py as its neighbour."""
+    example = ROOT / "examples" / "gpt_local_steps.py"
+    short = ("--steps", 6, "--sync-every", 3, "--delay", 0, "--batch-size", 4, "--max-loss", 9)
+    words = ("-n", 2, "-s", 1, "--", sys.executable, example, *short, *flags)
+    launched = processes.kvps("launch", *words)
+    assert launched.wait(120.0) == 0, launched
+    assert re.search(r"6 steps in \d+ s, .* MB sent; test loss \d\.\d{3} \(", launched.out)
+
+
+@pytest.mark.thorough
 def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> None:
     """In a process of its own: it imports digits.py as its neighbour."""
     example = ROOT / "examples" / "compressed_digits.py"
@@ -161,6 +173,7 @@ SEEN = {
     "async_vs_sync.py": (r"dist_async", 120.0),
     "compressed_digits.py": (r"(?s)randomk, both ways: 0\.9[789].*1bit has a learning rate", 300.0),
     "gpt.py": (r"test loss [12]\.\d+", 600.0),
+    "gpt_local_steps.py": (r"of which .* s waiting; .* MB sent; test loss 2\.\d+", 600.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
     "word_vectors.py": (r"ranked right: 0\.[67]", 300.0),
     "sharded_mlp.py": (r"accuracy 0\.9", 300.0),

@@ -1,0 +1,140 @@
+"""Train the small GPT of gpt.py over slow links: workers train alone, and merge every 50 steps.
+
+    python examples/gpt_local_steps.py                                    # one process
+    kvps-launch -n 2 -s 2 -- python examples/gpt_local_steps.py           # 2 workers, 2 servers
+
+The loop is that of one process: a plain AdamW and torch's OneCycleLR. DiLoCo around it counts its steps. Three
+fragments of the model take turns, each sends four bits for each weight, and training goes on while a fragment is on its
+way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from gpt import GPT, batches, docstrings, encode, loss_of
+
+import kvps.torch
+
+
+def flags_of(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the flags of the command line."""
+    parser = argparse.ArgumentParser(description="Train a small GPT by local steps.")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all workers, in a step")
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every-step", action="store_true", help="average each gradient instead")
+    parser.add_argument("--sync-every", type=int, default=60)
+    parser.add_argument("--fragments", type=int, default=3)
+    parser.add_argument("--delay", type=int, default=2)
+    parser.add_argument("--alpha", type=float, default=0.5)
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--codec", default="e3m0", help="e3m0, int8, topk2bit, or none")
+    parser.add_argument("--quorum", type=int, help="merge without waiting for all workers")
+    parser.add_argument(
+        "--slow", type=float, default=1.0, help="the last worker takes so many times as long"
+    )
+    parser.add_argument("--max-loss", type=float, default=2.6, help="exit 1 above this")
+    return parser.parse_args(arguments)
+
+
+def compression_of(codec: str) -> dict[str, Any] | None:
+    """Return how pseudo-gradients and merged weights travel."""
+    if codec == "none":
+        return None
+    if codec == "topk2bit":  # the weights come back by e3m0, which needs no residual of many rounds
+        return {
+            "type": codec,
+            "ratio": 1 / 64,
+            "decay": 0.95,
+            "min_bytes": 0,
+            "pull": {"type": "e3m0"},
+        }
+    return {"type": codec, "min_bytes": 0, "pull": True}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train and test; return the exit code."""
+    flags = flags_of(arguments)
+    text = encode(docstrings())
+    train, test = text[: -len(text) // 10], text[-len(text) // 10 :]
+    torch.manual_seed(flags.seed)
+    model = GPT()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.01)
+    outer: Any
+    if flags.every_step:
+        optimizer = outer = kvps.torch.DistributedOptimizer(optimizer, model)
+        stores = [outer.kvstore]
+    else:
+        outer = kvps.torch.DiLoCo(
+            model,
+            optimizer,
+            lr=flags.outer_lr,
+            momentum=flags.momentum,
+            sync_every=flags.sync_every,
+            fragments=flags.fragments,
+            delay=flags.delay,
+            alpha=flags.alpha,
+            compression=compression_of(flags.codec),
+            quorum=flags.quorum,
+        )
+        stores = list(outer.stores)
+    rank, workers = stores[0].rank, stores[0].num_workers
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, flags.lr, total_steps=flags.steps + 1
+    )
+    own = max(1, flags.batch_size // workers)
+    source = batches(train, own, torch.Generator().manual_seed(1000 * flags.seed + rank))
+
+    begin = time.perf_counter()
+    with nullcontext() if flags.every_step else outer:
+        for step in range(1, flags.steps + 1):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            loss = loss_of(model, *next(source))
+            loss.backward()
+            if rank == workers - 1 and flags.slow > 1:
+                time.sleep((flags.slow - 1) * (time.perf_counter() - began))
+            optimizer.step()
+            scheduler.step()
+            if rank == 0 and step % 50 == 0:
+                print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
+        seconds = time.perf_counter() - begin
+        waited = 0.0 if flags.every_step else outer.wait_s
+        sent = sum(kv.metrics()["sent_bytes"] for kv in stores)
+        if not flags.every_step:
+            outer.sync()  # the last steps, too
+    if flags.every_step:
+        outer.close()
+    if rank != 0:
+        return 0
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        losses = [
+            loss_of(model, inputs, targets).item()
+            for (inputs, targets), _ in zip(batches(test, 32, generator), range(16), strict=False)
+        ]
+    result = sum(losses) / len(losses)
+    found = {"loss": result, "seconds": seconds, "waited": waited, "sent_bytes": sent}
+    print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
+    print(
+        f"{flags.steps} steps in {seconds:.0f} s, of which {waited:.1f} s waiting; {sent / 1e6:.2f} MB sent; "
+        f"test loss {result:.3f} ({result / math.log(2):.2f} bits a character)"
+    )
+    if result > flags.max_loss:
+        print(f"the test loss is above --max-loss {flags.max_loss}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
