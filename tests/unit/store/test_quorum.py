@@ -113,3 +113,17 @@ def test_weights_need_means_and_whole_keys() -> None:
             return float(kv.pull("t").mean())
 
         assert cluster.run(work) == [2.0, 2.0]
+
+
+def test_keys_that_were_pushed_unequally_often_are_read_together() -> None:
+    def work(rank: int) -> list[float]:
+        kv = kvps.create("dist_sync", quorum=1, grace=0.0, late="next")
+        kv.init(["a", "b"], [torch.zeros(1), torch.zeros(1)])
+        kv.set_optimizer("sgd", lr=1.0)
+        for _ in range(3):
+            kv.push("a", torch.tensor([-1.0]))
+        kv.pull(["a", "b"])
+        return [float(one) for one in kv.pushpull(["a", "b"], [torch.tensor([-10.0])] * 2)]
+
+    with kvps.LocalCluster(1, 1) as cluster:
+        assert cluster.run(work) == [[13.0, 10.0]]
