@@ -18,6 +18,8 @@ BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 
 STALENESS = "kvps_staleness_versions"
 STALENESS_BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 """The upper bounds of the histogram of staleness, which counts versions."""
+LINK_WATCHED, LINK_BUSY = "kvps_link_watched_seconds_total", "kvps_link_busy_seconds_total"
+"""The counters of links to workers, by rank; and by rank and direction."""
 UNFORESEEN = "unforeseen"
 """The reason of a refusal that is a bug here, or of an error without a class of its own."""
 

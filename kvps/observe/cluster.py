@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
-from kvps.core.counts import STALENESS, STALENESS_BOUNDS, bounds_of
+from kvps.core.counts import LINK_BUSY, LINK_WATCHED, STALENESS, STALENESS_BOUNDS, bounds_of
 from kvps.core.scheduler.measurements import ServerFigures
 from kvps.observe.findings import findings
 from kvps.observe.sampler import Sample
@@ -28,6 +28,8 @@ LINES_MAX = 16
 KEYS_MAX = 10
 """Keys that are shown, of all servers."""
 LATENCY = "kvps_round_duration_seconds"
+Links = Mapping[int, Mapping[int, tuple[float, float]]]
+"""Server -> worker -> the shares of the time in which values to the server, and to the worker, were under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,15 @@ class Track:
         pairs = zip(before or empty, after or empty, strict=False)
         return [max(0, new - old) for old, new in pairs]
 
+    def links(self) -> dict[int, tuple[float, float]]:
+        """Return by worker the shares of the time in which values from it, and to it, were under way."""
+        found = {}
+        for name, label in self.last.values:
+            if name == LINK_WATCHED and label.isdecimal() and (all_s := self.growth(name, label)):
+                in_s, out_s = [self.growth(LINK_BUSY, f"{label},{way}") for way in ("in", "out")]
+                found[int(label)] = in_s / all_s, out_s / all_s
+        return found
+
     @property
     def _pair(self) -> list[Moment]:
         return list(self.moments)[-2:]
@@ -140,8 +151,9 @@ class ClusterHistory:
             del self._tracks[rank]
         self._number += 1
         document: dict[str, Any] = {"sample": self._number, **sample.status}
-        document["servers"] = servers = [self._server(one) for one in sample.figures]
-        document["workers"] = self._workers(document)
+        links = {rank: track.links() for rank, track in self._tracks.items()}
+        document["servers"] = servers = [self._server(one, links) for one in sample.figures]
+        document["workers"] = self._workers(document, links)
         document["totals"] = self._totals(servers)
         document["staleness"] = self._staleness()
         document["keys"] = self._keys(sample.figures)
@@ -167,7 +179,7 @@ class ClusterHistory:
 
     # --- the parts of the document ----------------------------------------------------------
 
-    def _server(self, figures: ServerFigures) -> dict[str, Any]:
+    def _server(self, figures: ServerFigures, links: Links) -> dict[str, Any]:
         track = self._tracks[figures.rank]
         last = track.last
         buckets = track.grown_buckets(LATENCY)
@@ -192,6 +204,7 @@ class ClusterHistory:
             "memory_limit_bytes": limit,
             "memory_share": used / limit if limit else None,
             "memory_used_ratio": last.value("kvps_memory_used_ratio"),
+            "link_share": _median([min(1.0, sum(one)) for one in links[figures.rank].values()]),
             "pending_requests": last.value("kvps_pending_requests"),
             "short_rounds": last.value("kvps_short_rounds_total"),
             "duplicates": last.value("kvps_pushes_total", "duplicate"),
@@ -205,8 +218,8 @@ class ClusterHistory:
             "rounds": [one._asdict() for one in figures.measured.rounds],
         }
 
-    def _workers(self, document: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return each worker: how late it pushes, and how long a round has waited for it."""
+    def _workers(self, document: Mapping[str, Any], links: Links) -> list[dict[str, Any]]:
+        """Return each worker: how late it pushes, how long a round has waited for it, and its busiest link."""
         waits: dict[int, float] = {}
         for server in document["servers"]:
             for one in server["rounds"]:
@@ -228,6 +241,7 @@ class ClusterHistory:
                     "presence": member["presence"],
                     "lateness_s": late / pushes if pushes else None,
                     "waited_s": waits.get(rank),
+                    "link": busiest(links, rank),
                     "bytes_per_s": sum(
                         [one.rate("kvps_worker_bytes_total", label) for one in tracks]
                     ),
@@ -304,6 +318,33 @@ def _line(document: Mapping[str, Any], at: float) -> dict[str, Any]:
             for one in document["servers"][:LINES_MAX]
         },
     }
+
+
+def busiest(links: Links, rank: int) -> dict[str, Any] | None:
+    """Return the busiest link of a worker, and how busy the others' links to the same server are.
+
+    Example:
+        >>> found = busiest({0: {0: (0.25, 0.5), 1: (0.0, 0.125)}}, 0)
+        >>> found["server"], found["share"], found["usual_share"]
+        (0, 0.75, 0.125)
+    """
+    own = {server: shares[rank] for server, shares in links.items() if rank in shares}
+    if not own:
+        return None
+    server = max(own, key=lambda one: sum(own[one]))
+    others = [min(1.0, sum(one)) for other, one in links[server].items() if other != rank]
+    in_share, out_share = own[server]
+    return {
+        "server": server,
+        "in_share": in_share,
+        "out_share": out_share,
+        "share": min(1.0, in_share + out_share),
+        "usual_share": _median(others),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
 def added(rows: Sequence[Sequence[int]]) -> list[int]:

@@ -21,6 +21,12 @@ WAIT_S = 1.0
 """Seconds that a round is open before a finding names the ranks that it waits for."""
 LATE_S, LATE_SHARE = 0.02, 0.25
 """Seconds, and share of a step, by which a worker must be late on average."""
+LINK_FULL = 0.75
+"""Share of the time in which values are under way, from which on a link is called full."""
+LINK_BUSIER = 2.0
+"""Times the share of the other workers' links to that server, from which on a worker's link is called full."""
+LINK_CAUSE = 0.5
+"""Share of a worker's lateness that a link must take, beyond the time of the others, to be its cause."""
 IMBALANCE = 1.6
 """Times the mean that the busiest server carries before it is called out of balance."""
 TRAFFIC_MIN = 1 << 20
@@ -95,9 +101,77 @@ def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
                 WARN,
                 "workers",
                 f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the first worker of a round, "
-                "and the others wait for it. Its computation, its input or its link is slower than theirs.",
+                f"and the others wait for it. {_cause(worker, rate)}",
                 f"worker {worker['rank']}",
             )
+
+
+def _cause(worker: Mapping[str, Any], rate: float) -> str:
+    """Say whether a slow worker's link or its computation makes it slow."""
+    link = worker["link"]
+    if link is None or not rate:
+        return "Its computation, its input or its link is slower than theirs."
+    if is_slow_link(worker, rate):
+        return (
+            f"The cause is its link to server {link['server']}: values are under way there for {link['share']:.0%} "
+            f"of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the others. Look at the "
+            "network of its host; compression sends fewer bytes."
+        )
+    return (
+        "The cause is its computation or its input, and not its links: values are under way there for "
+        f"{link['share']:.0%} of the time."
+    )
+
+
+def is_slow_link(worker: Mapping[str, Any], rate: float) -> bool:
+    """Whether a worker's link takes the larger part of its lateness, at ``rate`` rounds per second."""
+    link, late_s = worker["link"], worker["lateness_s"]
+    if link is None or not late_s or not rate:
+        return False
+    excess_s = (link["share"] - (link["usual_share"] or 0.0)) / rate
+    return bool(excess_s >= LINK_CAUSE * late_s)
+
+
+def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
+    """Name full links: of a server, if those of the others are not as busy; else of a worker; or all of them."""
+    shares = {server["rank"]: server["link_share"] or 0.0 for server in document["servers"]}
+    # A server that answers late keeps values waiting, too.
+    late = {server["rank"] for server in document["servers"] if server["answer_s"] >= ANSWER_SLOW_S}
+    full = {rank for rank, share in shares.items() if share >= LINK_FULL} - late
+    if full and len(full) == len(shares):
+        yield Finding(
+            INFO,
+            "servers",
+            f"Values are under way for {min(shares.values()):.0%} of the time, on all links alike: not the computation "
+            "bounds the job, but the way to the servers and back. Compress, add servers, or use larger batches.",
+        )
+        return
+    for rank in sorted(full):
+        yield Finding(
+            WARN,
+            "servers",
+            f"The link of server {rank} is full: values are under way between it and its workers for "
+            f"{shares[rank]:.0%} of the time. Look at the network of its host, compress, or add servers on other hosts.",
+            f"server {rank}",
+        )
+    for worker in document["workers"]:
+        link = worker["link"]
+        if link is None or link["server"] in full | late or not _is_full(link):
+            continue
+        yield Finding(
+            WARN,
+            "workers",
+            f"The link between worker {worker['rank']} and server {link['server']} is full: values are under way there "
+            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, {link['out_share']:.0%} back). "
+            "Look at the network of the worker's host, or compress.",
+            f"worker {worker['rank']}",
+        )
+
+
+def _is_full(link: Mapping[str, Any]) -> bool:
+    """Whether a link is full, and those of the other workers to its server are not."""
+    usual = link["usual_share"]
+    return usual is not None and link["share"] >= max(LINK_FULL, LINK_BUSIER * usual)
 
 
 def _servers(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -177,7 +251,7 @@ def _loop(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(WARN, "cluster", text)
 
 
-RULES = (_phase, _faults, _waits, _late, _servers, _balance, _checkpoints, _loop)
+RULES = (_phase, _faults, _waits, _late, _links, _servers, _balance, _checkpoints, _loop)
 
 
 def _ms(seconds: float) -> str:

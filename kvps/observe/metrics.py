@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvps.core.counts import REASONS, STALENESS
+from kvps.core.counts import LINK_BUSY, LINK_WATCHED, REASONS, STALENESS
 
 SCHEDULER, SERVER = "scheduler", "server"
 BOTH = (SCHEDULER, SERVER)
@@ -167,6 +167,20 @@ METRICS = (
         "Bytes of counted pushes, as they travelled, by worker.",
         (SERVER,),
         "rank",
+    ),
+    Metric(
+        LINK_WATCHED,
+        "counter",
+        "Time for which the link to a worker was watched: while the scheduler serves the dashboard.",
+        (SERVER,),
+        "rank",
+    ),
+    Metric(
+        LINK_BUSY,
+        "counter",
+        "Of that time, values were under way from the worker (in) or to it (out): sent, and not known to have arrived.",
+        (SERVER,),
+        "rank,direction",
     ),
     Metric(
         STALENESS,

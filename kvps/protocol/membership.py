@@ -377,7 +377,7 @@ class Seen(Message):
 @tag(130)
 @dataclass(frozen=True, slots=True)
 class Ping(Message):
-    """Anybody to scheduler: answer at once, with as many octets as follow."""
+    """Anybody to scheduler: answer at once, with as many octets as follow. Server to worker: behind values, say when you have them."""
 
     size: int = 0
     """At most :data:`PING_BYTES_MAX`."""
@@ -395,6 +395,8 @@ class Pong(Message):
     clock_s: float
     """The sender's clock, in seconds since 1970; 0 if it has none."""
     size: int = 0
+    sending_s: float = 0.0
+    """From a worker: the seconds in which values that it had sent to this server were not known to have arrived."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         return (self.size,) if self.size else ()

@@ -139,7 +139,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _SHARING
         | {Hello, Probe, Join, Return, History, Revive, Open, Declare, Find, Status}
         | {Optimize, Rate, GetState, SetState, Load, Push, Pull, PushRows, PullRows, PullChanged}
-        | {Embed, PushIds, PullIds, Export, TableRate},
+        | {Embed, PushIds, PullIds, Export, TableRate, Pong},
         Role.SERVER: frozenset({Hello, Norms}),
     },
     Place.WORKER: {
@@ -155,7 +155,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
         | {Welcome, Error, Ack, Done, Probed, Declared, FoundAll, Pulled, PulledRows, Changed}
-        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived},
+        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived, Ping},
     },
     Place.TO_WORKER: {
         Role.WORKER: _SHARING | {Welcome, Error, Ack, Probed, Pulled},

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import missing
+from tests.integration.conftest import has_namespaces as has_namespaces
 from tests.integration.processes import Processes, made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 import urllib.error
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.compare.networks.namespaces import Namespaces
 from kvps.observe.http import STREAMS_MAX
 from tests.browser.chromium import Page, chromium
-from tests.browser.jobs import Training
+from tests.browser.jobs import Hosts, Training
 from tests.integration.processes import Processes, until
 from tests.support.scraping import get
 
@@ -182,6 +184,39 @@ def test_which_server_is_full_or_slow(processes: Processes) -> None:
             job.servers[0].signal(signal.SIGCONT)
         assert page.complaints() == []
     job.end()
+
+
+def test_which_link_is_slow_or_full_and_which_worker_only_computes_slowly(
+    processes: Processes, has_namespaces: None
+) -> None:
+    """Worker 1 and server 1 are alone on their hosts, whose links are made slow, one after the other."""
+    processes.may_fork = False  # what is forked has the network of its parent
+    with Namespaces(3, "1gbit") as namespaces, namespaces.entered(0):
+        job = Training(processes, hosts=Hosts(namespaces, workers=(0, 1), servers=(0, 2)))
+        with chromium(processes.folder, job.url) as page:
+            open_page(page)
+            namespaces.limit(1, "40mbit")
+            cause = "The cause is its link to server"
+            text = until_said(page, "#findings", "Worker 1 is slow", cause, limit_s=90.0)
+            assert "Worker 0 is slow" not in text
+            assert "link of server" not in text
+            row = page.text("[data-worker='1']")
+            assert re.search(r"link to server \d busy \d\d", row), row
+
+            namespaces.limit(1, "1gbit")
+            job.slow(1, 0.3)
+            cause = "The cause is its computation or its input, and not its links"
+            text = until_said(page, "#findings", "Worker 1 is slow", cause, limit_s=90.0)
+            assert "link" not in text.replace("not its links", "")
+
+            job.slow(1, 0.03)
+            namespaces.limit(2, "20mbit")
+            text = until_said(page, "#findings", "The link of server 1 is full", limit_s=90.0)
+            assert "The link of server 0" not in text
+            assert page.complaints() == []
+        job.end()
+        for process in (*job.workers, *job.servers):
+            assert process.wait(60.0) == 0, process
 
 
 def test_what_happened_in_the_last_fault(processes: Processes) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
@@ -164,10 +163,7 @@ def test_a_full_server_is_named(processes: Processes) -> None:
 def test_a_slow_link_is_named(processes: Processes, has_namespaces: None) -> None:
     """Worker 1 is on a host behind 8 Mbit/s; all others have 1 Gbit/s."""
     with Namespaces(3, "1gbit") as hosts:
-        slow = ("tbf", "rate", "8mbit", "burst", "16k", "latency", "400ms")
-        for place, link in ((hosts._names[2], "eth0"), (hosts._switch, "port2")):
-            argv = ["tc", "-n", place, "qdisc", "change", "dev", link, "root", *slow]
-            subprocess.run(argv, check=True)
+        hosts.limit(2, "8mbit", burst="16k", latency="400ms")
         endpoint = f"tcp://{hosts.address(0)}:9091"
 
         def start(host: int, *argv: object, **env: str) -> Process:

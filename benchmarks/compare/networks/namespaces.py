@@ -16,11 +16,12 @@ The names have our process id, so several runs do not meet.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 from kvps.errors import ConfigError
@@ -28,6 +29,7 @@ from kvps.errors import ConfigError
 NETWORK = "10.87.0"
 """A network of our own; no route leads out of it."""
 COMMAND_MAX_S = 30.0
+_CLONE_NEWNET = 0x40000000
 BURST, LATENCY = "256k", "100ms"
 _DELETE = """\
 trap '' INT TERM HUP
@@ -89,6 +91,30 @@ class Namespaces:
     def inside(self, host: int, argv: Sequence[str]) -> list[str]:
         """Return the command that runs ``argv`` on a host."""
         return ["ip", "netns", "exec", self._names[host], *argv]
+
+    @contextmanager
+    def entered(self, host: int) -> Iterator[None]:
+        """Have the calling thread, and processes that it starts, run on a host while the block runs."""
+        setns = ctypes.CDLL(None, use_errno=True).setns
+
+        def enter(network: int) -> None:
+            if setns(network, _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+
+        with ExitStack() as opened:
+            places = ("/proc/thread-self/ns/net", f"/run/netns/{self._names[host]}")
+            own, there = [opened.enter_context(open(place, "rb")).fileno() for place in places]
+            enter(there)
+            try:
+                yield
+            finally:
+                enter(own)
+
+    def limit(self, host: int, rate: str, *, burst: str = BURST, latency: str = LATENCY) -> None:
+        """Give the link of a host another rate, in both directions."""
+        words = ("tbf", "rate", rate, "burst", burst, "latency", latency)
+        for place, link in ((self._names[host], "eth0"), (self._switch, f"port{host}")):
+            _run("tc", "-n", place, "qdisc", "change", "dev", link, "root", *words)
 
     def counters(self) -> list[tuple[int, int]]:
         """Return for each host the bytes that have come in and gone out by its link."""

@@ -13,11 +13,12 @@ from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.figures.tally import Tally
+from kvps.core.server.links import WATCHED_MAX
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Error
+from kvps.protocol.membership import Error, Ping, Pong
 
 
 class RequestContext:
@@ -54,6 +55,8 @@ class RequestContext:
         """By rank: the newest incarnation that was heard of."""
         self.has_news = False
         """Something was set or refused that another pending request may wait for."""
+        self._watch_next = 0
+        """The rank from which on links are watched next."""
 
     # --- stores -----------------------------------------------------------------------------
 
@@ -273,3 +276,32 @@ class RequestContext:
         if payload:
             self.counts.add("kvps_payload_bytes_total", "out", sum([one.nbytes for one in payload]))
         self.outbox.append(Send(session.route, packet, hold))
+        if payload and session.link.sent_values(self.counts.now):
+            self._ping(session)
+
+    # --- links ------------------------------------------------------------------------------
+
+    def watch_links(self) -> None:
+        """Watch the links to some workers for a while; the others are watched the next times."""
+        ranks = sorted(self.sessions, key=lambda rank: (rank < self._watch_next, rank))
+        for rank in ranks[:WATCHED_MAX]:
+            session = self.sessions[rank]
+            if session.link.watch(self.counts.now):
+                self._ping(session)
+        self._watch_next = 0 if len(ranks) <= WATCHED_MAX else ranks[WATCHED_MAX]
+
+    def hear_pong(self, session: Session, pong: Pong) -> None:
+        """Count what a worker says of its link."""
+        now = self.counts.now
+        passed = session.link.answered(pong.seq, pong.sending_s, now)
+        if passed is None:
+            return
+        for (name, label), seconds in passed.counts(session.rank).items():
+            self.counts.add(name, label, seconds)
+        if session.link.follows(now):
+            self._ping(session)
+
+    def _ping(self, session: Session) -> None:
+        self.outbox.append(
+            Send(session.route, Packet(self.member.envelope(session.link.number), Ping()))
+        )

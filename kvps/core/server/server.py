@@ -286,6 +286,7 @@ class Server:
 
     def _on_order(self, order: Message, now: float) -> None:
         if isinstance(order, p.Measure):
+            self.context.watch_links()
             parts = self.context, self.control, self.checkpointer.epoch, self.oldest_round_s
             answer, self.oldest_round_s = measure(order.number, *parts, now)
             self._reply(SCHEDULER, answer)
@@ -380,7 +381,11 @@ class Server:
         self.context.check_place(envelope)
         if envelope.role is Role.WORKER:
             self._heard_at = now
-            self._answer(self.context.session(route, envelope), packet, now)
+            session = self.context.session(route, envelope)
+            if isinstance(message, p.Pong):
+                self.context.hear_pong(session, message)
+            else:
+                self._answer(session, packet, now)
             return
         self.context.check_server(envelope)
         if not isinstance(message, p.Norms):

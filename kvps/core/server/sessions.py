@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvps.core.effects import Route
+from kvps.core.server.links import Link
 from kvps.protocol.envelope import Message
 from kvps.protocol.values import Ask
 
@@ -27,6 +28,8 @@ class Session:
     """seq -> request that is still to be answered; others are never answered again."""
     waiting_keys: int = 0
     """The keys that pending DECLAREs name, all together."""
+    link: Link = field(default_factory=Link)
+    """The way to it and back, as far as that is watched."""
 
     def wait(self, seq: int, request: PendingRequest) -> None:
         """Keep a request until it can be answered."""

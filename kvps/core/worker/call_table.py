@@ -275,6 +275,9 @@ class CallTable:
                     yield from self.answered(request, packet, now)
             case p.Probed():
                 yield from self._probed(link, message, now)
+            case p.Ping():
+                pong = p.Pong(packet.envelope.seq, 0.0, 0, link.sending_s(now))
+                yield Send(link.route, self._member.packet(pong))
             case p.Error():
                 error = from_code(message.code, message.text)
                 request = link.answer(message.seq)
@@ -286,6 +289,7 @@ class CallTable:
                     yield Note("warning", str(error))
             case _:
                 yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
+        link.look(now)
 
     def _probed(self, link: Connection, message: p.Probed, now: float) -> Effects:
         for stand in message.pending:

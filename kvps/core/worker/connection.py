@@ -222,6 +222,10 @@ class Connection:
         self._away: dict[int, Request] = {}
         """Number -> request whose payload was sent and not acknowledged."""
         self._probed_at = 0.0
+        self._sending_s = 0.0
+        """Seconds for which some payload was away, without the time since the next."""
+        self._sending_since: float | None = None
+        """Since when some payload is away; None if none is."""
 
     def queue(self, request: Request) -> None:
         """Put ``request`` in line."""
@@ -265,7 +269,21 @@ class Connection:
         if not self._memory.lends(self.route, request.payload):
             self._away[request.seq] = request
             self.bytes_away += request.payload_bytes
+            self.look(now)
         return request
+
+    def look(self, now: float) -> None:
+        """Note whether some payload is away now."""
+        if self._sending_since is None:
+            self._sending_since = now if self.bytes_away else None
+        elif not self.bytes_away:
+            self._sending_s += now - self._sending_since
+            self._sending_since = None
+
+    def sending_s(self, now: float) -> float:
+        """Return the seconds for which some payload was away, since the worker began."""
+        running_s = 0.0 if self._sending_since is None else now - self._sending_since
+        return self._sending_s + running_s
 
     def is_late(self, now: float) -> bool:
         """Whether the server has not acknowledged some payload for :data:`PROBE_AFTER_S`."""
@@ -334,6 +352,7 @@ class Connection:
         self._heap.clear()
         self._away.clear()
         self.bytes_away = 0
+        self._sending_since = None
         return left
 
     def is_overdue(self, now: float) -> bool:

@@ -122,6 +122,7 @@ function drawWorkers(now) {
       return h("div", { class: "row", "data-worker": one.rank },
         h("div", { class: "line" }, h("b", {}, `worker ${one.rank}`), bar((one.lateness_s || 0) / most, level), value(`${at}.lateness_s`, "seconds", "span", { class: "amount" })),
         h("div", { class: "sub" }, value(`${at}.presence`, "text"), " · ", value(`${at}.bytes_per_s`, "bytesRate"),
+          one.link === null ? null : h("span", {}, " · link to server ", value(`${at}.link.server`, "count"), " busy ", value(`${at}.link.share`, "share")),
           !waits ? null : h("span", { class: "bad" }, " · an open round waits for it for ", value(`${at}.waited_s`, "seconds"))));
     }),
     now.workers.some((one) => one.lateness_s !== null) || !now.workers.length ? "" : empty("No rounds in the last 30 s: asynchronous stores have none, and a job that waits closes none."),
@@ -137,7 +138,7 @@ function drawServers(now) {
           h("span", { class: "amount" }, value(`${at}.memory_bytes`, "bytes"), " of ", one.memory_limit_bytes === null ? "no limit" : value(`${at}.memory_limit_bytes`, "bytes"))),
         h("div", { class: "sub" }, "answers in ", value(`${at}.answer_s`, "seconds", "span", { class: level }), " · ",
           value(`${at}.traffic_share`, "share"), " of the traffic · in ", value(`${at}.in_bytes_per_s`, "bytesRate"), " · out ", value(`${at}.out_bytes_per_s`, "bytesRate"),
-          " · p99 ", value(`${at}.round_p99_s`, "seconds"), " · ", value(`${at}.pending_requests`, "count"), " requests wait"));
+          one.link_share === null ? null : h("span", {}, " · links busy ", value(`${at}.link_share`, "share")), " · p99 ", value(`${at}.round_p99_s`, "seconds"), " · ", value(`${at}.pending_requests`, "count"), " requests wait"));
     }),
     now.servers.length ? "" : empty("No server has sent its figures yet."),
   );

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvps.core.counts import BOUNDS_S, STALENESS
+from kvps.core.counts import BOUNDS_S, LINK_BUSY, LINK_WATCHED, STALENESS
 from kvps.core.scheduler.measurements import ServerFigures
 from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, ClusterHistory, added, quantile
 from kvps.observe.sampler import Sample
@@ -263,6 +263,71 @@ def test_a_worker_that_is_late_in_each_round() -> None:
     assert "3.0 s" in text
     assert texts(0.1, 1.0) == []  # a tenth of a step
     assert texts(0.005, 100.0) == []
+
+
+def linked(
+    busy: dict[int, dict[str, float]], late_s: float = 0.2, rate: float = 2.0, **more: Any
+) -> dict[str, Any]:
+    """Return the document of two servers whose links are busy for such shares: server -> {"rank,way": share}."""
+    feed = Feed()
+    found: dict[str, Any] = {}
+    for second in range(3):
+        stores = (StoreFigures("a", "sync", 1, int(rate * second)),)
+        answers = []
+        for server in (0, 1):
+            counts = {(LINK_WATCHED, str(rank)): float(second) for rank in (0, 1)}
+            counts |= {(LINK_WATCHED, "no rank"): float(second)}
+            counts |= {
+                (LINK_BUSY, at): share * second for at, share in busy.get(server, {}).items()
+            }
+            late = {"straggler_seconds_total__1": late_s * rate, "straggler_pushes_total__1": rate}
+            answers.append(feed.figures(server, counts | counters(second, **late), stores=stores))
+        found = feed.show(*[one._replace(**more) for one in answers])
+    return found
+
+
+def said(document: dict[str, Any]) -> list[str]:
+    return [one["text"] for one in document["findings"]]
+
+
+def test_the_busiest_link_of_each_worker() -> None:
+    found = linked({0: {"1,in": 0.1}, 1: {"1,in": 0.25, "1,out": 0.5, "0,in": 0.125}}, late_s=0.0)
+    assert [one["link"] for one in found["workers"]] == [
+        {"server": 1, "in_share": 0.125, "out_share": 0.0, "share": 0.125, "usual_share": 0.75},
+        {"server": 1, "in_share": 0.25, "out_share": 0.5, "share": 0.75, "usual_share": 0.125},
+    ]
+    assert [one["link_share"] for one in found["servers"]] == [pytest.approx(0.05), 0.4375]
+    feed = Feed()
+    found = feed.show(feed.figures())
+    assert found["workers"][0]["link"] is found["servers"][0]["link_share"] is None
+
+
+def test_a_worker_is_slow_by_its_link_or_by_its_computation() -> None:
+    (text,) = said(linked({0: {"1,in": 0.2, "1,out": 0.2, "0,out": 0.01}}))
+    assert text.startswith("Worker 1 is slow: on average it pushes 200 ms after the first")
+    assert "The cause is its link to server 0: values are under way there for 40% of the" in text
+    assert "for 1% on the links of the others" in text
+    (text,) = said(linked({0: {"1,in": 0.05, "1,out": 0.05}}))
+    assert "The cause is its computation or its input, and not its links" in text
+    (text,) = said(linked({0: {f"{rank},in": 0.5 for rank in (0, 1)}}))
+    assert "The cause is its computation" in text, "all links are as busy"
+
+
+def test_a_full_link_is_that_of_a_worker_or_of_a_server_or_of_all() -> None:
+    (text,) = said(linked({1: {"0,in": 0.5, "0,out": 0.4}}, late_s=0.0))
+    assert text.startswith("The link between worker 0 and server 1 is full: ")
+    assert "for 90% of the time (50% to the server, 40% back)" in text
+    assert said(linked({1: {"0,in": 0.8, "1,in": 0.6}}, late_s=0.0)) == [], "nearly alike"
+    both = {f"{rank},{way}": 0.45 for rank in (0, 1) for way in ("in", "out")}
+    (text,) = said(linked({1: both}, late_s=0.0))
+    assert text.startswith("The link of server 1 is full: ")
+    document = linked({0: both, 1: both}, late_s=0.0)
+    (text,) = said(document)
+    assert text.startswith("Values are under way for 90% of the time, on all links alike")
+    assert document["findings"][0]["level"] == "info"
+    # A server that is slow keeps values waiting, too.
+    texts = said(linked({1: both}, late_s=0.0, answer_s=2.0))
+    assert [text for text in texts if "under way" in text] == []
 
 
 def test_a_server_that_is_full_slow_or_refuses() -> None:

@@ -423,3 +423,43 @@ def test_a_payload_is_looked_at_here_without_being_made() -> None:
     assert routes == [HERE, "server 0"]
     one.forget()
     assert (one.payload, one.fill) == ((), None)
+
+
+def test_the_time_in_which_payload_is_away() -> None:
+    one = ready()
+    first, second, bare = queued(
+        one, request("a", payload_bytes=8), request("b", payload_bytes=8), request("c")
+    )
+    one._uplink.is_limited = True
+    assert names(one, 10.0) == ["a", "b", "c"]
+    assert one.sending_s(11.0) == 1.0
+    one.receive(first.seq)
+    one.look(12.0)
+    assert one.sending_s(12.0) == 2.0
+    one.receive(second.seq)
+    one.look(13.0)
+    assert one.sending_s(20.0) == 3.0, "a request without payload does not count"
+    one.answer(bare.seq)
+    one.look(21.0)
+    queued(one, request("d", payload_bytes=8))
+    assert names(one, 30.0) == ["d"]
+    assert one.sending_s(30.5) == 3.5
+    one.abandon()
+    one.look(31.0)
+    assert one.sending_s(40.0) == 3.0, "nobody knows whether it arrived"
+
+
+def test_what_a_server_reads_where_it_lies_is_not_under_way() -> None:
+    one = Connection("server 0", memory=Lending())
+    one.ready = True
+    queued(one, request("a", payload_bytes=8))
+    assert names(one, 10.0) == ["a"]
+    one.look(11.0)
+    assert one.sending_s(11.0) == 0.0
+
+
+class Lending(Private):
+    """Memory that all peers can read."""
+
+    def lends(self, route: str, pieces: Sequence[torch.Tensor]) -> bool:
+        return True

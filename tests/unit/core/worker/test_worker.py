@@ -38,6 +38,8 @@ from kvps.protocol.membership import (
     Leave,
     Left,
     Pending,
+    Ping,
+    Pong,
     Probe,
     Probed,
     Released,
@@ -1066,3 +1068,17 @@ def test_a_job_without_servers_is_complete_and_refuses_calls() -> None:
     assert bench.core.deadline() == bench.now + 1.0, "the next beat, and no HELLO"
     ticket = bench.call(calls.OpenStore("kv", opened(), 60.0))
     assert "no server has joined yet" in str(bench.error(ticket))
+
+
+@pytest.mark.spec("R390")
+def test_a_server_that_asks_is_told_for_how_long_values_were_under_way_to_it() -> None:
+    one = small()
+    one.call(push({"w": torch.ones(4)}), timeout_s=600.0)
+    one.now += 2.0
+    one.ack(0, one.seqs(Push)[-1])
+    one.now += 5.0
+    one.effects.clear()
+    one.server(0, Ping(), seq=7)
+    (pong,) = one.sent(Pong, 0)
+    assert pong.seq == 7
+    assert pong.sending_s == 2.0
