@@ -3,8 +3,8 @@
 Theory of operation
 -------------------
 An actor is first asked for its place, which it tells at once, and then to run. The call of ``run`` lasts for the job.
-When the process of a server is killed, Ray starts the actor again and repeats that call, with the arguments that
-the owner of the actor has kept. So keys travel from process to process: they are in no command line, no environment,
+When the process of an actor is killed, Ray starts the actor again and repeats that call, with the arguments that
+the owner of the actor has kept. A server then returns to its checkpoint, and the scheduler to its state. Keys travel from process to process: they are in no command line, no environment,
 and not in Ray's Global Control Store, which keeps the arguments of constructors.
 """
 
@@ -13,10 +13,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import ray
@@ -26,6 +25,7 @@ from kvps.core.membership_client import EXIT_TEMPORARY
 from kvps.errors import ConfigError
 from kvps.net.zap import Keys
 from kvps.ray.plan import RESTART_MAX_S, demand_same_version
+from kvps.ray.state import KeptState
 from kvps.runtime.keys import of, parse
 
 log = logging.getLogger("kvps")
@@ -39,22 +39,15 @@ def node_address() -> str:
 class KvpsScheduler:
     """The scheduler of a job."""
 
-    def __init__(self) -> None:
-        self._kept: socket.socket | None = None
-
     def place(self, version: str) -> str:
-        """Return where the scheduler will listen.
+        """Return the address of the node.
 
         Raises:
             ConfigError: if this node has another version of kvps.
         """
         node = node_address()
         demand_same_version(version, __version__, node)
-        # Bound and not listened on, so that no other process gets the port before the scheduler runs.
-        self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._kept.bind((node, 0))
-        return f"tcp://{node}:{self._kept.getsockname()[1]}"
+        return node
 
     def run(
         self,
@@ -64,14 +57,19 @@ class KvpsScheduler:
         keys: str,
         settings: Mapping[str, str],
         log_level: str,
+        state: Sequence[str],
     ) -> int:
-        """Run the scheduler until the job is over; return its exit code."""
+        """Run the scheduler until the job is over; return its exit code.
+
+        One that is started again listens at the same address, and continues from the state in the owner's memory.
+        """
         _prepare("kvps-scheduler", settings, log_level)
         from kvps import config
         from kvps.runtime.scheduler_process import run_scheduler
 
         return run_scheduler(
             *(workers, servers, endpoint),
+            state=KeptState(state) if state else None,
             insecure=not keys,
             silence_max_s=config.silence_max_s(),
             drop_grace_s=config.drop_grace_s(),

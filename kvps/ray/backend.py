@@ -31,6 +31,7 @@ from kvps import __version__, config
 from kvps.errors import ConfigError, SchedulerLost
 from kvps.ray import worker
 from kvps.ray.actors import node_address
+from kvps.ray.demand import subscribe
 from kvps.ray.plan import (
     RESTART_MAX_S,
     START_MAX_S,
@@ -68,10 +69,12 @@ class KvpsConfig(TorchConfig):
             in bytes, and the limit of the server as well.
         server_strategy: Ray's scheduling strategy for servers, such as ``"SPREAD"``, ``"DEFAULT"``, or a
             PlacementGroupSchedulingStrategy.
-        max_restarts: how often Ray starts each server again that was killed. It continues from the last checkpoint.
+        max_restarts: how often Ray starts each server again that was killed, and the scheduler. A server continues from
+            the last checkpoint, the scheduler from its last state.
         checkpoint_every: seconds between checkpoints of the servers; 0: only on ``kv.checkpoint()``.
         checkpoint_dir: where servers write them; None: ``kvps`` in the folder of the run in Ray's storage path.
-        start_timeout: seconds that servers may take to find their resources.
+        start_timeout: seconds that servers may take to find their resources, and for which a cluster may lack those of
+            the workers.
         env: variables of workers and servers. Those of the driver whose names begin with ``KVPS_`` go along.
         log_level: level of the log of scheduler and servers.
 
@@ -110,6 +113,7 @@ class KvpsConfig(TorchConfig):
             raise ConfigError(
                 f"init_method={self.init_method!r}: workers meet at the scheduler; omit it"
             )
+        subscribe()
         self.has_process_group = self.backend is not None  # TorchTrainer replaces None by "gloo"
         self.plan = RayPlan(
             servers=self.servers,

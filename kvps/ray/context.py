@@ -122,7 +122,8 @@ def cluster(
         servers: number of servers, 1 or more.
         resources_per_server: resources that each server requests (one CPU).
         server_strategy: Ray's scheduling strategy for servers.
-        max_restarts: how often Ray starts each server again that was killed; needs ``checkpoint_dir``.
+        max_restarts: how often Ray starts each server again that was killed, which needs ``checkpoint_dir``, and the
+            scheduler.
         checkpoint_dir: where servers write checkpoints: a directory that all of them share. None: no checkpoints.
         checkpoint_every: seconds between checkpoints; 0: only on ``kv.checkpoint()``.
         start_timeout: seconds that servers may take to find their resources.

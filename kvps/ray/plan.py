@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,6 +186,36 @@ def shortage(
     )
 
 
+def no_room(each: Mapping[str, float], workers: int, nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return why a Ray cluster cannot have the workers of a run, whatever else it does; empty if it can.
+
+    Args:
+        each: the resources that each worker requests.
+        workers: how many workers the run needs.
+        nodes: the resources of each node.
+
+    Example:
+        >>> no_room({"CPU": 1, "GPU": 1}, 2, [{"CPU": 8.0}])
+        '2 workers find no place. Each needs 1 CPU, 1 GPU: the Ray cluster has 0 GPU in all'
+    """
+    needs = {name: amount for name, amount in each.items() if amount > 0}
+    total = {name: sum([node.get(name, 0.0) for node in nodes]) for name in needs}
+    lacks = [
+        f"the Ray cluster has {total[name]:g} {name} in all"
+        for name, amount in needs.items()
+        if amount * workers > total[name]
+    ]
+    if not lacks and needs:
+        room = sum([min([node.get(name, 0.0) // needs[name] for name in needs]) for node in nodes])
+        if room < workers:
+            lacks = [
+                f"the nodes have room for {room:g} of them, since a worker needs all on one node"
+            ]
+    if not lacks:
+        return ""
+    return f"{workers} workers find no place. Each needs {_amounts(needs)}: {'; '.join(lacks)}"
+
+
 def too_slow(plan: RayPlan, unplaced: int, waited_s: float) -> str:
     """Return the error of servers that did not start, though the Ray cluster has the resources."""
     return (
@@ -196,8 +226,11 @@ def too_slow(plan: RayPlan, unplaced: int, waited_s: float) -> str:
 
 
 def _each(plan: RayPlan) -> str:
-    needs = plan.resources_per_server.items()
-    return ", ".join(f"{amount:g} {name}" for name, amount in needs) or "no resources"
+    return _amounts(plan.resources_per_server) or "no resources"
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
 def checkpoint_folder(plan: RayPlan, filesystem: str, storage: str) -> str | None:

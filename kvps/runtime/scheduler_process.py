@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvps import __version__, config
 from kvps.checkpoint import atomic_file
@@ -49,7 +49,23 @@ THIS_PROCESS = ProcessInfo(__version__, time.time)
 """How often a name is looked up that is not known: its container may not be up yet."""
 
 
-class StateFile(NullListener):
+class StateStorage(Protocol):
+    """Where the state of a scheduler is kept."""
+
+    def read(self) -> bytes | None:
+        """Return the state that is there; None if none is."""
+
+    def save(self, state: bytes) -> None:
+        """Put ``state`` in the place of the old one, whole or not at all."""
+
+    def remove(self) -> None:
+        """The job is over: a restart begins another."""
+
+    def close(self) -> None:
+        """Let others have it."""
+
+
+class StateFile:
     """Keeps the scheduler's state where a restart finds it, and others from its folder."""
 
     def __init__(self, folder: str) -> None:
@@ -161,7 +177,7 @@ def run_scheduler(
     bind: str,
     *,
     keep_alive: bool = False,
-    state: str | None = None,
+    state: str | StateStorage | None = None,
     insecure: bool = False,
     silence_max_s: float = SILENCE_MAX_S,
     drop_grace_s: float = DROP_GRACE_S,
@@ -181,7 +197,7 @@ def run_scheduler(
         servers: how many the job has.
         bind: where to listen.
         keep_alive: begin another job when a job is over.
-        state: the directory of the state that a restart needs.
+        state: the directory of the state that a restart needs, or another storage of it, which is closed at the end.
         insecure: other machines may reach ``bind``.
         silence_max_s: seconds of silence after which a member is lost.
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
@@ -214,7 +230,8 @@ def run_scheduler(
         has_keys=keys is not None,
         limits=limits or config.limits(),
     )
-    with nullcontext() if state is None else closing(StateFile(state)) as kept:
+    storage = StateFile(state) if isinstance(state, str) else state
+    with nullcontext() if storage is None else closing(storage) as kept:
         listener = _Listener(kept, on_concluded, on_seats)
         return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
 
@@ -224,7 +241,7 @@ class _Listener(NullListener):
 
     def __init__(
         self,
-        kept: StateFile | None,
+        kept: StateStorage | None,
         on_concluded: Callable[[int], None] | None,
         on_seats: Callable[[int], None] | None,
     ) -> None:

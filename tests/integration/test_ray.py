@@ -32,7 +32,7 @@ START = """
 import os, sys, signal, pathlib, time
 import ray
 import kvps.ray
-
+{before}
 ray.init({where}, log_to_driver=True)
 """
 LOCAL = "num_cpus=6, include_dashboard=False, object_store_memory=100_000_000"
@@ -80,6 +80,15 @@ def train(config):
         time.sleep(config.get("pause", 0))
     print(f"worker {kv.rank} has {out.tolist()}", flush=True)
 """
+HOLDING = COUNT.replace(
+    'while step == config.get("hold") and not pathlib.Path(config["mark"]).exists():\n            time.sleep(0.05)',
+    """if step == config["hold"]:
+            print(f"worker {kv.rank} holds", flush=True)
+            while not pathlib.Path(config["mark"]).with_name("go").exists():
+                time.sleep(0.05)
+            kv.barrier()""",
+)
+"""The same, but that it waits at a step for the file ``go``, and then at a barrier."""
 
 
 @pytest.fixture(autouse=True)
@@ -97,9 +106,9 @@ def places(processes: Processes) -> Iterator[None]:
     shutil.rmtree(folder)
 
 
-def driver(processes: Processes, *parts: str, where: str = LOCAL) -> Process:
-    """Start a driver that has these parts."""
-    text = START.format(where=where) + "".join(parts)
+def driver(processes: Processes, *parts: str, where: str = LOCAL, before: str = "") -> Process:
+    """Start a driver that has these parts, and does something before it joins a Ray cluster."""
+    text = START.format(where=where, before=before) + "".join(parts)
     return processes.python(processes.script(text, f"driver{len(parts)}.py"))
 
 
@@ -146,6 +155,30 @@ def test_a_killed_server_returns_to_its_checkpoint(processes: Processes) -> None
     assert out.count("is process") == 2, "no worker was restarted"
 
 
+def test_a_killed_scheduler_comes_back_and_nobody_notices(processes: Processes) -> None:
+    """Even twice; barriers and a worker that is replaced later need the new scheduler."""
+    mark = processes.folder / "mark"
+    loop = f"dict(steps=60, pause=0.02, hold=20, rank=1, at=40, mark={str(mark)!r})"
+    run = f"fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(servers=1), train_loop_config={loop})\n"
+    process = driver(processes, TRAINER, HOLDING, run)
+    for life in range(2):
+        process.expect("worker 1 holds", LIMIT_S)
+        (before,) = processes.pids("ray::KvpsScheduler")
+        os.kill(before, signal.SIGKILL)
+
+        def is_back(before: int = before) -> bool:
+            return bool(set(processes.pids("ray::KvpsScheduler.run")) - {before})
+
+        until(is_back, f"scheduler of life {life + 1}", 60.0)
+    processes.script("", "go")
+    out = done(process)
+    assert out.count("worker 0 is process") == 1, out
+    assert out.count("worker 1 is process") == 2, out
+    assert "and begins at 40" in out, out
+    assert out.count("has [-120.0, -120.0, -120.0]") == 2, out
+    assert "SchedulerLost" not in out + process.err
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_an_ended_driver_leaves_no_actor(processes: Processes, number: int) -> None:
     """``ray job stop`` sends SIGTERM, and SIGKILL later; the Ray cluster goes on."""
@@ -168,6 +201,57 @@ while not pathlib.Path("end").exists():
     assert processes.pids("raylet"), "Ray goes on"
     processes.script("", "end")
     done(head)
+
+
+NODES = """
+import threading
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+for _ in range(3):
+    cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
+
+def nodes_of(name):
+    actors = ray._private.state.actors().values()
+    return [one["Address"]["NodeID"] for one in actors if name in one["ActorClassName"] and one["State"] == "ALIVE"]
+
+def lose(folder, mark):
+    while len(list(folder.glob("cut-*/manifest.json"))) < 2:
+        time.sleep(0.1)
+    head = ray.get_runtime_context().get_node_id()
+    servers, workers = nodes_of("KvpsServer"), nodes_of("RayTrainWorker")
+    print("servers on", len(set(servers)), "nodes, workers on", len(set(workers)), flush=True)
+    lost = sorted(set(workers) - {head}, key=servers.count)[-1]
+    (node,) = [one for one in cluster.list_all_nodes() if one.node_id == lost]
+    print("loses a worker and", servers.count(lost), "servers", flush=True)
+    cluster.remove_node(node, allow_graceful=False)
+    mark.touch()
+"""
+
+
+def test_a_lost_node_takes_its_worker_and_its_server_along_and_both_come_back(
+    processes: Processes,
+) -> None:
+    folder, mark = processes.folder / "runs" / "run" / "kvps", processes.folder / "mark"
+    begin = f"""
+cut = [pathlib.Path(one) for one in ({str(folder)!r}, {str(mark)!r})]
+threading.Thread(target=lose, args=cut, daemon=True).start()
+"""
+    config = "kvps.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
+    loop = f"dict(steps=100, pause=0.02, hold=60, mark={str(mark)!r})"
+    run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config={loop})\n"
+    run += "ray.shutdown()\ncluster.shutdown()\n"
+    # Ray may place the replacement on the lost node once more, before it knows of the loss.
+    strategy = TRAINER.replace(", controller_failure_limit=0", "")
+    strategy = strategy.replace(
+        "num_workers=workers", "num_workers=workers, placement_strategy='SPREAD'"
+    )
+    where = "address=cluster.address"
+    out = done(driver(processes, strategy, COUNT, begin, run, where=where, before=NODES))
+    assert "servers on 2 nodes, workers on 2" in out, out
+    assert "loses a worker and" in out, out
+    assert out.count("is process") >= 3, "a worker was replaced"
+    assert out.count("has [-200.0, -200.0, -200.0]") == 2, out
 
 
 PLAIN = """
@@ -201,7 +285,8 @@ class Trainer:
 
     def end(self):
         self.seat.leave()
-        return [name for name in os.environ if name.startswith("KVPS_") and name != "KVPS_TEST_MARK"]
+        of_the_test = ("KVPS_TEST_MARK", "KVPS_RECORD_DIR")
+        return [name for name in os.environ if name.startswith("KVPS_") and name not in of_the_test]
 """
 
 
@@ -248,6 +333,14 @@ try:
     fit(TorchTrainer, train, 5, kvps.ray.KvpsConfig(servers=2, start_timeout=5))
 except Exception as error:
     print("trainer:", type(error).__name__, error)
+began = time.monotonic()
+try:
+    scaling = ScalingConfig(num_workers=2, resources_per_worker={{"CPU": 1, "tape": 1}})
+    config, run = kvps.ray.KvpsConfig(start_timeout=5), RunConfig(storage_path=os.getcwd() + "/runs")
+    TorchTrainer(train, torch_config=config, scaling_config=scaling, run_config=run).fit()
+except Exception as error:
+    print("workers:", type(error).__name__, error)
+print("and after", time.monotonic() - began < 30)
 while ray.available_resources()["CPU"] < 6:
     time.sleep(0.1)
 """
@@ -258,6 +351,10 @@ while ray.available_resources()["CPU"] < 6:
     assert "trainer: ControllerError" in out, out
     text = "[12] of 2 kvps servers found no place in 5 s. Each needs 1 CPU: 0 of 6 CPU are free"
     assert re.search(text, out), out
+    assert "workers: ControllerError" in out, out
+    text = "2 workers find no place. Each needs 1 CPU, 1 tape: the Ray cluster has 0 tape in all"
+    assert text in out, out
+    assert "and after True" in out, out
 
 
 def test_a_process_group_serves_ddp_and_starts_over_as_a_whole(processes: Processes) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ from kvps.errors import ConfigError
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'")
 
+from ray.train.torch import TorchConfig
+
 import kvps.ray
+from kvps.ray import demand
 from kvps.ray.backend import GroupBackend, KvpsConfig, StoreBackend
 
 
@@ -69,3 +74,41 @@ def test_a_cluster_is_checked_before_ray_starts() -> None:
         kvps.ray.cluster(workers=1, servers=1, checkpoint_every=60),
     ):
         pass
+
+
+def test_the_demand_of_a_run_is_checked_for_a_while_and_that_of_other_runs_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+
+    def nodes() -> list[dict[str, Any]]:
+        looks.append(1)
+        disk = {"disk": 1.0} if len(looks) > 2 else {}
+        return [{"Alive": True, "Resources": disk}, {"Alive": False, "Resources": {"disk": 9.0}}]
+
+    monkeypatch.setattr(demand.ray, "nodes", nodes)
+    monkeypatch.setattr(demand, "LOOK_EVERY_S", 0.0)
+    scaling = SimpleNamespace(min_workers=1, _resources_per_worker_not_none={"disk": 1})
+    patient, hasty = [KvpsConfig(start_timeout=limit_s) for limit_s in (60.0, 1e-9)]
+
+    def check(config: object, scaling: object = scaling) -> None:
+        context = SimpleNamespace(backend_config=config, scaling_config=scaling)
+        demand.DemandResources().after_controller_start(context)
+
+    check(TorchConfig())
+    check(patient, SimpleNamespace(min_workers=0))
+    assert not looks
+    check(patient)
+    assert len(looks) == 3
+    looks.clear()
+    with pytest.raises(ConfigError, match=r"1 disk: the Ray cluster has 0 disk in all\. Add nodes"):
+        check(hasty)
+
+
+def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "mine.Callback")
+    KvpsConfig()
+    KvpsConfig()
+    assert os.environ["RAY_TRAIN_CALLBACKS"] == "mine.Callback,kvps.ray.demand.DemandResources"

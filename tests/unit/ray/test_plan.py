@@ -17,6 +17,7 @@ from kvps.ray.plan import (
     demand_version,
     demand_workers,
     keys_text,
+    no_room,
     shortage,
     too_slow,
     torch_variables,
@@ -106,6 +107,37 @@ def test_a_shortage_names_the_resource() -> None:
         "2 of 3 kvps servers found no place in 20 s. Each needs 2 CPU, 1 disk: 1 of 8 CPU are free; "
         "the Ray cluster has 0 disk in all. "
     )
+
+
+@pytest.mark.parametrize(
+    ("each", "workers", "nodes", "text"),
+    [
+        ({"CPU": 1}, 4, [{"CPU": 2.0}, {"CPU": 2.0}], ""),
+        ({}, 4, [], ""),
+        ({"CPU": 0}, 4, [], ""),
+        (
+            {"CPU": 1},
+            5,
+            [{"CPU": 2.0}, {"CPU": 2.0}],
+            "Each needs 1 CPU: the Ray cluster has 4 CPU",
+        ),
+        ({"CPU": 1, "disk": 2}, 1, [{"CPU": 2.0}], "2 disk: the Ray cluster has 0 disk in all"),
+        ({"CPU": 3}, 2, [{"CPU": 4.0}, {"CPU": 2.0}], "the nodes have room for 1 of them"),
+        (
+            {"CPU": 1, "GPU": 1},
+            1,
+            [{"CPU": 4.0}, {"GPU": 2.0}],
+            "the nodes have room for 0 of them",
+        ),
+        ({"GPU": 0.5}, 4, [{"GPU": 2.0}], ""),
+    ],
+)
+def test_workers_for_which_there_can_be_no_room(
+    each: dict[str, float], workers: int, nodes: list[dict[str, float]], text: str
+) -> None:
+    found = no_room(each, workers, nodes)
+    assert text in found
+    assert bool(text) == found.startswith(f"{workers} workers find no place. Each needs ")
 
 
 def test_servers_that_only_start_slowly_are_no_shortage() -> None:
