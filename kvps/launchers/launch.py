@@ -44,7 +44,7 @@ from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
 from kvps.net.memory import share_bytes
 from kvps.observe.logs import Speaker, wrapped
-from kvps.runtime.keys import KeyMemory, generate
+from kvps.runtime.keys import KeyMemory, generate, text_for
 
 log = logging.getLogger("kvps")
 OTHERS_MAX_S = 10.0
@@ -122,6 +122,10 @@ class Launch:
         self._host = "127.0.0.1" if plan.remote is None else plan.remote.own_address()
         if plan.keys is None and not plan.is_keyless:
             self._keys = KeyMemory(generate())
+        self._sent_keys: dict[str, str] = {}
+        """By role: the given keys, for processes on other hosts, which cannot read them here."""
+        if plan.keys is not None and plan.remote is not None:
+            self._sent_keys = {role: text_for(plan.keys, role) for role in ("server", "worker")}
         self._scheduler = ""
         self._foothold: Foothold | None = None
         """Where the scheduler is started again; None if it is not to be."""
@@ -259,7 +263,9 @@ class Launch:
             process = self._started_here(role, [str(word) for word in words])
             child = Child(role, rank, number, process, life)
         else:
-            keys = None if self._keys is None else Path(self._keys.path).read_text("ascii")
+            keys = self._sent_keys.get(role)
+            if self._keys is not None:
+                keys = Path(self._keys.path).read_text("ascii")
             own = self._plan.role_env.get(role, {})
             process = remote.start(
                 role, rank, [str(word) for word in words], own, keys, self._leash

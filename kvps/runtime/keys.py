@@ -79,18 +79,34 @@ def load(path: str, role: str) -> Keys:
     Raises:
         ConfigError: if they are not there, or others can read or change them; the text says what to do.
     """
+    return of(_found(path, role), role, path)
+
+
+def text_for(path: str, role: str) -> str:
+    """Return the keys of a process as one text, to be handed to it on another host.
+
+    Args:
+        path: as for :func:`load`.
+        role: ``server`` or ``worker``.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
+    found = _found(path, role)
+    of(found, role, path)
+    return "".join([one.text(with_secret=bool(one.secret)) for one in found])
+
+
+def _found(path: str, role: str) -> list[Section]:
+    """Return the keys of a folder that a role needs, or all keys of a file."""
     place = Path(path)
-    if place.is_dir():
-        names = ("look", "admin") if role == "look" else (role,)
-        files = [place / f"{name}.key" for name in names]
-        own = next((one for one in files if one.exists()), files[0])
-        public = sorted((place / PUBLIC).glob("*.pub"))
-        found = _read(own) + [
-            each.public_half for one in public for each in _read(one, is_public=True)
-        ]
-    else:
-        found = _read(place)
-    return of(found, role, path)
+    if not place.is_dir():
+        return _read(place)
+    names = ("look", "admin") if role == "look" else (role,)
+    files = [place / f"{name}.key" for name in names]
+    own = next((one for one in files if one.exists()), files[0])
+    public = sorted((place / PUBLIC).glob("*.pub"))
+    return _read(own) + [each.public_half for one in public for each in _read(one, is_public=True)]
 
 
 def load_if_any(path: str | None, role: str) -> Keys | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import kvps
 from tests.integration.engines import Engine, Slurm, Ssh
-from tests.integration.processes import Processes, has_checkpoint, until
+from tests.integration.processes import BIN, Processes, has_checkpoint, until
 from tests.integration.test_checkpoints import BEGIN, TRAIN, TRAINER
 
 STEP = """
@@ -148,6 +150,52 @@ def test_a_host_that_does_not_answer_is_named(
         gone(processes)
     finally:
         ssh.close()
+
+
+OLD_HOST = """
+import os, sys
+host, command = sys.argv[sys.argv.index("--") + 1 :]
+if host == "127.0.0.2":
+    old = "import kvps, runpy; kvps.__version__ = '0.0.9'; runpy.run_module('kvps.launchers.agent', run_name='__main__')"
+    os.execv(sys.executable, [sys.executable, "-P", "-c", old])
+os.execv("/bin/sh", ["sh", "-c", command])
+"""
+"""A remote shell to hosts that are this machine, of which the second has another version of kvps."""
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_a_host_with_another_kvps_is_named(processes: Processes) -> None:
+    rsh = f"{sys.executable} {processes.script(OLD_HOST, 'rsh.py')}"
+    flags = ("--launcher", "ssh", "-H", "127.0.0.1,127.0.0.2", "--rsh", rsh, "-n", 2, "-s", 1)
+    began = time.monotonic()
+    launch = processes.kvps("launch", *flags, "--", "true")
+    assert launch.wait(60.0) == 78, launch
+    assert time.monotonic() - began < 30.0
+    there = rf"\[worker 1\] host \S+ has kvps 0\.0\.9, and the launch has kvps {kvps.__version__}"
+    assert re.search(f"{there}: install the same version on both", launch.err), launch
+    assert "worker 1 ended with exit code 78; ending the job" in launch.err
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_given_keys_reach_other_hosts_and_wrong_keys_end_at_once(
+    processes: Processes, tmp_path: Path
+) -> None:
+    rsh = f"{sys.executable} {processes.script(OLD_HOST, 'rsh.py')}"
+    folder = tmp_path / "keys"
+    made = processes.start("keygen", BIN / "kvps", "keygen", folder)
+    assert made.wait() == 0, made
+    flags = ("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", rsh, "-n", 2, "-s", 1, "--keys")
+    command = ("--", sys.executable, processes.script(STEP))
+    launch = processes.kvps("launch", *flags, folder, *command)
+    assert launch.wait(90.0) == 0, launch
+    assert launch.out.count("bits") == 2, launch
+    (folder / "worker.key").write_text("role = worker\npublic = short\n")
+    wrong = processes.kvps("launch", *flags, folder, *command)
+    assert wrong.wait() == 78, wrong
+    assert f"{folder / 'worker.key'}" in wrong.err, wrong
+    missing = processes.kvps("launch", *flags, tmp_path / "none", *command)
+    assert missing.wait() == 78, missing
+    assert "Make keys with 'kvps keygen DIR', and give --keys DIR" in missing.err, missing
 
 
 @pytest.mark.parametrize(
