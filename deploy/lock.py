@@ -3,7 +3,7 @@
     python deploy/lock.py       # make lock
 
 asks pip which files it would install for this Python and this processor, by the versions of constraints.txt, and
-writes requirements.lock (what kvps and its examples need) and build.lock (what builds the wheel of kvps). The image
+writes requirements.lock (what kvps, its metrics and its examples need) and build.lock (what builds the wheel of kvps). The image
 takes no other file than these. An image for another Python or processor needs locks that were written there.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())
 LOCKS = {
-    "requirements.lock": [*PROJECT["project"]["dependencies"], "scikit-learn"],
+    "requirements.lock": [*PROJECT["project"]["dependencies"], "scikit-learn", "prometheus-client"],
     "build.lock": PROJECT["build-system"]["requires"],
 }
 

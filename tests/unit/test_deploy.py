@@ -7,6 +7,7 @@ import re
 import subprocess
 import tomllib
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -59,7 +60,9 @@ def test_every_service_is_confined(services: dict[str, Any]) -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["pids_limit"] == 512, name
         assert service["mem_limit"] == "${KVPS_MEMORY:-4g}", name
-        assert not {"privileged", "cap_add", "ports"} & service.keys(), name
+        assert not {"privileged", "cap_add"} & service.keys(), name
+        assert all(one.startswith("127.0.0.1:") for one in service.get("ports", ())), name
+    assert [name for name, service in services.items() if "ports" in service] == ["grafana"]
 
 
 def test_scripts_write_to_no_name_that_another_user_can_foresee() -> None:
@@ -135,3 +138,36 @@ def test_all_services_have_one_image_for_one_platform(services: dict[str, Any]) 
     for name in ("keygen", "scheduler", "server", "worker", "worker-gpu"):
         assert services[name]["image"] == "kvps:${KVPS_TAG:-latest}"
         assert services[name]["platform"] == "${KVPS_PLATFORM:-}"
+
+
+def test_monitoring_starts_only_if_its_profile_is_named_and_has_the_token(
+    services: dict[str, Any],
+) -> None:
+    for name in ("prometheus", "grafana"):
+        assert services[name]["profiles"] == ["monitoring"]
+        assert services[name]["volumes"] == ["./monitoring:/etc/kvps:ro"]
+    token = "${KVPS_HTTP_TOKEN:-}"
+    for name in ("scheduler", "server", "prometheus"):
+        assert services[name]["environment"]["KVPS_HTTP_TOKEN"] == token
+    assert services["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"] == token
+    for name in ("scheduler", "server"):
+        assert services[name]["environment"]["KVPS_HTTP"] == "${KVPS_HTTP:-}", "off by default"
+
+
+def test_prometheus_finds_the_rules_and_every_process_with_endpoints() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+    folder = ROOT / "deploy" / "monitoring"
+    config = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
+    assert [(folder / name).is_file() for name in config["rule_files"]] == [True]
+    ((job,), (found,)) = config["scrape_configs"], config["scrape_configs"][0]["dns_sd_configs"]
+    assert (job["job_name"], found["names"]) == ("kvps", ["scheduler", "server"])
+    source = yaml.safe_load((folder / "grafana/datasources/kvps.yml").read_text(encoding="utf-8"))
+    assert source["datasources"][0]["url"] == "http://prometheus:9090"
+
+
+@pytest.mark.skipif(which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_configuration() -> None:
+    path = ROOT / "deploy" / "monitoring" / "prometheus.yml"
+    words = ["promtool", "check", "config", "--syntax-only", str(path)]
+    ran = subprocess.run(words, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
