@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,7 @@ torchrun and Open MPI leave files in TMPDIR, so they get a directory of their ow
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_weights_are_the_same_everywhere(
     processes: Processes,
@@ -183,19 +185,30 @@ def test_the_weights_are_the_same_everywhere(
     processes.script(SCRIPT)
     digests: dict[str, set[str]] = {}
     for name, start in ENGINES.items():
+        began = time.monotonic()
         try:
-            started = start(processes, tmp_path_factory.mktemp("engine"))
+            digests[name] = run(processes, name, start, tmp_path_factory.mktemp("engine"))
         except pytest.skip.Exception as skipped:
-            digests[name] = {f"not here: {skipped.msg}"}
-            continue
-        for process in started:
-            assert process.wait(LIMIT_S) == 0, (name, process)
-        lines = "".join([process.out for process in started]).splitlines()
-        found = [line.partition("sha256 ")[2] for line in lines if "sha256 " in line]
-        assert len(found) == WORKERS, (name, started)
-        digests[name] = set(found)
-    with capsys.disabled():
-        for name, found_there in digests.items():
-            sys.stdout.write(f"\n{name:24} {' '.join(sorted(found_there))}")
-    different = {one for found_there in digests.values() for one in found_there}
-    assert len({one for one in different if not one.startswith("not here")}) == 1, digests
+            row = f"not here: {skipped.msg}"
+        else:
+            row = f"{' '.join(sorted(digests[name]))} {time.monotonic() - began:5.1f} s"
+        with capsys.disabled():
+            sys.stdout.write(f"\n{name:24} {row}")
+            sys.stdout.flush()
+    assert len(set.union(*digests.values())) == 1, digests
+
+
+def run(
+    processes: Processes,
+    name: str,
+    start: Callable[[Processes, Path], list[Process]],
+    folder: Path,
+) -> set[str]:
+    """Run the script by an engine; return the digests that its workers print."""
+    started = start(processes, folder)
+    for process in started:
+        assert process.wait(LIMIT_S) == 0, (name, process)
+    lines = "".join([process.out for process in started]).splitlines()
+    found = [line.partition("sha256 ")[2] for line in lines if "sha256 " in line]
+    assert len(found) == WORKERS, (name, started)
+    return set(found)
