@@ -7,6 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
 import pytest
@@ -32,12 +33,12 @@ def formatted(kind: str, value: Any) -> str:
     if kind == "count":
         return f"{int(value + 0.5):,}"
     if kind == "share":
-        return f"{value * 100:.{1 if value < 0.1 else 0}f} %"
+        return f"{fixed(value * 100, 1 if value < 0.1 else 0)} %"
     if kind in ("bytes", "bytesRate"):
         units = ["B", "KiB", "MiB", "GiB", "TiB"]
         while value >= 1024 and len(units) > 1:
             value, units = value / 1024, units[1:]
-        number = f"{value:.0f}" if units[0] == "B" else three(value)
+        number = fixed(value, 0) if units[0] == "B" else three(value)
         return f"{number} {units[0]}" + ("/s" if kind == "bytesRate" else "")
     if kind == "seconds":
         return duration(value)
@@ -45,17 +46,21 @@ def formatted(kind: str, value: Any) -> str:
 
 
 def three(value: float) -> str:
-    value *= 1 + 1e-12  # JavaScript rounds a half up, Python to even
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    return fixed(value, 0 if value >= 100 else 1 if value >= 10 else 2)
+
+
+def fixed(value: float, places: int) -> str:
+    """Return a number as JavaScript's toFixed does: the exact value, with a half rounded up."""
+    return str(Decimal(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP))
 
 
 def duration(value: float) -> str:
     if value < 0.001:
-        return f"{value * 1e6:.0f} µs"
+        return f"{fixed(value * 1e6, 0)} µs"
     if value < 1:
         return f"{three(value * 1000)} ms"
     if value < 60:
-        return f"{value:.1f} s"
+        return f"{fixed(value, 1)} s"
     minutes, seconds = divmod(int(value), 60)
     return f"{minutes} min {seconds} s"
 
