@@ -162,6 +162,36 @@ def test_a_killed_worker_of_a_store_comes_back_by_torchrun_and_resumes(
     assert cluster.process.wait() == 0, cluster.process
 
 
+FOR_EVER = """
+import kvps, torch
+
+kv = kvps.create("dist_sync")
+kv.init("w", torch.zeros(4))
+for step in range(10**9):
+    kv.pushpull("w", torch.ones(4))
+    if step == 20:
+        print("running", flush=True)
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_torchrun_leaves_no_worker(processes: Processes, number: signal.Signals) -> None:
+    cluster = processes.scheduler(2, 1)
+    server = cluster.server()
+    words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=kvps")
+    script = processes.script(FOR_EVER, "steady.py")
+    flags = (f"--rdzv-endpoint={cluster.endpoint}", script)
+    agent = processes.python(*words, *flags, TMPDIR=left(processes))
+    agent.expect("running(.|\n)*running", LIMIT_S)
+    agent.signal(number)
+    assert agent.wait(LIMIT_S) != 0
+    until(lambda: not processes.pids("steady"), "end of the workers", LIMIT_S)
+    cluster.process.signal(signal.SIGTERM)
+    for process in (cluster.process, server):
+        process.wait(LIMIT_S)
+
+
 # --- what is lost ---------------------------------------------------------------------------------------
 
 
