@@ -24,7 +24,7 @@ STEPS = st.one_of(
     grace_s=st.sampled_from([0.0, 1.0, -1.0]),
     counts_late=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_each_push_counts_at_most_once(
     steps: list[object], quorum: int, grace_s: float, counts_late: bool
 ) -> None:

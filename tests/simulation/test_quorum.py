@@ -92,6 +92,7 @@ def smallest(late: str) -> Job:
     return job
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fate", [LOST, (0.0, 0.0), (3.0,)], ids=["lost", "twice", "late"])
 @pytest.mark.parametrize("late", ["drop", "next"])
 def test_every_single_fault_of_the_smallest_job(late: str, fate: tuple[float, ...]) -> None:
