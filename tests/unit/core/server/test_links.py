@@ -132,6 +132,16 @@ def test_values_behind_a_ping_are_followed_by_another() -> None:
     assert pings(stage.say(0, Pong(1, 0.0, 0, 0.0), seq=0)) == [b"w0"]
 
 
+@pytest.mark.spec("R390")
+def test_a_worker_that_has_not_answered_is_not_asked_again_at_once() -> None:
+    stage = ServerStage(1)
+    assert pings(stage.scheduler(Measure(1))) == [b"w0"]
+    stage.now += 1.0
+    assert pings(stage.scheduler(Measure(2))) == []
+    stage.now += AGAIN_S
+    assert pings(stage.scheduler(Measure(3))) == [b"w0"]
+
+
 def test_many_links_are_watched_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert WATCHED_MAX > 2
     monkeypatch.setattr("kvps.core.server.context.WATCHED_MAX", 2)
