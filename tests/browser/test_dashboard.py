@@ -196,6 +196,8 @@ def test_which_link_is_slow_or_full_and_which_worker_only_computes_slowly(
 ) -> None:
     """Worker 1 and server 1 are alone on their hosts, whose links are made slow, one after the other."""
     processes.may_fork = False  # what is forked has the network of its parent
+    for rank in (0, 1):  # from the first step on, so that no link is busy by itself
+        (processes.folder / f"slow-{rank}").write_text("0.2")
     with Namespaces(3, "1gbit") as namespaces, namespaces.entered(0):
         job = Training(processes, hosts=Hosts(namespaces, workers=(0, 1), servers=(0, 2)))
         with chromium(processes.folder, job.url) as page:
@@ -209,13 +211,13 @@ def test_which_link_is_slow_or_full_and_which_worker_only_computes_slowly(
             assert re.search(r"link to server \d busy \d\d", row), row
 
             namespaces.limit(1, "1gbit")
-            job.slow(1, 0.3)
+            job.slow(1, 0.6)
             cause = "The cause is its computation or its input, and not its links"
             text = until_said(page, "#findings", "Worker 1 is slow", cause, limit_s=90.0)
             assert "link" not in text.replace("not its links", "")
 
-            job.slow(1, 0.03)
-            namespaces.limit(2, "20mbit")
+            job.slow(1, 0.2)
+            namespaces.limit(2, "10mbit")
             text = until_said(page, "#findings", "The link of server 1 is full", limit_s=90.0)
             assert "The link of server 0" not in text
             assert page.complaints() == []
