@@ -415,7 +415,7 @@ def what_cannot_be_is_refused_by_name() -> None:
     with refused(kvps.ConfigError, "recv() without src is not supported"):
         dist.recv(torch.zeros(1))
     with refused(kvps.ConfigError, "needs dense tensors, got layout torch.sparse_coo"):
-        dist.all_reduce(torch.zeros(2).to_sparse())
+        dist.broadcast(torch.zeros(2).to_sparse(), 0)
     with refused(kvps.ConfigError, "ReduceOp.AVG needs numbers, got torch.bool"):
         dist.all_reduce(torch.zeros(2, dtype=torch.bool), ReduceOp.AVG)
     with refused(kvps.ConfigError, "ReduceOp.BAND needs whole numbers or bool"):

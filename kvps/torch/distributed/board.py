@@ -43,6 +43,8 @@ class Board:
         self._session: Session = self._sums.session
         self._made: set[str] = set()
         self._uses: dict[str, int] = {}
+        self.unread: dict[str, Ticket] = {}
+        """Key of a letter -> the call that is over when all have read its last value."""
 
     @property
     def rank(self) -> int:
@@ -73,7 +75,9 @@ class Board:
         self._made.update(name for name, _ in new)
         is_mine = self.rank == 0
         rows = [
-            torch.zeros(spec.count if is_mine else 0, dtype=getattr(torch, spec.dtype))
+            torch.zeros(
+                spec.count if is_mine else 0, dtype=getattr(torch, spec.dtype), device="cpu"
+            )
             for _, spec in new
         ]
         call = calls.Init(self._sums.name, tuple(new), tuple(rows))
@@ -132,7 +136,7 @@ class Board:
         specs = tuple(
             [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
         )
-        nothing = tuple([torch.empty(0, dtype=torch.uint8)] * len(keys))
+        nothing = tuple([torch.empty(0, dtype=torch.uint8, device="cpu")] * len(keys))
         call = calls.Init(self._posts.name, specs, nothing, writer)
         return self._session.call(call, limit_s)
 

@@ -9,6 +9,10 @@ once and pulls the sum, however many ranks there are.
 
 *A letter.* One member writes a post, and others read it (:mod:`kvps.torch.distributed.mailbox` has both).
 
+The name of a key says what it is for: the operation, its reduction or root, the element type and, for the first shapes,
+the shape. Ranks whose calls differ use different keys, and wait until they are told so
+(:mod:`kvps.torch.distributed.call_checker`).
+
 Groups of fewer ranks than the job make their reductions of swaps: rounds are of all ranks.
 """
 
@@ -23,10 +27,13 @@ from kvps.errors import ConfigError, WorkerLost
 from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
 from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.call_log import type_name
 from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, divide, fold, padded
 from kvps.torch.distributed.ordered_executor import Steps
-from kvps.torch.distributed.size_classes import Sizes, class_of
+from kvps.torch.distributed.size_classes import KeySizes
 
+POSTS_EXACT_MAX, LETTERS_EXACT_MAX = 16, 8
+"""The number of shapes that have keys of their own: in each kind of swap and letter, and between two ranks."""
 LETTERS_MAX = 4096
 """The most keys of a mailbox that a process may use: ranks, tags and sizes multiply."""
 
@@ -49,7 +56,9 @@ class Collectives:
         self._name = name
         self._ranks = tuple(ranks)
         self._timeout_s = timeout_s
-        self._sizes = Sizes()
+        self._sizes = KeySizes()
+        self._post_sizes = KeySizes(POSTS_EXACT_MAX)
+        self._pair_sizes = KeySizes(LETTERS_EXACT_MAX)
         self._is_whole = sorted(ranks) == list(range(board.workers))
 
     @property
@@ -68,33 +77,34 @@ class Collectives:
         """Reduce a tensor over all members; all get the result, or the one of rank ``dst``.
 
         Args:
-            what: the operation, for errors.
+            what: the operation.
             staged: the tensor; the result is delivered there.
             op: one of :data:`kvps.torch.distributed.host_tensor.FOLDS`.
             dst: a rank of the group; None for all.
         """
         check(op, staged.row.dtype)
         is_wanted = dst is None or dst == self.rank
+        kind = f"{what}.{op}" if dst is None else f"{what}.{op}>{dst}"
         if self._is_sum(op, staged.row.dtype):
             self._demand_all(what)
-            # Nothing but float32 can hold a sum of halves before it is divided.
-            is_wide = op == "AVG" and staged.row.dtype in HALF
-            name, spec = self._sum_key(torch.float32 if is_wide else staged.row.dtype, staged.row)
+            name, spec = self._sum_key(kind, op, staged)
             return name, self._round(name, spec, staged, op, is_wanted)
         if dst is not None:
-            return self._reduce_there(staged, op, dst)
+            return self._reduce_there(kind, staged, op, dst)
         self._demand_all(what)
-        track = self._track("all")
-        return track, self._reduce_here(track, staged, op)
+        return self._track("all"), self._reduce_here(kind, staged, op)
 
     def _is_sum(self, op: str, dtype: torch.dtype) -> bool:
         """Whether a reduction is a round."""
         return self._is_whole and op in ("SUM", "AVG") and dtype in NAMES
 
-    def _sum_key(self, dtype: torch.dtype, row: torch.Tensor, of: str = "") -> tuple[str, Spec]:
-        kind = NAMES[dtype]
-        size = self._sizes.of(kind + of, len(row))
-        return f"{self._name}/sum{of}/{kind}/{size}", Spec(kind, (size,))
+    def _sum_key(self, kind: str, op: str, staged: Staged) -> tuple[str, Spec]:
+        """Return the key of a round of this kind, and its specification."""
+        dtype = staged.row.dtype
+        name, size = self._sizes.of(self._kind(kind, dtype), staged.shape, len(staged.row))
+        # Nothing but float32 can hold a sum of halves before it is divided.
+        kept_as = torch.float32 if op == "AVG" and dtype in HALF else dtype
+        return name, Spec(NAMES[kept_as], (size,))
 
     def _round(self, name: str, spec: Spec, staged: Staged, op: str, is_wanted: bool) -> Steps:
         yield self._board.make_sums([(name, spec)], self._timeout_s)
@@ -117,22 +127,67 @@ class Collectives:
         else:
             staged.deliver(total)
 
-    def _reduce_here(self, track: str, staged: Staged, op: str) -> Steps:
+    def _reduce_here(self, kind: str, staged: Staged, op: str) -> Steps:
         rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
-        yield from self._gathered(track, staged.row, rows)
+        yield from self._gathered(kind, staged, rows)
         staged.deliver(fold(op, rows))
 
-    def _reduce_there(self, staged: Staged, op: str, dst: int) -> Plan:
+    def _reduce_there(self, kind: str, staged: Staged, op: str, dst: int) -> Plan:
         if dst != self.rank:
-            return self.gather([], staged, dst)
+            return self.gather([], staged, dst, kind)
         rows = [blank(len(staged.row), staged.row.dtype) for _ in self._ranks]
-        track, steps = self.gather([Staged(row) for row in rows], staged, dst)
+        track, steps = self.gather([Staged(row) for row in rows], staged, dst, kind)
 
         def there() -> Steps:
             yield from steps
             staged.deliver(fold(op, rows))
 
         return track, there()
+
+    def reduce_sparse(self, given: torch.Tensor, op: str) -> Plan:
+        """Add up sparse tensors of all members: each sends its indices and values, and all get the coalesced sum.
+
+        Args:
+            given: of layout ``torch.sparse_coo``; the sum is delivered there.
+            op: SUM or AVG.
+
+        Raises:
+            ConfigError: for another reduction.
+        """
+        if op not in ("SUM", "AVG"):
+            raise ConfigError(f"ReduceOp.{op} of sparse tensors is not supported; use SUM or AVG")
+        check(op, given.dtype)
+        self._demand_all("all_reduce")
+        return self._track("all"), self._reduce_sparse(given, op)
+
+    def _reduce_sparse(self, given: torch.Tensor, op: str) -> Steps:
+        mine = given.detach().cpu().coalesce()
+        kind, count = f"all_reduce_sparse.{op}", mine._nnz()
+        counts = torch.tensor([count], dtype=torch.int64, device="cpu")
+        every = [blank(1, torch.int64) for _ in self._ranks]
+        yield from self._gathered(f"{kind}.counts", Staged(counts), every)
+        most = max(int(one) for one in every)
+        indices = [blank(mine.sparse_dim() * most, torch.int64) for _ in self._ranks]
+        width = mine.values()[:1].numel() if count else mine.shape[mine.sparse_dim() :].numel()
+        values = [blank(width * most, mine.dtype) for _ in self._ranks]
+        sent = padded(mine.indices().t().reshape(-1), len(indices[0]))
+        yield from self._gathered(f"{kind}.indices", Staged(sent), indices)
+        sent = padded(mine.values().reshape(-1), len(values[0]))
+        yield from self._gathered(f"{kind}.values", Staged(sent), values)
+        parts = []
+        for number, where, what in zip([int(one) for one in every], indices, values, strict=True):
+            at = where.view(most, mine.sparse_dim())[:number].t()
+            rows = what.view(most, *mine.shape[mine.sparse_dim() :])[:number]
+            parts.append((at, rows.float() if mine.dtype in HALF else rows))
+        total = torch.sparse_coo_tensor(
+            torch.cat([at for at, _ in parts], dim=1),
+            torch.cat([rows for _, rows in parts]),
+            given.shape,
+            device="cpu",
+        ).coalesce()
+        if op == "AVG":
+            divide(total.values(), len(self._ranks))
+        given.copy_(total.to(mine.dtype))
 
     def reduce_scatter(self, output: Staged, inputs: Sequence[Staged], op: str) -> Plan:
         """Reduce ``inputs[r]`` over all members, for the member of rank r."""
@@ -141,10 +196,9 @@ class Collectives:
         check(op, dtype)
         track = self._track("reduce_scatter")
         if not self._is_sum(op, dtype):
-            return track, self._scatter_here(track, output, inputs, op)
-        kept_as = torch.float32 if op == "AVG" and dtype in HALF else dtype
+            return track, self._scatter_here(f"reduce_scatter.{op}", output, inputs, op)
         keys = [
-            self._sum_key(kept_as, one.row, f".{rank}")
+            self._sum_key(f"reduce_scatter.{op}.{rank}", op, one)
             for rank, one in zip(self._ranks, inputs, strict=True)
         ]
         return track, self._rounds(keys, output, inputs, op)
@@ -169,33 +223,32 @@ class Collectives:
         yield tickets
         self._deliver(sink[: len(output.row)], output, op)
 
-    def _scatter_here(self, track: str, output: Staged, inputs: Sequence[Staged], op: str) -> Steps:
+    def _scatter_here(self, kind: str, output: Staged, inputs: Sequence[Staged], op: str) -> Steps:
         rows = [blank(len(output.row), output.row.dtype) for _ in self._ranks]
-        yield from self._swapped(track, [one.row for one in inputs], rows)
+        yield from self._swapped(kind, [one.row for one in inputs], rows)
         output.deliver(fold(op, rows))
 
     # --- everybody to everybody -----------------------------------------------------------------
 
     def barrier(self) -> Plan:
         """Wait until all members have called."""
-        nothing = Staged(torch.zeros(1, dtype=torch.uint8))
+        nothing = Staged(torch.zeros(1, dtype=torch.uint8, device="cpu"))
         return self.reduce("barrier", nothing, "SUM", None)
 
     def all_gather(self, outputs: Sequence[Staged], given: Staged) -> Plan:
         """Give every member the tensors of all."""
         self._demand_all("all_gather")
-        track = self._track("all")
-        return track, self._all_gather(track, outputs, given)
+        return self._track("all"), self._all_gather(outputs, given)
 
-    def _all_gather(self, track: str, outputs: Sequence[Staged], given: Staged) -> Steps:
-        yield from self._gathered(track, given.row, [one.row for one in outputs])
+    def _all_gather(self, outputs: Sequence[Staged], given: Staged) -> Steps:
+        yield from self._gathered("all_gather", given, [one.row for one in outputs])
         for output in outputs:
             output.deliver()
 
-    def _gathered(self, track: str, row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Steps:
-        """Fill ``rows`` with those of all members; ``row`` is this one's."""
-        size = class_of(row.nbytes)
-        names = [f"{track}/{size}/{rank}" for rank in self._ranks]
+    def _gathered(self, kind: str, given: Staged, rows: Sequence[torch.Tensor]) -> Steps:
+        """Fill ``rows`` with those of all members; ``given`` is this one's."""
+        row, post = given.row, self._post(kind, given)
+        names = [f"{post}/{rank}" for rank in self._ranks]
         mine = self.rank
         theirs = [
             (names[index], rank, rows[index])
@@ -208,17 +261,16 @@ class Collectives:
     def all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Plan:
         """Give the member of rank r ``inputs[r]``, and take ``outputs[r]`` from it."""
         self._demand_all("all_to_all")
-        track = self._track("pair")
-        return track, self._all_to_all(track, outputs, inputs)
+        return self._track("pair"), self._all_to_all(outputs, inputs)
 
-    def _all_to_all(self, track: str, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Steps:
+    def _all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Steps:
         rows = [blank(len(one.row), one.row.dtype) for one in outputs]  # both may be one tensor
-        yield from self._swapped(track, [one.row for one in inputs], rows)
+        yield from self._swapped("all_to_all", [one.row for one in inputs], rows)
         for output, row in zip(outputs, rows, strict=True):
             output.deliver(row)
 
     def _swapped(
-        self, track: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
+        self, kind: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
     ) -> Steps:
         """Fill ``rows[r]`` with what member r has ``given`` this one."""
         me, mine, theirs = self._board.rank, [], []
@@ -226,8 +278,8 @@ class Collectives:
             if rank == me:
                 row.copy_(one)
                 continue
-            mine.append((f"{track}/{me}>{rank}/{class_of(one.nbytes)}", one))
-            theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
+            mine.append((self._pair(f"{kind}/{me}>{rank}", one), one))
+            theirs.append((self._pair(f"{kind}/{rank}>{me}", row), rank, row))
         yield from mailbox.swap(self._board, self._timeout_s, mine, theirs)
 
     # --- one to others --------------------------------------------------------------------------
@@ -235,19 +287,20 @@ class Collectives:
     def broadcast(self, staged: Staged, src: int) -> Plan:
         """Give all members the tensor of rank ``src``."""
         track = self._track(f"broadcast/{src}")
-        name = f"{track}/{class_of(staged.row.nbytes)}"
+        name = self._post(f"broadcast/{src}", staged)
         if src == self.rank:
             return track, self._tell([(name, staged.row)], len(self._others))
         return track, self._hear([(name, self._ranks[src], staged)])
 
-    def gather(self, outputs: Sequence[Staged], given: Staged, dst: int) -> Plan:
+    def gather(
+        self, outputs: Sequence[Staged], given: Staged, dst: int, kind: str = "gather"
+    ) -> Plan:
         """Give the member of rank ``dst`` the tensors of all."""
-        track = self._track(f"gather/{dst}")
-        size = class_of(given.row.nbytes)
+        track, post = self._track(f"gather/{dst}"), self._post(f"{kind}/{dst}", given)
         if dst != self.rank:
-            return track, self._tell([(f"{track}/{self._board.rank}/{size}", given.row)], 1)
+            return track, self._tell([(f"{post}/{self._board.rank}", given.row)], 1)
         heard = [
-            (f"{track}/{rank}/{size}", rank, output)
+            (f"{post}/{rank}", rank, output)
             for rank, output in zip(self._ranks, outputs, strict=True)
             if rank != self._board.rank
         ]
@@ -256,14 +309,13 @@ class Collectives:
 
     def scatter(self, output: Staged, inputs: Sequence[Staged], src: int) -> Plan:
         """Give the member of rank r what rank ``src`` has as ``inputs[r]``."""
-        track = self._track(f"scatter/{src}")
-        size = class_of(output.row.nbytes)
+        track, post = self._track(f"scatter/{src}"), self._post(f"scatter/{src}", output)
         if src != self.rank:
-            name = f"{track}/{self._board.rank}/{size}"
+            name = f"{post}/{self._board.rank}"
             return track, self._hear([(name, self._ranks[src], output)])
         output.deliver(inputs[src].row)
         told = [
-            (f"{track}/{rank}/{size}", one.row)
+            (f"{post}/{rank}", one.row)
             for rank, one in zip(self._ranks, inputs, strict=True)
             if rank != self._board.rank
         ]
@@ -272,7 +324,7 @@ class Collectives:
     def send(self, staged: Staged, dst: int, tag: int) -> Plan:
         """Send a tensor to the member of rank ``dst``."""
         track, name = self._letterbox(self.rank, dst, tag, staged)
-        return track, self._tell([(name, staged.row)], 1)
+        return track, mailbox.tell(self._board, self._timeout_s, [(name, staged.row)], 1)
 
     def recv(self, staged: Staged, src: int, tag: int) -> Plan:
         """Take a tensor that the member of rank ``src`` sends with the same tag."""
@@ -285,13 +337,25 @@ class Collectives:
                 f"send and recv have used {self._board.posts} combinations of ranks, tags and sizes, "
                 "and each is a key on the servers; reuse a tag when its message has been received"
             )
-        track = self._track(f"letters/{src}>{dst}/{tag}")
-        return track, f"{track}/{class_of(staged.row.nbytes)}"
+        track = f"letters/{src}>{dst}/{tag}"
+        return self._track(track), self._pair(track, staged.row)
 
     # --- small things ---------------------------------------------------------------------------
 
+    def _kind(self, kind: str, dtype: torch.dtype) -> str:
+        return self._track(f"{kind}/{type_name(dtype)}")
+
+    def _post(self, kind: str, staged: Staged) -> str:
+        """Return the name of the post for a tensor of this shape."""
+        kind = self._kind(kind, staged.row.dtype)
+        return self._post_sizes.of(kind, staged.shape, staged.row.nbytes)[0]
+
+    def _pair(self, kind: str, row: torch.Tensor) -> str:
+        """Return the name of the post from one member to another."""
+        return self._pair_sizes.of(self._kind(kind, row.dtype), (len(row),), row.nbytes)[0]
+
     def _tell(self, told: Sequence[tuple[str, torch.Tensor]], readers: int) -> Steps:
-        return mailbox.tell(self._board, self._timeout_s, told, readers)
+        return mailbox.tell(self._board, self._timeout_s, told, readers, confirms=True)
 
     def _hear(self, heard: Sequence[tuple[str, int, Staged]]) -> Steps:
         return mailbox.hear(self._board, self._timeout_s, heard)

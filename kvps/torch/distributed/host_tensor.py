@@ -50,8 +50,8 @@ class Staged:
     def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"the backend kvps needs dense tensors, got layout {tensor.layout}; use "
-                "to_dense(), or sparse=False for gradients of an Embedding"
+                f"the backend kvps needs dense tensors, got layout {tensor.layout}; use to_dense(). all_reduce takes "
+                "sparse tensors (torch.sparse_coo), too, for SUM and AVG"
             )
         self._tensor = tensor.detach()
         one = self._tensor
@@ -61,9 +61,14 @@ class Staged:
             self.row = one.view(-1)
         elif is_read:
             with torch.inference_mode(False), torch.no_grad():
-                self.row = torch.empty(one.shape, dtype=one.dtype).copy_(one).view(-1)
+                self.row = torch.empty(one.shape, dtype=one.dtype, device="cpu").copy_(one).view(-1)
         else:
             self.row = blank(one.numel(), one.dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the caller's tensor."""
+        return self._tensor.shape
 
     def deliver(self, row: torch.Tensor | None = None) -> None:
         """Give the tensor the values of its row, or of another one."""
@@ -77,7 +82,7 @@ class Staged:
 def blank(count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a new row; its contents are undefined."""
     with torch.inference_mode(False):
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
 
 
 def padded(row: torch.Tensor, size: int) -> torch.Tensor:
@@ -104,6 +109,11 @@ def check(name: str, dtype: torch.dtype) -> None:
     if name not in FOLDS:
         raise ConfigError(
             f"ReduceOp.{name} is not supported by the backend kvps; use one of {', '.join(FOLDS)}"
+        )
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        raise ConfigError(
+            f"reductions of {dtype} are not supported, since nothing adds such elements; reduce bfloat16 or float32. "
+            "broadcast, gathers, all_to_all and messages move them as they are"
         )
     is_whole = not dtype.is_floating_point and not dtype.is_complex
     is_bitwise = name in ("BAND", "BOR", "BXOR")

@@ -8,6 +8,9 @@ had ended j before; and no rank reads what was written in j any more. No acknowl
 *A letter.* One member writes a post, others read it, and hear nothing from each other. Each reader then
 pushes a second key; the version of that says how many have read. The writer writes again when all have.
 
+The work of a collective ends for the writer, too, when all have read: a rank whose call no other rank meets must
+not take it for done. A message between two ranks ends when it is written.
+
 The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
 """
 
@@ -63,24 +66,31 @@ def swap(
 
 
 def tell(
-    board: Board, limit_s: float, told: Sequence[tuple[str, torch.Tensor]], readers: int
+    board: Board,
+    limit_s: float,
+    told: Sequence[tuple[str, torch.Tensor]],
+    readers: int,
+    confirms: bool = False,
 ) -> Steps:
     """Write posts when what was there before has been read.
 
     Args:
         told: name and value of each.
         readers: how many read each.
+        confirms: return the tickets of calls that are over when all have read these posts.
     """
     if not readers:
-        return
+        return None
     new: list[tuple[str, torch.Tensor]] = []
     again: list[tuple[str, torch.Tensor]] = []
-    read = []
+    read, keys = [], []
     for name, row in told:
         key, use = board.next_use(name)
+        keys.append((key, use))
         if use:
             again.append((key, _letter(row)))
-            read.append(board.read([key + READ], [_mark()], use * readers, limit_s))
+            before = board.unread.pop(key, None) if confirms else None
+            read.append(before or board.read([key + READ], [_mark()], use * readers, limit_s))
         else:
             new += [(key, _letter(row)), (key + READ, _mark())]
     if read:
@@ -91,6 +101,12 @@ def tell(
     if again:
         written.append(board.write(*_columns(again), limit_s))
     yield written
+    if not confirms:
+        return None
+    for key, use in keys:
+        mark = board.read([key + READ], [_mark()], (use + 1) * readers, limit_s)
+        board.unread[key] = mark
+    return [board.unread[key] for key, _ in keys]
 
 
 def hear(board: Board, limit_s: float, heard: Sequence[tuple[str, int, Staged]]) -> Steps:
@@ -127,7 +143,7 @@ def _letter(row: torch.Tensor) -> torch.Tensor:
 
 def _mark() -> torch.Tensor:
     """Return what a reader writes, or the room for it; only its version counts."""
-    return torch.zeros(1, dtype=torch.uint8)
+    return torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 
 def _sink(row: torch.Tensor) -> torch.Tensor:

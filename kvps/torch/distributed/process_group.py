@@ -2,23 +2,52 @@
 
 Each method takes what torch gives (lists of lists, options), checks that the shapes fit together, and
 begins one collective. It returns at once; what comes of it is in the :class:`~kvps.torch.distributed.work.Work`.
+Each call is noted, so that calls that differ between ranks are told to all of them; and so is a call that is
+refused here, for which other ranks would wait.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction
 
-from kvps.errors import ConfigError, Mismatch
+from kvps.errors import ConfigError, Mismatch, Timeout
+from kvps.phrases import ranks_in_words
+from kvps.torch.distributed.call_checker import CallChecker
+from kvps.torch.distributed.call_log import described, type_name
 from kvps.torch.distributed.collectives import Collectives, Plan
 from kvps.torch.distributed.host_tensor import Staged
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
+from kvps.torch.distributed.uncompiled import uncompiled
 from kvps.torch.distributed.work import Work
 
 NAME = "kvps"
+P = ParamSpec("P")
+
+
+def noted(
+    method: Callable[Concatenate[ProcessGroup, P], Work],
+) -> Callable[Concatenate[ProcessGroup, P], Work]:
+    """Note what a method refuses in the log of its group, which other ranks read."""
+
+    @functools.wraps(method)
+    def wrapped(self: ProcessGroup, /, *args: P.args, **kwargs: P.kwargs) -> Work:
+        try:
+            with (
+                DisableTorchFunction()
+            ):  # a default device of the script's is not that of our tensors
+                return method(self, *args, **kwargs)
+        except Exception as error:
+            self._calls.add_refused(error)
+            raise
+
+    return uncompiled(wrapped)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -28,7 +57,8 @@ class ProcessGroup(dist.ProcessGroup):
         name: the group's, as torch has it.
         collectives: of the group.
         tracks: of this process.
-        size: how many ranks the group has.
+        ranks: of its members in the job.
+        checker: of this process's calls.
         on_shutdown: called once when the group is destroyed.
     """
 
@@ -37,14 +67,18 @@ class ProcessGroup(dist.ProcessGroup):
         name: str,
         collectives: Collectives,
         tracks: OrderedExecutor,
-        size: int,
+        ranks: Sequence[int],
+        checker: CallChecker,
         on_shutdown: Callable[[], None],
     ) -> None:
-        super().__init__(collectives.rank, size)  # type: ignore[call-arg]  # as Python's groups do
+        super().__init__(collectives.rank, len(ranks))  # type: ignore[call-arg]  # as Python's groups do
         self._group = name
         self._collectives = collectives
         self._tracks = tracks
-        self._size = size
+        self._size = len(ranks)
+        self._ranks = tuple(ranks)
+        self._checker = checker
+        self._calls = checker.calls(name, ranks, self._ranks[collectives.rank])
         self._on_shutdown = on_shutdown
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
@@ -70,20 +104,43 @@ class ProcessGroup(dist.ProcessGroup):
     def _begin(
         self,
         what: str,
+        call: str,
         plan: Plan,
         result: Sequence[torch.Tensor],
-        source: int | None = None,
     ) -> Work:
-        work = Work(what, result, source)
-        self._tracks.begin(*plan, work)
+        """Begin a collective; ``call`` is the same text on all ranks that make the same call."""
+        self._calls.add(call)
+        return self._carry_out(what, plan, result)
+
+    def _carry_out(self, what: str, plan: Plan, result: Sequence[torch.Tensor]) -> Work:
+        work = Work(what, result)
+        self._tracks.begin(*plan, work, self._group)
+        return work
+
+    def _letter(self, what: str, plan: Plan, tensor: torch.Tensor, ends: tuple[int, int]) -> Work:
+        """Begin one end of a message from the first of ``ends`` to the second."""
+        track = plan[0]
+        pair = tuple(self._ranks[end] for end in ends)
+        calls = self._checker.letters(track, self._group, pair, self._ranks[self.rank()])
+        kind, _, _ = described([tensor]).partition("[")
+        calls.add(f"a message of {tensor.numel()} {kind} values")
+        work = Work(what, [tensor], ends[0] if what == "recv" else None)
+        self._tracks.begin(*plan, work, self._group)
         return work
 
     # --- reductions -----------------------------------------------------------------------------
 
+    @noted
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce one tensor over all ranks, in place."""
+        (tensor,) = _one("all_reduce", tensors)
+        if tensor.layout is torch.sparse_coo:
+            plan = self._collectives.reduce_sparse(tensor, _op(opts))
+            call = f"all_reduce({_op(opts)}) of sparse {described(tensors)}"
+            return self._begin("all_reduce", call, plan, tensors)
         return self._reduce("all_reduce", tensors, opts, None)
 
+    @noted
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce several tensors of one type over all ranks, in place, as one."""
         if len(tensors) == 1:
@@ -101,8 +158,10 @@ class ProcessGroup(dist.ProcessGroup):
             for part, row in zip(parts, joined.split([len(one.row) for one in parts]), strict=True):
                 part.deliver(row)
 
-        return self._begin("all_reduce_coalesced", (track, apart()), tensors)
+        call = f"all_reduce_coalesced({_op(opts)}) of {described(tensors)}"
+        return self._begin("all_reduce_coalesced", call, (track, apart()), tensors)
 
+    @noted
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce one tensor over all ranks; the root gets the result."""
         return self._reduce("reduce", tensors, opts, _root(opts))
@@ -110,8 +169,12 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce(self, what: str, tensors: list[torch.Tensor], opts: Any, dst: int | None) -> Work:
         (tensor,) = _one(what, tensors)
         plan = self._collectives.reduce(what, Staged(tensor), _op(opts), dst)
-        return self._begin(what, plan, tensors)
+        root = "" if dst is None else f", dst={self._ranks[dst]}"
+        return self._begin(
+            what, f"{what}({_op(opts)}{root}) of {described(tensors)}", plan, tensors
+        )
 
+    @noted
     def reduce_scatter(
         self,
         outputs: list[torch.Tensor],
@@ -124,8 +187,10 @@ class ProcessGroup(dist.ProcessGroup):
         _demand_same("reduce_scatter", output, given[self.rank()])
         staged = [Staged(one) for one in given]
         plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, _op(opts))
-        return self._begin("reduce_scatter", plan, outputs)
+        call = f"reduce_scatter({_op(opts)}) of {described(given)}"
+        return self._begin("reduce_scatter", call, plan, outputs)
 
+    @noted
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
@@ -135,6 +200,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @noted
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -145,12 +211,39 @@ class ProcessGroup(dist.ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @noted
     def barrier(self, opts: Any = None) -> Work:
         """Wait until all ranks have called."""
-        return self._begin("barrier", self._collectives.barrier(), [])
+        return self._begin("barrier", "barrier", self._collectives.barrier(), [])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until all ranks have called; name those that have not.
+
+        torch.distributed.monitored_barrier refuses every backend but gloo, so this is called as a method of the group:
+        ``dist.group.WORLD.monitored_barrier(timedelta(seconds=30))``.
+
+        Args:
+            timeout: how long; None for the group's timeout.
+            wait_all_ranks: accepted as torch has it; all missing ranks are named in any case.
+
+        Raises:
+            Timeout: naming the ranks that have not called.
+        """
+        work = self.barrier()
+        try:
+            work.wait(timeout or timedelta(0))
+        except Timeout as error:
+            missing = self._checker.missing(self._calls)
+            raise Timeout(
+                f"monitored_barrier of group {self._group!r}: {ranks_in_words(missing)} did not call it within "
+                f"{timeout}. The barrier stands: a rank that comes later passes it"
+            ) from error
 
     # --- everybody to everybody -------------------------------------------------------------------
 
+    @noted
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -160,10 +253,10 @@ class ProcessGroup(dist.ProcessGroup):
         for one in output:
             _demand_same("all_gather", one, given)
         staged = [Staged(one, is_read=False) for one in output]
-        return self._begin(
-            "all_gather", self._collectives.all_gather(staged, Staged(given)), output
-        )
+        plan = self._collectives.all_gather(staged, Staged(given))
+        return self._begin("all_gather", f"all_gather of {described([given])}", plan, output)
 
+    @noted
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
@@ -180,10 +273,12 @@ class ProcessGroup(dist.ProcessGroup):
             yield from steps
             whole.deliver()
 
-        return self._begin("all_gather_single", (track, together()), [output])
+        call = f"all_gather of {described([staged.row])}"
+        return self._begin("all_gather_single", call, (track, together()), [output])
 
     _allgather_base = all_gather_single
 
+    @noted
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -194,6 +289,7 @@ class ProcessGroup(dist.ProcessGroup):
         result = [one for output in outputs for one in output]
         return _last("all_gather_coalesced", works, result)
 
+    @noted
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -204,16 +300,22 @@ class ProcessGroup(dist.ProcessGroup):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @noted
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Give rank r the r-th input, and take the r-th output from it."""
         self._demand_all("all_to_all", outputs)
         self._demand_all("all_to_all", inputs)
+        mine = self.rank()
+        _demand_same("all_to_all", outputs[mine], inputs[mine])
         staged = [Staged(output, is_read=False) for output in outputs]
         plan = self._collectives.all_to_all(staged, [Staged(one) for one in inputs])
-        return self._begin("all_to_all", plan, outputs)
+        sizes = [one.numel() for one in inputs], [one.numel() for one in outputs]
+        self._calls.add_exchange(f"all_to_all of {type_name(inputs[0].dtype)}", *sizes)
+        return self._carry_out("all_to_all", plan, outputs)
 
+    @noted
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -230,13 +332,16 @@ class ProcessGroup(dist.ProcessGroup):
 
     # --- one to others ----------------------------------------------------------------------------
 
+    @noted
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Give all ranks the tensor of the root."""
         (tensor,) = _one("broadcast", tensors)
         root = _root(opts)
         staged = Staged(tensor, is_read=root == self.rank())
-        return self._begin("broadcast", self._collectives.broadcast(staged, root), tensors)
+        call = f"broadcast(src={self._ranks[root]}) of {described(tensors)}"
+        return self._begin("broadcast", call, self._collectives.broadcast(staged, root), tensors)
 
+    @noted
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
@@ -250,8 +355,10 @@ class ProcessGroup(dist.ProcessGroup):
                 _demand_same("gather", one, given)
             staged = [Staged(one, is_read=False) for one in output]
         plan = self._collectives.gather(staged, Staged(given), root)
-        return self._begin("gather", plan, [one for output in outputs for one in output])
+        call = f"gather(dst={self._ranks[root]}) of {described(inputs)}"
+        return self._begin("gather", call, plan, [one for output in outputs for one in output])
 
+    @noted
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> Work:
@@ -265,19 +372,24 @@ class ProcessGroup(dist.ProcessGroup):
                 _demand_same("scatter", output, one)
             staged = [Staged(one) for one in given]
         plan = self._collectives.scatter(Staged(output, is_read=False), staged, root)
-        return self._begin("scatter", plan, outputs)
+        call = f"scatter(src={self._ranks[root]}) of {described(outputs)}"
+        return self._begin("scatter", call, plan, outputs)
 
+    @noted
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         """Send one tensor to a rank of the group."""
         (tensor,) = _one("send", tensors)
-        return self._begin("send", self._collectives.send(Staged(tensor), dst, tag), tensors)
+        plan = self._collectives.send(Staged(tensor), dst, tag)
+        return self._letter("send", plan, tensor, (self.rank(), dst))
 
+    @noted
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """Take one tensor from a rank of the group that sends it with this tag."""
         (tensor,) = _one("recv", tensors)
         plan = self._collectives.recv(Staged(tensor, is_read=False), src, tag)
-        return self._begin("recv", plan, tensors, src)
+        return self._letter("recv", plan, tensor, (src, self.rank()))
 
+    @noted
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         """Refused: a key has one writer.
 

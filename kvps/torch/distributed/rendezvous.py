@@ -13,18 +13,21 @@ store on the servers with their predecessors. A rank that is started again by it
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
+from torch._C import DisableTorchFunction
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no door to change one
 
@@ -36,6 +39,7 @@ from kvps.runtime.local.current import current
 from kvps.runtime.member_process import own_host
 from kvps.store.create import create_own
 from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.call_checker import CallChecker, own_connection
 from kvps.torch.distributed.collectives import Collectives
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.process_group import NAME, ProcessGroup
@@ -46,15 +50,21 @@ ADDRESS_MAX = 256
 ALL_HERE_MAX_S = 60.0
 """Seconds until all ranks of a group must have agreed on it, once each was here once."""
 LOOK_EVERY_S = 0.02
+REFUSED = "kvps.refused"
+"""The key of torch's store, with a rank, that says why that rank could not make its group."""
+RANKS_AT_ONCE, LOOK_FOR_MISSING_S = 64, 0.2
+"""Larger groups look less often, in proportion; seconds between two looks at each missing rank."""
 
 
 @dataclass(slots=True)
 class _Shared:
     """The stores that the groups of this process share, from init_process_group to destroy_process_group."""
 
-    world: tuple[Board, OrderedExecutor] | None = None
+    world: tuple[Board, OrderedExecutor, CallChecker] | None = None
     began: bool = False
     """Whether the session began with the rendezvous, or with the first group."""
+    served: list[Store] = field(default_factory=list)
+    """torch's stores of all groups of this process. Rank 0 serves them until it ends: others may leave a group later."""
     generations: int = 0
     """How often this process has formed the group of all ranks."""
 
@@ -94,7 +104,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     )
     limit = timedelta(seconds=timeout_s)
     store: Store | None = None
-    row = torch.zeros(ADDRESS_MAX, dtype=torch.uint8)
+    row = torch.zeros(ADDRESS_MAX, dtype=torch.uint8, device="cpu")
     if session.rank == 0:
         listening = socket.create_server((host, 0))
         port = int(listening.getsockname()[1])
@@ -111,11 +121,12 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     owner = f"torch.rendezvous.{session.info.incarnation(0)}"
     with create_own("dist_sync", owner, timeout_s=timeout_s) as kv:
         kv.broadcast("address", row, out=row)
-    if store is None:
-        host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")
-        store = TCPStore(
-            host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
-        )
+        if store is None:
+            host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")
+            store = TCPStore(
+                host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
+            )
+        kv.barrier()  # torch may refuse an argument now, and then nobody would serve the store
     return store, session.rank, workers
 
 
@@ -158,7 +169,17 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
 
 
 def _make(options: Any, more: Any) -> ProcessGroup:
-    """Return a process group; torch calls this."""
+    """Return a process group; torch calls this. Tell other ranks, which wait for this one, if it is refused."""
+    try:
+        with DisableTorchFunction():  # a default device of the script's is not that of our tensors
+            return _made(options, more)
+    except ConfigError as error:
+        with suppress(RuntimeError):
+            options.store.set(f"{REFUSED}.{options.group_rank}", str(error))
+        raise
+
+
+def _made(options: Any, more: Any) -> ProcessGroup:
     if more is not None:
         raise ConfigError(f"the backend {NAME!r} has no pg_options; remove them")
     timeout_s = options.timeout.total_seconds()
@@ -176,12 +197,18 @@ def _make(options: Any, more: Any) -> ProcessGroup:
         _shared.began = _shared.began or not process.has_joined()
         session = _join(rank, size, timeout_s)
         generation = _agree(options.store, session, timeout_s)
-        _shared.world = Board(timeout_s, generation), OrderedExecutor()
-    board, tracks = _shared.world
+        tracks = OrderedExecutor()
+        prefix = f"kvps.calls.{generation}"
+        calls = own_connection(options.store, prefix) if size > 1 else None
+        _shared.served.append(options.store)
+        atexit.register(_shared.served.clear)  # while its threads can still end
+        board = Board(timeout_s, generation)
+        _shared.world = board, tracks, CallChecker(calls, tracks, lambda: _is_there(session, 0))
+    board, tracks, checker = _shared.world
     ranks = members or list(range(size))
     collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
     end = _close if is_default else lambda: None
-    return ProcessGroup(str(options.group_id), collectives, tracks, len(ranks), end)
+    return ProcessGroup(str(options.group_id), collectives, tracks, ranks, checker, end)
 
 
 def _agree(store: Store, session: Any, timeout_s: float) -> str:
@@ -197,8 +224,9 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
     rank, size = session.rank, session.info.workers
     mine = f"{session.info.incarnation(rank)}.{_shared.generations}"
     _shared.generations += 1
+    store.delete_key(f"{REFUSED}.{rank}")  # that of an earlier attempt
     store.set(f"kvps.{rank}", mine)
-    store.wait([f"kvps.{one}" for one in range(size)])
+    _await_all(store, session, time.monotonic() + timeout_s)
     until = time.monotonic() + min(timeout_s, ALL_HERE_MAX_S)
     while True:
         here = [store.get(f"kvps.{one}").decode() for one in range(size)]
@@ -220,11 +248,54 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
         time.sleep(LOOK_EVERY_S)
 
 
+def _await_all(store: Store, session: Any, until: float) -> None:
+    """Wait until each rank has begun to form the group.
+
+    Raises:
+        WorkerLost: if a rank does not come, because it has ended or been refused.
+        ConfigError: if a rank was refused.
+    """
+    ranks = range(session.info.workers)
+    pause_s = LOOK_EVERY_S * max(1.0, len(ranks) / RANKS_AT_ONCE)
+    look = time.monotonic() + LOOK_FOR_MISSING_S
+    while not store.check([f"kvps.{one}" for one in ranks]):
+        now = time.monotonic()
+        if now > look:
+            _demand_others(store, session, now > until)
+            look = now + max(LOOK_FOR_MISSING_S, 10 * pause_s)
+        time.sleep(pause_s)
+
+
+def _demand_others(store: Store, session: Any, is_late: bool) -> None:
+    """Refuse to wait for a rank that cannot come.
+
+    Raises:
+        WorkerLost: if one has ended, or ``is_late``.
+        ConfigError: if one was refused.
+    """
+    missing = [one for one in range(session.info.workers) if not store.check([f"kvps.{one}"])]
+    for one in missing:
+        if store.check([refused := f"{REFUSED}.{one}"]):
+            raise ConfigError(f"rank {one} was refused: {store.get(refused).decode()}")
+    gone = [one for one in missing if not _is_there(session, one)]
+    if missing and (gone or is_late):
+        reason = "ended first" if gone else "did not begin in time"
+        raise WorkerLost(
+            f"init_process_group({NAME!r}): {ranks_in_words(gone or missing)} {reason}; see the output of the process. "
+            "All ranks of a group begin together"
+        )
+
+
 def _is_member(session: Any, rank: int, life: str) -> bool:
     """Whether the process that wrote ``life`` holds that seat, by the newest view."""
     info = session.info
     is_held = rank == session.rank or rank in info.workers_in("held")
     return is_held and life.partition(".")[0] == str(info.incarnation(rank))
+
+
+def _is_there(session: Any, rank: int) -> bool:
+    """Whether a rank is still a worker of the job, by the newest view."""
+    return rank in session.info.workers_in("held")
 
 
 def _close() -> None:
@@ -235,8 +306,9 @@ def _close() -> None:
     """
     if _shared.world is None:
         return
-    (board, tracks), _shared.world = _shared.world, None
+    (board, tracks, checker), _shared.world = _shared.world, None
     began, _shared.began = _shared.began, False
+    checker.close()
     try:
         board.close()
     except KvpsError as error:  # whoever had to know of it has heard it from wait()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from kvps.errors import Timeout
+from kvps.torch.distributed.uncompiled import uncompiled
 
 
 class Work(dist.Work):
@@ -56,6 +57,7 @@ class Work(dist.Work):
         """Say what this is the last part of: :meth:`result` is that of the whole."""
         self._result = list(result)
 
+    @uncompiled
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the collective is done; return True.
 
@@ -75,22 +77,27 @@ class Work(dist.Work):
             raise self._error
         return True
 
+    @uncompiled
     def synchronize(self) -> None:
         """Wait; nothing is left to a stream."""
         self.wait()
 
+    @uncompiled
     def is_completed(self) -> bool:
         """Whether the collective is over, well or not."""
         return self._ended.is_set()
 
+    @uncompiled
     def is_success(self) -> bool:
         """Whether it is over and did not fail."""
         return self._ended.is_set() and self._error is None
 
+    @uncompiled
     def exception(self) -> BaseException | None:
         """The error that it failed with."""
         return self._error
 
+    @uncompiled
     def result(self) -> list[torch.Tensor]:
         """Return the tensors that it fills."""
         return self._result
@@ -100,6 +107,22 @@ class Work(dist.Work):
             raise RuntimeError(f"{self._name} has no source rank; only recv has")
         return self._source
 
+    @uncompiled
+    def get_future_result(self) -> Future[int]:
+        """Return a future that never fails: 0 if the collective was done, 1 at a Timeout, 2 for other errors.
+
+        These are the numbers of torch's WorkResult.
+        """
+        source: Future[None] = Future()
+        result = source.then(lambda _: _result_of(self._error))
+        with self._lock:
+            if not self._ended.is_set():
+                self._wakes.append(lambda: source.set_result(None))
+                return result
+        source.set_result(None)
+        return result
+
+    @uncompiled
     def get_future(self) -> Future[Any]:
         """Return a future of :meth:`result`."""
         source: Future[None] = Future()
@@ -116,3 +139,9 @@ class Work(dist.Work):
                 return future
         source.set_result(None)
         return future
+
+
+def _result_of(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    return 1 if isinstance(error, Timeout) else 2

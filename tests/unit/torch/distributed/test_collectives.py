@@ -33,22 +33,37 @@ def staged(count: int = 4, dtype: torch.dtype = torch.float32) -> Staged:
     return Staged(torch.zeros(count, dtype=dtype))
 
 
+def reduced(one: Collectives, given: Staged, op: str) -> str:
+    return one.reduce("all_reduce", given, op, None)[0]
+
+
 def test_a_sum_of_all_ranks_is_a_round_of_its_own_key() -> None:
     one = group(0)
-    assert one.reduce("all_reduce", staged(), "SUM", None)[0] == "g/sum/float32/4"
-    assert one.reduce("all_reduce", staged(), "AVG", None)[0] == "g/sum/float32/4"
-    assert one.reduce("all_reduce", staged(5), "SUM", None)[0] == "g/sum/float32/5"
+    assert reduced(one, staged(), "SUM") == "g/all_reduce.SUM/float32/4"
+    assert reduced(one, staged(), "AVG") == "g/all_reduce.AVG/float32/4"
+    assert reduced(one, staged(5), "SUM") == "g/all_reduce.SUM/float32/5"
     half = staged(dtype=torch.float16)
-    assert one.reduce("all_reduce", half, "SUM", None)[0] == "g/sum/float16/4"
-    assert one.reduce("all_reduce", half, "AVG", None)[0] == "g/sum/float32/4", "no overflow"
+    assert reduced(one, half, "SUM") == "g/all_reduce.SUM/float16/4"
+    assert one._sum_key("all_reduce.AVG", "AVG", half)[1].dtype == "float32", "no overflow"
+
+
+def test_calls_that_differ_use_different_keys() -> None:
+    one = group(0)
+    square = Staged(torch.zeros(2, 2))
+    names = [reduced(one, square, "SUM"), reduced(one, staged(), "SUM"), one.barrier()[0]]
+    names += [one.reduce("reduce", staged(), "SUM", dst)[0] for dst in (0, 1)]
+    names += [
+        one._post(f"broadcast/{src}", given) for src in (0, 1) for given in (square, staged())
+    ]
+    assert len(set(names)) == len(names)
 
 
 def test_what_is_no_sum_or_not_of_all_ranks_is_a_swap() -> None:
-    assert group(0).reduce("all_reduce", staged(), "MAX", None)[0] == "g/all"
-    assert group(0, 0, 2).reduce("all_reduce", staged(), "SUM", None)[0] == "g/all"
-    assert group(0, 2, 0, 1).reduce("all_reduce", staged(), "SUM", None)[0] == "g/sum/float32/4"
+    assert reduced(group(0), staged(), "MAX") == "g/all"
+    assert reduced(group(0, 0, 2), staged(), "SUM") == "g/all"
+    assert reduced(group(0, 2, 0, 1), staged(), "SUM") == "g/all_reduce.SUM/float32/4"
     flags = staged(dtype=torch.bool)
-    assert group(0).reduce("all_reduce", flags, "SUM", None)[0] == "g/all"
+    assert reduced(group(0), flags, "SUM") == "g/all"
 
 
 @pytest.mark.parametrize("src", [0, 1, 2])

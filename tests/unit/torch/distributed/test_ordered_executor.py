@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvps.errors import ConfigError, WorkerLost
+from kvps.errors import ConfigError, Mismatch, WorkerLost
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.ordered_executor import OrderedExecutor, Steps
 from kvps.torch.distributed.work import Work
@@ -113,3 +113,57 @@ def test_steps_are_made_where_parameters_may_be_written_to(tracks: OrderedExecut
     work = Work("one", [])
     tracks.begin("x", write(), work)
     assert work.wait()
+
+
+def test_a_work_ends_with_what_its_steps_returned_and_its_track_does_not_wait(
+    tracks: OrderedExecutor,
+) -> None:
+    ticket, over = Ticket(), Ticket()
+    over.end(None, None)
+
+    def told(*tickets: Ticket) -> Steps:
+        yield []
+        return tickets
+
+    first, second, third = Work("one", []), Work("two", []), Work("three", [])
+    tracks.begin("x", told(ticket, over), first, "g")
+    tracks.begin("x", told(over), second, "g")
+    assert second.is_completed()
+    assert tracks.waiting() == {"x", "g"}
+    assert not first.is_completed()
+    ticket.end(None, None)
+    assert first.is_success()
+    assert tracks.waiting() == set()
+    lost = Ticket()
+    tracks.begin("x", told(lost), third)
+    lost.end(None, WorkerLost("worker 2"))
+    assert isinstance(third.exception(), WorkerLost)
+
+
+def test_a_group_that_fails_ends_all_its_works_and_no_others(tracks: OrderedExecutor) -> None:
+    log: list[str] = []
+    tickets = [Ticket() for _ in range(4)]
+
+    def told(*tickets: Ticket) -> Steps:
+        yield []
+        return tickets
+
+    waits, queued, beside, other = (Work(name, []) for name in "abcd")
+    tracks.begin("x", steps(log, "a", [tickets[0]]), waits, "g")
+    tracks.begin("x", steps(log, "b", [tickets[1]]), queued, "g")
+    tracks.begin("y", told(tickets[2]), beside, "g")
+    tracks.begin("z", steps(log, "d", [tickets[3]]), other, "h")
+    error = Mismatch("they differ")
+    tracks.fail("g", error)
+    tracks.fail("g", Mismatch("told twice"))
+    for work in (waits, queued, beside):
+        with pytest.raises(Mismatch, match="they differ"):
+            work.wait()
+    assert tracks.waiting() == {"z", "h"}
+    for ticket in tickets:
+        ticket.end(None, None)
+    other.wait()
+    assert log == ["a begins", "d begins", "d goes on"], "b was never begun"
+    late = Work("late", [])
+    tracks.begin("w", steps(log, "late"), late, "g")
+    assert late.exception() is error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.torch.distributed.size_classes import LEAST, Sizes, class_of
+from kvps.torch.distributed.size_classes import LEAST, KeySizes, class_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 71, 72, 73, 128, 129, 1000, 10**6 + 1, 2**40])
@@ -21,16 +21,28 @@ def test_there_are_eight_classes_between_powers_of_two() -> None:
     assert sizes == sorted(sizes)
 
 
-def test_the_first_sizes_fit_exactly_and_later_ones_share_keys() -> None:
-    sizes = Sizes(exact_max=2)
-    assert [sizes.of("float32", count) for count in (1001, 7, 1001, 1002, 1003)] == (
-        [1001, 7, 1001, 1024, 1024]
-    )
-    assert sizes.of("float64", 7) == LEAST, "another type is another size"
-    assert sizes.of("float32", 7) == 7
+def test_the_first_shapes_fit_exactly_and_later_ones_share_keys() -> None:
+    sizes = KeySizes(exact_max=2)
+    assert [sizes.of("f", (count,), count) for count in (1001, 7, 1001, 1002, 1003)] == [
+        ("f/1001", 1001),
+        ("f/7", 7),
+        ("f/1001", 1001),
+        ("f/~1024", 1024),
+        ("f/~1024", 1024),
+    ]
+    assert sizes.of("d", (7,), 7) == ("d/7", 7), "another kind has keys of its own"
+    assert sizes.of("f", (7,), 7) == ("f/7", 7)
+    assert sizes.of("f", (8,), 8) == (f"f/~{LEAST}", LEAST)
+
+
+def test_shapes_of_one_size_have_keys_of_their_own() -> None:
+    sizes = KeySizes()
+    shapes = ((), (1,), (1, 1), (4, 5), (5, 4), (20,))
+    assert len({sizes.of("f", shape, 20) for shape in shapes}) == len(shapes)
 
 
 def test_ranks_that_make_the_same_calls_choose_the_same_keys() -> None:
     calls = [(kind, count * 37 % 500) for count in range(200) for kind in ("int8", "float32")]
-    one, other = Sizes(), Sizes()
-    assert [one.of(*call) for call in calls] == [other.of(*call) for call in calls]
+    one, other = KeySizes(), KeySizes()
+    chosen = [[sizes.of(kind, (n,), n) for kind, n in calls] for sizes in (one, other)]
+    assert chosen[0] == chosen[1]
