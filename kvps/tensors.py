@@ -88,7 +88,7 @@ def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
     It must not be written to: it may be another process's memory.
     """
     if not frame.nbytes:
-        return torch.empty(0, dtype=TORCH[dtype])
+        return torch.empty(0, dtype=TORCH[dtype], device="cpu")
     if frame.readonly:
         frame = memoryview(bytearray(frame))
     tensor = torch.frombuffer(frame, dtype=TORCH[dtype])
@@ -120,7 +120,7 @@ class Private:
 
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
-        return torch.empty(count, dtype=TORCH[dtype])
+        return torch.empty(count, dtype=TORCH[dtype], device="cpu")
 
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Nobody else can read anything here."""

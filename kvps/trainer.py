@@ -262,7 +262,7 @@ class Trainer:
             if name in sums:
                 param.grad = sums[name]
             elif gradient.is_sparse:
-                param.grad = sparse_of(torch.arange(len(param)), dense[name], param)
+                param.grad = sparse_of(torch.arange(len(param), device="cpu"), dense[name], param)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -379,7 +379,7 @@ class Trainer:
             return self._batch
         hyper = self._model.hyper
         assert hyper is not None
-        shared = torch.tensor([batch], dtype=torch.float64)
+        shared = torch.tensor([batch], dtype=torch.float64, device="cpu")
         self._kv.init(BATCH_KEY, shared)
         self._kv.pull(BATCH_KEY, out=shared)
         self._batch = float(shared)

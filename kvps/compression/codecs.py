@@ -206,7 +206,7 @@ def bits_anywhere(octets: torch.Tensor, count: int) -> torch.Tensor:
 def _write_int8(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     groups = -(-len(rest) // GROUP)
     whole = len(rest) // GROUP * GROUP
-    scales = torch.empty(groups, device=rest.device)
+    scales = torch.empty(groups, dtype=torch.float32, device=rest.device)
     levels = torch.empty(len(rest), dtype=torch.int8, device=rest.device)
     for part, first, last in ((slice(0, whole), 0, whole // GROUP), (slice(whole, None), -1, None)):
         values = rest[part].view(-1, GROUP) if last else rest[part].view(1, -1)

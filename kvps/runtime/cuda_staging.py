@@ -93,7 +93,7 @@ class Staging:
         first, size_bytes = self._segment
         if first <= start and stop <= first + size_bytes and self._locks.cover(start, stop):
             return row
-        return torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        return torch.empty(row.shape, dtype=row.dtype, pin_memory=True, device="cpu")
 
 
 def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

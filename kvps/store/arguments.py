@@ -351,7 +351,7 @@ def _blank_for(target: torch.Tensor) -> torch.Tensor:
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool = False) -> torch.Tensor:
     with torch.inference_mode(False):  # else only a thread in that mode may write to it
-        return torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
+        return torch.empty(shape, dtype=dtype, pin_memory=is_pinned, device="cpu")
 
 
 def seconds(name: str, value: object) -> float:

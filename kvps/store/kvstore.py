@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import abc
 import builtins
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 
@@ -1021,6 +1022,18 @@ class KVStore(KVStoreBase, abc.ABC):
             self.close()
         else:
             self._is_closed = True  # waiting for others would hide the error for minutes
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"store {self._name!r} cannot be pickled or copied: it is the connection of process {os.getpid()} to its "
+            "job. Create a store in each process with kvps.create(), or pull in the training process, and give "
+            "tensors to others, such as the workers of a DataLoader"
+        )
 
     def __repr__(self) -> str:
         return f"<KVStore {self.type} {self._name!r} rank {self.rank} of {self.num_workers}>"

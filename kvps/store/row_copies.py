@@ -85,9 +85,13 @@ def marks_of(
 def changes_of(spec: Spec, fresh: Fresh) -> RowChanges:
     """Return what is new of a table."""
     if fresh.whole is not None:
-        return RowChanges(torch.arange(spec.shape[0]), fresh.whole, Holding(fresh.mark))
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *[patch.ids for patch in fresh.patches]])
-    none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype])
+        return RowChanges(
+            torch.arange(spec.shape[0], device="cpu"), fresh.whole, Holding(fresh.mark)
+        )
+    ids = torch.cat(
+        [torch.empty(0, dtype=torch.int64, device="cpu"), *[patch.ids for patch in fresh.patches]]
+    )
+    none = torch.empty(0, spec.width, dtype=TORCH[spec.dtype], device="cpu")
     rows = torch.cat([none, *[patch.rows for patch in fresh.patches]])
     return RowChanges(ids, rows.view(len(ids), *spec.shape[1:]), Holding(fresh.mark))
 

@@ -190,9 +190,9 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
     """
     spec = table_of(name, spec)
     if isinstance(given, torch.Tensor | np.ndarray):
-        ids = torch.as_tensor(given)
+        ids = torch.as_tensor(given, device="cpu")
     elif isinstance(given, list | tuple | range):
-        ids = torch.tensor(list(given), dtype=torch.int64 if not len(given) else None)
+        ids = torch.tensor(list(given), dtype=torch.int64 if not len(given) else None, device="cpu")
     else:
         raise Mismatch(
             f"key {name!r}: row_ids must be a tensor, an array or a list of whole numbers, got "
@@ -213,7 +213,7 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
 
 def dense_of(spec: Spec, rows: Rows) -> torch.Tensor:
     """Return a gradient of all elements of a key, of which some rows are not 0."""
-    dense = torch.zeros(spec.shape[0], spec.width, dtype=TORCH[spec.dtype])
+    dense = torch.zeros(spec.shape[0], spec.width, dtype=TORCH[spec.dtype], device="cpu")
     return dense.index_copy_(0, rows.ids, rows.inorder).view(spec.shape)
 
 
@@ -245,7 +245,7 @@ class Pick:
         flat = wanted.cpu().view(-1)
         self.ids, which = numbered(flat)
         """The numbers of the rows that are asked for, ascending, each once."""
-        self.places = torch.arange(len(self.ids))
+        self.places = torch.arange(len(self.ids), device="cpu")
         """Where each of them is to come: as the user wants them, if he wants each once."""
         self._repeats: torch.Tensor | None = which
         if len(self.ids) == len(flat):

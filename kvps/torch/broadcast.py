@@ -142,7 +142,7 @@ def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
         except ConfigError as raised:
             error, packed = raised, str(raised).encode()
     if kv.num_workers > 1:
-        length = torch.tensor([-len(packed) if error is not None else len(packed)])
+        length = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
         _send(kv, [f"{key}/length"], [length], root)
         size = int(length)
         row = torch.frombuffer(bytearray(packed or bytes(abs(size))), dtype=torch.uint8)

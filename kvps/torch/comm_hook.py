@@ -107,7 +107,9 @@ class CommState:
         known = set(self._kv.keys())
         new = [index for index, name in enumerate(names) if name not in known]
         if new:
-            blank = [torch.zeros(len(values[index]), dtype=buffer.dtype) for index in new]
+            blank = [
+                torch.zeros(len(values[index]), dtype=buffer.dtype, device="cpu") for index in new
+            ]
             self._kv.init([names[index] for index in new], blank)
         # Backward ends where the next forward pass begins: each bucket is more urgent than those before.
         handle = self._kv.pushpull(

@@ -90,7 +90,7 @@ def _gather(
     key = f"gather/{name or ''}"[:240]
     sizes = _exchanged_sizes(kv, f"{key}/sizes", -len(packed) if error else len(packed))
     # Whoever has all sizes knows that all workers have read the bytes of the call before: the key may be replaced.
-    row = torch.zeros(sum(map(abs, sizes)), dtype=torch.uint8)
+    row = torch.zeros(sum(map(abs, sizes)), dtype=torch.uint8, device="cpu")
     kv.broadcast(f"{key}/bytes", row, out=row)
     row.zero_()
     start = sum(map(abs, sizes[:rank]))
@@ -108,8 +108,8 @@ def _gather(
 def _exchanged_sizes(kv: KVStore, key: str, own: int) -> list[int]:
     """Return the size of each rank's bytes; below 0 for the text of an error, and 0 for a worker that has left."""
     if key not in kv.keys():  # noqa: SIM118  # it is no dict
-        kv.init(key, torch.zeros(kv.num_workers, dtype=torch.int64))
-    sizes = torch.zeros(kv.num_workers, dtype=torch.int64)
+        kv.init(key, torch.zeros(kv.num_workers, dtype=torch.int64, device="cpu"))
+    sizes = torch.zeros(kv.num_workers, dtype=torch.int64, device="cpu")
     sizes[kv.rank] = own
     kv.pushpull(key, sizes, out=sizes)
     return [int(size) for size in sizes]

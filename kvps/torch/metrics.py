@@ -53,7 +53,9 @@ def average(
     some: dict[Any, Any] = dict(value) if is_many else {None: value}
     order = sorted(some, key=str)
     rows = [_row(key, some[key]) for key in order]
-    flat = torch.cat([*(row.view(-1) * weight for row in rows), torch.tensor([weight]).double()])
+    flat = torch.cat(
+        [*(row.view(-1) * weight for row in rows), torch.tensor([weight], device="cpu").double()]
+    )
     if not weight:
         flat.zero_()  # also where the value is not finite
     kv = own_store("average", kvstore)
@@ -82,7 +84,7 @@ def _row(key: object, value: object) -> torch.Tensor:
             f"{where} is a tensor of {value.dtype}, {value.layout}; use a real, dense tensor"
         )
     if isinstance(value, numbers.Real):
-        return torch.tensor(float(value), dtype=torch.float64)
+        return torch.tensor(float(value), dtype=torch.float64, device="cpu")
     raise ConfigError(
         f"{where} is a {type(value).__name__}; use a number, a tensor, or a dict of these"
     )

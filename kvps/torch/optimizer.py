@@ -370,7 +370,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         lacks = set(missing)
         names = list(self._model.params)
         used = [name not in lacks and self._model.params[name].requires_grad for name in names]
-        elsewhere = self._used.any(torch.tensor(used))
+        elsewhere = self._used.any(torch.tensor(used, device="cpu"))
         for name, is_used in zip(names, elsewhere.tolist(), strict=True):
             if is_used and name in lacks:
                 self._model.params[name].grad = self._exchange.nothing_for(name)

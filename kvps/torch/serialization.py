@@ -69,7 +69,7 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
             raise ValueError(
                 f"tensors of more bytes than this machine has, as of shape {shape!r:.60}"
             )
-        return torch.empty(shape, dtype=_dtype(name))
+        return torch.empty(shape, dtype=_dtype(name), device="cpu")
 
     def extension(code: int, given: bytes) -> Any:
         return _extension(code, given, read, blank, aside)
@@ -197,7 +197,7 @@ def _extension(
             flat = (
                 torch.frombuffer(bytearray(row), dtype=torch.uint8)
                 if row
-                else torch.empty(0).byte()
+                else torch.empty(0, device="cpu").byte()
             )
             return flat.view(_dtype(name)).view(shape)
         case 9 | 10:  # ARRAY, SCALAR

@@ -169,7 +169,7 @@ class StatisticsExchange:
             f"{PREFIX}{number}/{way}" for way in ("forward", "backward")
         )
         sizes = (2 * channels + 1, 2 * channels)
-        blanks = [torch.zeros(size, dtype=torch.float64) for size in sizes]
+        blanks = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sizes]
         kv.init([self._forward, self._backward], blanks)
 
     def forward(self, sums: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ class PushPull:
                 f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
             )
         octets = DenseGradient.of(packet.payload, BY_NAME["uint8"].id).joined()
-        gradient = torch.empty(sum([run.size for run in message.runs]))
+        gradient = torch.empty(sum([run.size for run in message.runs]), dtype=torch.float32)
         begin = at = 0
         for run in message.runs:
             end = begin + spec.size(message.code, run.size)

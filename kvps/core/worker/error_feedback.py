@@ -221,7 +221,7 @@ class ErrorFeedback:
         if pieces != [(segment.start, segment.size) for segment in share.segments]:
             raise ProtocolError(f"chunk {share.chunk}: deltas of other pieces than requested")
         encoded = from_frame(packet.payload[0], "uint8")
-        values = torch.empty(share.size)
+        values = torch.empty(share.size, dtype=torch.float32)
         begin = at = 0
         for index, (segment, stand) in enumerate(zip(share.segments, answer.runs, strict=True)):
             out = values[at : at + segment.size]
@@ -263,7 +263,7 @@ class ErrorFeedback:
                 f"{len(deltas)} steps to version {version}, and the values here are of {had}"
             )
         for code, encoded in deltas[len(deltas) - missing :]:
-            cached.values.add_(decode(code, encoded, torch.empty(len(out))))
+            cached.values.add_(decode(code, encoded, torch.empty(len(out), dtype=torch.float32)))
         cached.version = version
         out.copy_(cached.values)
 

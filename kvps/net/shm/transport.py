@@ -480,7 +480,7 @@ class SharedMemory:
             block = self._segment.take(size_bytes)
             if block is not None:
                 return torch.from_numpy(block).view(TORCH[dtype])
-        return torch.empty(count, dtype=TORCH[dtype])
+        return torch.empty(count, dtype=TORCH[dtype], device="cpu")
 
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""

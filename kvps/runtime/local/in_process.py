@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import cast
 
 import torch
+from torch._C import DisableTorchFunction
 
 from kvps.core.effects import Copied, Core, Disk, Effects, Finish, Note, Route, Send
 from kvps.core.limits import ALONE
@@ -105,7 +106,8 @@ class InProcessSession:
     @torch.no_grad()
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Carry a call out; its ticket has ended."""
-        with self._lock:
+        # A default device of the script's is not that of the values that the cores make.
+        with self._lock, DisableTorchFunction():
             self._let_time_pass()
             number, ticket = self._ticket()
             deadline = self._now + timeout_s

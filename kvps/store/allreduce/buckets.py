@@ -49,7 +49,7 @@ class Bucket:
 
     def blank(self) -> torch.Tensor:
         """Return a flat tensor of that size on the CPU, contents undefined, uncarried."""
-        return torch.empty(sum(self.sizes), dtype=self.dtype)
+        return torch.empty(sum(self.sizes), dtype=self.dtype, device="cpu")
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the keys' values in a flat tensor, in their shapes; copied only to change type."""

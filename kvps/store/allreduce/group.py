@@ -250,7 +250,7 @@ class CollectiveGroup:
             # gloo cannot give up a collective, and the group waits for it when it is destroyed. But
             # one receive that times out closes all its connections, which ends the others, too.
             with suppress(RuntimeError):
-                word = torch.empty(1)
+                word = torch.empty(1, device="cpu")
                 group.recv([word], (self.rank + 1) % self.size, CANCEL_TAG).wait(AT_ONCE)
         self._board = None
 

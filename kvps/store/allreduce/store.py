@@ -152,7 +152,10 @@ class AllreduceStore(KVStore):
             case calls.Allocate():
                 specs = [self._specs[name] for name in call.keys]
                 return finished(
-                    [torch.empty(spec.shape, dtype=TORCH[spec.dtype]) for spec in specs]
+                    [
+                        torch.empty(spec.shape, dtype=TORCH[spec.dtype], device="cpu")
+                        for spec in specs
+                    ]
                 )
             case calls.Lookup() | calls.SaveResiduals():
                 return finished({})

@@ -161,7 +161,7 @@ class EmbeddingTable:
         given = _ids_of(ids)
         rows = self._rows_of(gradients, tuple(given.shape))
         unique, place = np.unique(given.reshape(-1).cpu().numpy(), return_inverse=True)
-        total = torch.zeros((len(unique), self.dim), dtype=rows.dtype)
+        total = torch.zeros((len(unique), self.dim), dtype=rows.dtype, device="cpu")
         total.index_add_(0, torch.from_numpy(place), rows)
         return self._push(unique, total.to(self.dtype), async_op, timeout)
 
@@ -254,7 +254,7 @@ class EmbeddingTable:
     def _rows_of(self, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:
         """Return gradients as rows, in the type in which they are summed."""
         if isinstance(gradients, list | tuple) and not len(gradients):
-            gradients = torch.empty((*shape, self.dim))
+            gradients = torch.empty((*shape, self.dim), device="cpu")
         if not isinstance(gradients, torch.Tensor | np.ndarray):
             raise Mismatch(
                 f"table {self.name!r}: gradients are a tensor or an array, got "
@@ -286,7 +286,7 @@ class EmbeddingTable:
 
     def __len__(self) -> int:
         """Return how many rows there are, on all servers, after this rank's own pushes."""
-        counts = torch.empty(self._servers, dtype=torch.int64)
+        counts = torch.empty(self._servers, dtype=torch.int64, device="cpu")
         self._make(calls.PullValues(self.store.name, (self._key,), (counts,), 0, 0), None)
         return int(counts.sum())
 

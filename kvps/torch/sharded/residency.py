@@ -144,7 +144,9 @@ class Residency:
         form = self._forms[name]
         param = self._params[name]
         # One element for each: filling a parameter that is away must not fill the others.
-        nothing = torch.full((), float("nan") if form.is_floating_point() else 0, dtype=form.dtype)
+        nothing = torch.full(
+            (), float("nan") if form.is_floating_point() else 0, dtype=form.dtype, device="cpu"
+        )
         with torch.inference_mode(False):
             param.data = nothing.to(param.device).expand(form.shape)
 

@@ -27,7 +27,7 @@ class Agreement:
         self._kv: Any = None
         if workers > 1:
             self._kv = create_own("dist_sync", "agreement")
-            self._kv.init("flags", torch.zeros(count))
+            self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Return for each flag whether it is set at any worker.

@@ -90,7 +90,11 @@ class GradientBucket:
     def gradient(self, name: str) -> torch.Tensor:
         """Return what came back, in the layout in which the gradient left."""
         value = self.values[name]
-        return sparse_of(torch.arange(len(value)), value, value) if name in self._sparse else value
+        return (
+            sparse_of(torch.arange(len(value), device="cpu"), value, value)
+            if name in self._sparse
+            else value
+        )
 
 
 class SparseBucket:

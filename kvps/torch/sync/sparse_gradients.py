@@ -81,4 +81,5 @@ def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torc
         like.shape,
         is_coalesced=True,
         check_invariants=False,
+        device="cpu",
     )

@@ -35,10 +35,10 @@ def to_torch(
         param = params[name]
         entry: dict[str, Any] = {}
         if hyper.name != "sgd":
-            entry["step"] = torch.tensor(float(step))
+            entry["step"] = torch.tensor(float(step), device="cpu")
         updater = create(hyper)
         if isinstance(updater, NAdam):
-            entry["mu_product"] = torch.tensor(updater.product(step))
+            entry["mu_product"] = torch.tensor(updater.product(step), device="cpu")
         for title, row in rows.items():
             entry[title] = row.view(param.shape).to(param.device)
         state[param] = entry

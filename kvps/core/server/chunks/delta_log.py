@@ -64,7 +64,7 @@ class CompressedHistory:
     """The compressed side of a chunk: residuals, and the last steps of each piece."""
 
     def __init__(self, capacity: int) -> None:
-        self.residual = torch.zeros(capacity)
+        self.residual = torch.zeros(capacity, dtype=torch.float32)
         """Difference of exact and published values, float32 [capacity]."""
         self.trails: dict[int, DeltaLog] = {}
         """Start of a piece -> its steps."""
@@ -137,7 +137,7 @@ class CompressedHistory:
             return
         self._owing.add(start)
         octets = encode(code, residual)
-        step = decode(code, octets, torch.empty(stop - start))
+        step = decode(code, octets, torch.empty(stop - start, dtype=torch.float32))
         target.copy_(target + step if adds else step)
         trail = self.trails.get(start)
         if trail is None or trail.version != version - 1 or trail.adds is not adds:

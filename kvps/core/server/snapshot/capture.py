@@ -224,7 +224,9 @@ def _residual(cuts: list[SnapshotPart]) -> torch.Tensor | None:
     """Return the residuals of neighbouring parts; None if they have none."""
     if not any(REST in part.state for part in cuts):
         return None
-    return _joined([part.state.get(REST, torch.zeros(len(part.weight))) for part in cuts])
+    return _joined(
+        [part.state.get(REST, torch.zeros(len(part.weight), dtype=torch.float32)) for part in cuts]
+    )
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
