@@ -15,8 +15,8 @@ KVPS_EXAMPLES     ?= 3000
 KVPS_SCALE_ROUNDS ?= 100
 KVPS_KILLS        ?= 50
 
-# How many tests `make test` runs side by side: one more than there are processors, as many wait for others.
-JOBS ?= $(shell expr $$(nproc 2>/dev/null || echo 2) + 1)
+# How many tests `make test` runs side by side: twice as many as there are processors, as many wait for others.
+JOBS ?= $(shell expr 2 \* $$(nproc 2>/dev/null || echo 2))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit wheel release test-docker clean
