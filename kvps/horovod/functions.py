@@ -144,7 +144,7 @@ def _sent(make: Any, root: int, name: str, process_set: ProcessSet) -> bytes:
     packed, error = b"", None
     if make is not None:
         packed, error = _packed(make)
-    size = torch.tensor([-len(packed) if error is not None else len(packed)])
+    size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
     broadcast_(size, root, f"{name}.size", process_set)
     row = torch.frombuffer(bytearray(packed or bytes(abs(int(size)))), dtype=torch.uint8)
     broadcast_(row, root, f"{name}.bytes", process_set)
@@ -179,7 +179,7 @@ def allgather_object(
     current().running()
     packed, error = _packed(lambda: pack(obj))
     key = f"allgather_object.{name or ''}"
-    size = torch.tensor([-len(packed) if error is not None else len(packed)])
+    size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
     sizes = [int(one) for one in allgather(size, f"{key}.size", process_set)]
     row = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     rows = torch.split(allgather(row, f"{key}.bytes", process_set), [abs(one) for one in sizes])

@@ -54,7 +54,7 @@ class Cycles:
 
     def _make(self) -> None:
         """Make the posts of this rank, and wait for those of the others."""
-        blank = torch.zeros(POST_BYTES, dtype=torch.uint8)
+        blank = torch.zeros(POST_BYTES, dtype=torch.uint8, device="cpu")
         mine = [self._post(self._board.rank, turn) for turn in range(2)]
         tickets = [self._board.make_posts(mine, [blank, blank], self._timeout_s)]
         for rank in self._others:
@@ -69,7 +69,9 @@ class Cycles:
 
     def begin(self) -> None:
         """Begin a cycle: read the messages of the other ranks, as soon as they are there."""
-        self._sinks = {rank: torch.zeros(POST_BYTES, dtype=torch.uint8) for rank in self._others}
+        self._sinks = {
+            rank: torch.zeros(POST_BYTES, dtype=torch.uint8, device="cpu") for rank in self._others
+        }
         self._reads = {rank: self._read(rank) for rank in self._others}
 
     def _read(self, rank: int) -> Ticket:
@@ -102,7 +104,7 @@ class Cycles:
             KvpsError: if a rank has left or is lost, or a server is.
         """
         size = HEAD + len(message)
-        row = torch.zeros(max(size, POST_BYTES), dtype=torch.uint8)
+        row = torch.zeros(max(size, POST_BYTES), dtype=torch.uint8, device="cpu")
         whole = len(message).to_bytes(HEAD, "little") + message
         row[:size] = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
         post = self._post(self._board.rank, self._count % 2)
@@ -128,7 +130,7 @@ class Cycles:
     def _write_rest(self, rest: torch.Tensor) -> Ticket:
         size = class_of(len(rest))
         post, use = self._rest(self._board.rank, size)
-        row = torch.zeros(size, dtype=torch.uint8)
+        row = torch.zeros(size, dtype=torch.uint8, device="cpu")
         row[: len(rest)] = rest
         write = self._board.write if use else self._board.make_posts
         return write([post], [row], self._timeout_s)
@@ -141,7 +143,7 @@ class Cycles:
         for rank in self._others:
             more = HEAD + _length(self._sinks[rank]) - POST_BYTES
             if more > 0:
-                rests[rank] = torch.zeros(class_of(more), dtype=torch.uint8)
+                rests[rank] = torch.zeros(class_of(more), dtype=torch.uint8, device="cpu")
                 uses[rank] = post, use = self._rest(rank, class_of(more))
                 if not use:
                     size = [class_of(more)]

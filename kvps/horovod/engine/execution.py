@@ -116,7 +116,7 @@ class Executor:
 
     def _reducescatter(self, execution: Execution, run: Run, operation: Operation) -> None:
         place, count = run.ranks.index(self._rank), len(run.ranks)
-        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)
         for index, (staged, part) in enumerate(zip(operation.staged, run.first.parts, strict=True)):
             rows = even_rows(part.shape[0], count)
             given = _cut(staged.row, part, rows)
@@ -167,7 +167,7 @@ class Executor:
         execution.deliver.append(give)
 
     def _allgather(self, execution: Execution, run: Run, operation: Operation) -> None:
-        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)
         for index, staged in enumerate(operation.staged):
             shapes = [run.requests[rank].parts[index].shape for rank in run.ranks]
             whole = blank(sum(map(_count, shapes)), staged.row.dtype)
@@ -180,7 +180,7 @@ class Executor:
     def _alltoall(self, execution: Execution, run: Run, operation: Operation) -> None:
         """Exchange rows; the result has the numbers of rows that came from each rank, too."""
         place = run.ranks.index(self._rank)
-        outcome: list[torch.Tensor] = [torch.empty(0)] * len(operation.staged)
+        outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)
         received = []
         for index, staged in enumerate(operation.staged):
             part = run.requests[self._rank].parts[index]
@@ -192,7 +192,7 @@ class Executor:
             execution.plans.append(self._transfers.swap(run.ranks, given, room))
             shape = (sum(rows), *part.shape[1:])
             execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
-            received.append(torch.tensor(rows, dtype=torch.int32))
+            received.append(torch.tensor(rows, dtype=torch.int32, device="cpu"))
         execution.deliver.append(
             lambda: operation.deliver(list(zip(outcome, received, strict=True)))
         )
@@ -253,4 +253,4 @@ def _count(shape: Sequence[int]) -> int:
 
 def _zeros(part: Part) -> torch.Tensor:
     dtype = getattr(torch, part.dtype)
-    return torch.zeros(_count(part.shape), dtype=dtype)
+    return torch.zeros(_count(part.shape), dtype=dtype, device="cpu")

@@ -74,7 +74,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         process_set: ProcessSet = ctx.process_set
-        own = [torch.tensor([rows]) for rows in ctx.rows]
+        own = [torch.tensor([rows], device="cpu") for rows in ctx.rows]
         rows = grouped_allgather(own, process_set=process_set)
         means = grouped_allreduce(list(grads), op=Average, process_set=process_set)
         place = process_set.rank() or 0
@@ -203,7 +203,7 @@ def _splits(
         if len(tensor) % count:
             return (), f"{len(tensor)} rows are not divisible by {count} ranks; give splits"
         return (len(tensor) // count,) * count, ""
-    given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits)
+    given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
         found = f"{given.dtype}{list(given.shape)}"
         return (), f"splits must be whole numbers, one for each rank; got {found}"
