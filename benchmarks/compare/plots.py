@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchmarks.compare.sweeps import Sweep
-from kvps.bench.figures import Measured
+from kvps.bench.figures import Measurement
 
 DOTS_PER_INCH = 150
 TIME = "median time of a round, ms"
 
 
-def draw_bars(rows: Sequence[Measured], path: Path, title: str) -> None:
+def draw_bars(rows: Sequence[Measurement], path: Path, title: str) -> None:
     """Draw one panel per case, one bar per system."""
     cases = list(dict.fromkeys(row.case for row in rows))
     most = max(sum(row.case == case for row in rows) for case in cases)
@@ -28,7 +28,7 @@ def draw_bars(rows: Sequence[Measured], path: Path, title: str) -> None:
     figure.savefig(path, dpi=DOTS_PER_INCH)
 
 
-def _draw_case(panel: Axes, rows: Sequence[Measured]) -> None:
+def _draw_case(panel: Axes, rows: Sequence[Measurement]) -> None:
     medians = [row.median_ms for row in rows]
     below = [row.median_ms - row.extremes_ms[0] for row in rows]
     above = [row.extremes_ms[1] - row.median_ms for row in rows]
@@ -40,7 +40,7 @@ def _draw_case(panel: Axes, rows: Sequence[Measured]) -> None:
     panel.set_title(f"{case.workload}: {case.arrays:,} arrays, {case.payload_bytes / 1e6:,.1f} MB")
 
 
-def draw_sweep(rows: Sequence[Measured], sweep: Sweep, path: Path, title: str) -> None:
+def draw_sweep(rows: Sequence[Measurement], sweep: Sweep, path: Path, title: str) -> None:
     """Draw one line per system, both axes logarithmic."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     panel = figure.add_subplot()

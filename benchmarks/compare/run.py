@@ -17,7 +17,7 @@ from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
 from kvps.bench import figures, hardware, limits, local, run
 from kvps.bench import tables as usual_tables
-from kvps.bench.figures import Case, Measured, Trial
+from kvps.bench.figures import Case, Measurement, Trial
 from kvps.bench.processes import Leash
 from kvps.bench.systems import System
 
@@ -59,7 +59,7 @@ def _measure(
     return trial
 
 
-def _print(console: Console, plan: Comparison, rows: list[Measured]) -> None:
+def _print(console: Console, plan: Comparison, rows: list[Measurement]) -> None:
     console.print(run.caption(plan, _title(plan)), soft_wrap=True)
     if plan.sweep is not None:
         console.print(tables.table_of_sweep(rows, plan.sweep))
@@ -88,8 +88,8 @@ def _settings(plan: Comparison) -> dict[str, object]:
     }
 
 
-def _traffic(plan: Comparison) -> Callable[[Measured], dict[str, object]]:
-    def traffic(row: Measured) -> dict[str, object]:
+def _traffic(plan: Comparison) -> Callable[[Measurement], dict[str, object]]:
+    def traffic(row: Measurement) -> dict[str, object]:
         links = traffic_of(row) if plan.hosts else ()
         return {
             "traffic": [
@@ -102,7 +102,7 @@ def _traffic(plan: Comparison) -> Callable[[Measured], dict[str, object]]:
     return traffic
 
 
-def _draw(plan: Comparison, rows: list[Measured]) -> None:
+def _draw(plan: Comparison, rows: list[Measurement]) -> None:
     from benchmarks.compare import plots  # loads matplotlib, which not everybody has
 
     assert plan.plot is not None

@@ -9,11 +9,11 @@ from rich.table import Table
 from benchmarks.compare.networks.layout import Hosts
 from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.sweeps import Sweep
-from kvps.bench.figures import Measured
+from kvps.bench.figures import Measurement
 from kvps.bench.tables import add_time_columns, times_of
 
 
-def table_of_sweep(rows: Sequence[Measured], sweep: Sweep) -> Table:
+def table_of_sweep(rows: Sequence[Measurement], sweep: Sweep) -> Table:
     """Return all systems, value by value."""
     table = Table()
     table.add_column(sweep.axis, justify="right")
@@ -27,7 +27,7 @@ def table_of_sweep(rows: Sequence[Measured], sweep: Sweep) -> Table:
     return table
 
 
-def table_of_network(rows: Sequence[Measured], link_bytes_per_s: float) -> Table:
+def table_of_network(rows: Sequence[Measurement], link_bytes_per_s: float) -> Table:
     """Return all systems, with how near they come to what a link allows."""
     table = Table()
     for name in ("workload", "system"):
@@ -44,7 +44,7 @@ def table_of_network(rows: Sequence[Measured], link_bytes_per_s: float) -> Table
     return table
 
 
-def table_of_traffic(rows: Sequence[Measured], hosts: Hosts) -> Table:
+def table_of_traffic(rows: Sequence[Measurement], hosts: Hosts) -> Table:
     """Return what each host's link carried in a round."""
     table = Table()
     for name in ("workload", "system", "host", "holds"):

@@ -46,7 +46,7 @@ class Trial:
 
 
 @dataclass(slots=True)
-class Measured:
+class Measurement:
     """All trials of one system in one case."""
 
     case: Case
@@ -70,14 +70,14 @@ def alternate(
     systems: Sequence[str],
     repeat: int,
     measure: Callable[[Case, str], Trial],
-) -> list[Measured]:
+) -> list[Measurement]:
     """Measure every system in every case ``repeat`` times, one system after the other.
 
     Machines drift: A, B, C, A, B, C has all systems drift alike, A, A, B, B, C, C has not.
     """
     rows = []
     for case in cases:
-        of_case = [Measured(case, system) for system in systems]
+        of_case = [Measurement(case, system) for system in systems]
         for _ in range(repeat):
             for row in of_case:
                 row.trials.append(measure(case, row.system))
@@ -90,7 +90,7 @@ def slowest(workers: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(max(times) for times in zip(*workers, strict=True))
 
 
-def ratio_of(row: Measured, rows: Sequence[Measured]) -> float | None:
+def ratio_of(row: Measurement, rows: Sequence[Measurement]) -> float | None:
     """Return the row's time over gloo's in the same case; None if gloo was not measured."""
     for other in rows:
         if other.case == row.case and other.system == BASE:
@@ -99,11 +99,11 @@ def ratio_of(row: Measured, rows: Sequence[Measured]) -> float | None:
 
 
 def document(
-    rows: Sequence[Measured],
+    rows: Sequence[Measurement],
     machine: Mapping[str, object],
     settings: Mapping[str, object],
     limits: Mapping[str, float],
-    more_of: Callable[[Measured], Mapping[str, object]] = lambda row: {},
+    more_of: Callable[[Measurement], Mapping[str, object]] = lambda row: {},
 ) -> dict[str, object]:
     """Return everything as what JSON can hold; ``more_of`` adds entries to a row."""
     return {
@@ -114,7 +114,7 @@ def document(
     }
 
 
-def _row(row: Measured, rows: Sequence[Measured]) -> dict[str, object]:
+def _row(row: Measurement, rows: Sequence[Measurement]) -> dict[str, object]:
     return {
         "workload": row.case.workload,
         "payload_bytes": row.case.payload_bytes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from kvps.bench.figures import Measured, ratio_of
+from kvps.bench.figures import Measurement, ratio_of
 
 
 def headline(machine: Mapping[str, object]) -> str:
@@ -20,7 +20,7 @@ def headline(machine: Mapping[str, object]) -> str:
     return line
 
 
-def table_of(rows: Sequence[Measured]) -> Table:
+def table_of(rows: Sequence[Measurement]) -> Table:
     """Return all systems, workload by workload."""
     table = Table()
     for name in ("workload", "arrays", "MB", "system"):
@@ -51,7 +51,7 @@ def add_time_columns(table: Table) -> None:
         table.add_column(name, justify="right")
 
 
-def times_of(row: Measured, rows: Sequence[Measured]) -> tuple[str, str, str]:
+def times_of(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, str, str]:
     """Return a row's median, the range of its trials, and its ratio to gloo."""
     ratio = ratio_of(row, rows)
     least, most = row.extremes_ms

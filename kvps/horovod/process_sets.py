@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from kvps.horovod.engine.context import Context, begin, current
 from kvps.horovod.engine.operation import Operation
-from kvps.horovod.negotiation.request import ADD_SET, REMOVE_SET, Request
+from kvps.horovod.negotiation.request import ADD_SET, REMOVE_SET, CollectiveRequest
 
 
 class ProcessSet:
@@ -155,7 +155,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number not in mine.running().sets:
         process_set.process_set_id = None
         return False
-    request = Request(mine.name(None, REMOVE_SET), REMOVE_SET, root=number)
+    request = CollectiveRequest(mine.name(None, REMOVE_SET), REMOVE_SET, root=number)
     mine.synchronize(mine.submit(Operation(request)))
     process_set.process_set_id = None
     return True
@@ -179,7 +179,7 @@ def _register(mine: Context, one: ProcessSet) -> None:
     size = mine.running().size
     if not one.ranks or any(not 0 <= rank < size for rank in one.ranks):
         raise ValueError(f"{one}: give ranks from 0 to {size - 1}")
-    request = Request(mine.name(None, ADD_SET), ADD_SET, ranks=tuple(one.ranks))
+    request = CollectiveRequest(mine.name(None, ADD_SET), ADD_SET, ranks=tuple(one.ranks))
     number = mine.synchronize(mine.submit(Operation(request)))
     assert isinstance(number, int)
     one.process_set_id = number

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import Any
 
 from kvps.core.counts import LINK_BUSY, LINK_WATCHED, STALENESS, STALENESS_BOUNDS, bounds_of
-from kvps.core.scheduler.measurements import ServerFigures
+from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.observe.findings import findings
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import StoreFigures

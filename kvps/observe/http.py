@@ -38,7 +38,7 @@ SEND_BYTES = 256 << 10
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
 
 
-class Server(ThreadingHTTPServer):
+class HttpServer(ThreadingHTTPServer):
     """Serves the samples of one process.
 
     Args:
@@ -169,7 +169,7 @@ class Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Server
+    server: HttpServer
     timeout = READ_MAX_S
 
     def do_GET(self) -> None:
@@ -223,9 +223,9 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def serving(
     place: Place, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
-) -> Iterator[Server]:
+) -> Iterator[HttpServer]:
     """Serve at ``place`` as long as the block runs."""
-    server = Server(place, role, sampler, cluster)
+    server = HttpServer(place, role, sampler, cluster)
     host, port = server.server_address[:2]
     log.info("http at %s:%s", host, port)
     thread = threading.Thread(target=server.serve_forever, name="kvps-http", daemon=True)

@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
 from kvps.core.effects import Core, Effects
-from kvps.core.scheduler.measurements import ServerFigures
+from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.net.transport import Refusals
 
 C = TypeVar("C", bound=Core)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from kvps.core.scheduler.fault_log import Fault
+from kvps.core.scheduler.figures.fault_log import Fault
 from kvps.core.scheduler.job import Job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.scheduler import Scheduler

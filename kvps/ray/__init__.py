@@ -12,16 +12,16 @@ from kvps.ray.plan import demand_version
 
 if TYPE_CHECKING:
     from kvps.ray.backend import KvpsConfig
-    from kvps.ray.context import Cluster, Seat, cluster
+    from kvps.ray.context import RayCluster, WorkerSeat, cluster
 
 _HOME_OF = {
     "KvpsConfig": "kvps.ray.backend",
-    "Cluster": "kvps.ray.context",
-    "Seat": "kvps.ray.context",
+    "RayCluster": "kvps.ray.context",
+    "WorkerSeat": "kvps.ray.context",
     "cluster": "kvps.ray.context",
 }
 
-__all__ = ["Cluster", "KvpsConfig", "Seat", "cluster"]
+__all__ = ["RayCluster", "KvpsConfig", "WorkerSeat", "cluster"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ END_MAX_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSeat:
     """The place of one worker, for the task or actor that is this worker.
 
     It may be an argument of a task, a method or a constructor. Use it as a context manager around the work of a task; an
@@ -62,7 +62,7 @@ class Seat:
         """
         worker.leave(None)
 
-    def __enter__(self) -> Seat:
+    def __enter__(self) -> WorkerSeat:
         self.join()
         return self
 
@@ -75,7 +75,7 @@ class Seat:
         worker.leave(error)
 
 
-class Cluster:
+class RayCluster:
     """A cluster that :func:`cluster` started."""
 
     def __init__(self, started: StartedCluster) -> None:
@@ -85,7 +85,7 @@ class Cluster:
         self._settings = started.settings
         self._keys = ray.put(started.worker_keys())
 
-    def seat(self, rank: int) -> Seat:
+    def seat(self, rank: int) -> WorkerSeat:
         """Return the place of a worker, to be given to the task or actor that is this worker.
 
         Raises:
@@ -95,7 +95,7 @@ class Cluster:
             raise ConfigError(
                 f"rank={rank!r}: this cluster has {self.workers} workers, so use 0 to {self.workers - 1}"
             )
-        return Seat(self.scheduler, rank, self._settings, self._keys)
+        return WorkerSeat(self.scheduler, rank, self._settings, self._keys)
 
 
 @contextmanager
@@ -111,10 +111,10 @@ def cluster(
     start_timeout: float = START_MAX_S,
     env: Mapping[str, str] | None = None,
     log_level: str = "warning",
-) -> Iterator[Cluster]:
+) -> Iterator[RayCluster]:
     """Run a scheduler and servers on the Ray cluster while a block runs.
 
-    The workers are tasks or actors of the program, each with a :class:`Seat`. Wait for them before the block ends. All
+    The workers are tasks or actors of the program, each with a :class:`WorkerSeat`. Wait for them before the block ends. All
     actors of kvps end with the block, and with the driver however it ends.
 
     Args:
@@ -160,7 +160,7 @@ def cluster(
     started = StartedCluster(plan, workers, checkpoint_dir)
     patience_s = 0.0
     try:
-        yield Cluster(started)
+        yield RayCluster(started)
         patience_s = END_MAX_S
     finally:
         if not started.end(patience_s) and patience_s:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Refuse, Run
-from kvps.horovod.negotiation.request import ALLREDUCE, Part, Request
+from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Execute, Refuse
+from kvps.horovod.negotiation.request import ALLREDUCE, CollectiveRequest, Part
 from kvps.horovod.negotiation.turn import Turn, pack, unpack
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[list[list[Request]], list[int], list[list[int]]]:
+def jobs(draw: st.DrawFn) -> tuple[list[list[CollectiveRequest]], list[int], list[list[int]]]:
     """Programs by rank, how often each name is used, and how much each rank says in each cycle."""
     size = draw(st.integers(1, 4))
     uses = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
@@ -34,7 +34,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[list[Request]], list[int], list[list[int
             length = 2 if (rank, name, seen[name]) in strange else 1
             seen[name] += 1
             program.append(
-                Request(str(name), ALLREDUCE, parts=(Part("int8", (length,)),), op="sum")
+                CollectiveRequest(str(name), ALLREDUCE, parts=(Part("int8", (length,)),), op="sum")
             )
         programs.append(program)
     cycles = draw(st.lists(st.lists(st.integers(0, 3), min_size=size, max_size=size), max_size=12))
@@ -43,12 +43,12 @@ def jobs(draw: st.DrawFn) -> tuple[list[list[Request]], list[int], list[list[int
 
 @given(jobs())
 def test_what_fits_runs_once_and_what_does_not_is_told_to_every_rank_once(
-    job: tuple[list[list[Request]], list[int], list[list[int]]],
+    job: tuple[list[list[CollectiveRequest]], list[int], list[list[int]]],
 ) -> None:
     programs, uses, cycles = job
     size = len(programs)
     coordinator = Coordinator(size)
-    asked: list[list[Request]] = [[] for _ in programs]
+    asked: list[list[CollectiveRequest]] = [[] for _ in programs]
     under_way: list[set[str]] = [set() for _ in programs]
     ran: dict[str, list[tuple[int, ...]]] = {}
     refused: dict[str, list[int]] = {}
@@ -56,7 +56,7 @@ def test_what_fits_runs_once_and_what_does_not_is_told_to_every_rank_once(
     for lengths in [*cycles, *everything]:
         turns = []
         for rank, length in enumerate(lengths):
-            said: list[Request] = []
+            said: list[CollectiveRequest] = []
             for request in list(programs[rank]):
                 # A rank waits for an operation before it uses the name again, and goes on with other names.
                 if len(said) < length and request.name not in under_way[rank]:
@@ -66,7 +66,7 @@ def test_what_fits_runs_once_and_what_does_not_is_told_to_every_rank_once(
             asked[rank] += said
             turns.append((rank, unpack(pack(Turn(tuple(said))))))
         for decision in coordinator.take(turns):
-            if isinstance(decision, Run):
+            if isinstance(decision, Execute):
                 name = decision.first.name
                 assert sorted(decision.requests) == list(range(size))
                 lengths_ = {one.parts for one in decision.requests.values()}
@@ -97,12 +97,15 @@ def test_joins_end_with_the_last_rank_and_nothing_waits(
     order: list[int], counts: list[int]
 ) -> None:
     coordinator = Coordinator(4)
-    request = [Request(str(n), ALLREDUCE, parts=(Part("int8", (1,)),), op="sum") for n in range(4)]
+    request = [
+        CollectiveRequest(str(n), ALLREDUCE, parts=(Part("int8", (1,)),), op="sum")
+        for n in range(4)
+    ]
     ran, last = 0, None
     for rank in order:
         said = tuple(request[: counts[rank]])
         for decision in coordinator.take([(rank, Turn(said, has_joined=True))]):
-            if isinstance(decision, Run):
+            if isinstance(decision, Execute):
                 ran += 1
                 assert set(decision.requests) == {
                     r for r in range(4) if counts[r] > int(decision.first.name)

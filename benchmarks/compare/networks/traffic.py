@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from kvps.bench.figures import Measured, Trial
+from kvps.bench.figures import Measurement, Trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def traffic_between(
     )
 
 
-def traffic_of(row: Measured) -> tuple[Traffic, ...]:
+def traffic_of(row: Measurement) -> tuple[Traffic, ...]:
     """Return what each host's link carried in a round, as the median of the trials."""
     trials = [trial for trial in row.trials if isinstance(trial, NetworkTrial)]
     return tuple(
@@ -54,7 +54,7 @@ def traffic_of(row: Measured) -> tuple[Traffic, ...]:
     )
 
 
-def cpu_s_per_gb(row: Measured) -> float:
+def cpu_s_per_gb(row: Measurement) -> float:
     """Return the processor time that 10^9 bytes on a link took at both ends together; the median of the trials."""
     return statistics.median(
         1e9 * trial.cpu_s / sum(link.out_bytes for link in trial.traffic)

@@ -29,15 +29,15 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
-from kvps.core.scheduler.fault_log import FaultLog
-from kvps.core.scheduler.measurements import ServerMeasurements
+from kvps.core.scheduler.figures.fault_log import FaultLog
+from kvps.core.scheduler.figures.measurements import ServerMeasurements
+from kvps.core.scheduler.figures.status import StatusReport
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rendezvous import RendezvousTable
 from kvps.core.scheduler.saved_state import SavedState, dump, load
 from kvps.core.scheduler.seat import SEATS, Seat, Settings, State
-from kvps.core.scheduler.status import StatusReport
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome

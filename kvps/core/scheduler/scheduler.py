@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 from kvps import protocol as p
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
+from kvps.core.scheduler.figures.status import figures, sights
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
-from kvps.core.scheduler.status import figures, sights
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.errors import (
     ConfigError,

@@ -20,6 +20,7 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
+from kvps.core.server.figures.stragglers import Stall
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
@@ -28,7 +29,6 @@ from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Ses
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.store import ServerStore, Setting
-from kvps.core.server.stragglers import Stall
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import (
     ConfigError,

@@ -31,7 +31,7 @@ SHORT_S, PAUSE_S = 0.01, 0.1
 """If values took less than the first, no PING is sent for the second."""
 
 
-class Passed(NamedTuple):
+class LinkUse(NamedTuple):
     """The time since the last PONG, and for how much of it values were under way."""
 
     watched_s: float
@@ -90,7 +90,7 @@ class Link:
             return False
         return self._ask(now)
 
-    def answered(self, number: int, sending_s: float, now: float) -> Passed | None:
+    def answered(self, number: int, sending_s: float, now: float) -> LinkUse | None:
         """Take in a PONG; return None if it answers none but an older PING.
 
         Args:
@@ -109,7 +109,7 @@ class Link:
         watched_s = now - heard[0]
         # In this order, a sum that is not a number counts as none.
         in_s = min(watched_s, max(0.0, sending_s - heard[1]))
-        return Passed(watched_s, in_s, min(watched_s, out_s))
+        return LinkUse(watched_s, in_s, min(watched_s, out_s))
 
     def follows(self, now: float) -> bool:
         """Return whether another PING follows the answered PING, because of values that were sent behind it."""

@@ -37,12 +37,12 @@ from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
+from kvps.core.server.figures.stragglers import Stall, StragglerLog
 from kvps.core.server.figures.tally import Tally
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
-from kvps.core.server.stragglers import Stall, StragglerLog
 from kvps.errors import (
     ConfigError,
     KvpsError,

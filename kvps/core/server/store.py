@@ -22,9 +22,9 @@ from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
+from kvps.core.server.figures.nonfinite_log import NonFiniteLog
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget, Terms
-from kvps.core.server.nonfinite_log import NonFiniteLog
 from kvps.core.server.options import AGREED, check_options
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, ProtocolError

@@ -23,9 +23,16 @@ from kvps.horovod.engine.cycles import Cycles
 from kvps.horovod.engine.execution import Execution, Executor
 from kvps.horovod.engine.operation import Operation
 from kvps.horovod.engine.transfers import Transfers
-from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Decision, Over, Refuse, Run
+from kvps.horovod.negotiation.coordinator import (
+    AllJoined,
+    Coordinator,
+    Decision,
+    Execute,
+    Over,
+    Refuse,
+)
 from kvps.horovod.negotiation.fusion import fused
-from kvps.horovod.negotiation.request import Key, Part, Request
+from kvps.horovod.negotiation.request import CollectiveRequest, Key, Part
 from kvps.horovod.negotiation.turn import Turn, pack, unpack
 from kvps.phrases import ranks_in_words
 from kvps.torch.distributed.board import Board
@@ -83,7 +90,7 @@ class Engine:
         self.rank, self.size = board.rank, board.workers
         self._wake = threading.Event()
         self._lock = threading.Lock()
-        self._outbox: list[Request] = []
+        self._outbox: list[CollectiveRequest] = []
         self._mine: dict[Key, Operation] = {}
         """Operations that are not over, by process set and name."""
         self._threads: set[int] = set()
@@ -159,7 +166,7 @@ class Engine:
             self._demand_running()
             if self._join is not None:
                 raise HorovodInternalError("join() has been called on this rank and is not over")
-            operation = self._join = Operation(Request("join", "barrier"))
+            operation = self._join = Operation(CollectiveRequest("join", "barrier"))
             self._is_join_said = False
         self._wake.set()
         operation.wait_for(None)
@@ -224,10 +231,10 @@ class Engine:
             return Turn(requests, has_joined, self._over, waits_for)
 
     def _take(self, decisions: Sequence[Decision]) -> None:
-        runs: list[tuple[Run, int]] = []
+        runs: list[tuple[Execute, int]] = []
         for decision in decisions:
             match decision:
-                case Run():
+                case Execute():
                     runs.append((decision, sum(map(_bytes, decision.first.parts))))
                 case Refuse(key, ranks, reason):
                     if self.rank in ranks:
@@ -248,7 +255,7 @@ class Engine:
         operation.deliver([last])
         operation.end()
 
-    def _carry_out(self, bucket: Sequence[Run]) -> None:
+    def _carry_out(self, bucket: Sequence[Execute]) -> None:
         """Begin the transfers of a bucket."""
         keys = [run.first.key for run in bucket]
         with self._lock:

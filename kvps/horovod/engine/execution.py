@@ -15,12 +15,12 @@ import torch
 from kvps.horovod.engine.arithmetic import adasum, finish
 from kvps.horovod.engine.operation import Operation
 from kvps.horovod.engine.transfers import Plan, Transfers
-from kvps.horovod.negotiation.coordinator import Run
+from kvps.horovod.negotiation.coordinator import Execute
 from kvps.horovod.negotiation.request import (
     SUMMING,
+    CollectiveRequest,
     Key,
     Part,
-    Request,
 )
 from kvps.torch.distributed.host_tensor import Staged, blank, fold, octets
 
@@ -43,7 +43,7 @@ class _Row:
     """One tensor of a reduction: its elements here, and where the result goes."""
 
     row: torch.Tensor
-    request: Request
+    request: CollectiveRequest
     staged: Staged | None
     """None on a rank that has joined."""
 
@@ -60,7 +60,7 @@ class Executor:
     def __init__(self, transfers: Transfers, rank: int, size: int) -> None:
         self._transfers, self._rank, self._size = transfers, rank, size
 
-    def plan(self, bucket: Sequence[Run], mine: Mapping[Key, Operation]) -> Execution:
+    def plan(self, bucket: Sequence[Execute], mine: Mapping[Key, Operation]) -> Execution:
         """Return what this rank does for a bucket; nothing if it takes no part.
 
         Args:
@@ -87,7 +87,7 @@ class Executor:
     # --- reductions -----------------------------------------------------------------------------
 
     def _reduce(
-        self, execution: Execution, bucket: Sequence[Run], mine: Mapping[Key, Operation]
+        self, execution: Execution, bucket: Sequence[Execute], mine: Mapping[Key, Operation]
     ) -> None:
         """Reduce the tensors of one element type as one row."""
         by_type: dict[torch.dtype, list[_Row]] = {}
@@ -110,11 +110,11 @@ class Executor:
                 execution.plans.append(self._transfers.gather(active, flat, room))
                 execution.deliver.append(partial(_give_folds, room, rows, len(run.ranks)))
 
-    def _is_round(self, run: Run, dtype: torch.dtype) -> bool:
+    def _is_round(self, run: Execute, dtype: torch.dtype) -> bool:
         """Whether the servers add up: a round is of all ranks of the job."""
         return len(run.ranks) == self._size and self._transfers.is_summable(dtype)
 
-    def _reducescatter(self, execution: Execution, run: Run, operation: Operation) -> None:
+    def _reducescatter(self, execution: Execution, run: Execute, operation: Operation) -> None:
         place, count = run.ranks.index(self._rank), len(run.ranks)
         outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)
         for index, (staged, part) in enumerate(zip(operation.staged, run.first.parts, strict=True)):
@@ -141,7 +141,7 @@ class Executor:
     # --- moves ----------------------------------------------------------------------------------
 
     def _broadcast(
-        self, execution: Execution, bucket: Sequence[Run], mine: Mapping[Key, Operation]
+        self, execution: Execution, bucket: Sequence[Execute], mine: Mapping[Key, Operation]
     ) -> None:
         """Send all tensors of a bucket as one row of bytes."""
         run = bucket[0]
@@ -166,7 +166,7 @@ class Executor:
 
         execution.deliver.append(give)
 
-    def _allgather(self, execution: Execution, run: Run, operation: Operation) -> None:
+    def _allgather(self, execution: Execution, run: Execute, operation: Operation) -> None:
         outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)
         for index, staged in enumerate(operation.staged):
             shapes = [run.requests[rank].parts[index].shape for rank in run.ranks]
@@ -177,7 +177,7 @@ class Executor:
             execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
         execution.deliver.append(lambda: operation.deliver(outcome))
 
-    def _alltoall(self, execution: Execution, run: Run, operation: Operation) -> None:
+    def _alltoall(self, execution: Execution, run: Execute, operation: Operation) -> None:
         """Exchange rows; the result has the numbers of rows that came from each rank, too."""
         place = run.ranks.index(self._rank)
         outcome: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(operation.staged)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvps.horovod.common.exceptions import HorovodInternalError
-from kvps.horovod.negotiation.request import Part, Request
+from kvps.horovod.negotiation.request import CollectiveRequest, Part
 from kvps.torch.distributed.host_tensor import Staged
 
 
@@ -25,7 +25,7 @@ class Operation:
 
     def __init__(
         self,
-        request: Request,
+        request: CollectiveRequest,
         tensors: Sequence[torch.Tensor] = (),
         is_list: bool = False,
         results: Sequence[torch.Tensor] | None = None,

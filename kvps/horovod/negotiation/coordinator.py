@@ -24,8 +24,8 @@ from kvps.horovod.negotiation.request import (
     ALLREDUCE,
     BARRIER,
     REMOVE_SET,
+    CollectiveRequest,
     Key,
-    Request,
     difference,
     own_fault,
 )
@@ -39,7 +39,7 @@ JOINABLE = (ALLREDUCE, BARRIER)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Execute:
     """An operation that all its ranks carry out now.
 
     Attributes:
@@ -49,13 +49,13 @@ class Run:
         process_set: of ``add_process_set``: the number of the new set.
     """
 
-    requests: Mapping[int, Request]
+    requests: Mapping[int, CollectiveRequest]
     ranks: tuple[int, ...]
     joined: tuple[int, ...] = ()
     process_set: int = WORLD
 
     @property
-    def first(self) -> Request:
+    def first(self) -> CollectiveRequest:
         """The request of the lowest rank that made a request."""
         return self.requests[min(self.requests)]
 
@@ -84,14 +84,14 @@ class Over:
     reason: str
 
 
-Decision = Run | Refuse | AllJoined | Over
+Decision = Execute | Refuse | AllJoined | Over
 
 
 @dataclass(slots=True)
 class _Entry:
     """One operation that is not decided, or that not every rank has heard of."""
 
-    requests: dict[int, Request] = field(default_factory=dict)
+    requests: dict[int, CollectiveRequest] = field(default_factory=dict)
     refusal: str = ""
 
     @property
@@ -124,7 +124,7 @@ class Coordinator:
         """Number of each process set -> its ranks."""
         return self._sets
 
-    def missing(self) -> list[tuple[Request, tuple[int, ...]]]:
+    def missing(self) -> list[tuple[CollectiveRequest, tuple[int, ...]]]:
         """Return a request of each operation that is not decided, and the ranks that have not requested it."""
         found = []
         for entries in self._entries.values():
@@ -167,7 +167,7 @@ class Coordinator:
             return [*decisions, over]
         return decisions + self._stuck()
 
-    def _request(self, rank: int, request: Request) -> list[Decision]:
+    def _request(self, rank: int, request: CollectiveRequest) -> list[Decision]:
         """Put a request into its operation; refuse the operation if it does not fit."""
         entries = self._entries.setdefault(request.key, deque())
         entry = next((one for one in entries if rank not in one.requests), None)
@@ -181,7 +181,7 @@ class Coordinator:
             reason = difference(entry.first, entry.requests[entry.first], rank, request)
         return [self._refuse(entry, reason)] if reason else []
 
-    def _fault(self, rank: int, request: Request) -> str:
+    def _fault(self, rank: int, request: CollectiveRequest) -> str:
         ranks = self._sets.get(request.process_set)
         if ranks is None:
             return f"rank {rank}: there is no process set {request.process_set}"
@@ -226,7 +226,7 @@ class Coordinator:
             if busy:
                 return self._refuse(entry, f"{busy[0]!r} is not done in process set {request.root}")
             self._sets.pop(request.root, None)
-        return Run(dict(sorted(entry.requests.items())), ranks, joined, number)
+        return Execute(dict(sorted(entry.requests.items())), ranks, joined, number)
 
     def _active(self, entry: _Entry) -> list[int]:
         """Return the ranks that have to request the operation before it is over."""
@@ -281,5 +281,5 @@ class Coordinator:
                 )
             assert not all(rank in entries[0].requests for rank in self._active(entries[0]))
 
-    def _of(self, entry: _Entry) -> Request:
+    def _of(self, entry: _Entry) -> CollectiveRequest:
         return entry.requests[entry.first]

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from kvps.horovod.negotiation.coordinator import Run
+from kvps.horovod.negotiation.coordinator import Execute
 from kvps.horovod.negotiation.request import ALLREDUCE, BROADCAST, SUMMING
 
 
-def fused(runs: Sequence[tuple[Run, int]], limit: int) -> list[list[Run]]:
+def fused(runs: Sequence[tuple[Execute, int]], limit: int) -> list[list[Execute]]:
     """Return the operations of a cycle as buckets, in their order.
 
     The sums of one process set and element type share buckets, and so do the broadcasts of one root. The place of a
@@ -21,8 +21,8 @@ def fused(runs: Sequence[tuple[Run, int]], limit: int) -> list[list[Run]]:
         runs: operations, each with the bytes of its tensors.
         limit: bytes of a bucket, unless its only operation is larger; 0 fuses nothing.
     """
-    buckets: list[list[Run]] = []
-    latest: dict[Hashable, tuple[list[Run], int]] = {}
+    buckets: list[list[Execute]] = []
+    latest: dict[Hashable, tuple[list[Execute], int]] = {}
     for run, size in runs:
         kind = _kind(run)
         bucket, filled = latest.get(kind, ([], 0))
@@ -35,7 +35,7 @@ def fused(runs: Sequence[tuple[Run, int]], limit: int) -> list[list[Run]]:
     return buckets
 
 
-def _kind(run: Run) -> Hashable:
+def _kind(run: Execute) -> Hashable:
     """Return what operations of one bucket have in common; None if this one travels alone."""
     request = run.first
     if request.kind == BROADCAST:

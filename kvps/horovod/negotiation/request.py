@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CollectiveRequest:
     """One rank's part in a collective.
 
     Attributes:
@@ -77,12 +77,12 @@ class Request:
         return self.process_set, self.name
 
 
-def difference(first: int, one: Request, second: int, other: Request) -> str:
+def difference(first: int, one: CollectiveRequest, second: int, other: CollectiveRequest) -> str:
     """Return how the requests of two ranks differ, in words; empty if they fit together.
 
     Example:
-        >>> one = Request("x", ALLREDUCE, parts=(Part("float32", (2,)),), op="sum")
-        >>> other = Request("x", ALLREDUCE, parts=(Part("float32", (3,)),), op="sum")
+        >>> one = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2,)),), op="sum")
+        >>> other = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (3,)),), op="sum")
         >>> difference(0, one, 1, other)
         'shapes differ: rank 0 has float32[2], rank 1 has float32[3]'
     """
@@ -119,7 +119,7 @@ def _compared(kind: str, part: Part) -> tuple[int, ...]:
     return part.shape
 
 
-def own_fault(request: Request, ranks: Sequence[int]) -> str:
+def own_fault(request: CollectiveRequest, ranks: Sequence[int]) -> str:
     """Return what is wrong with a request by itself, in words; empty if nothing is.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 
 from kvps.errors import ProtocolError
-from kvps.horovod.negotiation.request import KINDS, NAME_MAX, Key, Part, Request
+from kvps.horovod.negotiation.request import KINDS, NAME_MAX, CollectiveRequest, Key, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Turn:
         waits_for: the operation that the only thread of the rank that makes requests waits for.
     """
 
-    requests: tuple[Request, ...] = ()
+    requests: tuple[CollectiveRequest, ...] = ()
     has_joined: bool = False
     over: str = ""
     waits_for: Key | None = None
@@ -93,11 +93,11 @@ def _request(
     splits: Any,
     ranks: Any,
     fault: Any,
-) -> Request:
+) -> CollectiveRequest:
     _key(process_set, name)
     _demand(kind in KINDS and type(op) is str and type(root) is int and type(fault) is str)
     _demand(type(prescale) is float and type(postscale) is float)
-    return Request(
+    return CollectiveRequest(
         *(name, kind, process_set),
         tuple([_part(*part) for part in parts]),
         *(op, root, prescale, postscale),

@@ -15,7 +15,7 @@ from kvps.horovod.negotiation.request import (
     ALLTOALL,
     BARRIER,
     REDUCESCATTER,
-    Request,
+    CollectiveRequest,
 )
 from kvps.horovod.process_sets import ProcessSet, global_process_set
 
@@ -55,7 +55,7 @@ def begin(
         )
     if not process_set.included():
         raise ValueError(f"{kind}: rank {rank} is not in {process_set}; see included()")
-    request = Request(mine.name(name, kind), kind, number, parts_of(tensors), **more)
+    request = CollectiveRequest(mine.name(name, kind), kind, number, parts_of(tensors), **more)
     return mine.submit(Operation(request, tensors, is_list, results))
 
 
@@ -65,7 +65,7 @@ def refuse(kind: str, name: str | None, process_set: ProcessSet, text: str) -> I
     mine = current()
     number = process_set.process_set_id
     if mine.engine is not None and number is not None and process_set.included():
-        request = Request(mine.name(name, kind), kind, number, fault=text)
+        request = CollectiveRequest(mine.name(name, kind), kind, number, fault=text)
         try:
             mine.running().submit(Operation(request))
         except (ValueError, HorovodInternalError):

@@ -52,7 +52,7 @@ WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 """The type of the servers' weights where the model's is too coarse for their small updates."""
 
 
-class InFlight(NamedTuple):
+class FragmentInFlight(NamedTuple):
     """A fragment on its way."""
 
     handle: Handle
@@ -147,7 +147,7 @@ class DiLoCo:
         self._hyper = outer_of(outer, lr, momentum)
         self._inner = inner_optimizer
         self._hook: Any = None
-        self._away: InFlight | None = None
+        self._away: FragmentInFlight | None = None
         self.syncs, self.wait_s = 0, 0.0
         self._stores = tuple(
             [
@@ -287,7 +287,7 @@ class DiLoCo:
         except EpochChanged as error:
             self._go_on(error)
             return
-        self._away = InFlight(handle, deltas)
+        self._away = FragmentInFlight(handle, deltas)
         self._weight.left(fragment)
         self._schedule.left()
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvps.bench.figures import (
     Case,
-    Measured,
+    Measurement,
     Trial,
     alternate,
     document,
@@ -19,8 +19,8 @@ from kvps.bench.figures import (
 SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
 
 
-def row(case: Case, system: str, *medians: float) -> Measured:
-    return Measured(case, system, [Trial((one,)) for one in medians])
+def row(case: Case, system: str, *medians: float) -> Measurement:
+    return Measurement(case, system, [Trial((one,)) for one in medians])
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
@@ -29,7 +29,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
 
 def test_medians_of_rounds_then_of_runs() -> None:
     trials = [Trial((1.0, 2.0, 90.0)), Trial((4.0, 5.0, 6.0)), Trial((70.0, 80.0, 90.0))]
-    found = Measured(SMALL, "kvps", trials)
+    found = Measurement(SMALL, "kvps", trials)
     assert [trial.median_ms for trial in trials] == [2.0, 5.0, 80.0]
     assert found.median_ms == 5.0
     assert found.extremes_ms == (2.0, 80.0)

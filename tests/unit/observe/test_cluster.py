@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvps.core.counts import BOUNDS_S, LINK_BUSY, LINK_WATCHED, STALENESS
-from kvps.core.scheduler.measurements import ServerFigures
+from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, ClusterHistory, added, quantile
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import (

@@ -24,7 +24,7 @@ from kvps.errors import ConfigError
 from kvps.net.transport import Refusals
 from kvps.observe import assets, exposition, http, sampler
 from kvps.observe.cluster import ClusterHistory
-from kvps.observe.http import CLIENTS_MAX, Server, serving
+from kvps.observe.http import CLIENTS_MAX, HttpServer, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
 from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, State, network_values
@@ -65,7 +65,7 @@ class Loop:
 def served(
     loop: Loop, path: str, token: str = "", place: Place | None = None
 ) -> tuple[int, str, bytes]:
-    server = Server(place or Place("127.0.0.1", 0), "server", loop.sampler)
+    server = HttpServer(place or Place("127.0.0.1", 0), "server", loop.sampler)
     try:
         return server.answer(path, token)
     finally:
@@ -214,7 +214,7 @@ def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = Place("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot serve HTTP at"):
-            Server(place, "server", Loop().sampler)
+            HttpServer(place, "server", Loop().sampler)
 
 
 def test_over_a_socket() -> None:
@@ -249,9 +249,9 @@ def test_nothing_is_served_where_nothing_is_asked_for() -> None:
     assert loop.turn() == 0
 
 
-def dashboard(loop: Loop, place: Place | None = None) -> Server:
+def dashboard(loop: Loop, place: Place | None = None) -> HttpServer:
     """Return the endpoints of a scheduler, with a dashboard."""
-    return Server(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory())
+    return HttpServer(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory())
 
 
 def test_only_a_scheduler_has_the_dashboard() -> None:
@@ -339,7 +339,7 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
     monkeypatch.setattr(http, "SEND_BYTES", 4096)
     monkeypatch.setattr(http, "STREAMS_MAX", 1)
     monkeypatch.setattr(http._Handler, "timeout", 0.2)
-    monkeypatch.setattr(Server, "events", lambda self: iter([b"x" * 65536] * 1000))
+    monkeypatch.setattr(HttpServer, "events", lambda self: iter([b"x" * 65536] * 1000))
     loop = Loop()
     with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory()) as server:
         assert server is not None

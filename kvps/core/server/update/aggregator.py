@@ -11,7 +11,7 @@ waits for a version gets exactly this one.
 
 Some updates make a detour over norms of their whole tensor (:mod:`kvps.core.server.update.global_norms`):
 those of a rule that needs norms (LARS, LAMB), and, where a store drops what is not finite
-(:mod:`kvps.core.server.nonfinite_log`), those of every key that is more than one piece. Such an update must
+(:mod:`kvps.core.server.figures.nonfinite_log`), those of every key that is more than one piece. Such an update must
 not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
 
 A push of rows (:mod:`kvps.core.server.update.key_rows`) is judged span by span like any other, each of one

@@ -5,7 +5,7 @@ in a core's cache while the rule is applied to it. If pulls are compressed
 (:mod:`kvps.core.server.chunks.delta_log`), values move by the decoded delta, and the residual is kept.
 
 Some sums are computed first: those that are measured as a whole tensor, and those of stores that drop values
-that are not finite (:mod:`kvps.core.server.nonfinite_log`).
+that are not finite (:mod:`kvps.core.server.figures.nonfinite_log`).
 """
 
 from __future__ import annotations

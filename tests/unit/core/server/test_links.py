@@ -7,7 +7,7 @@ import torch
 
 from kvps.core.counts import LINK_BUSY, LINK_WATCHED
 from kvps.core.server import links
-from kvps.core.server.links import AGAIN_S, PAUSE_S, WATCH_S, WATCHED_MAX, Link, Passed
+from kvps.core.server.links import AGAIN_S, PAUSE_S, WATCH_S, WATCHED_MAX, Link, LinkUse
 from kvps.protocol.membership import Measure, Ping, Pong
 from tests.support.server_harness import Said, ServerStage
 
@@ -26,7 +26,7 @@ def watched(now: float = 10.0) -> Link:
     """Return a link that is watched, and whose first PING is answered."""
     link = Link()
     assert link.watch(now)
-    assert link.answered(1, 0.0, now) == Passed(0.0, 0.0, 0.0)
+    assert link.answered(1, 0.0, now) == LinkUse(0.0, 0.0, 0.0)
     link._pause_until = now
     return link
 
@@ -42,7 +42,7 @@ def test_a_link_is_watched_only_for_a_while_after_figures_were_asked_for() -> No
 def test_values_are_under_way_until_the_ping_behind_them_is_answered() -> None:
     link = watched(10.0)
     assert link.sent_values(12.0)
-    assert link.answered(2, 0.25, 12.5) == Passed(2.5, 0.25, 0.5)
+    assert link.answered(2, 0.25, 12.5) == LinkUse(2.5, 0.25, 0.5)
     assert not link.follows(12.5)
 
 
@@ -50,9 +50,9 @@ def test_values_that_are_sent_behind_a_ping_need_another() -> None:
     link = watched(10.0)
     assert link.sent_values(11.0)
     assert not link.sent_values(11.5)
-    assert link.answered(2, 0.0, 12.0) == Passed(2.0, 0.0, 1.0)
+    assert link.answered(2, 0.0, 12.0) == LinkUse(2.0, 0.0, 1.0)
     assert link.follows(12.0)
-    assert link.answered(3, 0.0, 12.75) == Passed(0.75, 0.0, 0.75)
+    assert link.answered(3, 0.0, 12.75) == LinkUse(0.75, 0.0, 0.75)
     assert not link.follows(12.75)
 
 
@@ -60,7 +60,7 @@ def test_a_ping_without_values_before_it_is_no_time_under_way_but_values_behind_
     link = watched(10.0)
     assert link.watch(11.0)
     assert not link.sent_values(11.5)
-    assert link.answered(2, 0.0, 12.0) == Passed(2.0, 0.0, 0.5)
+    assert link.answered(2, 0.0, 12.0) == LinkUse(2.0, 0.0, 0.5)
     assert link.follows(12.0)
 
 
@@ -80,7 +80,7 @@ def test_a_ping_without_an_answer_is_sent_again_under_its_number() -> None:
     assert not link.watch(11.0 + AGAIN_S - 0.1)
     assert link.watch(11.0 + AGAIN_S)
     assert link.number == 2
-    assert link.answered(2, 0.0, 17.0) == Passed(7.0, 0.0, 6.0)
+    assert link.answered(2, 0.0, 17.0) == LinkUse(7.0, 0.0, 6.0)
     assert link.answered(2, 0.0, 17.1) is None, "the answer to the first"
 
 
@@ -90,14 +90,14 @@ def test_a_pong_tells_of_no_more_time_than_has_passed(told: float, taken: float)
     link = watched(10.0)
     assert link.watch(11.0)
     assert link.answered(1, 9.0, 11.5) is None
-    assert link.answered(2, told, 12.0) == Passed(2.0, taken, 0.0)
+    assert link.answered(2, told, 12.0) == LinkUse(2.0, taken, 0.0)
 
 
 def test_the_time_between_two_watches_does_not_count() -> None:
     link = watched(10.0)
     later = 11.0 + 3 * WATCH_S
     assert link.watch(later)
-    assert link.answered(2, 7.0, later + 0.5) == Passed(0.0, 0.0, 0.0)
+    assert link.answered(2, 7.0, later + 0.5) == LinkUse(0.0, 0.0, 0.0)
 
 
 @pytest.mark.spec("R390", "R391")

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Decision, Over, Refuse, Run
+from kvps.horovod.negotiation.coordinator import (
+    AllJoined,
+    Coordinator,
+    Decision,
+    Execute,
+    Over,
+    Refuse,
+)
 from kvps.horovod.negotiation.request import (
     ADD_SET,
     ALLGATHER,
@@ -12,8 +19,8 @@ from kvps.horovod.negotiation.request import (
     BARRIER,
     BROADCAST,
     REMOVE_SET,
+    CollectiveRequest,
     Part,
-    Request,
 )
 from kvps.horovod.negotiation.turn import Turn
 
@@ -24,7 +31,7 @@ class Job:
     def __init__(self, size: int) -> None:
         self.coordinator = Coordinator(size)
 
-    def say(self, **turns: Turn | list[Request]) -> list[Decision]:
+    def say(self, **turns: Turn | list[CollectiveRequest]) -> list[Decision]:
         """Take a cycle in which rank N says ``rN=``."""
         said = []
         for name, turn in sorted(turns.items()):
@@ -35,22 +42,22 @@ class Job:
         return found
 
 
-def sum_of(name: str, size: int = 2, process_set: int = 0) -> Request:
-    return Request(name, ALLREDUCE, process_set, (Part("float32", (size,)),), "sum")
+def sum_of(name: str, size: int = 2, process_set: int = 0) -> CollectiveRequest:
+    return CollectiveRequest(name, ALLREDUCE, process_set, (Part("float32", (size,)),), "sum")
 
 
 JOINED, OVER = Turn(has_joined=True), Turn(over="bye")
 
 
 def names(decisions: list[Decision]) -> list[str]:
-    return [one.first.name for one in decisions if isinstance(one, Run)]
+    return [one.first.name for one in decisions if isinstance(one, Execute)]
 
 
 def test_an_operation_runs_when_all_ranks_have_requested_it() -> None:
     job = Job(3)
     assert job.say(r0=[sum_of("a")], r2=[sum_of("a")]) == []
     (run,) = job.say(r1=[sum_of("a")])
-    assert isinstance(run, Run)
+    assert isinstance(run, Execute)
     assert (list(run.requests), run.ranks, run.joined) == ([0, 1, 2], (0, 1, 2), ())
 
 
@@ -101,14 +108,14 @@ def test_the_next_operation_of_a_name_waits_for_ranks_that_have_not_heard_of_the
 
 def test_another_operation_of_the_same_name_is_refused() -> None:
     job = Job(2)
-    (told,) = job.say(r0=[sum_of("a")], r1=[Request("a", BARRIER)])
+    (told,) = job.say(r0=[sum_of("a")], r1=[CollectiveRequest("a", BARRIER)])
     assert isinstance(told, Refuse)
     assert "operations differ" in told.reason
 
 
 def test_a_rank_that_refuses_its_own_call_tells_the_others() -> None:
     job = Job(2)
-    (told,) = job.say(r0=[Request("a", ALLREDUCE, fault="it is sparse")])
+    (told,) = job.say(r0=[CollectiveRequest("a", ALLREDUCE, fault="it is sparse")])
     assert told == Refuse((0, "a"), (0,), "allreduce 'a': rank 0: it is sparse")
     assert job.say(r1=[sum_of("a")]) == [Refuse((0, "a"), (1,), told.reason)]
 
@@ -117,10 +124,10 @@ def test_a_rank_that_refuses_its_own_call_tells_the_others() -> None:
     ("request_", "words"),
     [
         (sum_of("a", process_set=9), "there is no process set 9"),
-        (Request("a", BROADCAST, root=5), "root_rank=5 is not in the process set"),
+        (CollectiveRequest("a", BROADCAST, root=5), "root_rank=5 is not in the process set"),
     ],
 )
-def test_a_wrong_request_is_refused(request_: Request, words: str) -> None:
+def test_a_wrong_request_is_refused(request_: CollectiveRequest, words: str) -> None:
     (told, *_) = Job(2).say(r0=[request_])
     assert isinstance(told, Refuse)
     assert words in told.reason
@@ -133,14 +140,14 @@ def test_sums_run_without_ranks_that_have_joined() -> None:
     job = Job(3)
     assert job.say(r0=[sum_of("a")], r1=[sum_of("a")]) == []
     (run,) = job.say(r2=JOINED)
-    assert isinstance(run, Run)
+    assert isinstance(run, Execute)
     assert (list(run.requests), run.joined) == ([0, 1], (2,))
 
 
 def test_other_operations_need_every_rank() -> None:
     job = Job(2)
     job.say(r0=JOINED)
-    (told,) = job.say(r1=[Request("a", ALLGATHER, parts=(Part("int8", (1,)),))])
+    (told,) = job.say(r1=[CollectiveRequest("a", ALLGATHER, parts=(Part("int8", (1,)),))])
     assert isinstance(told, Refuse)
     assert "rank 0 called join(), and allgather needs every rank" in told.reason
 
@@ -156,7 +163,7 @@ def test_the_last_rank_that_joins_is_told_and_joins_begin_anew() -> None:
 def test_what_a_rank_requested_before_it_joined_runs_with_its_values() -> None:
     job = Job(2)
     (run, last) = job.say(r0=Turn((sum_of("a"),), has_joined=True), r1=JOINED)
-    assert isinstance(run, Run)
+    assert isinstance(run, Execute)
     assert (list(run.requests), run.joined) == ([0], (1,))
     assert last == AllJoined(1)
 
@@ -164,14 +171,14 @@ def test_what_a_rank_requested_before_it_joined_runs_with_its_values() -> None:
 # --- process sets -------------------------------------------------------------------------------
 
 
-def add(*ranks: int) -> Request:
-    return Request("add", ADD_SET, ranks=ranks)
+def add(*ranks: int) -> CollectiveRequest:
+    return CollectiveRequest("add", ADD_SET, ranks=ranks)
 
 
 def test_an_operation_of_a_set_waits_for_its_ranks_only() -> None:
     job = Job(3)
     (run,) = job.say(r0=[add(0, 2)], r1=[add(0, 2)], r2=[add(0, 2)])
-    assert isinstance(run, Run)
+    assert isinstance(run, Execute)
     assert run.process_set == 1
     assert job.coordinator.sets == {0: (0, 1, 2), 1: (0, 2)}
     one = sum_of("a", process_set=1)
@@ -197,7 +204,7 @@ def test_sets_of_other_ranks_on_another_rank_are_refused() -> None:
 def test_a_set_is_removed_when_nothing_is_under_way_in_it() -> None:
     job = Job(2)
     job.say(r0=[add(0, 1)], r1=[add(0, 1)])
-    remove = Request("remove", REMOVE_SET, root=1)
+    remove = CollectiveRequest("remove", REMOVE_SET, root=1)
     one = sum_of("a", process_set=1)
     (told,) = job.say(r0=[one, remove], r1=[remove])
     assert isinstance(told, Refuse)

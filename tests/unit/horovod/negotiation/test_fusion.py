@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from kvps.horovod.negotiation.coordinator import Run
+from kvps.horovod.negotiation.coordinator import Execute
 from kvps.horovod.negotiation.fusion import fused
-from kvps.horovod.negotiation.request import ALLGATHER, ALLREDUCE, BROADCAST, Part, Request
+from kvps.horovod.negotiation.request import (
+    ALLGATHER,
+    ALLREDUCE,
+    BROADCAST,
+    CollectiveRequest,
+    Part,
+)
 
 
 def run(
     name: str, kind: str = ALLREDUCE, dtypes: tuple[str, ...] = ("float32",), **more: object
-) -> Run:
+) -> Execute:
     joined = more.pop("joined", ())
     op = more.pop("op", "sum" if kind == ALLREDUCE else "")
     parts = tuple([Part(one, (1,)) for one in dtypes])
-    return Run({0: Request(name, kind, parts=parts, op=op, **more)}, (0, 1), joined)  # type: ignore[arg-type]
+    return Execute({0: CollectiveRequest(name, kind, parts=parts, op=op, **more)}, (0, 1), joined)  # type: ignore[arg-type]
 
 
-def names(runs: list[tuple[Run, int]], limit: int) -> list[list[str]]:
+def names(runs: list[tuple[Execute, int]], limit: int) -> list[list[str]]:
     return [[one.first.name for one in bucket] for bucket in fused(runs, limit)]
 
 

@@ -13,13 +13,13 @@ from kvps.horovod.negotiation.request import (
     ALLTOALL,
     BROADCAST,
     REDUCESCATTER,
+    CollectiveRequest,
     Part,
-    Request,
     difference,
     own_fault,
 )
 
-ONE = Request("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="sum")
+ONE = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="sum")
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ ONE = Request("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="sum")
         (replace(ONE, ranks=(1,)), "ranks of the process set differ"),
     ],
 )
-def test_a_difference_names_both_ranks(other: Request, words: str) -> None:
+def test_a_difference_names_both_ranks(other: CollectiveRequest, words: str) -> None:
     found = difference(0, ONE, 2, other)
     assert words in found
     assert bool(words) == bool(found)
@@ -55,10 +55,10 @@ def test_a_difference_within_a_group_names_the_tensor() -> None:
 
 @pytest.mark.parametrize("kind", [ALLGATHER, ALLTOALL])
 def test_the_first_dimension_of_an_uneven_operation_may_differ(kind: str) -> None:
-    one, other = (Request("x", kind, parts=(Part("int8", (rows, 3)),)) for rows in (2, 5))
+    one, other = (CollectiveRequest("x", kind, parts=(Part("int8", (rows, 3)),)) for rows in (2, 5))
     assert not difference(0, one, 1, other)
-    assert difference(0, one, 1, Request("x", kind, parts=(Part("int8", (2, 4)),)))
-    assert difference(0, one, 1, Request("x", kind, parts=(Part("int8", (2, 3, 1)),)))
+    assert difference(0, one, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 4)),)))
+    assert difference(0, one, 1, CollectiveRequest("x", kind, parts=(Part("int8", (2, 3, 1)),)))
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,25 @@ def test_the_first_dimension_of_an_uneven_operation_may_differ(kind: str) -> Non
     [
         (ONE, ""),
         (replace(ONE, fault="no"), "no"),
-        (Request("x", BROADCAST, root=3), "root_rank=3 is not in the process set [0, 1]"),
-        (Request("x", BROADCAST, root=1), ""),
-        (Request("x", ALLGATHER, parts=(Part("int8", ()),)), "got a scalar"),
-        (Request("x", REDUCESCATTER, parts=(Part("int8", ()),)), "got a scalar"),
-        (Request("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((1, 2),)), ""),
-        (Request("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((3,),)), "1 splits"),
-        (Request("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((1, 1),)), ""),
+        (CollectiveRequest("x", BROADCAST, root=3), "root_rank=3 is not in the process set [0, 1]"),
+        (CollectiveRequest("x", BROADCAST, root=1), ""),
+        (CollectiveRequest("x", ALLGATHER, parts=(Part("int8", ()),)), "got a scalar"),
+        (CollectiveRequest("x", REDUCESCATTER, parts=(Part("int8", ()),)), "got a scalar"),
+        (CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((1, 2),)), ""),
+        (CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((3,),)), "1 splits"),
+        (CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((1, 1),)), ""),
         (
-            Request("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((4, -1),)),
+            CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((4, -1),)),
             "need more rows than",
         ),
-        (Request("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((2, 2),)), "need more rows"),
-        (Request("x", ADD_SET, ranks=(7,)), ""),
+        (
+            CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((2, 2),)),
+            "need more rows",
+        ),
+        (CollectiveRequest("x", ADD_SET, ranks=(7,)), ""),
     ],
 )
-def test_a_request_may_be_wrong_by_itself(request_: Request, words: str) -> None:
+def test_a_request_may_be_wrong_by_itself(request_: CollectiveRequest, words: str) -> None:
     found = own_fault(request_, [0, 1])
     assert words in found
     assert bool(words) == bool(found)

@@ -6,15 +6,15 @@ import msgpack
 import pytest
 
 from kvps.errors import ProtocolError
-from kvps.horovod.negotiation.request import ALLREDUCE, ALLTOALL, NAME_MAX, Part, Request
+from kvps.horovod.negotiation.request import ALLREDUCE, ALLTOALL, NAME_MAX, CollectiveRequest, Part
 from kvps.horovod.negotiation.turn import Turn, pack, unpack
 
 TURN = Turn(
     (
-        Request(
+        CollectiveRequest(
             "ä", ALLREDUCE, 3, (Part("float32", (2, 0)), Part("int8", ())), "sum", -1, 0.5, 2.0
         ),
-        Request("b", ALLTOALL, splits=((1, 2), ()), ranks=(4,), fault="why"),
+        CollectiveRequest("b", ALLTOALL, splits=((1, 2), ()), ranks=(4,), fault="why"),
     ),
     has_joined=True,
     waits_for=(3, "ä"),

@@ -8,9 +8,9 @@ import pytest
 
 from kvps.core.effects import Send
 from kvps.core.membership_client import BeatFigures
+from kvps.core.scheduler.figures.status import TOLD_MAX_S, StatusReport, figures, sights
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import Seat, State
-from kvps.core.scheduler.status import TOLD_MAX_S, StatusReport, figures, sights
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
 from kvps.protocol.membership import (
     PING_BYTES_MAX,

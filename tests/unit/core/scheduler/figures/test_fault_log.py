@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.core.scheduler.fault_log import EVENTS_MAX, FAULTS_MAX, STEPS_MAX, FaultLog
+from kvps.core.scheduler.figures.fault_log import EVENTS_MAX, FAULTS_MAX, STEPS_MAX, FaultLog
 from kvps.protocol.checkpoint import Recall, Restore, Restored
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Count, Measured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler import measurements
-from kvps.core.scheduler.measurements import AGAIN_S, TEXT_MAX
+from kvps.core.scheduler.figures import measurements
+from kvps.core.scheduler.figures.measurements import AGAIN_S, TEXT_MAX
 from kvps.errors import ProtocolError
 from kvps.protocol.membership import (
     Count,
