@@ -12,18 +12,18 @@ from benchmarks.compare import plots, tables
 from benchmarks.compare.networks.layout import layout_of
 from benchmarks.compare.networks.traffic import NetworkTrial, Traffic
 from benchmarks.compare.sweeps import SWEEPS
-from kvps.bench.figures import Case, Measured
+from kvps.bench.figures import Case, Measurement
 
 SMALL = Case("small", 2, 2)
 
 
-def row(case: Case, system: str, *medians: float) -> Measured:
+def row(case: Case, system: str, *medians: float) -> Measurement:
     traffic = (
         Traffic("host 0", 0.0, 0.0),
         Traffic("host 1", 1.024e6, 2.048e6),
         Traffic("host 2", 1.0, 1.0),
     )
-    return Measured(case, system, [NetworkTrial((one,), traffic, 0.001) for one in medians])
+    return Measurement(case, system, [NetworkTrial((one,), traffic, 0.001) for one in medians])
 
 
 def cells(table: Table) -> list[list[str]]:
