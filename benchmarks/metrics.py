@@ -70,7 +70,7 @@ def parts() -> None:
 
     def push() -> None:
         tally.pushed((1,), 1 << 20)
-        tally.late((1,), 0.01)
+        tally.late("kv", (1,), 0.01)
         tally.traffic(5, elements, 4)
 
     stage = ServerStage(2)
