@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kvps.errors import ProtocolError
 from kvps.protocol.tracing import SPAN_BYTES
 
-_LAYOUT = struct.Struct("<BBHIQQQQII")
-"""Kind, role and rank of the peer, reserved; begin, duration, seq, number, chunk and bytes."""
+_LAYOUT = struct.Struct("<BBxxIQQQQII")
+"""The fields of :class:`TimeSpan` in their order; two bytes after the role are reserved."""
 assert _LAYOUT.size == SPAN_BYTES
 _INT_32_MAX = 2**32 - 1
 NOBODY = 255
@@ -70,16 +70,17 @@ class TimeSpan(NamedTuple):
 
 
 def pack(spans: Iterable[TimeSpan]) -> bytes:
-    """Return spans as bytes."""
-    return b"".join(
-        [
-            _LAYOUT.pack(
-                *(one.kind, one.role, 0, min(one.rank, _INT_32_MAX), one.begin, max(0, one.took)),
-                *(one.seq, one.number, min(one.chunk, _INT_32_MAX), min(one.octets, _INT_32_MAX)),
-            )
-            for one in spans
-        ]
-    )
+    """Return spans as bytes; a number that is too large for its field is the largest that is not."""
+    return b"".join([_packed(one) for one in spans])
+
+
+def _packed(span: TimeSpan) -> bytes:
+    try:
+        return _LAYOUT.pack(*span)
+    except struct.error:
+        rank, took = min(span.rank, _INT_32_MAX), max(0, span.took)
+        chunk, octets = min(span.chunk, _INT_32_MAX), min(span.octets, _INT_32_MAX)
+        return _LAYOUT.pack(*span._replace(rank=rank, took=took, chunk=chunk, octets=octets))
 
 
 def unpack(octets: bytes | memoryview) -> Iterator[TimeSpan]:
@@ -90,7 +91,7 @@ def unpack(octets: bytes | memoryview) -> Iterator[TimeSpan]:
     """
     if len(octets) % SPAN_BYTES:
         raise ProtocolError(f"{len(octets)} octets are no spans of {SPAN_BYTES}")
-    for kind, role, _, rank, begin, took, *rest in _LAYOUT.iter_unpack(octets):
+    for kind, role, rank, begin, took, *rest in _LAYOUT.iter_unpack(octets):
         if kind not in _KINDS:
             raise ProtocolError(f"no kind of span has number {kind}")
         yield TimeSpan(_KINDS[kind], role, rank, begin, took, *rest)
