@@ -21,7 +21,7 @@ from pathlib import Path
 from kvps import protocol as p
 from kvps.core.effects import Send
 from kvps.core.tracing.member import TracedMember
-from kvps.net.driver import PlainLens
+from kvps.net.driver import Lens, PlainLens
 from kvps.net.transport import Encoding
 from kvps.observe.recording.recorder import RingLens
 from kvps.observe.timeline.lens import MemberLens
@@ -95,12 +95,11 @@ def per_packet(count: int = 20_000) -> None:
 
     recording = MemberLens(tracer(), lambda: packet.envelope)
     recording.member.begin(7, 0.0)
-    lenses = {
+    ring = RingLens({"role": "server"}, Path("none"))
+    lenses: dict[str, Lens] = {
         "none": PlainLens(),
-        "off": MemberLens(tracer(), lambda: packet.envelope),
-        "flight recorder": MemberLens(
-            tracer(), lambda: packet.envelope, below=RingLens({"role": "server"}, Path("none"))
-        ),
+        "off": MemberLens(tracer(), lambda: packet.envelope).current,
+        "flight recorder": MemberLens(tracer(), lambda: packet.envelope, below=ring).current,
         "timeline": recording,
     }
     core, times = Core(), {name: [] for name in lenses}
