@@ -96,10 +96,13 @@ class Voice:
         self.frames(*spell(envelope, message, *payload))
 
     def heard(self, limit_ms: int = 2000) -> Message | None:
-        """Return the next answer; None if there is none for a while."""
-        if not self._socket.poll(limit_ms):
-            return None
-        return wire.decode(self._socket.recv_multipart()).message
+        """Return the next answer; None if there is none for a while. PING is none: by it a server times a link."""
+        end = time.monotonic() + limit_ms / 1000
+        while self._socket.poll(max(0, round(1000 * (end - time.monotonic())))):
+            message = wire.decode(self._socket.recv_multipart()).message
+            if not isinstance(message, m.Ping):
+                return message
+        return None
 
     def close(self) -> None:
         """Hang up."""
