@@ -132,7 +132,9 @@ def push_pull(
         tensor([2., 2.])
     """
     if name is None:
-        raise AssertionError("To manually call push_pull, you must specify a name by name=...")
+        raise AssertionError(
+            "push_pull() needs a name, by which the calls of the ranks find each other: give name="
+        )
     return mpi_ops.allreduce(tensor, name=_named(name), compression=compression, op=_op(average))
 
 

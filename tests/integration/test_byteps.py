@@ -75,7 +75,7 @@ def test_push_pull(two: Run) -> None:
 
 def test_wrong_calls(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
-        with pytest.raises(AssertionError, match="you must specify a name"):
+        with pytest.raises(AssertionError, match="needs a name"):
             bps.push_pull(torch.ones(1))
         with pytest.raises(ValueError, match="give a name"):
             bps.declare("")

@@ -13,7 +13,7 @@ from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.figures.tally import Tally
-from kvps.core.server.links import WATCHED_MAX
+from kvps.core.server.links import WATCHED_MAX, Link
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
@@ -276,8 +276,9 @@ class RequestContext:
         if payload:
             self.counts.add("kvps_payload_bytes_total", "out", sum([one.nbytes for one in payload]))
         self.outbox.append(Send(session.route, packet, hold))
-        if payload and session.link.sent_values(self.counts.now):
-            self._ping(session)
+        link = session.link
+        if payload and link is not None and link.sent_values(self.counts.now):
+            self._ping(session, link)
 
     # --- links ------------------------------------------------------------------------------
 
@@ -286,22 +287,20 @@ class RequestContext:
         ranks = sorted(self.sessions, key=lambda rank: (rank < self._watch_next, rank))
         for rank in ranks[:WATCHED_MAX]:
             session = self.sessions[rank]
-            if session.link.watch(self.counts.now):
-                self._ping(session)
+            link = session.link = session.link or Link()
+            if link.watch(self.counts.now):
+                self._ping(session, link)
         self._watch_next = 0 if len(ranks) <= WATCHED_MAX else ranks[WATCHED_MAX]
 
     def hear_pong(self, session: Session, pong: Pong) -> None:
         """Count what a worker says of its link."""
-        now = self.counts.now
-        passed = session.link.answered(pong.seq, pong.sending_s, now)
-        if passed is None:
+        link, now = session.link, self.counts.now
+        if link is None or (passed := link.answered(pong.seq, pong.sending_s, now)) is None:
             return
         for (name, label), seconds in passed.counts(session.rank).items():
             self.counts.add(name, label, seconds)
-        if session.link.follows(now):
-            self._ping(session)
+        if link.follows(now):
+            self._ping(session, link)
 
-    def _ping(self, session: Session) -> None:
-        self.outbox.append(
-            Send(session.route, Packet(self.member.envelope(session.link.number), Ping()))
-        )
+    def _ping(self, session: Session, link: Link) -> None:
+        self.outbox.append(Send(session.route, Packet(self.member.envelope(link.number), Ping())))

@@ -28,8 +28,8 @@ class Session:
     """seq -> request that is still to be answered; others are never answered again."""
     waiting_keys: int = 0
     """The keys that pending DECLAREs name, all together."""
-    link: Link = field(default_factory=Link)
-    """The way to it and back, as far as that is watched."""
+    link: Link | None = None
+    """The way to it and back; None before it is watched for the first time."""
 
     def wait(self, seq: int, request: PendingRequest) -> None:
         """Keep a request until it can be answered."""

@@ -122,6 +122,13 @@ def test_a_server_pings_behind_values_and_counts() -> None:
     assert counted(stage, LINK_WATCHED)["0"] == 1.5, "an old answer"
 
 
+def test_a_pong_that_nobody_asked_for_is_not_counted() -> None:
+    stage = ServerStage(1)
+    stage.open()
+    assert stage.say(0, Pong(1, 0.0, 0, 9.0), seq=0) == []
+    assert counted(stage, LINK_WATCHED) == {}
+
+
 def test_values_behind_a_ping_are_followed_by_another() -> None:
     stage = ServerStage(1)
     stage.open()
