@@ -306,9 +306,7 @@ def drive(
             case Note():
                 log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
             case Connect():
-                transport.connect(
-                    *(effect.to, effect.endpoint, effect.is_near, effect.key, effect.is_member)
-                )
+                transport.connect(effect)
             case Trust():
                 transport.trust(effect.keys)
             case Listen():

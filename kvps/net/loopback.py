@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 
-from kvps.core.effects import Hold, Route
+from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError, KvpsError
 from kvps.net.transport import DROPPED, Disconnected, Guard, Refusals, Refused
 from kvps.protocol import wire
@@ -77,22 +77,15 @@ class MemoryTransport:
     def trust(self, keys: dict[str, str]) -> None:
         """Every sender is accepted."""
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        """Open a connection that is called ``name`` from now on."""
-        peer = self._network.ends.get(endpoint)
+    def connect(self, to: Connect) -> None:
+        """Open a connection; to nobody, if nobody listens there."""
+        peer = self._network.ends.get(to.endpoint)
         if peer is None:
-            self._peers.pop(name, None)
+            self._peers.pop(to.to, None)
             return
         back = next(self._network.numbers).to_bytes(4, "big")
-        self._peers[name] = (peer, back)
-        peer._peers[back] = (self, name)
+        self._peers[to.to] = (peer, back)
+        peer._peers[back] = (self, to.to)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send, or drop if there is no peer."""

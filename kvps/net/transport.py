@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvps.core.effects import Hold, Route
+from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Envelope, Message, Packet
 
@@ -86,23 +86,8 @@ class Transport(Protocol):
     def guard(self, admit: Guard) -> None:
         """Have ``admit`` judge every packet by its envelope from now on, before it is decoded."""
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        """Open a connection that is called ``name`` from now on.
-
-        Args:
-            name: replaces an older connection of this name.
-            endpoint: where to.
-            is_near: as :class:`~kvps.core.effects.Connect` has it, and so are
-            key: the peer's, and
-            is_member: by which key of ours.
-        """
+    def connect(self, to: Connect) -> None:
+        """Open a connection; it replaces an older one of its name."""
 
     def trust(self, keys: dict[str, str]) -> None:
         """Take connections by these session keys, as :class:`~kvps.core.effects.Trust` has them."""

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 
-from kvps.core.effects import Hold, Route
+from kvps.core.effects import Connect, Hold, Route
 from kvps.core.keys import Keyring, RoleKey, near_door
 from kvps.core.limits import Limits
 from kvps.core.pulse import Pulse
@@ -132,8 +132,8 @@ class ZmqTransport:
         self._fading: list[
             tuple[float, zmq.Socket[bytes]]
         ] = []  # replaced, and closed at that time
-        self._openings: dict[str, tuple[str, bool | None, str, bool]] = {}
-        """How each connection was opened: :meth:`connect`'s arguments."""
+        self._openings: dict[str, Connect] = {}
+        """How each connection was opened, by its name."""
         self._watches: dict[str, Watch] = {}
         self._events_of: dict[zmq.Socket[bytes], str] = {}
         self._refusals: deque[tuple[Route, Packet]] = deque()
@@ -238,37 +238,30 @@ class ZmqTransport:
         one.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return one
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        """Open a connection that is called ``name`` from now on; replaces one of that name.
+    def connect(self, to: Connect) -> None:
+        """Open a connection; it replaces an older one of its name.
 
         One to a peer on this host that has a key goes through its near door, where it is open and its process of
         our own user: nothing is sealed there.
 
         Raises:
-            ConfigError: if ``endpoint`` is none, or there are too few file descriptors.
+            ConfigError: if its endpoint is none, or there are too few file descriptors.
         """
+        name, endpoint = to.to, to.endpoint
         descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
-        opening = endpoint, is_near, key, is_member
-        if is_near and key and is_kin(near_door(key)):
-            endpoint = near_door(key)
+        if to.is_near and to.key and is_kin(near_door(to.key)):
+            endpoint = near_door(to.key)
         old = self._dealers.pop(name, None)
         if old is not None:
             self._forget(name, old)
-            is_handed_over = is_member and not self._openings[name][3]
+            is_handed_over = to.is_member and not self._openings[name].is_member
             self._reconnects += not is_handed_over
             if not is_handed_over:
                 self._deafen(old)
             self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
         dealer = self._socket(zmq.DEALER)
         if _is_wire(endpoint):
-            every_s, silence_s = CONTROL_HEARTBEAT_S if is_near is None else DATA_HEARTBEAT_S
+            every_s, silence_s = CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S
             dealer.setsockopt(zmq.HEARTBEAT_IVL, int(every_s * 1000))
             limit_ms = NEVER_MS if CAN_COUNT else int(silence_s * 1000)
             dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit_ms)
@@ -279,7 +272,7 @@ class ZmqTransport:
                     self._events_of[events] = name
                     self._poller.register(events, zmq.POLLIN)
             if self._keys is not None:
-                self._handshakes.seal(dealer, key, is_member)
+                self._handshakes.seal(dealer, to.key, to.is_member)
         else:
             self._asked_by(dealer)
         try:
@@ -290,7 +283,7 @@ class ZmqTransport:
             raise ConfigError(
                 f"{endpoint!r} is not an address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
             ) from error
-        self._openings[name] = opening
+        self._openings[name] = to
         self._dealers[name] = dealer
         self._names[dealer] = name
         self._fade(time.monotonic())
@@ -308,7 +301,7 @@ class ZmqTransport:
         if isinstance(route, bytes):
             target, endpoint = self._router, self.endpoint
         else:
-            target, endpoint = self._dealers.get(route), self._openings.get(route, NOWHERE)[0]
+            target, endpoint = self._dealers.get(route), self._openings.get(route, NOWHERE).endpoint
         frames = wire.encode(packet, checked=self._checksums and _is_wire(endpoint))
         if self.encoding.clock is not None:
             self.encoding.ended_at = self.encoding.clock()
@@ -328,7 +321,7 @@ class ZmqTransport:
                 if isinstance(route, str):
                     if route in self._watches:
                         self._heed(route)  # why
-                    self.connect(route, *self._openings[route])
+                    self.connect(self._openings[route])
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
@@ -494,9 +487,9 @@ class ZmqTransport:
 
     def _fail(self, name: str, kind: int, value: int, made_s: float) -> None:
         """A connection to the scheduler was made, and then not served."""
-        is_turned, why = self._handshakes.failed(self._openings[name][0], kind, value, made_s)
+        is_turned, why = self._handshakes.failed(self._openings[name].endpoint, kind, value, made_s)
         if is_turned:
-            self.connect(name, *self._openings[name])
+            self.connect(self._openings[name])
         elif why:
             self._refuse(why)
 
@@ -522,7 +515,7 @@ class ZmqTransport:
                 watch.pulse = Pulse(watch.silence_s, now)
             counted = moved(watch.up)
             if counted is not None and watch.pulse.is_dead(now, counted):
-                self.connect(name, *self._openings[name])
+                self.connect(self._openings[name])
 
     def _fade(self, now: float) -> None:
         """Close the connections that have others in their place for long enough."""
@@ -553,7 +546,7 @@ class ZmqTransport:
         self._woken.close()
 
 
-NOWHERE = "", None, "", False
+NOWHERE = Connect("", "")
 _EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED

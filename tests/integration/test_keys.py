@@ -132,7 +132,7 @@ def joined(
         while client.error is None and time.monotonic() < began + 10.0:
             for effect in effects:
                 if isinstance(effect, Connect):
-                    transport.connect(effect.to, effect.endpoint, is_member=effect.is_member)
+                    transport.connect(effect)
                 elif isinstance(effect, Send):
                     transport.send(effect.to, effect.packet, None)
             effects = []
@@ -278,7 +278,7 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
             assert time.monotonic() < end, worker
             for effect in effects:
                 if isinstance(effect, Connect):
-                    transport.connect(effect.to, effect.endpoint, is_member=effect.is_member)
+                    transport.connect(effect)
                 elif isinstance(effect, Send):
                     transport.send(effect.to, effect.packet, None)
             effects = []
@@ -435,7 +435,7 @@ def test_who_finds_the_near_door_closed_comes_by_tcp(monkeypatch: pytest.MonkeyP
     with closing(contextlib.ExitStack()) as ends:
         for one in (listening, coming):
             ends.callback(one.close, 0.0)
-        coming.connect("server 0", listening.endpoint, True, server.public, True)
+        coming.connect(Connect("server 0", listening.endpoint, True, server.public, True))
         said = Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,)))
         coming.send("server 0", said, None)
         heard: list[object] = []

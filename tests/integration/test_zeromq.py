@@ -11,6 +11,7 @@ import pytest
 import torch
 import zmq
 
+from kvps.core.effects import Connect
 from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net.transport import Disconnected
@@ -51,7 +52,7 @@ def take(transport, deadline_s=10.0):
 
 def test_a_packet_goes_there_and_back(transports):
     server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
-    worker.connect("server 0", server.endpoint)
+    worker.connect(Connect("server 0", server.endpoint))
     worker.send("server 0", Packet(ENVELOPE, Probe((7,))), None)
     route, packet = take(server)
     assert packet == Packet(ENVELOPE, Probe((7,)))
@@ -63,7 +64,7 @@ def test_a_packet_goes_there_and_back(transports):
 
 def test_payload_is_held_until_it_is_read(transports):
     server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
-    worker.connect("server 0", server.endpoint)
+    worker.connect(Connect("server 0", server.endpoint))
     worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     route, _ = take(server)
     count = 1 << 18
@@ -90,7 +91,7 @@ def test_a_hold_is_released_where_nobody_listens(transports):
 
 def test_a_broken_connection_is_a_drop(transports):
     scheduler, member = transports(LOOPBACK, watch=True, role=Role.SCHEDULER), transports()
-    member.connect("scheduler", scheduler.endpoint)
+    member.connect(Connect("scheduler", scheduler.endpoint))
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
     route, _ = take(scheduler)
     member.close(0.0)
@@ -105,8 +106,8 @@ def test_connecting_again_replaces(transports):
         transports(LOOPBACK, role=Role.SERVER),
         transports(),
     )
-    worker.connect("server 0", one.endpoint)
-    worker.connect("server 0", two.endpoint)
+    worker.connect(Connect("server 0", one.endpoint))
+    worker.connect(Connect("server 0", two.endpoint))
     worker.send("server 0", Packet(ENVELOPE, Probe((1,))), None)
     take(two)
     assert list(one.poll(0.05)) == []
@@ -116,10 +117,10 @@ def test_what_was_said_along_the_connection_before_is_still_heard(transports, mo
     """The scheduler says STOP once, perhaps before it has heard the session's own connection."""
     monkeypatch.setattr("kvps.net.zeromq.FADE_S", 0.5)
     scheduler, member = transports(LOOPBACK, role=Role.SCHEDULER), transports()
-    member.connect("scheduler", scheduler.endpoint)
+    member.connect(Connect("scheduler", scheduler.endpoint))
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
     before, _ = take(scheduler)
-    member.connect("scheduler", scheduler.endpoint, is_member=True)
+    member.connect(Connect("scheduler", scheduler.endpoint, is_member=True))
     said = Packet(Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0), Stop(0, "the job is over"))
     scheduler.send(before, said, None)
     name, heard = take(member)
@@ -163,7 +164,7 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
     member = transports()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.05)
-        member.connect("server 0", f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+        member.connect(Connect("server 0", f"tcp://127.0.0.1:{listener.getsockname()[1]}"))
         opened = []
 
         def is_opened_again():
@@ -188,7 +189,7 @@ def test_a_frame_may_take_longer_than_a_silence(transports, monkeypatch):
     server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
     slow = TcpProxy(server.endpoint, lambda place: Stream(bytes_per_s=1 << 20, piece_bytes=1 << 14))
     with contextlib.closing(slow):
-        worker.connect("server 0", slow.endpoint, is_near=False)
+        worker.connect(Connect("server 0", slow.endpoint, is_near=False))
         worker.send("server 0", Packet(ENVELOPE, Probe((7,))), None)
         route, _ = take(server)
         values = to_frame(torch.arange(1 << 20, dtype=torch.float32))
@@ -213,7 +214,7 @@ def test_an_address_that_is_none(bind):
 
 def test_an_address_that_cannot_be_connected_to(transports):
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        transports().connect("scheduler", "here")
+        transports().connect(Connect("scheduler", "here"))
 
 
 def test_another_thread_wakes_a_waiting_poll(transports):

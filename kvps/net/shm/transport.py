@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from kvps.core.effects import Hold, Route
+from kvps.core.effects import Connect, Hold, Route
 from kvps.core.texts import shown
 from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, ProtocolError
@@ -142,28 +142,21 @@ class SharingTransport:
         """Take connections by these session keys."""
         self._inner.trust(keys)
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        """Open a connection that is called ``name`` from now on.
+    def connect(self, to: Connect) -> None:
+        """Open a connection.
 
         Raises:
             Demanded: if memory has to be shared, and the peer is not near.
         """
-        self._part(name)
-        self._near.discard(name)
-        if is_near:
-            self._near.add(name)
-        elif is_near is not None and self._insist:
+        self._part(to.to)
+        self._near.discard(to.to)
+        if to.is_near:
+            self._near.add(to.to)
+        elif to.is_near is not None and self._insist:
             raise _insisting(
-                f"{name} at {endpoint} is on another machine, or KVPS_TRANSPORT=tcp is set there"
+                f"{to.to} at {to.endpoint} is on another machine, or KVPS_TRANSPORT=tcp is set there"
             )
-        self._inner.connect(name, endpoint, is_near, key, is_member)
+        self._inner.connect(to)
 
     def listen(self, endpoint: str) -> None:
         """Take connections at ``endpoint``, too."""

@@ -49,15 +49,9 @@ class Script:
 
     # --- as a transport
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
-        self.diary.append(("connect", name, endpoint, is_near, *([key] if is_member else [])))
+    def connect(self, to: Connect) -> None:
+        keys = [to.key] if to.is_member else []
+        self.diary.append(("connect", to.to, to.endpoint, to.is_near, *keys))
 
     def trust(self, keys: dict[str, str]) -> None:
         self.diary.append(("trust", keys))

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from kvps.core.effects import Connect
 from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net.loopback import MemoryNetwork, MemoryTransport
@@ -28,7 +29,7 @@ def network() -> MemoryNetwork:
 def ends(network: MemoryNetwork) -> tuple[MemoryTransport, MemoryTransport]:
     """A server, and a client that is connected to it as ``up``."""
     server, client = network.transport("mem://s"), network.transport()
-    client.connect("up", "mem://s")
+    client.connect(Connect("up", "mem://s"))
     return server, client
 
 
@@ -62,11 +63,11 @@ def test_an_endpoint_is_taken_once(network: MemoryNetwork) -> None:
 
 def test_what_is_sent_to_nobody_is_lost(network: MemoryNetwork) -> None:
     client = network.transport()
-    client.connect("up", "mem://nobody")
+    client.connect(Connect("up", "mem://nobody"))
     client.send("up", packet(Beat(1)), None)
     assert not network.carried
     _, other = ends(network)
-    other.connect("up", "mem://nobody")
+    other.connect(Connect("up", "mem://nobody"))
     other.send("up", packet(Beat(1)), None)
     assert not network.carried
 

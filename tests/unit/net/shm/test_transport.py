@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvps import protocol as m
-from kvps.core.effects import Hold, Route
+from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net.loopback import MemoryNetwork
 from kvps.net.shm import leases, transport
@@ -162,7 +162,7 @@ def greet(
 ) -> Route:
     """Let ``worker`` connect, and both agree; return the server's route to it."""
     is_near = None if name == "scheduler" else is_near
-    worker.transport.connect(name, server.inner.endpoint, is_near)
+    worker.transport.connect(Connect(name, server.inner.endpoint, is_near))
     worker.say(name, HELLO)
     assert server.listen() == [HELLO]
     route = server.last_route()
@@ -649,8 +649,8 @@ def test_who_insists_does_not_speak_to_another_machine(network: MemoryNetwork) -
     server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER, insist=True)
     says = r"KVPS_TRANSPORT=shm.*server 0 at mem://s is on another machine.*as one user"
     with pytest.raises(ConfigError, match=says):
-        worker.transport.connect("server 0", server.inner.endpoint, False)
-    worker.transport.connect("scheduler", server.inner.endpoint)
+        worker.transport.connect(Connect("server 0", server.inner.endpoint, False))
+    worker.transport.connect(Connect("scheduler", server.inner.endpoint))
 
 
 @pytest.mark.spec("R90")
@@ -700,14 +700,7 @@ class Script:
         self.woken = 0
         self.closed: float | None = None
 
-    def connect(
-        self,
-        name: str,
-        endpoint: str,
-        is_near: bool | None = None,
-        key: str = "",
-        is_member: bool = False,
-    ) -> None:
+    def connect(self, to: Connect) -> None:
         """Nobody is there."""
 
     def trust(self, keys: dict[str, str]) -> None:
@@ -883,7 +876,7 @@ def test_where_nothing_is_shared_nothing_is_said_of_it() -> None:
     assert inner.messages == [HELLO]
     inner.arrivals.append(("server 0", DROPPED))
     assert list(alone.poll(None)) == [("server 0", DROPPED)]
-    alone.connect("server 0", "somewhere")
+    alone.connect(Connect("server 0", "somewhere"))
     alone.close(0.5)
     assert inner.closed == 0.5
     assert inner.waits == [2.0, None]
