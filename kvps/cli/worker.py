@@ -11,14 +11,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from shutil import which
 from types import FrameType
 
-from kvps import __version__, config
+from kvps import config
 from kvps.cli import flags
 from kvps.core.agents.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.core.effects import Effects, Finish
-from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
@@ -29,7 +29,7 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
 from kvps.runtime.keys import SESSION, KeyMemory, Section
-from kvps.runtime.member_process import on_stop, own_host, own_machine, report
+from kvps.runtime.member_process import on_stop, own_host, own_identity, report
 
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
@@ -109,19 +109,12 @@ def _main(argv: Sequence[str]) -> int:
     command_key = None if keys is None else new_pair()
     leash = Reaper()
     with _offer(scheduler, join_max_s) as master, _lent(keys, command_key) as lent:
-        identity = Identity(
-            Role.WORKER,
-            scheduler,
-            socket.gethostname(),
-            os.getpid(),
-            __version__,
-            rank,
+        identity = replace(
+            own_identity(Role.WORKER, scheduler, keys),
+            rank=rank,
             guardian=True,
             master=master,
             join_max_s=join_max_s,
-            silence_max_s=config.silence_max_s(),
-            machine=own_machine(),
-            public_key="" if keys is None else keys.session.public,
             command_key="" if command_key is None else command_key.public,
         )
         limit_s = END_MAX_S if grace_s is None else grace_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import time
@@ -10,14 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvps import config
+from kvps import __version__, config
 from kvps.core.effects import Exit
+from kvps.core.membership_client import Identity
 from kvps.errors import SchedulerLost
 from kvps.net.driver import Inbox, Item
 from kvps.net.locality import machine
+from kvps.net.zap import Keys
 from kvps.observe.cluster import ClusterHistory
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler
+from kvps.protocol.envelope import Role
 
 log = logging.getLogger("kvps")
 RESOLVE_EVERY_S = 0.5
@@ -26,6 +30,20 @@ RESOLVE_EVERY_S = 0.5
 def own_machine() -> int:
     """Return by which number others know that they are near; 0 where all payload goes in frames."""
     return 0 if config.transport() == "tcp" else machine()
+
+
+def own_identity(role: Role, scheduler: str, keys: Keys | None) -> Identity:
+    """Return the identity of this process as a member; what depends on its role is the caller's to add."""
+    return Identity(
+        role,
+        scheduler,
+        socket.gethostname(),
+        os.getpid(),
+        __version__,
+        silence_max_s=config.silence_max_s(),
+        machine=own_machine(),
+        public_key="" if keys is None else keys.session.public,
+    )
 
 
 def own_host(scheduler: str, patience_s: float) -> str:

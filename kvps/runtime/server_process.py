@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from kvps import __version__, config
+from kvps import config
 from kvps.core.effects import Exit
 from kvps.core.limits import Limits
-from kvps.core.membership_client import Identity
 from kvps.core.scheduler.seat import SEATS_MAX
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError
@@ -35,7 +32,7 @@ from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.member_process import on_stop, own_host, own_machine, report, serving_if_asked
+from kvps.runtime.member_process import on_stop, own_host, own_identity, report, serving_if_asked
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
 
@@ -95,18 +92,11 @@ def run_server(
     )  # how many will come is not known yet
     transport, memory, listens = open_transport(bind, keys, limits)
     log.info("server at %s", listens)
-    identity = Identity(
-        Role.SERVER,
-        scheduler,
-        socket.gethostname(),
-        os.getpid(),
-        __version__,
-        rank,
+    identity = replace(
+        own_identity(Role.SERVER, scheduler, keys),
+        rank=rank,
         endpoint=_reachable(listens, scheduler, advertise, join_max_s),
         join_max_s=join_max_s,
-        silence_max_s=config.silence_max_s(),
-        machine=own_machine(),
-        public_key=keys.session.public if keys else "",
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = share_bytes() if memory_limit is None else memory_limit

@@ -14,15 +14,15 @@ import atexit
 import itertools
 import logging
 import os
-import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
-from kvps import __version__, config
+from kvps import config
 from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
@@ -39,7 +39,7 @@ from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
-from kvps.runtime.member_process import own_machine
+from kvps.runtime.member_process import own_identity
 from kvps.runtime.ticket import TURNS, Ticket, profiled
 from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
@@ -256,19 +256,12 @@ def worker_session(
     keys: Keys | None = None,
 ) -> WorkerSession:
     """Return a session of this process with the cluster at ``scheduler``."""
-    identity = Identity(
-        Role.WORKER,
-        scheduler,
-        socket.gethostname(),
-        os.getpid(),
-        __version__,
-        rank,
-        incarnation,
+    identity = replace(
+        own_identity(Role.WORKER, scheduler, keys),
+        rank=rank,
+        incarnation=incarnation,
         job=job,
         join_max_s=join_max_s,
-        silence_max_s=config.silence_max_s(),
-        machine=own_machine(),
-        public_key=keys.session.public if keys else "",
         is_enrolled=keys is not None and keys.is_enrolled,
     )
     descriptors.demand("a worker", descriptors.of_worker(1, 1) + descriptors.SPARE)

@@ -8,22 +8,19 @@ loopback sockets; a subprocess may join with ``KVPS_SCHEDULER`` set to :attr:`Lo
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, Store
 
-import kvps
 from kvps import config
 from kvps.core.effects import Core, Exit
-from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout
@@ -38,7 +35,7 @@ from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.lenses import Timeline, member_lens
 from kvps.runtime.local.current import current, enter
-from kvps.runtime.member_process import own_machine
+from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS
 from kvps.runtime.ticket import TIMEOUT_S
@@ -169,18 +166,8 @@ class LocalCluster:
         for rank in range(self.servers):
             keys = self._keys_of("server")
             one, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
-            identity = Identity(
-                Role.SERVER,
-                self.scheduler,
-                socket.gethostname(),
-                os.getpid(),
-                kvps.__version__,
-                rank,
-                endpoint=endpoint,
-                silence_max_s=config.silence_max_s(),
-                machine=own_machine(),
-                public_key=keys.session.public if keys else "",
-            )
+            own = own_identity(Role.SERVER, self.scheduler, keys)
+            identity = replace(own, rank=rank, endpoint=endpoint)
             core = Server(identity, now, share_bytes(self.servers), memory, limits=limits)
             self._drive(f"server {rank}", core, one)
 
