@@ -3,25 +3,10 @@
 ``docs/migrating/byteps.md`` has a table of every name.
 """
 
-from kvps.byteps import cross_barrier, parallel
+from kvps.byteps import cross_barrier, ops, parallel
 from kvps.byteps.compression import Compression
-from kvps.byteps.ops import (
-    declare,
-    init,
-    local_rank,
-    local_size,
-    poll,
-    push_pull,
-    push_pull_async,
-    push_pull_async_inplace,
-    push_pull_inplace,
-    rank,
-    resume,
-    shutdown,
-    size,
-    suspend,
-    synchronize,
-)
+from kvps.byteps.ops import *  # noqa: F403  # all of them are names of this package, too
+from kvps.byteps.ops import push_pull_async_inplace
 from kvps.byteps.optimizer import (
     DistributedOptimizer,
     broadcast_object,
@@ -40,20 +25,6 @@ __all__ = [
     "broadcast_parameters",
     "byteps_push_pull",
     "cross_barrier",
-    "declare",
-    "init",
-    "local_rank",
-    "local_size",
     "parallel",
-    "poll",
-    "push_pull",
-    "push_pull_async",
-    "push_pull_async_inplace",
-    "push_pull_inplace",
-    "rank",
-    "resume",
-    "shutdown",
-    "size",
-    "suspend",
-    "synchronize",
 ]
+__all__ += ops.__all__

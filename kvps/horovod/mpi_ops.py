@@ -244,7 +244,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "ids_and_ranks",
     "init",
     "is_homogeneous",
     "is_initialized",
