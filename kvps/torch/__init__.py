@@ -8,7 +8,8 @@ from kvps.torch.comm_hook import CommState, comm_hook
 from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding
 from kvps.torch.gather import all_gather_object, gather_object
-from kvps.torch.local_steps.diloco import DiLoCo, LocalSGD
+from kvps.torch.local_steps.diloco import DiLoCo
+from kvps.torch.local_steps.local_sgd import LocalSGD
 from kvps.torch.metrics import average
 from kvps.torch.optimizer import DistributedOptimizer
 from kvps.torch.sharded.shard import Sharded, shard

@@ -13,7 +13,7 @@ import torch
 
 from kvps.core.optim.from_torch import describe
 from kvps.errors import ConfigError
-from kvps.torch.local_steps import diloco
+from kvps.torch.local_steps import diloco, local_sgd
 
 QUANTIZED = {"type": "int8", "pull": True}
 """The compression of ``should_quantize=True``: eight bits, as torchft's."""
@@ -72,7 +72,7 @@ class DiLoCo(diloco.DiLoCo):
         )
 
 
-class LocalSGD(diloco.LocalSGD):
+class LocalSGD(local_sgd.LocalSGD):
     """Averages the weights of all workers every ``sync_every`` steps, with torchft's arguments.
 
     Args:

@@ -1,4 +1,4 @@
-"""Local steps around an unchanged training loop: DiLoCo, Streaming DiLoCo and local SGD.
+"""Local steps around an unchanged training loop: DiLoCo and Streaming DiLoCo.
 
 Theory of operation
 -------------------
@@ -426,35 +426,3 @@ class DiLoCo:
                 return
             except EpochChanged as another:
                 error = another
-
-
-class LocalSGD(DiLoCo):
-    """Trains by local steps, and averages the weights of all workers every ``sync_every`` of them.
-
-    Args:
-        model, inner_optimizer: as in :class:`DiLoCo`.
-        sync_every: steps between two averages.
-        options: the other options of :class:`DiLoCo`, but ``outer``, ``lr`` and ``momentum``.
-
-    Raises:
-        ConfigError: for invalid arguments.
-
-    Example:
-        >>> with kvps.torch.LocalSGD(model, optimizer, sync_every=8):  # doctest: +SKIP
-        ...     train(model, optimizer)
-    """
-
-    _OWNER = "local_sgd"
-
-    def __init__(
-        self,
-        model: Any,
-        inner_optimizer: torch.optim.Optimizer,
-        sync_every: int = 100,
-        **options: Any,
-    ) -> None:
-        fixed = sorted({"outer", "lr", "momentum"} & options.keys())
-        if fixed:
-            raise ConfigError(f"LocalSGD averages weights and takes no {fixed[0]}=; use DiLoCo")
-        # w - 1.0 * mean(w - w_i) is the mean of the weights.
-        super().__init__(model, inner_optimizer, "sgd", 1.0, 0.0, sync_every=sync_every, **options)
