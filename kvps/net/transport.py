@@ -1,6 +1,6 @@
-"""The interface of a transport: how packets travel, and the errors by which it tells of others.
+"""The interface of a transport: the methods by which packets travel, and the errors by which it reports others' faults.
 
-:mod:`kvps.net.zeromq`, :mod:`kvps.net.shm.transport`, :mod:`kvps.net.loopback` and :mod:`kvps.net.counted` implement it.
+:mod:`kvps.net.zeromq`, :mod:`kvps.net.shm.transport` and :mod:`kvps.net.loopback` implement it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tickets and handles: what a call returns, and a session completes; how long scripts wait for them, and what they cost threads."""
+"""Tickets and handles: what a call returns, and a session completes.
+
+With them stands what lasts as long as a call: the script's waiting time, and shorter turns of the interpreter.
+"""
 
 from __future__ import annotations
 
