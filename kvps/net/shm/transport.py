@@ -191,6 +191,8 @@ class SharingTransport:
         if self._peers:
             self._return(RELEASE_EVERY)
             self._sweep()
+        if any(peer.taken.returned for peer in self._peers.values()):
+            # A packet has to say so: not while there is other work, and before a wait.
             is_idle = True
             for arrival in self._arrivals(0.0):
                 is_idle = False
@@ -202,7 +204,8 @@ class SharingTransport:
                 return
         for arrival in self._arrivals(timeout_s):
             yield from self._receive(*arrival)
-        if self._is_woken:  # what a call lets go, its requests should find free
+        is_woken, self._is_woken = self._is_woken, False
+        if is_woken:  # what a call lets go, its requests should find free
             self._return(1)
 
     @property

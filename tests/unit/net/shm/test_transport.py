@@ -914,15 +914,23 @@ def test_without_peers_it_waits_at_once(lone: Lone) -> None:
     assert lone.inner.waits == [3.0, None]
 
 
-def test_with_peers_it_looks_before_it_waits(lone: Lone) -> None:
+def test_with_peers_it_waits_at_once(lone: Lone) -> None:
     lone.share()
     lone.inner.waits.clear()
     assert list(lone.transport.poll(3.0)) == []
-    assert lone.inner.waits == [0.0, 3.0]
+    assert lone.inner.waits == [3.0]
+
+
+def test_where_a_packet_has_to_say_what_was_given_back_it_looks_before_it_waits(lone: Lone) -> None:
+    lone.share()
+    lone.hear(push(PAGE_BYTES), lone.loan(1))
     lone.inner.waits.clear()
-    assert list(lone.transport.poll(0.0)) == []
     assert len(lone.hear(push(0))) == 1
-    assert lone.inner.waits == [0.0, 0.0], "what is there is enough"
+    assert lone.inner.waits == [0.0], "what is there is enough"
+    assert list(lone.transport.poll(3.0)) == []
+    assert lone.inner.waits == [0.0, 0.0, 3.0]
+    assert list(lone.transport.poll(3.0)) == []
+    assert lone.inner.waits == [0.0, 0.0, 3.0, 3.0], "it was told"
 
 
 def test_what_was_given_back_is_told_before_a_wait(lone: Lone) -> None:
@@ -937,6 +945,7 @@ def test_what_was_given_back_is_told_before_a_wait(lone: Lone) -> None:
 
 def test_a_wake_during_the_look_ends_the_wait(lone: Lone) -> None:
     lone.share()
+    lone.hear(push(PAGE_BYTES), lone.loan(1))
     lone.inner.waits.clear()
     lone.inner.on_poll = lone.transport.wake
     assert list(lone.transport.poll(None)) == []
@@ -944,7 +953,7 @@ def test_a_wake_during_the_look_ends_the_wait(lone: Lone) -> None:
     assert lone.inner.woken == 1
     lone.inner.on_poll = lambda: None
     assert list(lone.transport.poll(None)) == []
-    assert lone.inner.waits == [0.0, 0.0, None], "one wake ends one wait"
+    assert lone.inner.waits == [0.0, None], "one wake ends one wait"
 
 
 def test_another_thread_wakes_it(network: MemoryNetwork) -> None:
