@@ -16,7 +16,13 @@ KVPS_SCALE_ROUNDS ?= 100
 KVPS_KILLS        ?= 50
 
 # How many tests `make test` runs side by side: twice as many as there are processors, as many wait for others.
-JOBS ?= $(shell expr 2 \* $$(nproc 2>/dev/null || echo 2))
+# Those under coverage wait for nobody.
+CORES := $(shell nproc 2>/dev/null || echo 2)
+JOBS  ?= $(shell expr 2 \* $(CORES))
+
+# To compile all tests takes 13 s of a processor, in each process that runs some: keep the bytecode,
+# also in an environment that asks Python not to.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit wheel release test-docker clean
@@ -66,7 +72,7 @@ prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 	$(PYTHON) .ci/prose.py
 
 cover: .venv/.installed  ## check that the tests without sockets cover the rules
-	$(BIN)/python -m pytest --quiet -n $(JOBS) --dist worksteal --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
+	$(BIN)/python -m pytest --quiet -n $(CORES) --dist worksteal --cov --cov-fail-under=$(COVERAGE_GATE) $(PURE_TESTS)
 
 check: lint  ## lint, test and cover: run it before a commit
 	$(MAKE) --no-print-directory test COVER=1
