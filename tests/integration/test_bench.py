@@ -61,13 +61,14 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: lis
         "finally: sys.exit(bool({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
     )
     assert processes.python("-c", code).wait() == 0
-    times = []
-    for _ in range(5):
+
+    def cost_s() -> float:
         began = cpu_s()
         assert called(processes, *command, "--help").wait() == 0
-        times.append(cpu_s() - began)
-    # The best of them, in time of the processor: other tests run beside this one.
-    assert min(times) <= 0.3
+        return cpu_s() - began
+
+    # The best of five, in time of the processor: other tests run beside this one.
+    assert any(cost_s() <= 0.3 for _ in range(5))
 
 
 @pytest.mark.parametrize(

@@ -30,24 +30,32 @@ def test_version(processes: Processes, command: str) -> None:
     assert asked.out == f"kvps-{command} {kvps.__version__}\n"
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables with which Python keeps bytecode, as of a package that pip has installed."""
+    folder = str(tmp_path_factory.mktemp("bytecode"))
+    return {"PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+
+
 @pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_comes_at_once_and_without_torch(processes: Processes, command: str) -> None:
+def test_help_comes_at_once_and_without_torch(
+    processes: Processes, command: str, compiled: dict[str, str]
+) -> None:
     code = (
         f"import sys; from kvps.cli.{command} import main\n"
         "try: main(['--help'])\n"
         "finally: sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
     )
-    # As in a package that pip has installed.
-    compiled = {"PYTHONPYCACHEPREFIX": str(processes.folder), "PYTHONDONTWRITEBYTECODE": ""}
     assert processes.python("-c", code, **compiled).wait() == 0
-    times = []
-    for _ in range(3):
+
+    def cost_s() -> float:
         began = cpu_s()
         assert processes.kvps(command, "--help", **compiled).wait() == 0
-        times.append(cpu_s() - began)
-    # The best of them, in time of the processor: other tests run beside this one.
-    assert min(times) <= 0.3
+        return cpu_s() - began
+
+    # The best of three, in time of the processor: other tests run beside this one.
+    assert any(cost_s() <= 0.3 for _ in range(3))
 
 
 @pytest.mark.usefixtures("fresh_interpreters")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +13,9 @@ import kvps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.integration.processes import Processes
 
 Weights = list[torch.Tensor]
 
@@ -396,7 +397,6 @@ def test_in_async_every_push_is_a_step(store: str) -> None:
 
 # --- a replacement --------------------------------------------------------------------------------------
 
-LAUNCH = Path(sys.executable).with_name("kvps-launch")
 CRASHING = """
 import os, sys, torch, kvps
 kv = kvps.create("dist_sync", deterministic=True)
@@ -414,17 +414,14 @@ print(f"from {start}: {model.weight.tolist()}", flush=True)
 """
 
 
-def test_a_replacement_goes_on_where_the_lost_worker_was(tmp_path: Path) -> None:
-    script = tmp_path / "crashing.py"
-    script.write_text(CRASHING)
+def test_a_replacement_goes_on_where_the_lost_worker_was(processes: Processes) -> None:
+    script = processes.script(CRASHING)
 
     def ends(how: str) -> list[str]:
-        command = [LAUNCH, "-n", "2", "-s", "1", "--max-restarts", "1", "--"]
-        ended = subprocess.run(
-            [*command, sys.executable, script, how], capture_output=True, text=True, timeout=60
-        )
-        assert ended.returncode == 0, ended.stderr
-        return sorted(line.partition("from ")[2] for line in ended.stdout.splitlines())
+        flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script, how)
+        launched = processes.kvps("launch", *flags)
+        assert launched.wait(60.0) == 0, launched
+        return sorted(line.partition("from ")[2] for line in launched.out.splitlines())
 
     smooth, crashed = ends("go"), ends("crash")
     weights_of = [line.partition(": ")[2] for line in (*smooth, *crashed)]

@@ -51,9 +51,10 @@ def can_fork(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> bool:
 
 
 def server_environment() -> dict[str, str]:
-    """Return the environment of the fork server."""
+    """Return the environment of the fork server: without the number of threads that tests have."""
     path = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}".rstrip(":")
-    return {**os.environ, "PYTHONPATH": path}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    return {**own, "PYTHONPATH": path}
 
 
 class ForkedProcess:

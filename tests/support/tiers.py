@@ -25,6 +25,8 @@ def configure(config: pytest.Config) -> None:
     if config.getoption("--all"):
         os.environ["KVPS_ALL"] = "1"
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
+    # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if config.getoption("--record") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Durations())
 
