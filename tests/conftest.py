@@ -2,20 +2,22 @@
 
 The spec check ties the tests to ``docs/protocol.md``.  A requirement there starts a line with
 its number, ``[R12]``; a test that checks it carries ``@pytest.mark.spec("R12")``.  When the
-whole suite is collected, the run fails if a requirement has no test, or a test cites a
-requirement that does not exist.  A run of some tests only is not judged.
+whole suite is collected, the run fails if no test of the tier checks a requirement, or a test cites a
+requirement that does not exist; also if a claim of the docs is not shown every day (``tests.support.claims``).
+A run of some tests only is not judged.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.support import pairwise, tiers
+from tests.support import claims, pairwise, tiers
 
 TESTS = Path(__file__).resolve().parent
 PROTOCOL = TESTS.parent / "docs" / "protocol.md"
@@ -92,9 +94,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Run the spec check."""
     if session.testsfailed or not is_whole_suite(session.config) or not PROTOCOL.exists():
         return
+    collected = session.config.stash[COLLECTED]
+    run = [item for item in collected if not is_on_request(item)]
     faults = spec_faults(
-        PROTOCOL.read_text(encoding="utf-8"), cited_requirements(session.config.stash[COLLECTED])
+        PROTOCOL.read_text(encoding="utf-8"),
+        cited_requirements(collected),
+        checked=cited_requirements(run).keys(),
     )
+    faults += claims.faults(item.nodeid for item in run)
     if faults:
         raise pytest.UsageError(*faults)
 
@@ -114,6 +121,11 @@ def names_single_tests(config: pytest.Config) -> bool:
     return any("::" in argument for argument in config.args)
 
 
+def is_on_request(item: pytest.Item) -> bool:
+    """Whether a test runs only if ``-m`` names its mark."""
+    return any(item.get_closest_marker(marker) for marker in ON_REQUEST)
+
+
 def cited_requirements(items: list[pytest.Item]) -> dict[str, list[str]]:
     """The requirements that tests name, each with the tests that name it."""
     cited: dict[str, list[str]] = {}
@@ -124,13 +136,19 @@ def cited_requirements(items: list[pytest.Item]) -> dict[str, list[str]]:
     return cited
 
 
-def spec_faults(protocol: str, cited: dict[str, list[str]]) -> list[str]:
-    """Say where the protocol's requirements and the tests disagree."""
+def spec_faults(protocol: str, cited: dict[str, list[str]], checked: Set[str]) -> list[str]:
+    """Say where the protocol's requirements and the tests disagree.
+
+    Args:
+        protocol: the text of docs/protocol.md.
+        cited: the requirements that tests name, each with these tests.
+        checked: those of them that a test checks that runs.
+    """
     stated = Counter(bold or plain for bold, plain in REQUIREMENT.findall(protocol))
     faults = []
     if twice := sorted((r for r, count in stated.items() if count > 1), key=number):
         faults.append(f"requirements stated twice in docs/protocol.md: {', '.join(twice)}")
-    if untested := sorted(stated.keys() - cited.keys(), key=number):
+    if untested := sorted(stated.keys() - checked, key=number):
         faults.append(f"requirements without a test: {', '.join(untested)}")
     faults += [
         f"{cited[requirement][0]} cites {requirement}, which docs/protocol.md does not state"

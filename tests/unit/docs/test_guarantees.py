@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import ast
-import re
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
-ROWS = [
-    line
-    for line in (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8").splitlines()
-    if line.startswith("| ") and not line.startswith("| what holds")
-]
-SECURITY = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
-ROWS += [
-    line
-    for line in SECURITY.partition("## Shown by")[2].splitlines()
-    if line.startswith("| ") and not line.startswith("| what holds")
-]
+from tests.support.claims import EVERYDAY, ROOT, TEST, faults, lines
 
 
-@pytest.mark.parametrize("row", ROWS)
-def test_it_names_a_test_that_there_is(row: str) -> None:
-    named = re.search(r"\| `(tests/[\w/]+/test_\w+\.py)(?:::(test_\w+))?` \|$", row)
+@pytest.mark.parametrize("line", lines())
+def test_it_names_a_test_that_there_is(line: str) -> None:
+    named = TEST.search(line)
     assert named, "this line names no test"
     tree = ast.parse((ROOT / named[1]).read_text(encoding="utf-8"))
     functions = {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}
     assert named[2] is None or named[2] in functions
     assert any(name.startswith("test_") for name in functions)
+
+
+def test_a_line_whose_test_does_not_run_every_day_is_told() -> None:
+    """The run of the whole suite asks this of what it collects."""
+    named = [match[0].strip("| `") for line in lines() if (match := TEST.search(line))]
+    everyday = [f"{EVERYDAY.get(test, test)}[case]" for test in named]
+    assert faults(everyday) == []
+    assert all(any(f" names {test}, " in one for one in faults([])) for test in named)
