@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--record",
         action="store_true",
-        help="write how many seconds the tests of each file took into tests/durations.json",
+        help="write how many seconds the tests of each file take, and use of a processor, into tests/durations.json",
     )
     parser.addoption(
         "--leave-out",
@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if any(map(item.path.is_relative_to, folders))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not any(map(item.path.is_relative_to, folders))]
+    if hasattr(config, "workerinput"):
+        tiers.longest_first(items)
     wanted = config.getoption("markexpr")
     for item in items:
         for marker in ON_REQUEST:

@@ -136,6 +136,12 @@ class ForkServer:
                     self._started.append(pid)
             limit_s = 0.0
 
+    def used_s(self) -> float:
+        """Return the seconds of a processor that it has used, and all that has ended below it."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks = sum(int(one) for one in fields[11:15])  # fields 14 to 17 of proc(5)
+        return ticks / os.sysconf("SC_CLK_TCK")
+
 
 _server: ForkServer | None = None
 
@@ -146,6 +152,11 @@ def fork_server() -> ForkServer:
     if _server is None:
         _server = ForkServer()
     return _server
+
+
+def used_s() -> float:
+    """Return the seconds of a processor that the fork server of this process and its forks have used."""
+    return 0.0 if _server is None else _server.used_s()
 
 
 # --- the server's side ------------------------------------------------------------------------

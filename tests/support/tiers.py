@@ -1,8 +1,8 @@
 """The tiers of the suite: what is run every day, and what only with ``--all``.
 
-The everyday tier has every requirement of the protocol and every exhaustive small case; of seeds it plays
-a quarter, another each day, and it leaves out what is marked ``thorough``: cases that repeat a path with other
-sizes, and what takes more than some ten seconds. Of the cases of tests marked ``pairwise`` it plays some
+The everyday tier has every requirement of the protocol and every single fault of the smallest jobs; of seeds, and
+of faults of larger jobs, it plays a quarter, another each day, and it leaves out what is marked ``thorough``:
+cases that repeat a path with other sizes, and what takes more than some ten seconds. Of the cases of tests marked ``pairwise`` it plays some
 (:mod:`tests.support.pairwise`). KVPS_DAY=N plays the seeds of another day.
 """
 
@@ -12,9 +12,12 @@ import json
 import os
 import time
 from collections import Counter
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.support import forkserver
 
 SECONDS_OF_A_DAY = 86_400
 RECORD = Path(__file__).resolve().parents[1] / "durations.json"
@@ -27,8 +30,8 @@ def configure(config: pytest.Config) -> None:
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
     # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    if config.getoption("--record") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Durations())
+    if config.getoption("--record"):
+        config.pluginmanager.register(Costs(is_last=not hasattr(config, "workerinput")))
 
 
 def day() -> int:
@@ -41,17 +44,52 @@ def plays_all() -> bool:
     return os.environ.get("KVPS_ALL") == "1"
 
 
-class Durations:
-    """The seconds of each file's tests, as a plugin of the process that gathers all reports."""
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by how long those of their file took: what runs last is short, and no process waits for it."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    took = {file: row["took_s"] for file, row in record.items()}
+    items.sort(key=lambda item: -took.get(item.nodeid.partition("::")[0], 0.0))
 
-    def __init__(self) -> None:
-        self._files: Counter[str] = Counter()
+
+class Costs:
+    """The time that each file's tests take and use of a processor, as a plugin of each process that runs some.
+
+    What they use is much the same on a busy machine. What a test's processes use counts when they have ended, and
+    have been waited for.
+    """
+
+    def __init__(self, is_last: bool) -> None:
+        self._is_last = is_last
+        """Whether this process gathers the reports of all."""
+        self._took: Counter[str] = Counter()
+        self._cost: Counter[str] = Counter()
+        self._used = 0.0
+
+    def pytest_collection_finish(self) -> None:
+        self._used = used_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        before, self._used = self._used, used_s()
+        report.cost_s = self._used - before  # type: ignore[attr-defined]  # a report takes any
+        return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._files[report.nodeid.split("::")[0]] += report.duration  # type: ignore[assignment]
+        file = report.nodeid.partition("::")[0]
+        self._took[file] += report.duration  # type: ignore[assignment]  # a Counter takes floats, too
+        self._cost[file] += getattr(report, "cost_s", 0.0)
 
     def pytest_sessionfinish(self) -> None:
-        rows = {
-            file: round(seconds, 1) for file, seconds in self._files.most_common() if seconds > 1
-        }
-        RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        if self._is_last:
+            rows = {
+                file: {"took_s": round(took, 1), "cost_s": round(self._cost[file], 1)}
+                for file, took in self._took.most_common()
+                if took > 1
+            }
+            RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def used_s() -> float:
+    """Return the seconds of a processor that this process, its children and its forks have used."""
+    return sum(os.times()[:4]) + forkserver.used_s()
