@@ -546,6 +546,7 @@ dist.destroy_process_group()
         assert listens == {f"listens 0100007F:{port:04X}"}
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_script_alone_is_a_world_of_one(processes: Processes) -> None:
     alone = processes.python("-W", "error", processes.script(ADDS))
     assert alone.wait() == 0, alone

@@ -342,11 +342,11 @@ def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) ->
     assert cluster.process.wait() == 1
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_large_pushes_still_leave_when_the_script_is_over(processes: Processes) -> None:
     """The interpreter ends, and with it whatever others have registered for its end."""
     cluster = processes.scheduler(2, 1)
     cluster.server(KVPS_TRANSPORT="tcp")
+    processes.may_fork = False
     script = processes.script(
         "import kvps, torch\n"
         "kv = kvps.create('dist_sync')\n"

@@ -14,6 +14,7 @@ import runpy
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ class Program:
     """Whether -P keeps the folder of the program out of the path."""
     folders: tuple[str, ...]
     """Where it looks for modules first: what PYTHONPATH names beyond that of the process that is forked."""
+    is_strict: bool = False
+    """Whether -W error makes warnings errors, of all that is not imported yet."""
 
     @property
     def starts_others(self) -> bool:
@@ -54,6 +57,8 @@ class Program:
         main = types.ModuleType("__main__")
         main.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = main
+        if self.is_strict:
+            warnings.simplefilter("error")
         sys.path[:0] = self.folders
         if any(Path(folder, "sitecustomize.py").exists() for folder in self.folders):
             sys.modules.pop("sitecustomize", None)
@@ -97,16 +102,19 @@ def program_of(
     if python is None or python not in (sys.executable, str(BIN / "python"), str(BIN / "python3")):
         return None
     words = list(argv[1:])
+    is_strict = words[:2] == ["-W", "error"]
+    if is_strict:
+        del words[:2]
     is_safe = words[:1] == ["-P"]
     if is_safe:
         del words[0]
     match words:
         case ["-m", module, *rest] if module.startswith("kvps."):
-            return Program("module", module, tuple(rest), is_safe, folders)
+            return Program("module", module, tuple(rest), is_safe, folders, is_strict)
         case ["-c", code, *rest]:
-            return Program("code", code, tuple(rest), is_safe, folders)
+            return Program("code", code, tuple(rest), is_safe, folders, is_strict)
         case [script, *rest] if script.endswith(".py") and Path(folder, script).exists():
-            return Program("script", script, tuple(rest), is_safe, folders)
+            return Program("script", script, tuple(rest), is_safe, folders, is_strict)
     return None
 
 
