@@ -25,12 +25,14 @@ from tests.simulation.training import (
     TRAINING,
     Job,
     Play,
+    all_of,
     befall_each_packet,
     check,
     end_at_each_packet,
     is_trained,
     kill_at_each_packet,
     named,
+    of_today,
     play_with,
     reference,
 )
@@ -86,6 +88,7 @@ def job_of(mode: str, way: str, workers: int = 2, steps: int = 2) -> Job:
 # --- one fault ------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @each_job
 @pytest.mark.parametrize(
     "fate",
@@ -93,13 +96,14 @@ def job_of(mode: str, way: str, workers: int = 2, steps: int = 2) -> Job:
     ids=["lost", "twice", "twice, once late", "twice, once stale", "late", "stale"],
 )
 def test_anything_may_befall_any_one_packet(mode: str, way: str, fate: tuple[float, ...]) -> None:
-    befall_each_packet(job_of(mode, way), fate, PLAYS[mode])
+    befall_each_packet(job_of(mode, way), fate, PLAYS[mode], all_of)
 
 
+@pytest.mark.pairwise
 @each_job
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_may_die_at_any_packet(mode: str, way: str, rank: int) -> None:
-    kill_at_each_packet(job_of(mode, way), rank, PLAYS[mode])
+    kill_at_each_packet(job_of(mode, way), rank, PLAYS[mode], all_of)
 
 
 def test_only_a_replacement_finds_elements_that_are_ahead() -> None:
@@ -124,18 +128,21 @@ def test_only_a_replacement_finds_elements_that_are_ahead() -> None:
 
     job = job_of("sync", "pushpull")
     job.servers, job.sizes["w"], job.store.bigarray_bound = 2, 40, 1
-    kill_at_each_packet(job, 1, (look_first, is_trained))
+    kill_at_each_packet(job, 1, (look_first, is_trained), all_of)
     assert ahead == {1}
 
 
+@pytest.mark.pairwise
 @each_job
 @pytest.mark.parametrize("after_s", [0.005, 3.0])
 def test_the_scheduler_may_be_restarted_at_any_packet(mode: str, way: str, after_s: float) -> None:
-    end_at_each_packet(
-        job_of(mode, way), "scheduler", lambda cluster: restart(cluster, after_s), PLAYS[mode]
-    )
+    def end(cluster: Cluster) -> None:
+        restart(cluster, after_s)
+
+    end_at_each_packet(job_of(mode, way), "scheduler", end, PLAYS[mode], all_of)
 
 
+@pytest.mark.pairwise
 @each_job
 @pytest.mark.parametrize("is_written", [False, True], ids=["torn", "written"])
 def test_the_scheduler_may_die_at_any_save(mode: str, way: str, is_written: bool) -> None:
@@ -180,13 +187,16 @@ def dies_at_save(job: Job, fatal: int, is_written: bool, play: Play) -> bool:
 
 @pytest.mark.parametrize("mode", PLAYS)
 def test_any_two_packets_may_be_lost(mode: str) -> None:
-    """Of one round of one worker; also two that are sent only because the first was lost."""
+    """Of one round of one worker; also two that are sent only because the first was lost.
+
+    Each day the first is of another quarter of the packets.
+    """
     job = job_of(mode, "pushpull", workers=1, steps=1)
 
     def losing(*lost: int) -> Callable[..., object]:
         return lambda _, number, *ends: LOST if number in lost else ON_TIME
 
-    for first in range(1, play_with(job, losing(), PLAYS[mode]) + 1):  # type: ignore[arg-type]
+    for first in of_today(play_with(job, losing(), PLAYS[mode])):  # type: ignore[arg-type]
         packets = play_with(job, losing(first), PLAYS[mode])  # type: ignore[arg-type]
         for second in range(first + 1, packets + 1):
             with named(f"packets {first} and {second} are lost"):

@@ -33,6 +33,16 @@ def seeds(count: int) -> range:
     return range(first, first + quarter)
 
 
+def of_today(count: int) -> range:
+    """Return which of the packets 1 to ``count`` something befalls: every fourth, others each day.
+
+    With ``--all``, and with KVPS_SEEDS, it is all of them.
+    """
+    if tiers.plays_all() or os.environ.get("KVPS_SEEDS"):
+        return range(1, count + 1)
+    return range(1 + tiers.day() % 4, count + 1, 4)
+
+
 SEEDS = seeds(80)
 FEWER = SEEDS[: max(1, len(SEEDS) // 6)]
 
@@ -237,9 +247,20 @@ def play_with(
     return packets
 
 
-def befall_each_packet(job: Job, fate: Sequence[float], play: Play = TRAINING) -> None:
-    """Play a job as often as it has packets; each time, that is what becomes of another one."""
-    for fatal in range(1, play_with(job, lambda *_: ON_TIME, play) + 1):
+def all_of(count: int) -> range:
+    """Return the packets 1 to ``count``."""
+    return range(1, count + 1)
+
+
+Packets = Callable[[int], range]
+"""Which packets of a job something befalls, by their number."""
+
+
+def befall_each_packet(
+    job: Job, fate: Sequence[float], play: Play = TRAINING, packets: Packets = of_today
+) -> None:
+    """Play a job as often as it has packets of today; each time, that is what becomes of another one."""
+    for fatal in packets(play_with(job, lambda *_: ON_TIME, play)):
         with named(f"packet {fatal} has the copies {fate}"):
             play_with(
                 job, lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME, play
@@ -247,15 +268,19 @@ def befall_each_packet(job: Job, fate: Sequence[float], play: Play = TRAINING) -
 
 
 def lose_each_packet(job: Job, play: Play = TRAINING) -> None:
-    """Play a job as often as it has packets, each time without another one."""
+    """Play a job as often as it has packets of today, each time without another one."""
     befall_each_packet(job, LOST, play)
 
 
 def end_at_each_packet(
-    job: Job, name: str, end: Callable[[Cluster], None], play: Play = TRAINING
+    job: Job,
+    name: str,
+    end: Callable[[Cluster], None],
+    play: Play = TRAINING,
+    packets: Packets = of_today,
 ) -> None:
-    """Play a job as often as it has packets; ``end`` process ``name`` at another of its own."""
-    for fatal in range(1, play_with(job, lambda *_: ON_TIME, play) + 1):
+    """Play a job as often as it has packets of today; ``end`` process ``name`` at another of its own."""
+    for fatal in packets(play_with(job, lambda *_: ON_TIME, play)):
 
         def die(
             cluster: Cluster, count: int, source: Process, target: Process, fatal: int = fatal
@@ -269,14 +294,16 @@ def end_at_each_packet(
             play_with(job, die, play)
 
 
-def kill_at_each_packet(job: Job, rank: int, play: Play = TRAINING) -> None:
-    """Play a job as often as it has packets, and kill ``rank`` at another one that concerns it."""
+def kill_at_each_packet(
+    job: Job, rank: int, play: Play = TRAINING, packets: Packets = of_today
+) -> None:
+    """Play a job as often as it has packets of today, and kill ``rank`` at another one that concerns it."""
 
     def kill(cluster: Cluster) -> None:
         cluster.kill(rank)
         cluster.network.at(cluster.network.now + 3, lambda: cluster.replace(rank))
 
-    end_at_each_packet(job, f"worker {rank}", kill, play)
+    end_at_each_packet(job, f"worker {rank}", kill, play, packets)
 
 
 @contextmanager
