@@ -17,7 +17,9 @@ between workers. The ways:
 
 Each turn starts each way anew, in another order. After the steps, weights of all workers have to be the same bits, and
 those of all ways have to agree within 1e-5 with those of gloo. Printed for each way are the median step of the
-slowest worker, its cost (the step less the step of as many workers alone), and the ratio of this cost to gloo's.
+slowest worker, its cost (the step less the step of as many workers alone), and the ratio of this cost to gloo's. Behind
+them stand the same for the processor time that all processes take for a step, servers among them, divided by the
+number of workers: other work on the machine changes it less.
 """
 
 from __future__ import annotations
@@ -88,7 +90,28 @@ def stepper(way: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
     return by_optimizer
 
 
-def work(way: str, steps: int, folder: Path) -> None:
+def cpu_ms(parent: int) -> float:
+    """Return the processor time so far of all processes that ``parent`` and its children have started, in ms."""
+    parents: dict[int, int] = {}
+    spent: dict[int, float] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            threads = [
+                int((one / "schedstat").read_text().split()[0])
+                for one in (folder / "task").iterdir()
+            ]
+        except OSError:  # it has ended
+            continue
+        parents[int(folder.name)] = int(fields[1])
+        spent[int(folder.name)] = sum(threads) / 1e6
+    known = {parent}
+    while new := {one for one, above in parents.items() if above in known} - known:
+        known |= new
+    return sum([spent[one] for one in known - {parent}])
+
+
+def work(way: str, steps: int, folder: Path, parent: int) -> None:
     """Train, and write this worker's times and a part of its weights."""
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -96,24 +119,27 @@ def work(way: str, steps: int, folder: Path) -> None:
     step = stepper(way, model)
     batches = torch.Generator().manual_seed(SEED + rank)
     times = []
-    for _ in range(steps + 3):
+    for number in range(steps + 3):
+        if number == 3:
+            before_ms = cpu_ms(parent)
         batch = torch.randn(ROWS, WIDTH, generator=batches)
         began = time.perf_counter()
         step(batch)
         times.append(1000 * (time.perf_counter() - began))
+    spent_ms = cpu_ms(parent) - before_ms
     if way == "trainer servers":
         model(batch)
     weights = torch.cat([one.detach().flatten()[:: WIDTH + 1] for one in model.parameters()])
-    found = {"times": times[3:], "weights": weights.tolist()}
+    found = {"times": times[3:], "cpu_ms": spent_ms / steps, "weights": weights.tolist()}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     if way.startswith("ddp"):
         torch.distributed.destroy_process_group()
 
 
-def run(way: str, flags: argparse.Namespace, folder: Path) -> tuple[float, list[float]]:
-    """Return the median step of the slowest worker in ms, and weights."""
+def run(way: str, flags: argparse.Namespace, folder: Path) -> tuple[float, float, list[float]]:
+    """Return the median step of the slowest worker and the processor time of a step in ms, and weights."""
     script = [sys.executable, __file__, "--work", way, "--steps", str(flags.steps)]
-    script += ["--folder", str(folder)]
+    script += ["--folder", str(folder), "--parent", str(os.getpid())]
     if way in ("alone", "ddp gloo"):
         variables = {"WORLD_SIZE": str(flags.workers), "MASTER_ADDR": "127.0.0.1"}
         variables["MASTER_PORT"] = str(29500 + os.getpid() % 2000)
@@ -130,7 +156,8 @@ def run(way: str, flags: argparse.Namespace, folder: Path) -> tuple[float, list[
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(flags.workers)]
     if way != "alone":
         assert all(one["weights"] == found[0]["weights"] for one in found), way
-    return max(statistics.median(one["times"]) for one in found), found[0]["weights"]
+    step_ms = max(statistics.median(one["times"]) for one in found)
+    return step_ms, found[0]["cpu_ms"] / flags.workers, found[0]["weights"]
 
 
 def main() -> None:
@@ -143,30 +170,38 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=WAYS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.work:
-        work(flags.work, flags.steps, flags.folder)
+        work(flags.work, flags.steps, flags.folder, flags.parent)
         return
     import tempfile
 
     found: dict[str, list[float]] = {way: [] for way in flags.ways}
+    spent: dict[str, list[float]] = {way: [] for way in flags.ways}
     ends: dict[str, torch.Tensor] = {}
     for turn in range(flags.turns):
         for way in flags.ways if turn % 2 == 0 else reversed(flags.ways):
             with tempfile.TemporaryDirectory() as folder:
-                ms, weights = run(way, flags, Path(folder))
+                ms, cpu, weights = run(way, flags, Path(folder))
             found[way].append(ms)
+            spent[way].append(cpu)
             ends[way] = torch.tensor(weights)
     reference = ends.get("ddp gloo")
-    alone = statistics.median(found["alone"]) if "alone" in found else 0.0
-    gloo = statistics.median(found.get("ddp gloo", [alone])) - alone
-    for way, times in found.items():
-        cost = statistics.median(times) - alone
+    for way in flags.ways:
         if reference is not None and way != "alone":
             torch.testing.assert_close(ends[way], reference, rtol=1e-5, atol=1e-5, msg=way)
-        turns = " ".join(f"{ms:.1f}" for ms in times)
-        ratio = f"{cost / gloo:5.2f}x" if gloo > 0 else ""
-        print(f"{way:16} step {statistics.median(times):7.1f}  cost {cost:7.1f} {ratio}  [{turns}]")
+        print(f"{way:16} step {told(found, way)} | cpu {told(spent, way)}")
+
+
+def told(found: dict[str, list[float]], way: str) -> str:
+    """Return the median of a way, what it costs beyond working alone, the ratio of that to gloo's, and all turns."""
+    alone = statistics.median(found["alone"]) if "alone" in found else 0.0
+    gloo = statistics.median(found.get("ddp gloo", [alone])) - alone
+    median = statistics.median(found[way])
+    ratio = f"{(median - alone) / gloo:5.2f}x" if gloo > 0 else ""
+    turns = " ".join(f"{ms:.1f}" for ms in found[way])
+    return f"{median:7.1f}  cost {median - alone:7.1f} {ratio}  [{turns}]"
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.gradient_sync import GradientSync
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
@@ -157,6 +158,8 @@ class Trainer:
                 )
             self._exchange = GradientSync(self._model, before=self._scale, brings_weights=on_store)
             self._exchange.is_held = on_store  # until a batch size is known
+        self._memory = GradientMemory(kv if self._exchange is None else None, self._params)
+        self._memory.watch()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -185,12 +188,13 @@ class Trainer:
         if self._exchange is not None:
             self._finish(self._exchange, names, batch)
             return
-        gradients = [_gradient(self._params[name]) for name in names]
+        gradients = [self._gradient(name) for name in names]
         factor = self._agreed_batch(batch) / batch
         if factor != 1.0:
             with torch.no_grad():
                 gradients = [gradient * factor for gradient in gradients]
-        self._pushpull(names, gradients, [self._params[name].detach() for name in names])
+        with self._memory.lent(names):
+            self._pushpull(names, gradients, [self._params[name].detach() for name in names])
 
     def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
         """Make a step whose gradients may have been pushed already."""
@@ -247,7 +251,7 @@ class Trainer:
 
     def _sum_up(self, names: list[str]) -> None:
         """Replace gradients with their sums over all workers; sparse gradients travel as rows, if possible."""
-        gradients = {name: _gradient(self._params[name]) for name in names}
+        gradients = {name: self._gradient(name) for name in names}
         waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
         dense = {
             name: one.to_dense() if one.is_sparse else one
@@ -255,7 +259,8 @@ class Trainer:
             if name not in waits
         }
         if dense:
-            self._pushpull(list(dense), list(dense.values()), list(dense.values()))
+            with self._memory.lent(names):
+                self._pushpull(list(dense), list(dense.values()), list(dense.values()))
         sums = {name: wait() for name, wait in waits.items()}
         for name, gradient in gradients.items():
             param = self._params[name]
@@ -370,6 +375,15 @@ class Trainer:
 
     # --- small things -------------------------------------------------------------------------------
 
+    def _gradient(self, name: str) -> torch.Tensor:
+        """Return the gradient of a parameter, 0 where there is none."""
+        place, param = self._memory.sent(name), self._params[name]
+        if place is not None:
+            return place
+        if param.grad is None:
+            return torch.zeros_like(param, requires_grad=False)
+        return param.grad.detach()
+
     def _agreed_batch(self, batch: float) -> float:
         """Return the batch size by which the store's optimizer divides: rank 0's first batch size."""
         if self._batch is not None:
@@ -467,13 +481,6 @@ def _checked(
         )
     check_groups(optimizer, params)
     return None
-
-
-def _gradient(param: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a parameter, 0 where there is none."""
-    if param.grad is None:
-        return torch.zeros_like(param, requires_grad=False)
-    return param.grad.detach()
 
 
 def _dense_unless_rows(gradient: torch.Tensor) -> torch.Tensor:

@@ -334,12 +334,15 @@ class KVStore(KVStoreBase, abc.ABC):
         pushes: list[Ticket] = []
         call: calls.Call
         given = value if is_many else [value]
-        if not are_dense(given) and have_rows(names, given, self._specs):
+        plain = self._plain(names, given)
+        if plain is None and not are_dense(given) and have_rows(names, given, self._specs):
             wanted = self._wanted(names, is_many, out, copy)
             pushes = self._pushes(names, is_many, value, urgency, False, limit_s, share)
             call = calls.PullValues(self._name, names, wanted.sinks, urgency, 0)
         else:
-            rows = weighted(self._rows(names, is_many, value, limit_s), share)
+            if plain is None:
+                plain = self._rows(names, is_many, value, limit_s)
+            rows = weighted(plain, share)
             wanted = self._wanted(names, is_many, out, copy)
             call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False, share)
         return self._result(self._start(call, limit_s), wanted, async_op, pushes)
@@ -1118,8 +1121,11 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> list[Ticket]:
         """Push dense values in one call, and any rows in another."""
         given = value if is_many else [value]
-        if are_dense(given) or not have_rows(names, given, self._specs):
-            values = weighted(self._rows(names, is_many, value, limit_s), weight)
+        plain = self._plain(names, given)
+        if plain is None and (are_dense(given) or not have_rows(names, given, self._specs)):
+            plain = self._rows(names, is_many, value, limit_s)
+        if plain is not None:
+            values = weighted(plain, weight)
             call = calls.PushValues(self._name, names, values, None, urgency, eager, weight)
             return [self._start(call, limit_s)]
         if weight != 1:
@@ -1143,14 +1149,20 @@ class KVStore(KVStoreBase, abc.ABC):
         )
         return tickets
 
+    def _plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
+        """Return a list of values that are rows as they are, one for each key; None for any other."""
+        form = self._keys.form(names)
+        if form is None or not form.fits(given):
+            return None
+        return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
     ) -> tuple[torch.Tensor, ...]:
         """Return one row for each key: its value as it is, or the sum of its values."""
-        form = self._keys.form(names)
-        given = value if is_many else [value]
-        if form is not None and form.fits(given):
-            return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+        plain = self._plain(names, value if is_many else [value])
+        if plain is not None:
+            return plain
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
         return self._rows_of(names, values, limit_s)

@@ -21,6 +21,9 @@ from kvps.store import optimizer_state
 from kvps.store.rows import has_rows, rows_of
 from kvps.tensors import accumulator, spec_of
 
+BLOCK_COUNT = 1 << 18
+"""Elements that are updated at once."""
+
 
 class ServerRules:
     """The optimizers of the servers (:mod:`kvps.core.optim.torch_rules`), one flat weight at a time."""
@@ -45,18 +48,29 @@ class ServerRules:
         self._steps[key] = step = self._steps.get(key, 0) + 1
         lr, weight_decay = self.hyper.for_key(key)
         ready = accumulator(gradient.to(weight.device))
-        if scale != 1.0:
-            ready = ready * scale
-        elif ready is gradient:
-            ready = ready.clone()  # an updater uses its gradient up
-        norms = None
-        if self._updater.needs_norms:
-            norms = self._updater.partial_norms(
-                weight, ready, state, step=step, lr=lr, weight_decay=weight_decay
+        # An updater uses its gradient up: it gets a copy of a block, which stays in a core's cache.
+        is_whole = self._updater.needs_norms or not weight.is_cpu
+        count = len(weight) if is_whole else min(len(weight), BLOCK_COUNT)
+        block = torch.empty(count, dtype=ready.dtype, device=ready.device)
+        for start in range(0, len(weight), count or 1):
+            part = slice(start, start + count)
+            own = block[: len(ready[part])].copy_(ready[part])
+            if scale != 1.0:
+                own *= scale
+            norms = None
+            if self._updater.needs_norms:
+                norms = self._updater.partial_norms(
+                    weight, own, state, step=step, lr=lr, weight_decay=weight_decay
+                )
+            self._updater.apply(
+                weight[part],
+                own,
+                {name: tensor[part] for name, tensor in state.items()},
+                step=step,
+                lr=lr,
+                weight_decay=weight_decay,
+                norms=norms,
             )
-        self._updater.apply(
-            weight, ready, state, step=step, lr=lr, weight_decay=weight_decay, norms=norms
-        )
 
     def update_rows(
         self, key: str, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor

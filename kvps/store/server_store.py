@@ -7,6 +7,7 @@ core's and waits for its end.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.cuda_staging import ready_on_device
-from kvps.runtime.ticket import Ticket
+from kvps.runtime.ticket import Handle, Ticket, timed
 from kvps.store.arguments import check_values, reduce, values_of
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
@@ -152,6 +153,38 @@ class DistStore(KVStore):
         answers = self._status()
         return of_servers(answers, self.rank, self._ahead(answers))
 
+    # --- for front ends -------------------------------------------------------------------------------
+
+    def lent_like(self, names: Sequence[str]) -> list[torch.Tensor | None]:
+        """Return :meth:`empty_like` of each key, or None where a push would copy it all the same."""
+        keys = tuple(names)
+        tensors = self._call(calls.Allocate(self._name, keys, is_lent=True))
+        assert isinstance(tensors, list)
+        settings = (self._compression.setting_of(key, self._specs[key]) for key in keys)
+        return [
+            None if setting is not None else one
+            for one, setting in zip(tensors, settings, strict=True)
+        ]
+
+    def chunks_of(self, names: Sequence[str]) -> dict[str, Collection[tuple[int, int]]]:
+        """Return the chunks that each key lies in, as (server, chunk): what one message carries."""
+        chunks = self._call(calls.Locate(self._name, tuple(names)))
+        assert isinstance(chunks, list)
+        return dict(zip(names, chunks, strict=True))
+
+    @timed("pull")
+    def pushpull_held(
+        self, names: Sequence[str], values: Sequence[torch.Tensor], priority: int
+    ) -> Handle:
+        """Begin a :meth:`pushpull`; the handle returns the result as
+        :class:`~kvps.core.worker.consistent_read.HeldValues`, which are to be written before the next push.
+        """
+        keys, _ = self._begin_on(list(names), None)
+        rows = self._rows(keys, True, list(values), self._timeout_s)
+        call = calls.PushValues(self._name, keys, rows, calls.Views.HELD, priority, eager=False)
+        ticket = self._start(call, self._timeout_s)
+        return Handle(ticket, lambda: ticket.value)
+
     # --- what a kind of store does --------------------------------------------------------------------
 
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
@@ -159,6 +192,11 @@ class DistStore(KVStore):
             self._step.push(call.keys)
         answer = None if self._codec is None else self._codec.answer(call)
         return answer or self._session.call(call, limit_s)
+
+    def _plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
+        if self._codec is not None and not self._compression.are_off:
+            return None
+        return super()._plain(names, given)
 
     def _rows(
         self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float

@@ -14,7 +14,7 @@ import torch
 
 from kvps.errors import EpochChanged
 from kvps.torch.forward_overlap import ForwardOverlap
-from kvps.torch.sync.gradient_sync import InFlight, bring
+from kvps.torch.sync.in_flight import InFlight
 from kvps.torch.sync.parameter_sync import ParameterSync
 
 
@@ -88,9 +88,8 @@ class DeferredUpdates:
             self._model.go_on(error)
             return  # an optimizer here skips the next step: modules have computed with other weights
         if self._on_store:
-            with torch.no_grad():
-                for name, bucket in buckets.items():
-                    bring(bucket.values[name], self._model.params[name])
+            for name, bucket in buckets.items():
+                bucket.bring([name], self._model.params)
         else:
             self._step(buckets)
 

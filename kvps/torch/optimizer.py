@@ -140,6 +140,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Where workers use different parameters, one's backward would wait for what another sends
             # in its step only.
             is_awaited=not (self._on_store or overlap_forward or find_unused),
+            is_released=overlap_forward,
         )
         self._exchange.is_held = self._on_store  # until it is known that no scaler is used
         self._used = Agreement(kv.num_workers, len(params)) if find_unused else None

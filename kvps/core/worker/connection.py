@@ -56,9 +56,9 @@ class Traffic:
     resent: int = 0
     """Number of requests that a peer did not have, and that were sent again."""
 
-    def encoded(self, gradients: Iterable[torch.Tensor], payload_bytes: Iterable[int]) -> None:
-        """Count a push: its gradients, and the payload of each request that carries them."""
-        self.pushed_bytes += sum([one.nbytes for one in gradients])
+    def encoded(self, pushed_bytes: int, payload_bytes: Iterable[int]) -> None:
+        """Count a push: the bytes of its gradients, and of the payload of each request that carries them."""
+        self.pushed_bytes += pushed_bytes
         self.encoded_bytes += sum(payload_bytes)
 
     def received(self, packet: Packet) -> None:

@@ -149,6 +149,38 @@ class PieceSink:
         return [views[index] for index in range(len(keys))]
 
 
+@dataclass(frozen=True, slots=True)
+class HeldValues:
+    """A sink that leaves values where they are, until they are written into tensors.
+
+    Example:
+        >>> held = handle.wait()  # doctest: +SKIP
+        >>> held.copy_to([weight, bias])  # doctest: +SKIP
+    """
+
+    indices: Sequence[int]
+    """For each key here, its index among the keys of the call."""
+    written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
+    """(indices, share, values) in the order in which they came; the later ones count."""
+
+    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
+        """Take the elements of ``share``."""
+        self.written.append((self.indices, share, values))
+
+    def only(self, indices: Iterable[int]) -> HeldValues:
+        """Return the sink of some of the keys."""
+        return HeldValues([self.indices[index] for index in indices], self.written)
+
+    def copy_to(self, rows: Sequence[torch.Tensor]) -> None:
+        """Write the values into contiguous tensors, one for each key of the call, and hold them no more.
+
+        Any thread may call this, once the call is over.
+        """
+        for indices, share, values in self.written:
+            share.copy_out(values, [rows[index] for index in indices])
+        self.written.clear()
+
+
 def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
     """Return the sink of the keys of a call that are in ``group``."""
     return sink if group.indices is None else sink.only(group.indices)

@@ -205,6 +205,12 @@ class ChunkSlice:
         """Copy this share's elements back into ``rows``."""
         torch._foreach_copy_(self._parts(rows), self._windows_of(values))
 
+    def copy_out(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Copy this share's elements back into ``rows``, as :meth:`scatter`; any thread may call this."""
+        parts = torch.split(values, self._sizes)
+        shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        torch._foreach_copy_(self._parts(rows), shaped)
+
     def split(self, values: torch.Tensor) -> Iterator[tuple[KeySlice, torch.Tensor]]:
         """Yield the segments and their elements."""
         return zip(self.segments, torch.split(values, self._sizes), strict=True)
@@ -312,6 +318,11 @@ class TransferPlan:
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all elements of its keys."""
+        return sum([share.payload_bytes for share in self.shares])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,125 +11,38 @@ over, the rest leaves. So between two steps a gradient is in one of these states
      |  hook             leaves   wait()
      +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`GradientSync.complete`
 
-The store's answer is written where the gradient was, so that nothing is allocated, and it must not be
-touched while it is away. Where it is no sum but weights, it is in :attr:`GradientSync.values`. A sparse gradient
-leaves as rows, where the store knows what changed: then rows of the sum come back, or those that are new of
-the weight, which are written when they are waited for. An error of the store does not end backward, whose caller could not know what to
-do about it: it is raised by the next :meth:`wait`.
+Gradients lie where servers read them, if these share memory (:mod:`kvps.torch.sync.gradient_memory`). The store's
+answer is written where the gradient was, so that nothing is allocated, and it must not be touched while it is away.
+Where it is no sum but weights, it stays in the servers' memory until :meth:`GradientSync.bring_weights`: backward may
+read the weights of now until it ends. A sparse gradient leaves as rows, where the store knows what changed: then rows
+of the sum come back, or those that are new of the weight, which are written when they are waited for. An error of the
+store does not end backward, whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
+from kvps.store.arguments import is_row
 from kvps.store.rows import has_rows
+from kvps.store.server_store import DistStore
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
+from kvps.torch.sync.gradient_memory import GradientMemory
+from kvps.torch.sync.in_flight import GradientBucket, HeldBucket, InFlight, SparseBucket
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
-from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
+from kvps.torch.sync.sparse_gradients import SparseGradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvps.runtime.ticket import Handle
     from kvps.torch.sync.parameter_sync import ParameterSync
-
-
-class InFlight(Protocol):
-    """Gradients that have left together, and what comes back in their place."""
-
-    values: dict[str, torch.Tensor]
-    """Name -> the tensor in which its weight or dense sum comes back."""
-
-    def wait(self) -> None:
-        """Wait until they are back.
-
-        Raises:
-            KvpsError: what has become of them.
-        """
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return what came back, in the layout in which the gradient left."""
-
-
-class GradientBucket:
-    """Gradients that have left as they are in memory, and come back there.
-
-    Args:
-        values: by name, the tensors in which they come back.
-        handle: of the store's call.
-        divisor: what comes back is divided by it.
-        sparse: those of them that were sparse, and shall be.
-    """
-
-    def __init__(
-        self, values: dict[str, torch.Tensor], handle: Handle, divisor: int, sparse: set[str]
-    ) -> None:
-        self.values = values
-        self._handle = handle
-        self._divisor = divisor
-        self._sparse = sparse
-
-    def wait(self) -> None:
-        """Wait until they are back.
-
-        Raises:
-            KvpsError: what has become of them.
-        """
-        self._handle.wait()
-        if self._divisor != 1:
-            with torch.no_grad():
-                torch._foreach_div_(list(self.values.values()), self._divisor)
-            self._divisor = 1
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return what came back, in the layout in which the gradient left."""
-        value = self.values[name]
-        return (
-            sparse_of(torch.arange(len(value), device="cpu"), value, value)
-            if name in self._sparse
-            else value
-        )
-
-
-class SparseBucket:
-    """A sparse gradient that has left as rows; rows of its sum, or of the weight, come back.
-
-    Args:
-        name: of the parameter.
-        value: the parameter, where its weight comes back; else what has left.
-        wait: waits for the store's answer and returns it: the parameter, or the sum.
-        divisor: a sum is divided by it.
-    """
-
-    def __init__(
-        self, name: str, value: torch.Tensor, wait: Callable[[], torch.Tensor], divisor: int
-    ) -> None:
-        self.values = {name: value}
-        self._wait = wait
-        self._divisor = divisor
-        self._found: torch.Tensor | None = None
-
-    def wait(self) -> None:
-        """Wait until it is back.
-
-        Raises:
-            KvpsError: what has become of it.
-        """
-        if self._found is None:
-            self._found = self._wait()
-            if self._found.is_sparse and self._divisor != 1:
-                self._found._values().div_(self._divisor)
-
-    def gradient(self, name: str) -> torch.Tensor:
-        """Return the sum."""
-        assert self._found is not None
-        return self._found
 
 
 class GradientSync:
@@ -143,6 +56,7 @@ class GradientSync:
         before: called before the first gradient of a step leaves.
         brings_weights: what comes back does not belong into ``.grad``.
         is_awaited: backward returns when everything is back.
+        is_released: what is away may be waited for in the next step (:meth:`release`).
     """
 
     def __init__(
@@ -155,6 +69,7 @@ class GradientSync:
         before: Callable[[], None] = lambda: None,
         brings_weights: bool = False,
         is_awaited: bool = False,
+        is_released: bool = False,
     ) -> None:
         self._model = model
         self._divisor = divisor
@@ -172,11 +87,18 @@ class GradientSync:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
+        # A gradient that is waited for in the next step would lie where that step's is computed.
+        self._memory = GradientMemory(None if is_released else model.kv, model.params)
+        self._holder = holder_of(model.kv) if brings_weights else None
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
         """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
         self._touched: dict[str, int] = {}
         """Name -> the number of writes to a gradient, as torch counts them, when it left."""
+        self._arrived: list[InFlight] = []
+        """Those of this step that are back, in the order in which they left."""
+        self._arranged: list[str] = []
+        """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: KvpsError | None = None
         self._is_begun = False
         self._is_rung = False
@@ -198,6 +120,7 @@ class GradientSync:
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
+        self._memory.take(name)
         is_last = self.hooks.count(name)
         if self._is_local or self.is_held or not is_last:
             return
@@ -251,11 +174,20 @@ class GradientSync:
             if not self._is_begun:
                 self._is_begun = True
                 self._before()
+                self._prepare()
             self._leave_dense([name for name in names if name not in tables], sparse, number)
             for name in [name for name in names if name in tables]:
                 self._leave_rows(name, number)
         except KvpsError as error:
             self._failure = error
+
+    def _prepare(self) -> None:
+        """Learn for the next steps where gradients lie."""
+        trained = self._model.trained
+        self._memory.prepare(trained)
+        if trained != self._arranged and isinstance(self._model.kv, DistStore):
+            self._buckets.arrange(self._model.kv.chunks_of(trained))
+            self._arranged = trained
 
     def _leave_dense(self, names: list[str], sparse: set[str], number: int) -> None:
         """Push gradients as they are in memory; those that are ``sparse`` are made dense."""
@@ -266,11 +198,17 @@ class GradientSync:
         if self.scale != 1.0:
             with torch.no_grad():
                 torch._foreach_mul_(values, self.scale)
-        handle = self._model.kv.pushpull(names, values, out=values, priority=number, async_op=True)
         by_name = dict(zip(names, values, strict=True))
-        bucket = GradientBucket(
-            by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys()
-        )
+        bucket: InFlight
+        if self._holder is not None and all(is_row(self._model.params[name]) for name in names):
+            bucket = HeldBucket(by_name, self._holder.pushpull_held(names, values, number))
+        else:
+            handle = self._model.kv.pushpull(
+                names, values, out=values, priority=number, async_op=True
+            )
+            bucket = GradientBucket(
+                by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys()
+            )
         for name in names:
             self._has_left(name, bucket)
 
@@ -310,8 +248,9 @@ class GradientSync:
             return param.grad.detach().to_dense()
         if param.grad.dtype != param.dtype:
             return param.grad.detach().to(param.dtype)
+        place = self._memory.sent(name)
         # Not detach(): what the store writes must not count as a change of .grad by somebody else.
-        return param.grad.data
+        return param.grad.data if place is None else place
 
     @property
     def is_away(self) -> bool:
@@ -366,7 +305,10 @@ class GradientSync:
             try:
                 bucket.wait()
                 self._deliver(bucket)
+                self._arrived.append(bucket)
             except KvpsError as error:
+                self._memory.give_up(bucket.values)
+                self._arranged = []
                 is_graver = isinstance(failure, EpochChanged) and not isinstance(
                     error, EpochChanged
                 )
@@ -394,9 +336,8 @@ class GradientSync:
 
     def bring_weights(self) -> None:
         """Write what is back to the parameters."""
-        with torch.no_grad():
-            for name, weight in self.values.items():
-                bring(weight, self._model.params[name])
+        for bucket in self._arrived:
+            bucket.bring(bucket.values, self._model.params)
 
     def release(self) -> dict[str, InFlight]:
         """End the step, and let the caller wait for what is away.
@@ -429,15 +370,19 @@ class GradientSync:
         self._buckets.begin()
         self.hooks.begin()
         self._away.clear()
+        self._arrived.clear()
         self.values.clear()
         self._failure = None
         self._is_begun = self._is_rung = False
 
 
-def bring(weight: torch.Tensor, param: torch.Tensor) -> None:
-    """Write what came back to a parameter, unless it has come there."""
-    if weight is not param:
-        param.copy_(weight)
+def holder_of(kv: Any) -> DistStore | None:
+    """Return the store if its servers may keep what came back unchanged until the end of a step.
+
+    Where each push is applied by itself, they would copy what others push to meanwhile.
+    """
+    is_sync = isinstance(kv, DistStore) and kv.type.startswith("dist_sync")
+    return kv if is_sync else None
 
 
 def _touches(param: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from kvps.core.worker.calls.checkpoint import RejoinStore, RestoreCheckpoint, Ta
 from kvps.core.worker.calls.collective import AskStatus, Flush, JoinStore, StandAtBarrier
 from kvps.core.worker.calls.dense import (
     Allocate,
+    Locate,
     PullValues,
     PushValues,
     ResumeKeys,

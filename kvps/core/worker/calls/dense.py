@@ -22,9 +22,10 @@ from kvps.core.worker.calls.base import (
 )
 from kvps.core.worker.calls.collective import BROADCAST
 from kvps.core.worker.calls.keys import lookup
-from kvps.core.worker.connection import Request
+from kvps.core.worker.connection import Request, route_of
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
+    HeldValues,
     PieceSink,
     ReadTracker,
     ReplySink,
@@ -51,20 +52,23 @@ class Views(enum.Enum):
     """The wish for values where they lie."""
 
     VIEWS = "views"
+    """One tensor for each key."""
+    HELD = "held"
+    """All of them, to be written somewhere later."""
 
 
 Sinks = tuple[torch.Tensor, ...] | Views | None
-"""Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with views of them; or None
-if none are wanted."""
+"""Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with views of them; HELD,
+if it finishes with :class:`~kvps.core.worker.consistent_read.HeldValues`; or None if none are wanted."""
 
 
 def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     """Return the sink that a call asks for."""
     if sinks is None:
         return None
-    if isinstance(sinks, Views):
+    if sinks is Views.VIEWS:
         return PieceSink(range(len(plan.keys)))
-    return RowSink(sinks)
+    return HeldValues(range(len(plan.keys))) if sinks is Views.HELD else RowSink(sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class PushValues(PushCall):
                     store, group, group.rows(values), alike(own), since, tracker
                 )
                 reads.append(tracker)
-            store.traffic.encoded(values, [one.payload_bytes for one in requests])
+            store.traffic.encoded(plan.payload_bytes, [one.payload_bytes for one in requests])
             yield requests
         store.was_pushed_to = True
         if sink is not None:
@@ -161,8 +165,12 @@ class PushValues(PushCall):
         return requests
 
 
-def _views(store: WorkerStore, plan: TransferPlan, sink: Sink | None) -> list[torch.Tensor] | None:
-    return sink.views(plan.keys, store.memory) if isinstance(sink, PieceSink) else None
+def _views(
+    store: WorkerStore, plan: TransferPlan, sink: Sink | None
+) -> list[torch.Tensor] | HeldValues | None:
+    if isinstance(sink, PieceSink):
+        return sink.views(plan.keys, store.memory)
+    return sink if isinstance(sink, HeldValues) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +203,40 @@ class Allocate(Call):
     on_timeout = OnTimeout.RETRY
 
     keys: tuple[str, ...]
+    is_lent: bool = False
+    """Finish with None in place of a tensor that not all servers of its key would read where it lies."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield []
-        return plans.allocate(store.plan(self.keys), store.memory)
+        plan = store.plan(self.keys)
+        tensors = plans.allocate(plan, store.memory)
+        if not self.is_lent:
+            return tensors
+        # Where rounds close without ranks that are late, a push may be read after its call has ended.
+        copied = set(range(len(tensors))) if store.skips_rounds else set[int]()
+        for share in plan.shares:
+            route = route_of(share.server)
+            for index in {segment.key for segment in share.segments} - copied:
+                if not store.memory.lends(route, tensors[index : index + 1]):
+                    copied.add(index)
+        return [None if index in copied else one for index, one in enumerate(tensors)]
+
+
+@dataclass(frozen=True, slots=True)
+class Locate(Call):
+    """Finishes with the chunks of each key, as (server, chunk)."""
+
+    title = "placement()"
+    on_timeout = OnTimeout.RETRY
+
+    keys: tuple[str, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield []
+        return [
+            {(piece.server, piece.chunk) for piece in key.pieces}
+            for key in store.plan(self.keys).keys
+        ]
 
 
 @dataclass(frozen=True, slots=True)

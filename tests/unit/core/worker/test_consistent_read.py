@@ -16,6 +16,7 @@ from kvps.core.worker.calls.dense import sink_for
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
+    HeldValues,
     LaggingReads,
     PieceSink,
     RowSink,
@@ -96,13 +97,13 @@ def test_keys_of_one_chunk_are_read_by_one_request() -> None:
     assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
 
 
-@pytest.mark.parametrize("views", [False, True])
-def test_keys_that_travel_in_two_forms_are_read_by_two_requests(views: bool) -> None:
+@pytest.mark.parametrize("wish", [None, Views.VIEWS, Views.HELD])
+def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wish: Views | None) -> None:
     one = new_store()
     one.feedback.use(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
     plan = one.plan(("b", "a"))
     sinks = [torch.zeros(3), torch.zeros(2)]
-    sink = sink_for(Views.VIEWS if views else tuple(sinks), plan)
+    sink = sink_for(wish or tuple(sinks), plan)
     assert sink is not None
     steps = read(one, plan, sink, 0, 0, 0)
     step = next(steps)
@@ -111,6 +112,8 @@ def test_keys_that_travel_in_two_forms_are_read_by_two_requests(views: bool) -> 
     assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
     if isinstance(sink, PieceSink):
         sinks = sink.views(plan.keys, one.memory)
+    if isinstance(sink, HeldValues):
+        sink.copy_to(sinks)
     assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
 
 
@@ -358,6 +361,39 @@ class TestViews:
         assert sink_for(None, plan) is None
         assert sink_for((row,), plan) == RowSink((row,))
         assert sink_for(Views.VIEWS, plan) == PieceSink(range(1))
+        assert sink_for(Views.HELD, plan) == HeldValues(range(1))
+
+
+class TestHeldValues:
+    """Values that are written when the caller says so."""
+
+    def test_are_written_once_and_then_held_no_more(self) -> None:
+        one = new_store()
+        one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
+        plan = one.plan(("b", "m", "big"))
+        sink = sink_for(Views.HELD, plan)
+        assert isinstance(sink, HeldValues)
+        values = torch.arange(7.0)
+        for share in plan.shares:
+            own = values if share.chunk == 1 and share.server == 0 else torch.full((4,), 8.0)
+            sink.write(share, own)
+        values += 1  # they are not read before
+        rows = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(8)]
+        sink.copy_to(rows)
+        assert [row.tolist() for row in rows] == [[1, 2, 3], [[4, 5], [6, 7]], [8] * 8]
+        values += 1
+        sink.copy_to(rows)
+        assert rows[0].tolist() == [1, 2, 3]
+
+    def test_the_last_value_of_an_element_counts(self) -> None:
+        plan = new_store().plan(("a",))
+        sink = sink_for(Views.HELD, plan)
+        assert isinstance(sink, HeldValues)
+        for value in (1.0, 2.0):
+            sink.write(plan.shares[0], torch.full((2,), value))
+        row = torch.zeros(2)
+        sink.copy_to([row])
+        assert row.tolist() == [2, 2]
 
 
 def test_an_answer_of_another_length_is_refused() -> None:

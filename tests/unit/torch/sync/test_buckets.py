@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,6 +44,61 @@ def test_what_was_collected_before_a_step_was_given_up_is_forgotten() -> None:
     assert buckets.add("a") == []
     buckets.begin()
     assert buckets.flush() == []
+
+
+class TestArranged:
+    """Buckets that know the chunks."""
+
+    def test_a_bucket_waits_for_the_rest_of_its_chunks(self) -> None:
+        buckets = Buckets(dict.fromkeys("abcd", 8), limit_bytes=15)
+        buckets.arrange({"a": [1], "b": [1, 2], "c": [2], "d": [3]})
+        buckets.begin()
+        assert [buckets.add(one) for one in ("d", "c")] == [[], []]
+        assert buckets.add("b") == [], "chunk 1 is open"
+        assert buckets.add("a") == []
+        assert buckets.flush() == ["a", "b", "c", "d"]
+        buckets.begin()
+        assert [buckets.add(one) for one in ("c", "b")] == [[], []], "chunk 1 is open"
+        assert buckets.add("a") == ["a", "b", "c"]
+
+    def test_the_next_step_waits_again(self) -> None:
+        buckets = Buckets({"a": 8, "b": 8, "c": 8}, limit_bytes=8)
+        buckets.arrange({"a": [1], "b": [1], "c": [2]})
+        for _ in range(2):
+            buckets.begin()
+            assert [buckets.add(one) for one in "bac"] == [[], ["a", "b"], []]
+            assert buckets.flush() == ["c"]
+
+    def test_small_gradients_leave_last(self) -> None:
+        buckets = Buckets({"a": 100, "x": 1, "b": 100, "y": 1}, limit_bytes=100)
+        buckets.arrange({"a": [1], "x": [1], "b": [2], "y": [1]})
+        buckets.begin()
+        assert [buckets.add(one) for one in ("y", "b", "x", "a")] == [[], ["b"], [], []]
+        assert buckets.flush() == ["a", "x", "y"], "with the last of the others"
+        assert buckets.number == 2
+
+    def test_many_small_gradients_leave_when_they_fill_a_bucket(self) -> None:
+        names = [f"p{number}" for number in range(150)]
+        buckets = Buckets({**dict.fromkeys(names, 1), "big": 100}, limit_bytes=100)
+        buckets.arrange({name: [1] for name in [*names, "big"]})
+        buckets.begin()
+        left = [bucket for bucket in map(buckets.add, names) if bucket]
+        assert [len(bucket) for bucket in left] == [100]
+        assert len(buckets.flush()) == 50
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 60), st.randoms())
+def test_each_gradient_of_known_chunks_leaves_once(sizes: list[int], limit: int, dice: Any) -> None:
+    names = [f"p{number}" for number in range(len(sizes))]
+    buckets = Buckets(dict(zip(names, sizes, strict=True)), limit)
+    buckets.arrange({name: {dice.randrange(4), dice.randrange(9)} for name in names})
+    arrival = list(names)
+    for _ in range(2):
+        buckets.begin()
+        dice.shuffle(arrival)
+        left = [bucket for bucket in map(buckets.add, arrival) if bucket]
+        left.append(buckets.flush())
+        assert sorted([name for bucket in left for name in bucket]) == sorted(names)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 60), st.randoms())

@@ -30,6 +30,7 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.PullKeyRows("kv", (), (), (), 0), "row_sparse_pull()", RETRY),
     (calls.Refresh("kv", (), (), (), 0), "refresh()", RETRY),
     (calls.Allocate("kv", ()), "empty_like()", RETRY),
+    (calls.Locate("kv", ()), "placement()", RETRY),
     (calls.Versions("kv", ()), "version()", RETRY),
     (calls.ResumeKeys("kv", ()), "resume()", RETRY),
     (calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})), "set_optimizer()", RESUME),

@@ -348,9 +348,42 @@ class TestAllocate:
         one.call(push({"w": HOT}))
         assert len(memory.blocks) == before + 2
 
+    @pytest.mark.parametrize("routes", [("server 0", "server 1"), ("server 0",), ()])
+    def test_gives_nothing_that_a_server_would_be_sent_a_copy_of(
+        self, routes: tuple[str, ...]
+    ) -> None:
+        """``w`` lies on both servers, ``b`` on one of them."""
+        one = ready(memory=Readable(*routes))
+        one.init({"b": torch.zeros(2, 3, dtype=torch.int16)})
+        home = one.core.stores["kv"].keys["b"].pieces[0].server
+        end = one.finish(one.call(calls.Allocate("kv", ("b", "w"), is_lent=True)))
+        assert end is not None
+        b, w = end.value  # type: ignore[misc]
+        assert (w is not None) == (len(routes) == 2)
+        assert (b is not None) == (f"server {home}" in routes)
+
+    def test_where_rounds_close_without_late_ranks_a_push_may_be_read_after_its_call(self) -> None:
+        one = ready(memory=Readable("server 0", "server 1"))
+        store = one.core.stores["kv"]
+        store.opened = replace(store.opened, quorum=1)
+        end = one.finish(one.call(calls.Allocate("kv", ("w",), is_lent=True)))
+        assert end is not None
+        assert end.value == [None]
+
     def test_of_an_unknown_key_is_an_error(self) -> None:
         one = bench()
         assert isinstance(one.error(one.call(calls.Allocate("kv", ("w",)))), KeyNotFound)
+
+
+def test_keys_are_located_by_the_chunks_of_their_pieces() -> None:
+    one = ready()
+    one.init({"b": torch.zeros(2, 3, dtype=torch.int16), "nothing": torch.zeros(0)})
+    end = one.finish(one.call(calls.Locate("kv", ("w", "b", "nothing"))))
+    assert end is not None
+    keys = one.core.stores["kv"].keys
+    expected = [{piece[:2] for piece in keys[name].pieces} for name in ("w", "b", "nothing")]
+    assert end.value == expected
+    assert [len(chunks) for chunks in expected] == [2, 1, 0]
 
 
 class TestViews:
@@ -364,6 +397,17 @@ class TestViews:
         assert end is not None
         (view,) = end.value  # type: ignore[misc]
         assert view.tolist() == [5.0] * 16 + [6.0] * 24
+
+    def test_held_values_are_those_of_a_push_and_pull(self) -> None:
+        one = ready()
+        ticket = one.call(push({"w": HOT}, sinks=calls.Views.HELD, eager=False))
+        for server in (0, 1):
+            pulled(one, one.seqs(Push, server)[0], server, 1, 5.0 + server)
+        end = one.finish(ticket)
+        assert end is not None
+        row = torch.zeros(40)
+        end.value.copy_to([row])  # type: ignore[attr-defined]
+        assert row.tolist() == [5.0] * 16 + [6.0] * 24
 
     def test_of_a_push_and_pull_with_what_lags_read_again(self) -> None:
         one = ready()
