@@ -115,7 +115,9 @@ def main() -> None:
     parser.add_argument(
         "workload", help="a workload of kvps bench, such as resnet50, small, keys:1000"
     )
-    parser.add_argument("--how", default="copy", help="copy, in-place, or a codec (copy)")
+    parser.add_argument(
+        "--how", default="copy", help="copy, in-place, in-place-pushpull, or a codec (copy)"
+    )
     parser.add_argument("--rule", default="sum", help="sum or sgd (sum)")
     parser.add_argument("--transport", default="auto", help="auto, shm or tcp (auto)")
     parser.add_argument("--rounds", type=int, default=50)

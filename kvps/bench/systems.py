@@ -21,7 +21,7 @@ class System:
     """The library that it uses: kvps or gloo."""
     what: str
     how: str = "copy"
-    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``); or by
+    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``, or ``in-place-pushpull`` for one call); or by
     which codec they are compressed, both ways."""
     rule: str = "sum"
     env: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +35,12 @@ _ALL = (
         "kvps",
         "push from kv.empty_like(keys), pull(keys, copy=False)",
         how="in-place",
+    ),
+    System(
+        "kvps zero-copy pushpull",
+        "kvps",
+        "the same in one call, pushpull(keys, gradients, copy=False)",
+        how="in-place-pushpull",
     ),
     System(
         "kvps tcp",

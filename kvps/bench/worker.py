@@ -2,7 +2,7 @@
 
 ``copy`` takes gradients from the caller's tensors and writes results into others, in one round
 trip; so does any codec, by which both are compressed. ``in-place`` writes gradients where the store
-sends them from and reads results where they lie. Run by ``kvps bench``.
+sends them from and reads results where they lie; ``in-place-pushpull`` does so in one call. Run by ``kvps bench``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Copying:
 class InPlace:
     """Pushes from the store's own memory and reads there what it pulls."""
 
-    def __init__(self, shapes: Shapes, rule: str) -> None:
+    def __init__(self, shapes: Shapes, rule: str, *, in_one_call: bool = False) -> None:
+        self._in_one_call = in_one_call
         self._kv = opened(shapes, rule)
         self.rank: int = self._kv.rank
         self.workers: int = self._kv.num_workers
@@ -77,7 +78,10 @@ class InPlace:
         self._kv.barrier()
 
     def step(self) -> None:
-        """Push, then pull without a copy."""
+        """Push and pull without a copy."""
+        if self._in_one_call:
+            self._results = self._kv.pushpull(self._keys, self._gradients, copy=False)
+            return
         self._kv.push(self._keys, self._gradients)
         self._results = self._kv.pull(self._keys, copy=False)
 
@@ -110,8 +114,8 @@ def rows_of(tensors: Sequence[torch.Tensor]) -> list[Row]:
 
 def make(shapes: Shapes, how: str, rule: str) -> rounds.SystemUnderTest:
     """Return the worker that pushes and pulls as ``how`` says."""
-    if how == "in-place":
-        return InPlace(shapes, rule)
+    if how.startswith("in-place"):
+        return InPlace(shapes, rule, in_one_call=how == "in-place-pushpull")
     return Copying(shapes, rule, "none" if how == "copy" else how)
 
 
