@@ -238,6 +238,75 @@ def test_sync_and_pull_give_all_workers_the_same_weights() -> None:
     assert torch.equal(zero[0]["0.bias"], net()[0].bias), "what is frozen is rank 0's"
 
 
+def test_average_gives_all_workers_the_mean_and_leaves_the_servers_alone() -> None:
+    """Training goes on after it as if it had not been called."""
+
+    def work(rank: int) -> list[Any]:
+        model = net()
+        optimizer = inner(model)
+        found: list[Any] = []
+        with DiLoCo(model, optimizer, sync_every=6) as outer:
+            for index in range(STEPS):
+                step(model, optimizer, rank, index)
+                if index in (7, 9):
+                    own = weights(model)
+                    outer.average()
+                    found.append((own, weights(model)))
+                    with torch.no_grad():
+                        for param, weight in zip(model.parameters(), own, strict=True):
+                            param.copy_(weight)
+        return [*found, weights(model)]
+
+    zero, one = run(work)
+    for (ours, mean), (theirs, same) in zip(zero[:2], one[:2], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mean, same, strict=True)), "to the bit"
+        middle = [(a + b) / 2 for a, b in zip(ours, theirs, strict=True)]
+        torch.testing.assert_close(mean, middle, rtol=1e-4, atol=1e-5)
+    assert_like([zero[2], one[2]], reference(nesterov, 6))
+
+
+@pytest.mark.parametrize("options", [{"mode": "async"}, {"quorum": 1, "grace": 0.0}])
+def test_average_where_workers_began_from_different_weights(options: dict[str, Any]) -> None:
+    compression = {"type": "e3m0", "min_bytes": 0}
+
+    def work(rank: int) -> Weights:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=2, compression=compression, **options) as outer:
+            for index in range(3 + 4 * rank):
+                step(model, optimizer, rank, index)
+            own = weights(model)
+            outer.average()
+            return [*own, *weights(model)]
+
+    zero, one = run(work)
+    half = len(zero) // 2
+    assert all(torch.equal(*pair) for pair in zip(zero[half:], one[half:], strict=True))
+    middle = [(a + b) / 2 for a, b in zip(zero[:half], one[:half], strict=True)]
+    torch.testing.assert_close(zero[half:], middle, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+def test_sync_does_not_merge_again_what_was_merged_after_this_step(alpha: float) -> None:
+    """A second merge would be a step of the outer momentum alone."""
+
+    def work(rank: int) -> tuple[Weights, Weights, int]:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=6, alpha=alpha) as outer:
+            for index in range(12):
+                step(model, optimizer, rank, index)
+            outer.sync()
+            outer.sync()
+            synced, syncs = weights(model), outer.syncs
+            outer.pull()
+        return synced, weights(model), syncs
+
+    for synced, pulled, syncs in run(work):
+        assert all(torch.equal(*pair) for pair in zip(synced, pulled, strict=True))
+        assert syncs == 2
+
+
 def test_outside_the_context_steps_do_not_count() -> None:
     model = net()
     optimizer = inner(model)

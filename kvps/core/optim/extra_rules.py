@@ -1,4 +1,4 @@
-"""The update rules that torch.optim lacks: lars, lamb, ftrl, signum, dcasgd, test and assign."""
+"""The update rules that torch.optim lacks: lars, lamb, ftrl, signum, dcasgd, delayed_nesterov, test and assign."""
 
 from __future__ import annotations
 
@@ -264,6 +264,38 @@ class DcAsgd(Updater):
             weight.sub_(gradient, alpha=terms.lr)
 
 
+class DelayedNesterov(Updater):
+    """Nesterov momentum that moves once in ``period`` pushes, for workers that push at different times.
+
+    Liu et al.: Asynchronous Local-SGD Training for Language Modeling, 2024, arXiv:2401.09135, algorithm 3
+    with c = 0::
+
+        g = g + weight_decay * w       b = b + g       w = w - lr * g
+        and at every period-th push    m = momentum * m + b       w = w - lr * momentum * m       b = 0
+
+    Each push counts at once, as a step of plain SGD; only the momentum waits for its sum with others. With ``period`` 1 it
+    is SGD with Nesterov momentum. For N workers the paper has ``period`` N, and ``rescale_grad`` 1/N.
+    State: ``momentum_buffer``, ``pending``.
+    """
+
+    def __init__(self, hyper: HyperParams) -> None:
+        super().__init__(hyper)
+        self._momentum = hyper.number("momentum")
+        self._period = int(hyper.number("period"))
+
+    def _new_state(self, weight: Tensor) -> State:
+        return {name: torch.zeros_like(weight) for name in ("momentum_buffer", "pending")}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        gradient.add_(weight, alpha=terms.weight_decay)
+        pending = state["pending"].add_(gradient)
+        weight.sub_(gradient, alpha=terms.lr)
+        if terms.step % self._period == 0:
+            buffer = state["momentum_buffer"].mul_(self._momentum).add_(pending)
+            weight.sub_(buffer, alpha=terms.lr * self._momentum)
+            pending.zero_()
+
+
 _READ = "read."
 """Prefix of the state entries that hold what one rank last read."""
 
@@ -302,6 +334,7 @@ RULES: dict[str, type[Updater]] = {
     "ftrl": Ftrl,
     "signum": Signum,
     "dcasgd": DcAsgd,
+    "delayed_nesterov": DelayedNesterov,
     "test": Test,
     "assign": Assign,
 }

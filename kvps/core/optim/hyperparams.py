@@ -379,6 +379,14 @@ SCHEMAS: dict[str, Schema] = {
             Parameter("lamda", 0.04, low=0.0, doc="strength of the delay compensation"),
             lr=0.1,
         ),
+        Schema.of(
+            "delayed_nesterov",
+            _rate("momentum", 0.9, "share of the last momentum in this one"),
+            Parameter(
+                "period", 1, kind=int, low=1, doc="pushes from one step of the momentum to the next"
+            ),
+            lr=0.7,
+        ),
         Schema.of("test", lr=1.0),
         Schema.of("assign", lr=1.0),
     )

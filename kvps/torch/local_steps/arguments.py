@@ -122,6 +122,12 @@ class Weight:
             )
         return self._tokens[fragment]
 
+    def overall(self) -> float:
+        """Return the weight of this worker in a mean of all fragments: of its tokens the most, or 1 if there are none."""
+        if self._given != TOKENS:
+            return 1.0 if self._given is None else float(self._given)
+        return max(self._tokens) or 1.0
+
     def left(self, fragment: int) -> None:
         """Count the tokens of a fragment that has left from 0."""
         self._tokens[fragment] = 0.0

@@ -40,6 +40,7 @@ from kvps.store import residual_state
 from kvps.store.create import create_own
 from kvps.torch.local_steps.arguments import Weight, outer_of, share_of, store_type
 from kvps.torch.local_steps.fragments import fragments_of
+from kvps.torch.local_steps.mean import MeanStore
 from kvps.torch.local_steps.schedule import Schedule
 from kvps.torch.sync.arguments import buffers_of
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
@@ -166,6 +167,11 @@ class DiLoCo:
         )
         for kv in self._stores:
             residual_state.compress(kv, compression, "compression")
+        # Only where each merge is one of all workers do their weights have the same start.
+        self._has_common_start = mode == "sync" and quorum is None
+        self._mean = MeanStore(
+            self._OWNER, on_worker_lost, timeout, compression if self._has_common_start else None
+        )
         self._rescale = 1.0 if mode == "sync" else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
@@ -195,6 +201,7 @@ class DiLoCo:
             self._take()
             for kv in self._stores:
                 kv.close()
+            self._mean.close()
 
     def _spread(
         self, constant: dict[str, torch.Tensor], backup: torch.device | str | None
@@ -328,13 +335,44 @@ class DiLoCo:
     def sync(self) -> None:
         """Merge all fragments now. All workers call it after the same step; then their weights are equal.
 
+        A fragment whose turn was after this step is not merged again: an outer step without anything learned
+        would be one of momentum alone.
+
         Raises:
             KvpsError: as the merge in a step.
         """
         self._take()
-        for _ in self._fragments:
+        unmerged = len(self._fragments) - self._schedule.fresh
+        with torch.no_grad():
+            for fragment in self._schedule.order()[unmerged:]:
+                for name in self._fragments[fragment]:
+                    self._params[name].copy_(self._start[name])
+        for _ in range(unmerged):
             self._push()
             self._take(alpha=0.0)
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Give all workers the mean of their weights. All workers call it after the same step.
+
+        Call it before a last evaluation, and before you save the model. Unlike :meth:`sync`, it is no step of the
+        outer optimizer, and changes nothing on the servers: training may go on as if it had not been called. At the
+        end of a run the outer momentum is still that of the larger steps before, and a merge would apply it.
+
+        Raises:
+            KvpsError: as the merge in a step.
+        """
+        self._take()
+        base = {
+            name: self._start[name].to(param.device)
+            if self._has_common_start
+            else torch.zeros_like(self._start[name], device=param.device)
+            for name, param in self._params.items()
+        }
+        learned = {name: param - base[name] for name, param in self._params.items()}
+        means = self._mean.of(learned, self._weight.overall())
+        for name, param in self._params.items():
+            param.copy_(means[name] + base[name])
 
     def pull(self) -> None:
         """Take the global weights, drop what this worker has learned since the last merge, and begin a turn.

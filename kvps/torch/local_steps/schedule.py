@@ -39,6 +39,8 @@ class Schedule:
     """Steps since the last fragment left."""
     in_flight: int | None = None
     """The fragment that has left and is not taken back."""
+    fresh: int = 0
+    """Fragments that have left since the last step: no step was made of them since."""
 
     @classmethod
     def of(cls, sync_every: object, fragments: int, delay: object) -> Schedule:
@@ -70,6 +72,7 @@ class Schedule:
     def step(self) -> None:
         """Count a step."""
         self.steps += 1
+        self.fresh = 0
 
     @property
     def due(self) -> int | None:
@@ -81,11 +84,16 @@ class Schedule:
         """The fragment whose merged values are taken now; None for none."""
         return self.in_flight if self.steps >= self.delay else None
 
+    def order(self) -> list[int]:
+        """Return the fragments by their turns, the next one first; those that have just left are last."""
+        return [(self.next + turn) % self.fragments for turn in range(self.fragments)]
+
     def left(self) -> None:
         """Note that the next fragment has left."""
         self.in_flight = self.next
         self.next = (self.next + 1) % self.fragments
         self.steps = 0
+        self.fresh += 1
 
     def taken(self) -> None:
         """Note that the values of the fragment in flight were taken, or given up."""
@@ -99,5 +107,5 @@ class Schedule:
                 through (round, fragment) in this order, so the smallest is next. With another order two
                 workers could wait for each other's fragment.
         """
-        self.in_flight = None
+        self.in_flight, self.fresh = None, 0
         self.next = min(range(len(rounds)), key=lambda fragment: (rounds[fragment], fragment))

@@ -450,3 +450,36 @@ def test_assign_keeps_what_is_no_number() -> None:
     rule.apply(weight, torch.tensor([math.nan, -0.0]), {}, step=1, lr=1.0, weight_decay=0.0)
     assert math.isnan(weight[0])
     assert math.copysign(1.0, weight[1].item()) == -1.0
+
+
+# ------------------------------------------------------------------------------ delayed_nesterov
+
+
+def test_delayed_nesterov_of_period_1_is_sgd_with_nesterov_momentum() -> None:
+    weight = numbers(0)
+    run(updater("delayed_nesterov", lr=0.1, momentum=0.9), weight, CUTS)
+    expected = torch.nn.Parameter(numbers(0))
+    optimizer = torch.optim.SGD([expected], lr=0.1, momentum=0.9, nesterov=True)
+    for step in range(1, ROUNDS + 1):
+        expected.grad = numbers(step)
+        optimizer.step()
+    assert_close(weight, expected.detach())
+
+
+def test_delayed_nesterov_moves_the_momentum_once_in_a_period() -> None:
+    weight, expected = numbers(0), numbers(0)
+    run(
+        updater("delayed_nesterov", lr=0.5, momentum=0.8, period=3, weight_decay=0.1),
+        weight,
+        CUTS,
+    )
+    momentum = pending = torch.zeros_like(expected)
+    for step in range(1, ROUNDS + 1):
+        gradient = numbers(step) + 0.1 * expected
+        expected = expected - 0.5 * gradient
+        pending = pending + gradient
+        if step % 3 == 0:
+            momentum = 0.8 * momentum + pending
+            expected = expected - 0.5 * 0.8 * momentum
+            pending = torch.zeros_like(expected)
+    assert_close(weight, expected)

@@ -38,6 +38,7 @@ NAMES = [
     "ftrl",
     "signum",
     "dcasgd",
+    "delayed_nesterov",
     "test",
     "assign",
 ]

@@ -100,3 +100,13 @@ def test_weights_where_there_are_no_means() -> None:
             ConfigError, match=r"add_tokens\(.*\): use a number of tokens, 0 or more"
         ):
             Weight("tokens", 1, "sync").add(bad)
+
+
+def test_the_weight_of_all_fragments_together() -> None:
+    assert Weight(None, 2, "sync").overall() == 1.0
+    assert Weight(3, 2, "sync").overall() == 3.0
+    tokens = Weight("tokens", 2, "sync")
+    assert tokens.overall() == 1.0, "nothing was counted since all fragments were merged"
+    tokens.add(10)
+    tokens.left(0)
+    assert tokens.overall() == 10.0

@@ -93,3 +93,16 @@ def test_who_joins_late_begins_where_the_others_are(rounds: list[int], begins: i
 def test_what_cannot_be_meant(arguments: tuple[int, int, int], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         Schedule.of(*arguments)
+
+
+def test_fragments_that_left_after_the_last_step_are_fresh() -> None:
+    schedule = Schedule.of(6, 3, 0)
+    events(schedule, 3)
+    assert schedule.fresh == 0, "one left a step before"
+    schedule.step()
+    schedule.left()
+    assert (schedule.fresh, schedule.order()) == (1, [2, 0, 1]), "the fresh one is last"
+    schedule.left()
+    assert (schedule.fresh, schedule.order()) == (2, [0, 1, 2])
+    schedule.begin_at([2, 2, 2])
+    assert schedule.fresh == 0, "where a worker begins, others may have made steps"
