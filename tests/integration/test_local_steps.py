@@ -188,6 +188,47 @@ def test_async_applies_each_push_and_nobody_waits() -> None:
     assert moved[0] == moved[1] > 0
 
 
+def test_delayed_nesterov_is_sgd_whose_momentum_waits_for_all_workers() -> None:
+    """Two workers in turn, each from the weights that the other has left."""
+
+    def work(rank: int) -> Weights:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(
+            model, optimizer, "delayed_nesterov", sync_every=3, mode="async", lr=0.8, momentum=0.5
+        ) as outer:
+            for turn in range(4):
+                if turn % 2 == rank:
+                    outer.pull()
+                    for index in range(3):
+                        step(model, optimizer, rank, index)
+                outer.stores[0].barrier()
+            outer.pull()
+        return weights(model)
+
+    found = run(work)
+    world, momentum = weights(net()), [torch.zeros_like(weight) for weight in weights(net())]
+    pending = [torch.zeros_like(weight) for weight in world]
+    models = [net(), net()]
+    inners = [inner(model) for model in models]
+    for turn in range(4):
+        model = models[turn % 2]
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), world, strict=True):
+                param.copy_(weight)
+        for index in range(3):
+            step(model, inners[turn % 2], turn % 2, index)
+        for place, local in enumerate(weights(model)):
+            pseudo = (world[place] - local) / 2
+            world[place] = world[place] - 0.8 * pseudo
+            pending[place] = pending[place] + pseudo
+            if turn % 2:
+                momentum[place] = 0.5 * momentum[place] + pending[place]
+                world[place] = world[place] - 0.8 * 0.5 * momentum[place]
+                pending[place] = torch.zeros_like(world[place])
+    assert_like(found, [world, world])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     def work(rank: int) -> Weights:
@@ -389,6 +430,7 @@ def test_what_torchft_takes_and_servers_cannot() -> None:
         ({"alpha": 2}, "alpha=2"),
         ({"mode": "ssp"}, "mode='ssp'"),
         ({"outer": "muon"}, "outer='muon'"),
+        ({"outer": "delayed_nesterov"}, "outer='delayed_nesterov' needs mode='async'"),
         ({"compression": {"type": "e3m1"}}, "type='e3m1'"),
         ({"on_worker_lost": "panic"}, "on_worker_lost='panic'"),
     ],

@@ -11,27 +11,35 @@ from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 
+DELAYED = "delayed_nesterov"
+"""The outer optimizer for pushes that come one by one."""
 STORES = {"sync": "dist_sync", "async": "dist_async"}
 """The type of store of each mode."""
 TOKENS = "tokens"
 """The weight of a worker that counts what it has trained on."""
 
 
-def outer_of(outer: object, lr: float, momentum: float) -> HyperParams:
+def outer_of(outer: object, lr: float, momentum: float, mode: str = "sync") -> HyperParams:
     """Return the optimizer that servers apply to pseudo-gradients.
 
     Args:
-        outer: ``"nesterov"``, ``"sgd"``, or a torch optimizer, whose own hyper-parameters count.
-        lr, momentum: of the first two.
+        outer: ``"nesterov"``, ``"delayed_nesterov"``, ``"sgd"``, or a torch optimizer, whose own hyper-parameters
+            count.
+        lr, momentum: of those given by name.
+        mode: the mode.
 
     Raises:
-        ConfigError: for anything else, or a number out of its range.
+        ConfigError: for anything else, a number out of its range, or an optimizer that does not fit the mode.
     """
     if isinstance(outer, torch.optim.Optimizer):
         return describe(outer)
-    if outer not in ("nesterov", "sgd"):
+    if outer not in ("nesterov", "sgd", DELAYED):
         raise ConfigError(
-            f"outer={outer!r:.60}: use 'nesterov', 'sgd', or a torch optimizer that servers can run"
+            f"outer={outer!r:.60}: use 'nesterov', 'delayed_nesterov', 'sgd', or a torch optimizer that servers can run"
+        )
+    if outer == DELAYED and mode != "async":
+        raise ConfigError(
+            f"outer='{DELAYED}' needs mode='async'; with mode={mode!r} pushes are merged, so use outer='nesterov'"
         )
     for name, value in (("lr", lr), ("momentum", momentum)):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -40,6 +48,8 @@ def outer_of(outer: object, lr: float, momentum: float) -> HyperParams:
         raise ConfigError(
             f"outer='nesterov' needs a momentum above 0, not {momentum}; use outer='sgd'"
         )
+    if outer == DELAYED:
+        return resolve(DELAYED, {"lr": lr, "momentum": momentum})
     return resolve("sgd", {"lr": lr, "momentum": momentum, "nesterov": outer == "nesterov"})
 
 

@@ -38,7 +38,7 @@ from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.create import create_own
-from kvps.torch.local_steps.arguments import Weight, outer_of, share_of, store_type
+from kvps.torch.local_steps.arguments import DELAYED, Weight, outer_of, share_of, store_type
 from kvps.torch.local_steps.fragments import fragments_of
 from kvps.torch.local_steps.mean import MeanStore
 from kvps.torch.local_steps.schedule import Schedule
@@ -71,7 +71,9 @@ class DiLoCo:
     Args:
         model: a module, its ``named_parameters()``, or a dict name -> parameter.
         inner_optimizer: a torch optimizer over the trained parameters. Its state stays on this worker.
-        outer: the optimizer of the servers: ``"nesterov"``, ``"sgd"``, or a torch optimizer that servers can run.
+        outer: the optimizer of the servers: ``"nesterov"``, ``"sgd"``, or a torch optimizer that servers can run;
+            with ``mode="async"`` also ``"delayed_nesterov"``, whose momentum moves once for as many pushes as
+            there are workers.
         lr, momentum: of the outer optimizer.
         sync_every: steps between two merges of a parameter.
         fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of parameters
@@ -145,7 +147,7 @@ class DiLoCo:
         self._alpha = share_of(alpha)
         store = store_type(mode)
         self._weight = Weight(weight, len(self._fragments), mode)
-        self._hyper = outer_of(outer, lr, momentum)
+        self._hyper = outer_of(outer, lr, momentum, mode)
         self._inner = inner_optimizer
         self._hook: Any = None
         self._away: FragmentInFlight | None = None
@@ -230,8 +232,10 @@ class DiLoCo:
         return start
 
     def _install(self, kv: Any) -> None:
-        rescale = {} if self._rescale == 1 else {"rescale_grad": self._rescale}
-        kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **rescale})
+        own = {} if self._rescale == 1 else {"rescale_grad": self._rescale}
+        if self._hyper.name == DELAYED:
+            own["period"] = kv.num_workers
+        kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **own})
 
     def _begin_turn(self) -> None:
         """Begin with the fragment whose round the other workers come to next."""
