@@ -64,6 +64,7 @@ class Terms:
         lr, weight_decay: of this key, multipliers applied.
         norms: sums of squares over the whole tensor, float64; None unless ``needs_norms``.
         rank: the rank that pushed (async); None for a round of several ranks (sync).
+        age: by how many versions the weights have moved since that rank read them; None if that is not known.
     """
 
     step: int
@@ -71,6 +72,7 @@ class Terms:
     weight_decay: float
     norms: Tensor | None = None
     rank: int | None = None
+    age: int | None = None
 
 
 class Updater(abc.ABC):
@@ -167,6 +169,7 @@ class Updater(abc.ABC):
         weight_decay: float,
         norms: Tensor | None = None,
         rank: int | None = None,
+        age: int | None = None,
     ) -> None:
         """Update one slice in place.
 
@@ -175,7 +178,7 @@ class Updater(abc.ABC):
             gradient: the summed gradient, as long; float32 where the weight is half, else the
                 weight's dtype. It is used up: its contents are undefined afterwards.
             state: the same range of every tensor of the chunk's state.
-            step, lr, weight_decay, norms, rank: as in :class:`Terms`.
+            step, lr, weight_decay, norms, rank, age: as in :class:`Terms`.
 
         Raises:
             ValueError: ``norms`` is missing and this optimizer needs them.
@@ -189,7 +192,7 @@ class Updater(abc.ABC):
             return
         target = state.get(MASTER, weight)
         ready = self._prepare(gradient, target.dtype, in_place=True)
-        self._update(target, ready, state, Terms(step, lr, weight_decay, norms, rank))
+        self._update(target, ready, state, Terms(step, lr, weight_decay, norms, rank, age))
         if target is not weight:
             weight.copy_(target)
 

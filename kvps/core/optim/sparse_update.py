@@ -46,6 +46,7 @@ def update_rows(
     lr: float,
     weight_decay: float,
     rank: int | None = None,
+    age: int | None = None,
 ) -> None:
     """Update the rows ``ids`` of a table in place; all other rows stay as they are.
 
@@ -59,7 +60,7 @@ def update_rows(
         updater: the rule; one for which :func:`may_be_lazy`.
         step: updates that the table has had, this one included; the first is 1.
         lr, weight_decay: of this table, multipliers applied.
-        rank: the rank that pushed, where each push is applied by itself; None for a round.
+        rank, age: as in :class:`~kvps.core.optim.base.Terms`.
 
     Raises:
         ValueError: if the rule needs norms of the whole table.
@@ -95,6 +96,7 @@ def update_rows(
             lr=lr,
             weight_decay=weight_decay,
             rank=rank,
+            age=age,
         )
         weights.index_copy_(0, some, weight)
         for name, tensor in states.items():

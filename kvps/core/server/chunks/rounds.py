@@ -179,6 +179,8 @@ class PendingUpdate:
     """Values of this piece that are not finite, if the store checks; None for none."""
     back: CodecSpec | None = None
     """The codec in which the update is published; None for none."""
+    age: int | None = None
+    """By how many versions the values have moved since the rank of a push read them; None if that is not known."""
 
     @property
     def rank(self) -> int | None:

@@ -149,12 +149,17 @@ class Tally:
         if at in self._reads or len(self._reads) < READS_MAX:
             self._reads[at] = version
 
-    def stale(self, ranks: tuple[int, ...], chunk: int, start: int, version: int) -> None:
-        """Count by how many versions a span has moved since the ranks that push to it read it."""
-        for rank in ranks:
-            before = self._reads.get((rank, chunk, start))
-            if before is not None:
-                self.counts.observe(STALENESS, max(version - before, 0))
+    def stale(self, ranks: tuple[int, ...], chunk: int, start: int, version: int) -> int | None:
+        """Count by how many versions a span has moved since the ranks that push to it read it.
+
+        Returns:
+            The most of any rank; None if no rank is known to have read it.
+        """
+        reads = [self._reads.get((rank, chunk, start)) for rank in ranks]
+        ages = [max(version - before, 0) for before in reads if before is not None]
+        for age in ages:
+            self.counts.observe(STALENESS, age)
+        return max(ages, default=None)
 
     # --- keys -------------------------------------------------------------------------------
 

@@ -316,8 +316,8 @@ class Aggregator:
             self.close(store, chunk, span, quorum, now)
         else:
             total, ranks = GradientSum((pushed.gradient,)), judged.ranks
-            due = PendingUpdate(number, ranks, total, (ranks,), back=judged.back)
-            self._tally.stale(ranks, chunk.number, span.start, span.version)
+            age = self._tally.stale(ranks, chunk.number, span.start, span.version)
+            due = PendingUpdate(number, ranks, total, (ranks,), back=judged.back, age=age)
             self._due(store, chunk, span, due)
             self._tally.moved(store.name, span.version)
 

@@ -126,7 +126,7 @@ class Updates:
         if due.sum.is_sparse and may_be_lazy(updater):
             if history is not None:  # a step is of all of a piece
                 history.settle(chunk.writable(), span.start, span.stop)
-            key_rows.update(store, chunk, span, due.sum.gathered(), due.rank)
+            key_rows.update(store, chunk, span, due.sum.gathered(), due)
             if history is not None:
                 chunk.forget_changes(span.start)
             return
@@ -157,6 +157,7 @@ class Updates:
                     weight_decay=weight_decay,
                     norms=norms,
                     rank=due.rank,
+                    age=due.age,
                 )
                 if lap is not None:
                     lap()

@@ -17,7 +17,7 @@ import torch
 from kvps.core.optim import sparse_update
 from kvps.core.placement import lies_by_rows
 from kvps.core.row_gradients import RowGradient, numbered
-from kvps.core.server.chunks.rounds import Span
+from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, summed_in
@@ -174,9 +174,9 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
 
 
 def update(
-    store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, rank: int | None
+    store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, due: PendingUpdate
 ) -> None:
-    """Update the rows of ``span``, which is one piece, that ``total`` has. Its values are used up."""
+    """Update the rows of ``span``, which is one piece, that ``total``, the sum of ``due``, has. It is used up."""
     assert store.updater is not None
     assert store.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)
@@ -195,6 +195,7 @@ def update(
         step=span.step,
         lr=lr,
         weight_decay=weight_decay,
-        rank=rank,
+        rank=due.rank,
+        age=due.age,
     )
     chunk.add_change(span, len(total) // total.width, total.ids)

@@ -105,6 +105,6 @@ def test_terms_are_what_apply_was_given() -> None:
 
     weight = torch.zeros(1)
     Spy(resolve("test", {})).apply(
-        weight, torch.ones(1), {}, step=3, lr=0.5, weight_decay=0.25, rank=7
+        weight, torch.ones(1), {}, step=3, lr=0.5, weight_decay=0.25, rank=7, age=4
     )
-    assert seen == [Terms(step=3, lr=0.5, weight_decay=0.25, norms=None, rank=7)]
+    assert seen == [Terms(step=3, lr=0.5, weight_decay=0.25, norms=None, rank=7, age=4)]

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.core.optim.torch_rules import UPDATERS
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.update import aggregator, apply
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import GetState, StateIs
-from kvps.protocol.values import Ack, Pulled, Push, Run
+from kvps.protocol.values import Ack, Pulled, Push, PushRows, Run
 from kvps.tensors import TORCH
 from tests.support.server_harness import ServerStage, acked, heard, over, pulled, refusal
 
@@ -547,6 +548,39 @@ def test_dcasgd_knows_what_each_rank_has_read() -> None:
     assert one.values("w") == [0.0]
     one.push(0, "w", [1.0], 0)  # 1 + 1 * 1 * (0 - 1) is 0
     assert one.values("w") == [0.0]
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_an_updater_is_told_the_age_of_a_push(rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The versions since the rank that pushes read the values; None for a rank that never has."""
+    told: list[tuple[int | None, int | None]] = []
+    monkeypatch.setattr(
+        UPDATERS["test"],
+        "_update",
+        lambda _self, _weight, _gradient, _state, terms: told.append((terms.rank, terms.age)),
+    )
+    one = ServerStage(3)
+    one.open("async")
+    one.optimizer("test")
+    one.init("w", torch.ones(40), shape=(10, 4))
+    counts = [0, 0, 0]
+
+    def push(rank: int) -> None:
+        if rows:
+            message = PushRows("kv", "w", BY_NAME["float32"].id, (rank,), counts[rank], 4, 1)
+            one.say(rank, message, torch.tensor([3]), torch.ones(4))
+        else:
+            one.push(rank, "w", torch.ones(40), counts[rank])
+        counts[rank] += 1
+
+    one.pull(0, "w")
+    push(0)
+    push(1)
+    one.pull(1, "w")
+    push(0)
+    push(0)
+    push(1)
+    assert told[-5:] == [(0, 0), (1, None), (0, 2), (0, 3), (1, 2)]
 
 
 # --- lost and left ----------------------------------------------------------------------------------
