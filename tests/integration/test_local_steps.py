@@ -229,6 +229,23 @@ def test_delayed_nesterov_is_sgd_whose_momentum_waits_for_all_workers() -> None:
     assert_like(found, [world, world])
 
 
+def test_in_async_mode_a_slow_worker_may_make_fewer_steps() -> None:
+    def work(rank: int) -> tuple[int, int, Weights]:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=(2, 6)[rank], mode="async") as outer:
+            for index in range((8, 24)[rank]):
+                step(model, optimizer, rank, index)
+            outer.stores[0].barrier()
+            version = outer.stores[0].version("0.weight")
+            outer.pull()
+            return outer.syncs, version, weights(model)
+
+    zero, one = run(work)
+    assert zero[:2] == one[:2] == (4, 8)
+    assert all(torch.equal(*pair) for pair in zip(zero[2], one[2], strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     def work(rank: int) -> Weights:

@@ -65,7 +65,8 @@ class DiLoCo:
     """Trains by local steps: a context manager around an unchanged loop.
 
     Inside the context, each ``inner_optimizer.step()`` counts. After every ``sync_every`` of them the workers merge
-    what they have learned. Every worker creates it with the same arguments and makes the same number of steps.
+    what they have learned. Every worker creates it with the same arguments and makes the same number of steps;
+    with ``mode="async"`` and one fragment, ``sync_every`` and the number of steps may differ.
     Parameters, and the buffers of a module, begin with rank 0's values. Buffers are not merged later.
 
     Args:
