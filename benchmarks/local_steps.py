@@ -1,12 +1,19 @@
 """What local steps cost and save: loss at equal tokens, bytes out of a worker's interface, and time on slow links.
 
-    python benchmarks/local_steps.py losses [--workers 2] [--seeds 0 1 2] [--steps 200]
+    python benchmarks/local_steps.py losses [--workers 2] [--seeds 0 1 2] [--steps 200] [--flags "--lr 0.01 ..."]
+    python benchmarks/local_steps.py reference [flags as of losses]
     sudo python benchmarks/local_steps.py links [--rate 10] [--workers 4] [--steps 100]
+    python benchmarks/local_steps.py kills [--workers 4] [--seconds 300] [--kill-every 30]
 
 Each row is one run of examples/gpt_local_steps.py: the same model, the same pieces of text for each worker and seed, the
-same number of steps. ``losses`` starts all processes on this host. ``links`` gives the scheduler with a server one host,
+same number of steps. ``losses`` starts all processes on this host. ``reference`` computes the losses of rows without codecs
+in one process, by torch alone, in less time (local_steps_reference.py). ``links`` gives the scheduler with a server one host,
 and each worker another: network namespaces, each behind a link of the rate, both ways (root, Linux). There the bytes
 are those that left worker 0's interface, with headers; compare rows of one rate.
+
+``kills`` starts workers whose steps take a fixed time, as on devices of their own (local_steps_worker.py), and sends
+SIGKILL to one of them every 30 seconds, in turn; kvps-launch starts it again. Goodput is the number of steps that were merged,
+divided by the steps of as many workers that are never disturbed and never wait.
 """
 
 from __future__ import annotations
@@ -14,14 +21,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt_local_steps.py"
 PLAIN = ("--fragments", "1", "--delay", "0", "--alpha", "0", "--codec", "none")
 STREAMED = ("--fragments", "3", "--delay", "2", "--alpha", "0.5")
+WORKER = Path(__file__).with_name("local_steps_worker.py")
+DELAYED = ("--fragments", "3", "--delay", "5", "--alpha", "0.5", "--codec", "e3m0")
 Row = tuple[str, ...]
 
 SPARSE = ("--codec", "topk2bit", "--outer-lr", "1.0", "--momentum", "0.0001")
@@ -36,10 +49,8 @@ ROWS: dict[str, Row] = {
     "H=30, topk2bit": ("--sync-every", "30", *PLAIN, *SPARSE),
     "H=100, e3m0": ("--sync-every", "100", *PLAIN, "--codec", "e3m0"),
     "H=100, topk2bit": ("--sync-every", "100", *PLAIN, *SPARSE),
-    "H=99, e3m0, 3 fragments, delay 5": (
-        *("--sync-every", "99", *PLAIN, "--codec", "e3m0"),
-        *("--fragments", "3", "--delay", "5", "--alpha", "0.5"),
-    ),
+    "H=30, e3m0, 3 fragments, delay 5": (*("--sync-every", "30"), *DELAYED),
+    "H=99, e3m0, 3 fragments, delay 5": (*("--sync-every", "99"), *DELAYED),
     "H=30, quorum, last worker 3x slower": (
         *("--sync-every", "30", *PLAIN, "--quorum", "1", "--slow", "3"),
     ),
@@ -52,22 +63,39 @@ ALONE = "alone, H=30"
 def main() -> None:
     """Measure the rows, and print each as it is there."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("what", choices=("losses", "links"))
+    parser.add_argument("what", choices=("losses", "reference", "links", "kills"))
     parser.add_argument("--rows", nargs="+", choices=(*ROWS, ALONE), help="all, if not given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument(
+        "--flags", default="", help="more flags of the example, which rows may override"
+    )
     parser.add_argument("--rate", type=float, default=10.0, help="Mbit/s, of links")
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of a run with kills")
+    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds; 0 kills nobody")
+    parser.add_argument("--step-seconds", type=float, default=0.2, help="least time of a step")
+    parser.add_argument("--sync-every", type=int, default=10, help="of a run with kills")
+    parser.add_argument("--quorum", type=int, default=1, help="of a run with kills; 0 for none")
     parser.add_argument("--json", type=Path, help="append a record of each run")
     given = parser.parse_args()
-    for name in given.rows or (*ROWS, *([ALONE] if given.what == "losses" else [])):
+    if given.what == "kills":
+        kills(given)
+        return
+    for name in given.rows or (*ROWS, *([ALONE] if given.what != "links" else [])):
         runs = []
         for seed in given.seeds:
-            words = [*ROWS.get(name, ROWS["H=30"]), "--seed", str(seed), "--max-loss", "99"]
+            words = [*given.flags.split(), *ROWS.get(name, ROWS["H=30"])]
+            words += ["--seed", str(seed), "--max-loss", "99"]
             words += ["--steps", str(given.steps), "--batch-size", str(given.batch_size)]
             workers = 1 if name == ALONE else given.workers
-            one = launched(workers, words) if given.what == "losses" else linked(given, words)
+            if given.what == "reference":
+                from benchmarks.local_steps_reference import trained
+
+                one = trained(workers, words)
+            else:
+                one = launched(workers, words) if given.what == "losses" else linked(given, words)
             one |= {"row": name, "seed": seed, "workers": workers}
             runs.append(one)
             if given.json:
@@ -78,10 +106,12 @@ def main() -> None:
 
 def line(name: str, runs: list[dict[str, float]]) -> str:
     """Return one row of the table: means over the seeds."""
+    losses = " ".join([f"{one['loss']:.4f}" for one in runs])
+    if "sent_bytes" not in runs[0]:
+        return f"| {name} | {statistics.fmean([one['loss'] for one in runs]):.4f} ({losses}) |"
     mean = {
         key: statistics.fmean([one[key] for one in runs]) for key in ("loss", "seconds", "waited")
     }
-    losses = " ".join([f"{one['loss']:.3f}" for one in runs])
     size = statistics.fmean([one.get("crossed_bytes", one["sent_bytes"]) for one in runs])
     return (
         f"| {name} | {mean['loss']:.4f} ({losses}) | {size / 1e6:.3f} MB | {mean['seconds']:.1f} s | "
@@ -145,6 +175,67 @@ def linked(given: argparse.Namespace, words: list[str]) -> dict[str, float]:
         for one in base:
             one.wait(60)
         return record_of(said[of_rank_0]) | {"crossed_bytes": crossed}
+
+
+# --- kills --------------------------------------------------------------------------------------------
+
+
+def notes_of(folder: Path, workers: int) -> list[list[dict[str, Any]]]:
+    """Return what each rank has noted, over all its lives."""
+    files = [folder / f"{rank}.jsonl" for rank in range(workers)]
+    return [
+        [json.loads(text) for text in file.read_text().splitlines()] if file.exists() else []
+        for file in files
+    ]
+
+
+def kills(given: argparse.Namespace) -> None:
+    """Kill a worker now and then, and print the goodput."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        argv = [sys.executable, "-m", "kvps.cli.launch", "-n", str(given.workers), "-s", "1"]
+        argv += ["--max-restarts", "1000", "--", sys.executable, str(WORKER), name]
+        argv += [str(given.seconds), str(given.step_seconds), str(given.sync_every)]
+        argv.append(str(given.quorum))
+        job = subprocess.Popen(argv, env=environment(), stdout=subprocess.DEVNULL)
+        while not (folder / "end").exists():
+            if job.poll() is not None:
+                raise SystemExit(f"the job ended with {job.returncode}")
+            time.sleep(0.1)
+        end = float((folder / "end").read_text())
+        begin = end - given.seconds
+        killed: list[tuple[int, float]] = []
+        while given.kill_every and begin + (len(killed) + 1) * given.kill_every < end:
+            time.sleep(max(0.0, begin + (len(killed) + 1) * given.kill_every - time.time()))
+            rank = len(killed) % given.workers
+            newest = notes_of(folder, given.workers)[rank][-1]
+            if any(rank == one and newest["at"] < at for one, at in killed):
+                raise SystemExit(f"rank {rank} has not come back since it was killed last")
+            os.kill(newest["pid"], signal.SIGKILL)
+            killed.append((rank, time.time()))
+        if job.wait(timeout=given.seconds):
+            raise SystemExit(f"the job ended with {job.returncode}")
+        ranks = notes_of(folder, given.workers)
+    merged = [
+        one
+        for notes in ranks
+        for one in notes
+        if one["event"] == "merge" and begin < one["at"] <= end
+    ]
+    steps, possible = (
+        sum([one["steps"] for one in merged]),
+        given.workers * given.seconds / given.step_seconds,
+    )
+    away = []
+    for rank, at in killed:
+        later = [one["at"] for one in ranks[rank] if one["event"] == "begin" and one["at"] > at]
+        away.append((later[0] if later else end) - at)
+    losses = [one["loss"] for notes in ranks for one in notes if one["event"] == "end"]
+    print(
+        f"{given.workers} workers, {given.seconds:.0f} s, {len(killed)} kills: {steps} of {possible:.0f} steps "
+        f"merged, goodput {steps / possible:.1%}; a killed worker was away for "
+        f"{statistics.median(away) if away else 0:.1f} s (median); test loss {losses[0]:.3f}"
+    )
 
 
 if __name__ == "__main__":

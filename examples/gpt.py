@@ -56,12 +56,12 @@ def encode(text: str) -> torch.Tensor:
 class Block(nn.Module):
     """Attention to what came before, and a feed-forward layer, each behind a norm."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.before_attention, self.before_feed = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.to_heads, self.from_heads = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.to_heads, self.from_heads = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,20 +69,20 @@ class Block(nn.Module):
         heads = self.to_heads(self.before_attention(x)).view(batch, length, 3, HEADS, -1)
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.from_heads(seen.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.from_heads(seen.transpose(1, 2).reshape(batch, length, -1))
         return x + self.feed(self.before_feed(x))
 
 
 class GPT(nn.Module):
     """A decoder-only transformer over characters. The output layer is the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
-        self.characters = nn.Embedding(len(CHARACTERS), WIDTH)
-        self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, len(CHARACTERS), bias=False)
+        self.characters = nn.Embedding(len(CHARACTERS), width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, len(CHARACTERS), bias=False)
         self.head.weight = self.characters.weight
         for table in (self.characters, self.places):
             nn.init.normal_(table.weight, std=0.1)
@@ -94,18 +94,20 @@ class GPT(nn.Module):
 
 
 def batches(
-    text: torch.Tensor, size: int, generator: torch.Generator
+    text: torch.Tensor, size: int, generator: torch.Generator, context: int = CONTEXT
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield random pieces of ``text``, and the same pieces one character on."""
     while True:
-        starts = torch.randint(len(text) - CONTEXT - 1, (size,), generator=generator)
-        pieces = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()])
+        starts = torch.randint(len(text) - context - 1, (size,), generator=generator)
+        pieces = torch.stack([text[start : start + context + 1] for start in starts.tolist()])
         yield pieces[:, :-1], pieces[:, 1:]
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy, computed in bfloat16 where that is exact enough."""
-    with torch.autocast("cpu", torch.bfloat16):
+def loss_of(
+    model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor, *, is_exact: bool = False
+) -> torch.Tensor:
+    """Return the mean cross entropy, computed in bfloat16 where that is exact enough, unless it ``is_exact``."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=not is_exact):
         logits = model(inputs)
     return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 

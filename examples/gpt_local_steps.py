@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from gpt import GPT, batches, docstrings, encode, loss_of
+from gpt import CONTEXT, GPT, LAYERS, WIDTH, batches, docstrings, encode, loss_of
 
 import kvps.torch
 
@@ -29,14 +29,23 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=32, help="of all workers, in a step")
     parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument(
+        "--warm-up", type=float, default=0.3, help="share of steps with a rising lr"
+    )
+    parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--context", type=int, default=CONTEXT, help="characters of a piece")
+    parser.add_argument(
+        "--float32", action="store_true", help="no bfloat16: sooner done where a model is small"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every-step", action="store_true", help="average each gradient instead")
     parser.add_argument("--sync-every", type=int, default=60)
     parser.add_argument("--fragments", type=int, default=3)
     parser.add_argument("--delay", type=int, default=2)
     parser.add_argument("--alpha", type=float, default=0.5)
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--outer-lr", type=float, default=0.8)
+    parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--codec", default="e3m0", help="e3m0, int8, topk2bit, or none")
     parser.add_argument("--quorum", type=int, help="merge without waiting for all workers")
     parser.add_argument(
@@ -67,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = encode(docstrings())
     train, test = text[: -len(text) // 10], text[-len(text) // 10 :]
     torch.manual_seed(flags.seed)
-    model = GPT()
+    model = GPT(flags.width, flags.layers)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.01)
     outer: Any
     if flags.every_step:
@@ -89,17 +98,18 @@ def main(arguments: list[str] | None = None) -> int:
         stores = list(outer.stores)
     rank, workers = stores[0].rank, stores[0].num_workers
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, flags.lr, total_steps=flags.steps + 1
+        optimizer, flags.lr, total_steps=flags.steps + 1, pct_start=flags.warm_up
     )
     own = max(1, flags.batch_size // workers)
-    source = batches(train, own, torch.Generator().manual_seed(1000 * flags.seed + rank))
+    seed = torch.Generator().manual_seed(1000 * flags.seed + rank)
+    source = batches(train, own, seed, flags.context)
 
     begin = time.perf_counter()
     with nullcontext() if flags.every_step else outer:
         for step in range(1, flags.steps + 1):
             began = time.perf_counter()
             optimizer.zero_grad()
-            loss = loss_of(model, *next(source))
+            loss = loss_of(model, *next(source), is_exact=flags.float32)
             loss.backward()
             if rank == workers - 1 and flags.slow > 1:
                 time.sleep((flags.slow - 1) * (time.perf_counter() - began))
@@ -107,21 +117,24 @@ def main(arguments: list[str] | None = None) -> int:
             scheduler.step()
             if rank == 0 and step % 50 == 0:
                 print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
-        seconds = time.perf_counter() - begin
         waited = 0.0 if flags.every_step else outer.wait_s
-        sent = sum(kv.metrics()["sent_bytes"] for kv in stores)
         if not flags.every_step:
-            outer.sync()  # the last steps, too
+            # The last steps, too; but with a quorum, nobody waits for a slower worker.
+            outer.average() if flags.quorum is None else outer.pull()
+        sent = sum(kv.metrics()["sent_bytes"] for kv in stores)
     if flags.every_step:
         outer.close()
+    seconds = time.perf_counter() - begin
     if rank != 0:
         return 0
 
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         losses = [
-            loss_of(model, inputs, targets).item()
-            for (inputs, targets), _ in zip(batches(test, 32, generator), range(16), strict=False)
+            loss_of(model, inputs, targets, is_exact=flags.float32).item()
+            for (inputs, targets), _ in zip(
+                batches(test, 32, generator, flags.context), range(48), strict=False
+            )
         ]
     result = sum(losses) / len(losses)
     found = {"loss": result, "seconds": seconds, "waited": waited, "sent_bytes": sent}
