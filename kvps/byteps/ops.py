@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from kvps import config
 from kvps.horovod import mpi_ops
 from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.engine.context import current
 from kvps.horovod.mpi_ops import (
     Average,
     Sum,
@@ -117,14 +119,14 @@ def push_pull(
     Args:
         tensor: of the same type and shape on every rank.
         average: whether the result is the mean.
-        name: matches the calls of the ranks.
+        name: matches the calls of the ranks. Several of one name may be under way: the first matches the first.
         version: accepted for BytePS's sake.
         priority: accepted for BytePS's sake.
         compression: applied before the tensor travels.
 
     Raises:
         AssertionError: without a name.
-        ValueError: for a sparse tensor, or a name whose operation is not over.
+        ValueError: for a sparse tensor.
         HorovodInternalError: on every rank, if the ranks do not fit together.
 
     Example:
@@ -151,7 +153,11 @@ def push_pull_inplace(
 
 
 def _named(name: str | None) -> str | None:
-    return None if name is None else f"{PREFIX}{name}"
+    """Return the name of an operation: the second use of a name is another than the first, which may be under way."""
+    if name is None:
+        return None
+    use = next(current().numbers.setdefault(f"{PREFIX}{name}", count(1)))
+    return f"{PREFIX}{name}" if use == 1 else f"{PREFIX}{name}#{use}"
 
 
 def _op(average: bool) -> Any:

@@ -40,6 +40,8 @@ class DistributedDataParallel(torch.nn.Module):
         compression: type[Compressor] = Compression.none,
     ) -> None:
         super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(f"module: give a torch.nn.Module, got {type(module).__name__}")
         self.module = module
         self.device_ids = device_ids
         self.broadcast_buffers = broadcast_buffers

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from kvps.horovod.common.exceptions import InvalidArgument
+
 
 class Compressor:
     """A pair of functions around a reduction; derive from it for a compression of your own."""
@@ -47,6 +49,19 @@ class FP16Compressor(Compressor):
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
         """Return the tensor in the type that it had."""
         return tensor.to(ctx) if ctx.is_floating_point else tensor
+
+
+def checked(compression: Any) -> Any:
+    """Return a compression that has both functions.
+
+    Raises:
+        InvalidArgument: for anything else.
+    """
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise InvalidArgument(
+            f"compression={compression!r}: give hvd.Compression.none or fp16, or a class with compress() and decompress()"
+        )
+    return compression
 
 
 class Compression:

@@ -84,6 +84,8 @@ def broadcast_optimizer_state(
         HorovodInternalError: if a rank is lost.
     """
     is_root = current().running().rank == root_rank
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer: give a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not optimizer.state_dict()["state"]:
         _give_zeros(optimizer)
     tensors: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kvps import config
-from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.compression import Compression, Compressor, checked
 from kvps.horovod.engine.context import current
 from kvps.horovod.engine.execution import even_rows
 from kvps.horovod.gradient_reduction import Reduction
@@ -30,6 +30,8 @@ class Distributed(torch.optim.Optimizer):
     _is_watching: bool
     _is_synchronized: bool
     _should_synchronize: bool
+    _parameter_names: dict[torch.Tensor, str]
+    """Parameter -> its name; Horovod's attribute, which scripts read."""
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -179,7 +181,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     passes = _checked_passes(backward_passes_per_step)
     named = _named(optimizer, named_parameters)
     reduction = Reduction(
-        *(named, _checked_groups(groups, [one for _, one in named]), compression, passes),
+        *(named, _checked_groups(groups, [one for _, one in named]), checked(compression), passes),
         *(op, gradient_predivide_factor, sparse_as_dense, process_set),
     )
     is_many = mine.size > 1 or config.switch("HOROVOD_ELASTIC")
@@ -189,6 +191,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     found.__dict__.update(optimizer.__dict__)
     found.__dict__.pop("step", None)  # a scheduler's wrapper around the given optimizer's
     found._reduction = reduction
+    found._parameter_names = {one: name for name, one in named}
     found._is_watching = is_many and kind is Distributed and process_set.included()
     found._is_synchronized, found._should_synchronize = False, True
     if found._is_watching:

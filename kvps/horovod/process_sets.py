@@ -144,10 +144,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Forget a process set; every rank of the job calls it. Return whether there was such a set.
 
     Raises:
-        ValueError: if process sets are static.
+        ValueError: for anything but a process set, or if process sets are static.
         HorovodInternalError: if an operation of the set is not over.
     """
     mine = current()
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"give a hvd.ProcessSet, got {type(process_set).__name__}")
     number = process_set.process_set_id
     if number is None or number == 0:
         return False

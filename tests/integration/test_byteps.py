@@ -73,10 +73,30 @@ def test_push_pull(two: Run) -> None:
     two(work)
 
 
+def test_several_of_one_name_are_under_way(two: Run) -> None:
+    def work(rank: int) -> None:
+        order = range(5) if rank else [0, 2, 1, 4, 3]  # other names may come between
+        handles = {}
+        for number in order:
+            handles[number] = bps.push_pull_async(
+                torch.tensor([number * (rank + 1.0)]), name=f"n{number % 2}"
+            )
+        found = sorted(float(bps.synchronize(one)) for one in handles.values())
+        assert found == [0.0, 1.5, 3.0, 4.5, 6.0]
+        tensor = torch.ones(3)
+        last = [bps.byteps_push_pull(tensor, average=False, name="again") for _ in range(20)][-1]
+        bps.synchronize(last)
+        assert bps.push_pull(torch.ones(1), average=False, name="again").tolist() == [2.0]
+
+    two(work)
+
+
 def test_wrong_calls(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
         with pytest.raises(AssertionError, match="needs a name"):
             bps.push_pull(torch.ones(1))
+        with pytest.raises(ValueError, match=r"give a torch.nn.Module, got str"):
+            bps.parallel.DistributedDataParallel("x")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="give a name"):
             bps.declare("")
         with pytest.raises(

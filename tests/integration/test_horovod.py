@@ -278,6 +278,15 @@ def wrong_calls() -> list[tuple[Callable[[], Any], str]]:
         (lambda: hvd.init(comm=[0]), "use process sets for a part of the ranks"),
         (lambda: hvd.broadcast_parameters(one, 0), "invalid params of type"),
         (lambda: hvd.broadcast_parameters({"a": 1}, 0), "'a' is a int, not a tensor"),  # type: ignore[dict-item]
+        (lambda: hvd.allreduce(None), "needs a torch.Tensor, got NoneType"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce(one.to("meta")), "on the device meta has no values"),
+        (lambda: hvd.allreduce(one, process_set="all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
+        (lambda: hvd.barrier("all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
+        (lambda: hvd.remove_process_set("all"), "give a hvd.ProcessSet, got str"),  # type: ignore[arg-type]
+        (lambda: hvd.allreduce(one, compression=None), "give hvd.Compression.none or fp16"),  # type: ignore[arg-type]
+        (lambda: hvd.alltoall(one, "ab"), "splits must be whole numbers"),  # type: ignore[arg-type]
+        (lambda: hvd.broadcast_optimizer_state("x", 0), "got str"),  # type: ignore[arg-type]
+        (lambda: hvd.broadcast_object(1, 9), "root_rank=9 is not in the process set"),
         (lambda: hvd.broadcast_object(object()), "but only data can be sent"),
         (lambda: hvd.allgather_object([object()]), "rank 0 cannot send its object"),
     ]

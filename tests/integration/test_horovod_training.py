@@ -133,6 +133,19 @@ def test_misuse_of_the_optimizer_raises_as_in_horovod(two: Run) -> None:
     two(work)
 
 
+def test_names_of_parameters_are_those_that_were_given(two: Run) -> None:
+    def work(rank: int) -> None:
+        model = net()
+        given = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+        assert given._parameter_names == {one: name for name, one in model.named_parameters()}
+        model = net()
+        made = set(hvd.DistributedOptimizer(sgd(model))._parameter_names.values())
+        assert len(made) == len(list(model.parameters()))
+        assert hvd.allgather_object(made) == [made, made]
+
+    two(work)
+
+
 def wrong_arguments() -> list[tuple[dict[str, Any], str]]:
     model = net()
     first = next(model.parameters())

@@ -19,6 +19,9 @@ from kvps.horovod.negotiation.request import (
 )
 from kvps.horovod.process_sets import ProcessSet, global_process_set
 
+REFUSED_MAX_S = 0.5
+"""Seconds that a refusal waits for the others to have heard of it. Then its name is free for the next call."""
+
 
 def begin(
     kind: str,
@@ -48,6 +51,7 @@ def begin(
     """
     mine = current()
     rank = mine.running().rank
+    demand_set(process_set)
     number = process_set.process_set_id
     if number is None:
         raise ValueError(
@@ -59,6 +63,17 @@ def begin(
     return mine.submit(Operation(request, tensors, is_list, results))
 
 
+def demand_set(process_set: object) -> None:
+    """Refuse anything but a process set; which ranks to tell is unknown then.
+
+    Raises:
+        InvalidArgument: naming its type.
+    """
+    if not isinstance(process_set, ProcessSet):
+        given = type(process_set).__name__
+        raise InvalidArgument(f"process_set: give a hvd.ProcessSet, got {given}")
+
+
 def refuse(kind: str, name: str | None, process_set: ProcessSet, text: str) -> InvalidArgument:
     """Tell the other ranks that this one refuses its own call, so that they do not wait; return the error."""
     error = InvalidArgument(text)
@@ -66,10 +81,12 @@ def refuse(kind: str, name: str | None, process_set: ProcessSet, text: str) -> I
     number = process_set.process_set_id
     if mine.engine is not None and number is not None and process_set.included():
         request = CollectiveRequest(mine.name(name, kind), kind, number, fault=text)
+        operation = Operation(request)
         try:
-            mine.running().submit(Operation(request))
+            mine.running().submit(operation)
         except (ValueError, HorovodInternalError):
             return error  # the name is in use, or nobody waits any more
+        operation.wait_for(REFUSED_MAX_S)
     return error
 
 
@@ -82,9 +99,11 @@ def demand_tensors(
         InvalidArgument: naming the first that is not; the other ranks are told.
     """
     current().running()
-    wrong = next((one for one in tensors if not isinstance(one, torch.Tensor)), None)
-    if wrong is not None:
-        text = f"{kind} needs a torch.Tensor, got {type(wrong).__name__}"
+    demand_set(process_set)
+    if wrong := [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]:
+        raise refuse(kind, name, process_set, f"{kind} needs a torch.Tensor, got {wrong[0]}")
+    if any(one.is_meta for one in tensors):
+        text = f"{kind}: a tensor on the device meta has no values to send"
         raise refuse(kind, name, process_set, text)
     sparse = next((one for one in tensors if one.layout is not torch.strided), None)
     if sparse is not None:

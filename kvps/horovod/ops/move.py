@@ -203,7 +203,10 @@ def _splits(
         if len(tensor) % count:
             return (), f"{len(tensor)} rows are not divisible by {count} ranks; give splits"
         return (len(tensor) // count,) * count, ""
-    given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
+    try:
+        given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        return (), f"splits must be whole numbers, one for each rank: {error}"
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
         found = f"{given.dtype}{list(given.shape)}"
         return (), f"splits must be whole numbers, one for each rank; got {found}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.compression import Compression, Compressor, checked
 from kvps.horovod.engine.arithmetic import scale
 from kvps.horovod.negotiation.request import ALLREDUCE, REDUCESCATTER
 from kvps.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
@@ -116,7 +116,7 @@ def allreduce(
         >>> hvd.allreduce(torch.ones(2), name="loss")  # doctest: +SKIP
         tensor([1., 1.])
     """
-    compressed, context = compression.compress(tensor)
+    compressed, context = checked(compression).compress(tensor)
     result: torch.Tensor = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, average), name, prescale_factor, postscale_factor, process_set, False),
         compressed,
@@ -187,7 +187,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the reductions of several tensors, which run as one operation; see :func:`allreduce`."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [checked(compression).compress(one) for one in tensors]
     results = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, average), name, prescale_factor, postscale_factor, process_set, True),
         *[one for one, _ in pairs],

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.compression import Compression, Compressor
+from kvps.horovod.compression import Compression, Compressor, checked
 from kvps.horovod.negotiation.request import ALLGATHER, REDUCESCATTER
 from kvps.horovod.ops.handles import begin, synchronize
 from kvps.horovod.ops.reduce import Tensors, begin_reduction
@@ -74,7 +74,7 @@ def reducescatter(
         ValueError: for an argument that cannot be.
         HorovodInternalError: on every rank, if the ranks do not fit together, or for a scalar.
     """
-    compressed, context = compression.compress(tensor)
+    compressed, context = checked(compression).compress(tensor)
     result: torch.Tensor = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, None), name, prescale_factor, postscale_factor, process_set), compressed
     )[0]
@@ -91,7 +91,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's rows of several reductions, which run as one operation; see :func:`reducescatter`."""
-    pairs = [compression.compress(one) for one in tensors]
+    pairs = [checked(compression).compress(one) for one in tensors]
     results = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, None), name, prescale_factor, postscale_factor, process_set),
         *[one for one, _ in pairs],
