@@ -141,6 +141,15 @@ def other_message(odd: bool) -> None:
 
 
 @case
+def refused_in_init(odd: bool) -> None:
+    dist.destroy_process_group()
+    try:
+        dist.init_process_group("kvps", pg_options=object() if odd else None)
+    finally:
+        dist.init_process_group("kvps")  # the next attempt of all ranks
+
+
+@case
 def the_same(odd: bool) -> None:
     """No mismatch."""
     dist.all_reduce(torch.ones(4))

@@ -17,6 +17,7 @@ EVERYDAY = (
     "other_order",
     "other_broadcast_shape",
     "refused_at_one_rank",
+    "refused_in_init",
     "the_same",
 )
 LIMIT_S = 90.0
@@ -68,6 +69,13 @@ def test_a_refusal_at_one_rank_reaches_every_rank(ran: Process) -> None:
     assert texts.pop(1).startswith("ConfigError: ReduceOp.AVG needs numbers")
     for text in texts.values():
         assert "a call that was refused (ReduceOp.AVG needs numbers" in text
+
+
+def test_a_rank_that_is_refused_in_init_is_told_of_by_the_others(ran: Process) -> None:
+    texts = told(ran, "refused_in_init")
+    assert texts.pop(1).startswith("ConfigError: the backend 'kvps' has no pg_options")
+    for text in texts.values():
+        assert text.startswith("ConfigError: rank 1 was refused: the backend 'kvps' has no")
 
 
 def test_a_group_can_be_created_again(ran: Process) -> None:

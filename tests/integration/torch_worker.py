@@ -110,6 +110,70 @@ def coalesced_calls() -> None:
 
 
 @case
+def coalesced_calls_that_name_their_device() -> None:
+    before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    total_, ring = torch.ones(2), torch.zeros(3)
+    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+        dist.isend(torch.full((3,), float(RANK)), after)
+        dist.irecv(ring, before)
+    manager.wait()
+    with dist._coalescing_manager(device=torch.device("cpu")):
+        dist.all_reduce(total_)
+    equal(torch.cat([total_, ring]), torch.tensor([SIZE] * 2 + [before] * 3).float())
+
+
+@case
+def gathers_of_uneven_tensors() -> None:
+    for times in range(3):
+        every = [torch.zeros(rank * 2, 3) for rank in range(SIZE)]
+        dist.all_gather(every, torch.full((RANK * 2, 3), float(RANK + times)))
+        for rank, one in enumerate(every):
+            equal(one, torch.full((rank * 2, 3), float(rank + times)))
+    with pytest.raises(kvps.Mismatch, match="must have the same size and type"):
+        dist.all_gather([torch.zeros(2)] * SIZE, torch.zeros(3))
+
+
+@case
+def numbers_without_a_sign() -> None:
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        mine = torch.tensor([RANK + 1, 5], dtype=dtype)
+        for op, wanted in ((ReduceOp.SUM, [total(), 5 * SIZE]), (ReduceOp.MAX, [SIZE, 5])):
+            found = mine.clone()
+            dist.all_reduce(found, op)
+            assert found.tolist() == wanted
+            found = mine.clone()
+            dist.reduce(found, 0, op)
+            assert RANK or found.tolist() == wanted
+        part = torch.zeros(1, dtype=dtype)
+        dist.reduce_scatter_single(part, torch.arange(SIZE).to(dtype))
+        assert part.tolist() == [RANK * SIZE]
+        with pytest.raises(kvps.ConfigError, match=r"sparse tensors of torch.uint.*to_dense"):
+            dist.all_reduce(torch.sparse_coo_tensor([[0]], mine[:1], (2,), check_invariants=False))
+
+
+@case
+def sums_of_products() -> None:
+    for factor in (0.5, torch.tensor([0.5])):
+        op = dist._make_nccl_premul_sum(factor)
+        tensor = torch.full((3,), RANK + 1.0)
+        dist.all_reduce(tensor, op)
+        equal(tensor, torch.full((3,), total() / 2))
+        part, given = torch.zeros(1), torch.arange(float(SIZE))
+        dist.reduce_scatter_single(part, given, op)
+        equal(part, torch.tensor([RANK * SIZE / 2]))
+        equal(given, torch.arange(float(SIZE)))
+        dist.reduce(given, 0, op)
+        equal(given, torch.arange(float(SIZE)) * (1 if RANK else SIZE / 2))
+
+
+@case
+def ranks_that_the_group_does_not_have() -> None:
+    for call in (dist.broadcast, dist.reduce, dist.send, dist.recv):
+        with pytest.raises(kvps.ConfigError, match=rf"the group has no rank {SIZE}, only 0 to"):
+            call(torch.ones(1), SIZE)
+
+
+@case
 def the_result_of_a_work() -> None:
     work = dist.all_reduce(torch.ones(2), async_op=True)
     assert work is not None
@@ -343,6 +407,22 @@ def mixed_precision_is_refused_by_torch_as_with_gloo() -> None:
     mixed = DistributedDataParallel(nn.Linear(4, 2), mixed_precision=half)
     with pytest.raises(RuntimeError, match=re.escape("cpu backend doesn't support events")):
         mixed(torch.ones(3, 4))
+
+
+@case
+def a_destroyed_group_is_refused() -> None:
+    """A default argument may have kept it: torch.distributed.nn.functional has group=dist.group.WORLD."""
+    old = dist.group.WORLD
+    assert old is not None
+    dist.destroy_process_group()
+    dist.init_process_group("kvps", timeout=LIMIT)
+    with pytest.raises(
+        kvps.ConfigError, match=r"process group '0' was destroyed.*use the new group"
+    ):
+        old.allreduce([torch.ones(1)])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    equal(tensor, torch.full((1,), float(SIZE)))
 
 
 def main() -> int:

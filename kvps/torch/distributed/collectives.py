@@ -28,7 +28,16 @@ from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.call_log import type_name
-from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, divide, fold, padded
+from kvps.torch.distributed.host_tensor import (
+    HALF,
+    Staged,
+    blank,
+    check,
+    check_sparse,
+    divide,
+    fold,
+    padded,
+)
 from kvps.torch.distributed.ordered_executor import Steps
 from kvps.torch.distributed.size_classes import KeySizes
 
@@ -157,6 +166,7 @@ class Collectives:
         if op not in ("SUM", "AVG"):
             raise ConfigError(f"ReduceOp.{op} of sparse tensors is not supported; use SUM or AVG")
         check(op, given.dtype)
+        check_sparse(given.dtype)
         self._demand_all("all_reduce")
         return self._track("all"), self._reduce_sparse(given, op)
 
@@ -236,19 +246,31 @@ class Collectives:
         return self.reduce("barrier", nothing, "SUM", None)
 
     def all_gather(self, outputs: Sequence[Staged], given: Staged) -> Plan:
-        """Give every member the tensors of all."""
+        """Give every member the tensors of all, whose sizes may differ."""
         self._demand_all("all_gather")
         return self._track("all"), self._all_gather(outputs, given)
 
     def _all_gather(self, outputs: Sequence[Staged], given: Staged) -> Steps:
-        yield from self._gathered("all_gather", given, [one.row for one in outputs])
+        rows = [one.row for one in outputs]
+        if len({len(row) for row in rows}) == 1:
+            yield from self._gathered("all_gather", given, rows)
+        else:
+            named = zip(self._ranks, rows, strict=True)
+            names = [self._pair(f"all_gather/{rank}", row) for rank, row in named]
+            yield from self._exchanged(names, given.row, rows)
         for output in outputs:
             output.deliver()
 
     def _gathered(self, kind: str, given: Staged, rows: Sequence[torch.Tensor]) -> Steps:
         """Fill ``rows`` with those of all members; ``given`` is this one's."""
-        row, post = given.row, self._post(kind, given)
+        post = self._post(kind, given)
         names = [f"{post}/{rank}" for rank in self._ranks]
+        yield from self._exchanged(names, given.row, rows)
+
+    def _exchanged(
+        self, names: Sequence[str], row: torch.Tensor, rows: Sequence[torch.Tensor]
+    ) -> Steps:
+        """Write ``row`` to this member's post, and fill ``rows`` with what is in the posts of all."""
         mine = self.rank
         theirs = [
             (names[index], rank, rows[index])

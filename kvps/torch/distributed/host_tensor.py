@@ -7,13 +7,16 @@ written there at once; else a copy stands for it, and a tensor of a GPU is copie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 
+import numpy as np
 import torch
 
 from kvps.errors import ConfigError
 
 HALF = (torch.float16, torch.bfloat16)
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Types that torch stores and does not add; numpy does."""
 
 Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -34,6 +37,11 @@ _OF_FLAGS: dict[str, Fold] = {
     "BXOR": torch.logical_xor,
 }
 """The same for bool."""
+_OF_UNSIGNED: dict[str, Callable[..., np.ndarray]] = {
+    **{"SUM": np.add, "AVG": np.add, "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum},
+    **{"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor},
+}
+"""The same for :data:`UNSIGNED`."""
 
 
 class Staged:
@@ -70,13 +78,28 @@ class Staged:
         """The shape of the caller's tensor."""
         return self._tensor.shape
 
+    def multiply(self, factor: float | torch.Tensor) -> None:
+        """Multiply the row, and leave the caller's tensor as it is.
+
+        Raises:
+            ConfigError: for whole numbers.
+        """
+        if not self.row.is_floating_point() and not self.row.is_complex():
+            raise ConfigError(f"ReduceOp.PREMUL_SUM needs fractions, got {self.row.dtype}; use SUM")
+        self.row = self.row * factor
+        self._is_itself = False
+
     def deliver(self, row: torch.Tensor | None = None) -> None:
         """Give the tensor the values of its row, or of another one."""
         given = self.row if row is None else row
         if self._is_itself and given is self.row:
             return
+        tensor, values = self._tensor, given.view(self._tensor.shape)
+        for dim, stride in enumerate(tensor.stride()):
+            if not stride and tensor.shape[dim] > 1:  # an expanded tensor: its elements are one
+                tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
         with torch.inference_mode():  # where tensors of either kind may be written to
-            self._tensor.copy_(given.view(self._tensor.shape))
+            tensor.copy_(values)
 
 
 def blank(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -123,12 +146,48 @@ def check(name: str, dtype: torch.dtype) -> None:
         raise ConfigError("ReduceOp.AVG needs numbers, got torch.bool; use MAX or MIN")
     if name in ("MIN", "MAX") and dtype.is_complex:
         raise ConfigError(f"ReduceOp.{name} needs an order, and {dtype} has none")
+    if (reason := _obstacle(name, dtype)) is not None:
+        raise ConfigError(f"ReduceOp.{name} of {dtype} is not supported: {reason}")
+
+
+@cache
+def _obstacle(name: str, dtype: torch.dtype) -> str | None:
+    """Return why torch cannot reduce elements of ``dtype``, or None.
+
+    A reduction that failed after its values had travelled would leave its track unusable.
+    """
+    try:
+        fold(name, [torch.zeros(1, dtype=dtype, device="cpu")] * 2)
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def check_sparse(dtype: torch.dtype) -> None:
+    """Refuse sparse tensors whose elements torch cannot add up.
+
+    Raises:
+        ConfigError: naming the type.
+    """
+    if (reason := _sparse_obstacle(dtype)) is not None:
+        raise ConfigError(f"sparse tensors of {dtype} are not added up: {reason}; use to_dense()")
+
+
+@cache
+def _sparse_obstacle(dtype: torch.dtype) -> str | None:
+    try:
+        places = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
+        zeros = torch.zeros(2, dtype=dtype, device="cpu")
+        torch.sparse_coo_tensor(places, zeros, (1,), check_invariants=False).coalesce()
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return None
 
 
 def fold(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the reduction of ``rows``, taken in their order.
 
-    Half types are reduced in float32 and rounded once.
+    Half types are reduced in twice the precision and rounded once.
 
     Example:
         >>> fold("AVG", [torch.tensor([1.0]), torch.tensor([2.0])])
@@ -137,8 +196,15 @@ def fold(name: str, rows: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = rows[0].dtype
     if dtype == torch.bool:
         return reduce(_OF_FLAGS[name], rows)
+    if dtype in UNSIGNED:
+        values = reduce(_OF_UNSIGNED[name], [row.numpy() for row in rows])
+        if name == "AVG":
+            values = values // values.dtype.type(len(rows))
+        return torch.from_numpy(values)
     if dtype in HALF:
         rows = [row.float() for row in rows]
+    if dtype == torch.complex32:
+        rows = [row.to(torch.complex64) for row in rows]
     total = reduce(FOLDS[name], rows)
     if name == "AVG":
         divide(total, len(rows))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._C import DisableTorchFunction
 
+from kvps.errors import ConfigError
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.work import Work
 
@@ -61,12 +62,20 @@ class OrderedExecutor:
         """Why nothing can be begun in a group."""
         self._confirmed: set[_Run] = set()
         """Collectives that are off their tracks, and wait for what their steps returned."""
+        self._is_closed = False
         self._ready: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvps collectives", daemon=True)
         self._thread.start()
 
     def begin(self, track: str, steps: Steps, work: Work, group: str = "") -> None:
-        """Carry ``steps`` out when all before it on ``track`` are done, and end ``work`` then."""
+        """Carry ``steps`` out when all before it on ``track`` are done, and end ``work`` then.
+
+        Raises:
+            ConfigError: after :meth:`close`.
+        """
+        if self._is_closed:
+            steps.close()
+            raise _destroyed(group)
         run = _Run(group, track, steps, work)
         with self._lock:
             runs = self._runs.setdefault(track, deque())
@@ -98,10 +107,16 @@ class OrderedExecutor:
             self._end_confirmed(run)
 
     def close(self) -> None:
-        """End the thread after its present step; what is under way stays as it is."""
+        """End the thread after its present step; fail what is under way, and refuse what is begun later."""
+        self._is_closed = True
         self._ready.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(END_MAX_S)
+        with self._lock:
+            runs = [run for runs in self._runs.values() for run in runs] + list(self._confirmed)
+        for run in runs:
+            if not run.work.is_completed():
+                run.work.end(_destroyed(run.group))
 
     def _run(self) -> None:
         while (run := self._ready.get()) is not None:
@@ -180,6 +195,13 @@ class OrderedExecutor:
 
         for one in run.tickets:
             one.when_over(over)
+
+
+def _destroyed(group: str) -> ConfigError:
+    return ConfigError(
+        f"process group {group!r} was destroyed, and takes no more calls. If it was created again, use the new group: a "
+        "default argument such as group=dist.group.WORLD keeps the old one"
+    )
 
 
 def _error_of(tickets: Sequence[Ticket]) -> BaseException | None:

@@ -19,13 +19,23 @@ from torch._C import DisableTorchFunction
 
 from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
+from kvps.torch.distributed.arguments import (
+    demand_rank,
+    demand_same,
+    is_same,
+    op_of,
+    reduction_of,
+    root_of,
+    shape_of,
+    single,
+)
 from kvps.torch.distributed.call_checker import CallChecker
 from kvps.torch.distributed.call_log import described, type_name
 from kvps.torch.distributed.collectives import Collectives, Plan
 from kvps.torch.distributed.host_tensor import Staged
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.uncompiled import uncompiled
-from kvps.torch.distributed.work import Work
+from kvps.torch.distributed.work import Work, all_of
 
 NAME = "kvps"
 P = ParamSpec("P")
@@ -80,6 +90,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._checker = checker
         self._calls = checker.calls(name, ranks, self._ranks[collectives.rank])
         self._on_shutdown = on_shutdown
+        self._coalesced: list[Work] | None = None
+        """The calls since :meth:`_start_coalescing`; None outside of it."""
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """Return ``"kvps"``."""
@@ -94,6 +106,29 @@ class ProcessGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         """The description of the group in torch's log."""
         return f"{NAME}:{self._group}"
+
+    # --- what torch asks a backend; the group is its own -------------------------------------------
+
+    supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: tensors need no memory of the backend's own."""
+        return False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices of tensors that the group takes; FSDP and checkpoints look for one that they can use."""
+        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(name) for name in names]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls.log.count
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # it begins at 0 on every rank
 
     def shutdown(self) -> None:
         """End the group; torch calls this in ``destroy_process_group``."""
@@ -113,9 +148,21 @@ class ProcessGroup(dist.ProcessGroup):
         return self._carry_out(what, plan, result)
 
     def _carry_out(self, what: str, plan: Plan, result: Sequence[torch.Tensor]) -> Work:
-        work = Work(what, result)
+        return self._carried_out(Work(what, result), plan)
+
+    def _carried_out(self, work: Work, plan: Plan) -> Work:
         self._tracks.begin(*plan, work, self._group)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin what torch calls coalescing: :meth:`_end_coalescing` returns one work for all calls until then."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return all_of("coalesced calls", works)
 
     def _letter(self, what: str, plan: Plan, tensor: torch.Tensor, ends: tuple[int, int]) -> Work:
         """Begin one end of a message from the first of ``ends`` to the second."""
@@ -124,19 +171,17 @@ class ProcessGroup(dist.ProcessGroup):
         calls = self._checker.letters(track, self._group, pair, self._ranks[self.rank()])
         kind, _, _ = described([tensor]).partition("[")
         calls.add(f"a message of {tensor.numel()} {kind} values")
-        work = Work(what, [tensor], ends[0] if what == "recv" else None)
-        self._tracks.begin(*plan, work, self._group)
-        return work
+        return self._carried_out(Work(what, [tensor], ends[0] if what == "recv" else None), plan)
 
     # --- reductions -----------------------------------------------------------------------------
 
     @noted
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce one tensor over all ranks, in place."""
-        (tensor,) = _one("all_reduce", tensors)
+        (tensor,) = single("all_reduce", tensors)
         if tensor.layout is torch.sparse_coo:
-            plan = self._collectives.reduce_sparse(tensor, _op(opts))
-            call = f"all_reduce({_op(opts)}) of sparse {described(tensors)}"
+            plan = self._collectives.reduce_sparse(tensor, op_of(opts))
+            call = f"all_reduce({op_of(opts)}) of sparse {described(tensors)}"
             return self._begin("all_reduce", call, plan, tensors)
         return self._reduce("all_reduce", tensors, opts, None)
 
@@ -151,27 +196,30 @@ class ProcessGroup(dist.ProcessGroup):
             )
         parts = [Staged(tensor) for tensor in tensors]
         joined = torch.cat([one.row for one in parts])
-        track, steps = self._collectives.reduce("all_reduce", Staged(joined), _op(opts), None)
+        whole = Staged(joined)
+        op = reduction_of(opts, [whole])
+        track, steps = self._collectives.reduce("all_reduce", whole, op, None)
 
         def apart() -> Any:
             yield from steps
             for part, row in zip(parts, joined.split([len(one.row) for one in parts]), strict=True):
                 part.deliver(row)
 
-        call = f"all_reduce_coalesced({_op(opts)}) of {described(tensors)}"
+        call = f"all_reduce_coalesced({op_of(opts)}) of {described(tensors)}"
         return self._begin("all_reduce_coalesced", call, (track, apart()), tensors)
 
     @noted
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Reduce one tensor over all ranks; the root gets the result."""
-        return self._reduce("reduce", tensors, opts, _root(opts))
+        return self._reduce("reduce", tensors, opts, root_of("reduce", opts, self._size))
 
     def _reduce(self, what: str, tensors: list[torch.Tensor], opts: Any, dst: int | None) -> Work:
-        (tensor,) = _one(what, tensors)
-        plan = self._collectives.reduce(what, Staged(tensor), _op(opts), dst)
+        (tensor,) = single(what, tensors)
+        staged = Staged(tensor)
+        plan = self._collectives.reduce(what, staged, reduction_of(opts, [staged]), dst)
         root = "" if dst is None else f", dst={self._ranks[dst]}"
         return self._begin(
-            what, f"{what}({_op(opts)}{root}) of {described(tensors)}", plan, tensors
+            what, f"{what}({op_of(opts)}{root}) of {described(tensors)}", plan, tensors
         )
 
     @noted
@@ -182,12 +230,13 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Reduce a list of tensors over all ranks; rank r gets the r-th."""
-        (output,), (given,) = _one("reduce_scatter", outputs), _one("reduce_scatter", inputs)
+        (output,), (given,) = single("reduce_scatter", outputs), single("reduce_scatter", inputs)
         self._demand_all("reduce_scatter", given)
-        _demand_same("reduce_scatter", output, given[self.rank()])
+        demand_same("reduce_scatter", output, given[self.rank()])
         staged = [Staged(one) for one in given]
-        plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, _op(opts))
-        call = f"reduce_scatter({_op(opts)}) of {described(given)}"
+        op = reduction_of(opts, staged)
+        plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, op)
+        call = f"reduce_scatter({op_of(opts)}) of {described(given)}"
         return self._begin("reduce_scatter", call, plan, outputs)
 
     @noted
@@ -247,14 +296,15 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """Give every rank the tensors of all."""
-        (output,), (given,) = _one("all_gather", outputs), _one("all_gather", inputs)
+        """Give every rank the tensors of all, whose sizes may differ."""
+        (output,), (given,) = single("all_gather", outputs), single("all_gather", inputs)
         self._demand_all("all_gather", output)
-        for one in output:
-            _demand_same("all_gather", one, given)
+        demand_same("all_gather", output[self.rank()], given)
+        is_even = all(is_same(one, given) for one in output)
         staged = [Staged(one, is_read=False) for one in output]
         plan = self._collectives.all_gather(staged, Staged(given))
-        return self._begin("all_gather", f"all_gather of {described([given])}", plan, output)
+        call = f"all_gather of {described([given] if is_even else output)}"
+        return self._begin("all_gather", call, plan, output)
 
     @noted
     def all_gather_single(
@@ -308,7 +358,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._demand_all("all_to_all", outputs)
         self._demand_all("all_to_all", inputs)
         mine = self.rank()
-        _demand_same("all_to_all", outputs[mine], inputs[mine])
+        demand_same("all_to_all", outputs[mine], inputs[mine])
         staged = [Staged(output, is_read=False) for output in outputs]
         plan = self._collectives.all_to_all(staged, [Staged(one) for one in inputs])
         sizes = [one.numel() for one in inputs], [one.numel() for one in outputs]
@@ -335,8 +385,8 @@ class ProcessGroup(dist.ProcessGroup):
     @noted
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
         """Give all ranks the tensor of the root."""
-        (tensor,) = _one("broadcast", tensors)
-        root = _root(opts)
+        (tensor,) = single("broadcast", tensors)
+        root = root_of("broadcast", opts, self._size)
         staged = Staged(tensor, is_read=root == self.rank())
         call = f"broadcast(src={self._ranks[root]}) of {described(tensors)}"
         return self._begin("broadcast", call, self._collectives.broadcast(staged, root), tensors)
@@ -346,13 +396,13 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Give the root the tensors of all."""
-        (given,), root = _one("gather", inputs), _root(opts)
+        (given,), root = single("gather", inputs), root_of("gather", opts, self._size)
         staged: list[Staged] = []
         if root == self.rank():
-            (output,) = _one("gather", outputs)
+            (output,) = single("gather", outputs)
             self._demand_all("gather", output)
             for one in output:
-                _demand_same("gather", one, given)
+                demand_same("gather", one, given)
             staged = [Staged(one, is_read=False) for one in output]
         plan = self._collectives.gather(staged, Staged(given), root)
         call = f"gather(dst={self._ranks[root]}) of {described(inputs)}"
@@ -363,13 +413,13 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> Work:
         """Give rank r the r-th tensor of the root."""
-        (output,), root = _one("scatter", outputs), _root(opts)
+        (output,), root = single("scatter", outputs), root_of("scatter", opts, self._size)
         staged: list[Staged] = []
         if root == self.rank():
-            (given,) = _one("scatter", inputs)
+            (given,) = single("scatter", inputs)
             self._demand_all("scatter", given)
             for one in given:
-                _demand_same("scatter", output, one)
+                demand_same("scatter", output, one)
             staged = [Staged(one) for one in given]
         plan = self._collectives.scatter(Staged(output, is_read=False), staged, root)
         call = f"scatter(src={self._ranks[root]}) of {described(outputs)}"
@@ -378,14 +428,16 @@ class ProcessGroup(dist.ProcessGroup):
     @noted
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         """Send one tensor to a rank of the group."""
-        (tensor,) = _one("send", tensors)
+        (tensor,) = single("send", tensors)
+        demand_rank("send", dst, self._size)
         plan = self._collectives.send(Staged(tensor), dst, tag)
         return self._letter("send", plan, tensor, (self.rank(), dst))
 
     @noted
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """Take one tensor from a rank of the group that sends it with this tag."""
-        (tensor,) = _one("recv", tensors)
+        (tensor,) = single("recv", tensors)
+        demand_rank("recv", src, self._size)
         plan = self._collectives.recv(Staged(tensor, is_read=False), src, tag)
         return self._letter("recv", plan, tensor, (src, self.rank()))
 
@@ -414,7 +466,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Return ``whole`` cut into flat parts like ``part``, one per rank."""
         if whole.numel() != part.numel() * self._size or whole.dtype != part.dtype:
             raise Mismatch(
-                f"{what}: {_shape(whole)} is not {self._size} times {_shape(part)}; the group has "
+                f"{what}: {shape_of(whole)} is not {self._size} times {shape_of(part)}; the group has "
                 f"{self._size} ranks"
             )
         flat = whole.detach().reshape(-1)
@@ -436,34 +488,6 @@ class ProcessGroup(dist.ProcessGroup):
                 f"{what}: split sizes {sizes} do not fit {len(tensor)} rows and {self._size} ranks"
             )
         return list(tensor.detach().split(sizes))
-
-
-def _one(what: str, tensors: Sequence[Any]) -> Sequence[Any]:
-    if len(tensors) != 1:
-        raise ConfigError(
-            f"{what}: {len(tensors)} tensors were given; the backend kvps takes a single tensor"
-        )
-    return tensors
-
-
-def _demand_same(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
-    if one.numel() != other.numel() or one.dtype != other.dtype:
-        raise Mismatch(
-            f"{what}: {_shape(one)} and {_shape(other)} must have the same size and type"
-        )
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
-
-
-def _op(opts: Any) -> str:
-    """Return the name of the reduction that was asked for."""
-    return "SUM" if opts is None else str(opts.reduceOp.op.name)
-
-
-def _root(opts: Any) -> int:
-    return 0 if opts is None else int(opts.rootRank)
 
 
 def _last(what: str, works: list[Work], result: Sequence[torch.Tensor]) -> Work:

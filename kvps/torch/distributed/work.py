@@ -53,6 +53,14 @@ class Work(dist.Work):
             # must not keep those from going on.
             threading.Thread(target=wake, name="kvps callback", daemon=True).start()
 
+    def when_over(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when the collective is over; at once if it is."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._wakes.append(then)
+                return
+        then()
+
     def stand_for(self, result: Sequence[torch.Tensor]) -> None:
         """Say what this is the last part of: :meth:`result` is that of the whole."""
         self._result = list(result)
@@ -115,11 +123,7 @@ class Work(dist.Work):
         """
         source: Future[None] = Future()
         result = source.then(lambda _: _result_of(self._error))
-        with self._lock:
-            if not self._ended.is_set():
-                self._wakes.append(lambda: source.set_result(None))
-                return result
-        source.set_result(None)
+        self.when_over(lambda: source.set_result(None))
         return result
 
     @uncompiled
@@ -133,12 +137,27 @@ class Work(dist.Work):
             return self._result
 
         future = source.then(settle)
-        with self._lock:
-            if not self._ended.is_set():
-                self._wakes.append(lambda: source.set_result(None))
-                return future
-        source.set_result(None)
+        self.when_over(lambda: source.set_result(None))
         return future
+
+
+def all_of(name: str, works: Sequence[Work]) -> Work:
+    """Return a work that is over when all of ``works`` are, and fails with the first error among them."""
+    whole = Work(name, [tensor for work in works for tensor in work.result()])
+    left = [len(works)]
+    lock = threading.Lock()
+
+    def over() -> None:
+        with lock:
+            left[0] -= 1
+        if left[0] == 0:
+            whole.end(next((work.exception() for work in works if work.exception()), None))
+
+    if not works:
+        whole.end()
+    for work in works:
+        work.when_over(over)
+    return whole
 
 
 def _result_of(error: BaseException | None) -> int:

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.distributed.host_tensor import FOLDS, Staged, blank, check, fold, octets, padded
+from kvps.torch.distributed.host_tensor import (
+    FOLDS,
+    UNSIGNED,
+    Staged,
+    blank,
+    check,
+    check_sparse,
+    fold,
+    octets,
+    padded,
+)
 
 
 def test_a_tensor_that_is_a_row_is_used_as_it_is() -> None:
@@ -54,6 +64,25 @@ def test_rows_that_are_made_in_inference_mode_are_plain() -> None:
         assert not blank(3, torch.float32).is_inference()
         assert not padded(torch.ones(3), 5).is_inference()
         assert not Staged(torch.ones(3)).row.is_inference()
+
+
+def test_a_row_is_multiplied_and_the_tensor_is_not() -> None:
+    tensor = torch.ones(2)
+    staged = Staged(tensor)
+    staged.multiply(3.0)
+    assert staged.row.tolist() == [3.0, 3.0]
+    assert tensor.tolist() == [1.0, 1.0]
+    staged.deliver()
+    assert tensor.tolist() == [3.0, 3.0]
+    with pytest.raises(ConfigError, match=r"PREMUL_SUM needs fractions, got torch.int64"):
+        Staged(torch.ones(2, dtype=torch.int64)).multiply(3.0)
+
+
+def test_an_expanded_tensor_is_written_once() -> None:
+    one = torch.zeros(2, 1)
+    staged = Staged(one.expand(2, 3), is_read=False)
+    staged.deliver(torch.tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0]))
+    assert one.tolist() == [[1.0], [2.0]]
 
 
 def test_what_is_only_written_is_not_read() -> None:
@@ -117,9 +146,42 @@ def test_flags_are_reduced_as_flags() -> None:
         assert fold(name, rows).tolist() == wanted[kind], name
 
 
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_unsigned_numbers_are_reduced(dtype: torch.dtype) -> None:
+    rows = [one.to(dtype) for one in ROWS]
+    most = torch.iinfo(dtype).max
+    for name in FOLDS:
+        check(name, dtype)
+        found = fold(name, rows)
+        assert found.dtype == dtype
+        assert found.tolist() == fold(name, ROWS).tolist(), name
+    large = [torch.tensor([most, 1], dtype=dtype), torch.tensor([1, most], dtype=dtype)]
+    assert fold("MAX", large).tolist() == [most, most]
+    assert fold("SUM", large).tolist() == [0, 0]
+    assert large[0].tolist() == [most, 1]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_complex_halves_are_reduced_in_complex64() -> None:
+    rows = [torch.tensor([1 + 2j, 2], dtype=torch.complex32)] * 2
+    check("PRODUCT", torch.complex32)
+    assert fold("SUM", rows).dtype == torch.complex32
+    assert fold("SUM", rows).to(torch.complex64).tolist() == [2 + 4j, 4]
+    assert fold("AVG", rows).to(torch.complex64).tolist() == [1 + 2j, 2]
+
+
+def test_what_torch_cannot_do_is_refused_before_it_travels() -> None:
+    with pytest.raises(ConfigError, match=r"ReduceOp.SUM of torch.bits8 is not supported: "):
+        check("SUM", torch.bits8)
+    for dtype in UNSIGNED:
+        with pytest.raises(ConfigError, match=rf"sparse tensors of {dtype} .*use to_dense\(\)"):
+            check_sparse(dtype)
+    check_sparse(torch.float16)
+
+
 def test_what_means_nothing_is_refused() -> None:
     for name, dtype, says in (
-        ("PREMUL_SUM", torch.float32, r"ReduceOp\.PREMUL_SUM is not supported .* SUM, AVG"),
+        ("UNUSED", torch.float32, r"ReduceOp\.UNUSED is not supported .* SUM, AVG"),
         ("BAND", torch.float32, r"ReduceOp\.BAND needs whole numbers or bool, got torch\.float32"),
         ("AVG", torch.bool, r"ReduceOp\.AVG needs numbers, got torch\.bool"),
         ("MAX", torch.complex64, r"ReduceOp\.MAX needs an order"),

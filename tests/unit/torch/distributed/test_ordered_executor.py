@@ -167,3 +167,24 @@ def test_a_group_that_fails_ends_all_its_works_and_no_others(tracks: OrderedExec
     late = Work("late", [])
     tracks.begin("w", steps(log, "late"), late, "g")
     assert late.exception() is error
+
+
+def test_what_is_under_way_fails_at_the_end_and_nothing_is_begun_after_it() -> None:
+    tracks = OrderedExecutor()
+    log: list[str] = []
+    first, second, beside = Work("one", []), Work("two", []), Work("three", [])
+
+    def told() -> Steps:
+        yield []
+        return [Ticket()]
+
+    tracks.begin("x", steps(log, "a", [Ticket()]), first, "g")
+    tracks.begin("x", steps(log, "b"), second, "g")
+    tracks.begin("y", told(), beside, "g")
+    tracks.close()
+    for work in (first, second, beside):
+        with pytest.raises(ConfigError, match="process group 'g' was destroyed"):
+            work.wait()
+    with pytest.raises(ConfigError, match="use the new group"):
+        tracks.begin("z", steps(log, "c"), Work("four", []), "g")
+    assert log == ["a begins"]

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from kvps.errors import Timeout, WorkerLost
-from kvps.torch.distributed.work import Work
+from kvps.errors import ConfigError, Timeout, WorkerLost
+from kvps.torch.distributed.work import Work, all_of
 
 TENSOR = torch.ones(2)
 
@@ -85,3 +85,19 @@ def test_those_who_wait_in_threads_are_woken() -> None:
     for thread in threads:
         thread.join(30.0)
     assert done == [True] * 3
+
+
+def test_a_work_of_several_is_over_when_all_are_and_has_the_first_error() -> None:
+    tensors = [torch.zeros(1), torch.zeros(2)]
+    works = [Work(str(number), [tensor]) for number, tensor in enumerate(tensors)]
+    whole = all_of("both", works)
+    works[1].end()
+    assert not whole.is_completed()
+    works[0].end()
+    assert whole.wait()
+    assert [len(one) for one in whole.result()] == [1, 2]
+    assert all_of("none", []).wait()
+    failed = Work("failed", [])
+    failed.end(ConfigError("no"))
+    with pytest.raises(ConfigError, match="no"):
+        all_of("one", [works[0], failed]).wait()
