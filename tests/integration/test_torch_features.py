@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.integration import torch_worker
+from tests.integration import torch_models_worker, torch_worker
 from tests.integration.processes import ROOT, Process, Processes, made
 
 WORKER = ROOT / "tests" / "integration" / "torch_worker.py"
+MODELS = WORKER.with_name("torch_models_worker.py")
 LIMIT_S = 240.0
 
 
-def run(processes: Processes, cases: list[str]) -> Process:
+def run(processes: Processes, cases: list[str], worker: Path = WORKER) -> Process:
     processes.env["TORCHINDUCTOR_CACHE_DIR"] = str(processes.folder / "inductor")
-    flags = ("-n", 2, "-s", 1, "--", sys.executable, WORKER)
+    flags = ("-n", 2, "-s", 1, "--", sys.executable, worker)
     launched = processes.kvps("launch", *flags, *cases)
     launched.wait(LIMIT_S)
     return launched
@@ -49,3 +51,15 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 @pytest.mark.parametrize("case", torch_worker.SLOW)
 def test_two_ranks_and_what_takes_seconds(slow: Process, case: str) -> None:
     demand(slow, case)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    for processes in made(tmp_path_factory.mktemp("models")):
+        yield run(processes, list(torch_models_worker.CASES), MODELS)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", torch_models_worker.CASES)
+def test_two_ranks_train_the_same_as_with_gloo(models: Process, case: str) -> None:
+    demand(models, case)
