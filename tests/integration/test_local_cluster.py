@@ -77,3 +77,21 @@ def test_the_interpreter_takes_short_turns_while_a_call_is_in_flight() -> None:
     with kvps.LocalCluster(2, 1) as cluster:
         assert 0 < cluster.run(work)[0] < usual
     assert sys.getswitchinterval() == pytest.approx(usual)
+
+
+def test_a_rank_that_was_refused_may_make_the_right_call_and_the_round_closes() -> None:
+    def work(rank: int) -> list[float]:
+        kv = kvps.create("dist_sync")
+        if rank:
+            with pytest.raises(kvps.Mismatch, match="w"):
+                kv.init("w", torch.zeros(3))
+        kv.init("w", torch.zeros(2))
+        if rank:
+            for wrong in (torch.ones(3), torch.ones(2, dtype=torch.int64)):
+                with pytest.raises(kvps.Mismatch, match="w"):
+                    kv.push("w", wrong)
+        found: list[float] = kv.pushpull("w", torch.tensor([rank, 1.0])).tolist()
+        return found
+
+    with kvps.LocalCluster(2, 1) as cluster:
+        assert cluster.run(work) == [[1.0, 2.0]] * 2
