@@ -117,14 +117,16 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         for _ in losses:
             pass
+    trained = model.module
+    del model  # if it outlives the group, it frees gloo's threads while it holds the interpreter's lock: they may hang
     dist.destroy_process_group()
     if rank != 0:
         return 0
 
-    result = accuracy(model.module, unseen)
+    result = accuracy(trained, unseen)
     print(f"test accuracy {result:.4f}")
     if flags.save:
-        save_file(model.module.state_dict(), flags.save)
+        save_file(trained.state_dict(), flags.save)
         print(f"weights in {flags.save}")
     if flags.plot:
         from digits import plot  # draws by matplotlib, if it is there
