@@ -145,7 +145,8 @@ class Limits(NamedTuple):
 
 ROOMY = Limits(32 << 20, 256 << 20)
 TIGHT = Limits(5 << 20, 64 << 20)
-"""The first still keeps a chunk that travels in frames, which has up to 4 MiB."""
+"""The first keeps every chunk that travels in frames. The second keeps those between hosts, of 384 KiB by default; those
+through sockets of one host, of 8 MiB, are mapped anew."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _limits = ROOMY
