@@ -30,7 +30,10 @@ def test_the_outer_optimizer_as_torch_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (("adam", 0.7, 0.9), "outer='adam': use 'nesterov', 'sgd', or a torch optimizer"),
+        (
+            ("adam", 0.7, 0.9),
+            "outer='adam': use 'nesterov', 'delayed_nesterov', 'sgd', or a torch optimizer",
+        ),
         ((None, 0.7, 0.9), "outer=None"),
         (
             ("nesterov", 0.7, 0.0),
