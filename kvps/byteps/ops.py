@@ -18,7 +18,6 @@ from kvps.horovod.mpi_ops import (
     local_size,
     poll,
     rank,
-    shutdown,
     size,
     synchronize,
 )
@@ -43,6 +42,18 @@ def init(lazy: bool = True) -> None:
             "update_on_kvstore=True), or 'dist_ssp', which bounds the staleness"
         )
     mpi_ops.init()
+
+
+def shutdown() -> None:
+    """Wait until the operations of this rank are over, and leave; nothing before :func:`init`.
+
+    What was begun is not lost: BytePS's own waits for all ranks, too. An operation that another rank does not begin
+    within a minute fails.
+    """
+    engine = current().engine
+    if engine is not None:
+        engine.drain()
+    mpi_ops.shutdown()
 
 
 def suspend() -> None:

@@ -198,3 +198,21 @@ def test_cross_barrier_overlaps_the_forward_pass(
     first, second = two(work)
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_shutdown_completes_what_was_begun(two: Run) -> None:
+    leaving = threading.Event()
+
+    def work(rank: int) -> list[list[float]]:
+        tensors = [torch.full((2,), rank + 1.0) for _ in range(20)]
+        for number, tensor in enumerate(tensors):
+            if rank == 0 and number == 10:
+                assert leaving.wait(30.0)
+            bps.push_pull_async_inplace(tensor, average=False, name=f"last{number % 4}")
+        if rank == 1:
+            leaving.set()
+        bps.shutdown()
+        bps.init()
+        return [tensor.tolist() for tensor in tensors]
+
+    assert two(work) == [[[3.0, 3.0]] * 20] * 2

@@ -172,6 +172,11 @@ class Engine:
         operation.wait_for(None)
         return operation.result()
 
+    def drain(self) -> None:
+        """Wait until all operations of this rank are over, or the engine has failed; a minute at most."""
+        with self._idle:
+            self._idle.wait_for(lambda: not self._mine or self._error is not None, END_MAX_S)
+
     def close(self) -> None:
         """Leave the negotiation: the operations that are not decided fail on every rank."""
         with self._lock:
@@ -312,6 +317,7 @@ class Engine:
         with self._lock:
             operation = self._mine.pop(key, None)
             self._warned.discard(key)
+            self._idle.notify_all()
         if operation is not None:
             operation.end(error)
 
@@ -319,6 +325,7 @@ class Engine:
         """End what is not decided, and refuse everything from now on."""
         with self._lock:
             self._error = error
+            self._idle.notify_all()
             ended = [one for one in self._mine.values() if not one.is_decided]
             for one in ended:
                 del self._mine[one.request.key]
