@@ -52,9 +52,10 @@ class CompressionPolicy:
     """The first that matches a key decides."""
     are_off: bool = field(init=False, repr=False, compare=False)
     """Nothing is compressed, whatever its key."""
-    _known: dict[tuple[str, Spec], KeyCompression | None] = field(
+    _memo: dict[tuple[str, Spec], KeyCompression | None] = field(
         default_factory=dict, repr=False, compare=False
     )
+    """What was found so far: no part of the state, as :mod:`kvps.observe.recording.digest` knows."""
 
     def __post_init__(self) -> None:
         settings = [self.default, *[setting for _, setting in self.patterns]]
@@ -62,10 +63,12 @@ class CompressionPolicy:
 
     def setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         """Return how a key travels; None for as it is."""
+        if self.are_off:
+            return None
         known = (key, spec)
-        if known not in self._known:
-            self._known[known] = self._setting_of(key, spec)
-        return self._known[known]
+        if known not in self._memo:
+            self._memo[known] = self._setting_of(key, spec)
+        return self._memo[known]
 
     def _setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         found = next(

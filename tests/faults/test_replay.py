@@ -56,10 +56,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_round(processes: Processes) 
     outcomes = [same(record) for record in workers]
     # The one that was killed has no digest: all that it said is the same nevertheless.
     assert sorted(len(outcome.states) for outcome in outcomes) == [0, 1, 1]
-    # By the command, as a user: what earlier tests left in this process may change the digest of a worker.
-    for path in sorted((job.folder / "records").glob("worker-*.record")):
-        replayed = processes.start("replay", BIN / "kvps", "replay", path)
-        assert replayed.wait(60.0) == 0, replayed
+    assert all(outcome.is_same for outcome in outcomes)
     # The state is that of these inputs: without the last push it is another one.
     (server, _) = records(job.folder, "server")
     last = max(

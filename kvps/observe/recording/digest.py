@@ -23,6 +23,7 @@ SKIPPED = {
     "_spans",
     "_windows",
     "_other",
+    "_memo",
     "lap",
     "_wake",
     "_process",
@@ -31,7 +32,7 @@ SKIPPED = {
     "retry",
     "why",
 }
-"""Attributes without meaning: where values lie, scratch space, caches by address, functions, and the wall clock."""
+"""Attributes without meaning: where values lie, scratch space, caches, functions, and the wall clock."""
 
 
 def digest(root: object, *, values: bool = True) -> str:

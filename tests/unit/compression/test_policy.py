@@ -10,6 +10,7 @@ from kvps.compression.policy import MIN_BYTES, OFF, rules_of
 from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, TOPK, CodecSpec
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError
+from kvps.observe.recording.digest import digest
 
 LARGE = Spec("float32", (1000, 1000))
 SMALL = Spec("float32", (10,))
@@ -146,3 +147,14 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
 def test_what_cannot_be_meant(params: object, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         rules_of(params)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("params", ["none", {"type": "2bit", "min_bytes": 0}])
+def test_to_ask_changes_no_state(params: object) -> None:
+    """A front end and the core share a policy, and so do all stores that compress nothing."""
+    rules = rules_of(params)  # type: ignore[arg-type]
+    before = digest(rules)
+    rules.setting_of("w", LARGE)
+    assert digest(rules) == before
+    OFF.setting_of("w", LARGE)
+    assert not OFF._memo
