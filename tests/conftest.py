@@ -9,9 +9,10 @@ A run of some tests only is not judged.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,8 @@ import pytest
 from tests.support import claims, pairwise, tiers
 
 TESTS = Path(__file__).resolve().parent
+CURRENT = "PYTEST_CURRENT_TEST"
+"""A variable that pytest itself sets."""
 PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 
 # "[R12]" or "**[R12]**" at the start of a line or list item; "[R12]: …" and "[R12](…)" are links.
@@ -106,6 +109,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     faults += claims.faults(item.nodeid for item in run)
     if faults:
         raise pytest.UsageError(*faults)
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Fail a test that leaves variables for others: ``monkeypatch.delenv`` notes none that is not there."""
+    before = {**os.environ, CURRENT: ""}
+    yield
+    changed = sorted({name for name, _ in before.items() ^ {**os.environ, CURRENT: ""}.items()})
+    assert not changed, f"this test has changed {', '.join(changed)} in the environment of others"
 
 
 def is_whole_suite(config: pytest.Config) -> bool:

@@ -236,7 +236,10 @@ def test_without_a_scheduler_it_says_what_to_give() -> None:
 def test_the_flags_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler()
     monkeypatch.setattr(handlers, "_ask", lambda address, keys, *asked: scheduler.ask(*asked))
-    monkeypatch.delenv("KVPS_SCHEDULER", raising=False)
+    monkeypatch.setenv(
+        "KVPS_SCHEDULER", ""
+    )  # to be as it was afterwards: delenv() alone would leave what is set here
+    monkeypatch.delenv("KVPS_SCHEDULER")
     plain = create(params("127.0.0.1:9"))
     assert (plain.get_backend(), plain.get_run_id()) == ("kvps", "run")
     assert os.environ["KVPS_SCHEDULER"] == "tcp://127.0.0.1:9"
