@@ -8,10 +8,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -20,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import kvps.torch  # noqa: F401  # it registers the backend
+from tests.support import torch_cases
+from tests.support.torch_cases import LIMIT
 
 warnings.filterwarnings("ignore")  # torch 2.13 renames some calls
 
 CASES: dict[str, Callable[[str], object]] = {}
 """Name -> what a case computes over a backend."""
-LIMIT = timedelta(seconds=60)
 
 
 def case(work: Callable[[str], object]) -> Callable[[str], object]:
@@ -241,24 +240,12 @@ def pipelines(backend: str) -> object:
     return found
 
 
-def main() -> int:
-    failed = 0
-    for name in sys.argv[1:]:
-        try:
-            found = {backend: CASES[name](backend) for backend in ("gloo", "kvps")}
-            assert found["gloo"]
-            torch.testing.assert_close(found["kvps"], found["gloo"])
-            sys.stdout.write(f"{name} passed\n")
-        except Exception:
-            failed += 1
-            sys.stdout.write(f"{name} failed\n{traceback.format_exc()}\n")
-        sys.stdout.flush()
-    dist.destroy_process_group()
-    return failed
+def compared(name: str) -> None:
+    found = {backend: CASES[name](backend) for backend in ("gloo", "kvps")}
+    assert found["gloo"]
+    torch.testing.assert_close(found["kvps"], found["gloo"])
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("kvps", timeout=LIMIT)
-    RANK, SIZE = dist.get_rank(), dist.get_world_size()
-    sys.exit(main())
+    RANK, SIZE = torch_cases.start()
+    sys.exit(torch_cases.run(sys.argv[1:], compared))

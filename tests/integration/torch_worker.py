@@ -9,7 +9,6 @@ import copy
 import pickle
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import kvps
 import kvps.torch
+from tests.support import torch_cases
+from tests.support.torch_cases import LIMIT
 
 warnings.filterwarnings("ignore")  # torch 2.13 renames some calls, and warns of compiled code
 
 CASES: dict[str, Callable[[], None]] = {}
 SLOW: dict[str, Callable[[], None]] = {}
 """Those that take seconds."""
-LIMIT = timedelta(seconds=60)
 
 
 def case(work: Callable[[], None]) -> Callable[[], None]:
@@ -425,22 +425,6 @@ def a_destroyed_group_is_refused() -> None:
     equal(tensor, torch.full((1,), float(SIZE)))
 
 
-def main() -> int:
-    failed = 0
-    for name in sys.argv[1:]:
-        try:
-            {**CASES, **SLOW}[name]()
-            sys.stdout.write(f"{name} passed\n")
-        except Exception:
-            failed += 1
-            sys.stdout.write(f"{name} failed\n{traceback.format_exc()}\n")
-        sys.stdout.flush()
-    dist.destroy_process_group()
-    return failed
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("kvps", timeout=LIMIT)
-    RANK, SIZE = dist.get_rank(), dist.get_world_size()
-    sys.exit(main())
+    RANK, SIZE = torch_cases.start()
+    sys.exit(torch_cases.run(sys.argv[1:], lambda name: {**CASES, **SLOW}[name]()))
