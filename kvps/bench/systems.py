@@ -21,8 +21,8 @@ class System:
     """The library that it uses: kvps or gloo."""
     what: str
     how: str = "copy"
-    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``, or ``in-place-pushpull`` for one call); or by
-    which codec they are compressed, both ways."""
+    """Whether gradients and results are copied (``copy``) or used where they lie (``in-place``, or
+    ``in-place-pushpull`` in one call); or by which codec they are compressed, both ways."""
     rule: str = "sum"
     env: Mapping[str, str] = field(default_factory=dict)
 
