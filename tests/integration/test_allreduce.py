@@ -305,7 +305,7 @@ def test_different_calls_types_and_shapes_are_told():
 
 
 def test_a_timeout_names_who_is_missing_and_the_call_is_waited_for_again():
-    timed_out = threading.Event()
+    timed_out, both = threading.Event(), threading.Barrier(2)
 
     def work(rank):
         kv = store()
@@ -322,8 +322,8 @@ def test_a_timeout_names_who_is_missing_and_the_call_is_waited_for_again():
             with pytest.raises(kvps.Timeout, match="Nothing is cancelled"):
                 handle.wait()
             assert handle.done()
-            if rank == 0:
-                timed_out.set()
+            both.wait(30)  # else rank 1 may come before the other one has timed out
+            timed_out.set()
         kv.barrier()
         if rank == 1:
             kv.push("w", torch.ones(1))
