@@ -16,13 +16,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from tests.support.forkserver import ForkedProcess, can_fork, fork_server
+from tests.support.forkserver import STACKS, ForkedProcess, can_fork, fork_server
 
 T = TypeVar("T")
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "KVPS_TEST_MARK"
 WAIT_S = 30.0
+STACK = "(most recent call first)"
+"""A line of each stack that a process prints."""
 ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
 
 
@@ -86,6 +88,7 @@ class Process:
         try:
             return self.popen.wait(limit_s)
         except subprocess.TimeoutExpired:
+            self.print_stacks()
             raise AssertionError(f"{self.name} runs after {limit_s:g} s: {self}") from None
 
     def expect(self, pattern: str, limit_s: float = WAIT_S) -> re.Match[str]:
@@ -101,7 +104,18 @@ class Process:
         try:
             return until(look, f"{pattern!r} from {self.name}", limit_s)
         except AssertionError as error:
+            self.print_stacks()
             raise AssertionError(f"{error}: {self}") from None
+
+    def print_stacks(self, limit_s: float = 3.0) -> None:
+        """Have it, and all forked processes below it, print where their threads are: it was to be elsewhere by now."""
+        asked = [pid for pid in _family(self.pid) if _catches(pid, STACKS)]
+        due = self.err.count(STACK) + len(asked)
+        for pid in asked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, STACKS)
+        with suppress(AssertionError):  # one that is stopped prints nothing
+            until(lambda: self.err.count(STACK) >= due, "stacks", limit_s)
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
@@ -226,6 +240,27 @@ class Cluster:
     def plain(self, script: Path, **env: str) -> Process:
         """Start a script that is a worker by itself."""
         return self.processes.python(script, KVPS_SCHEDULER=self.endpoint, **env)
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that began below it and live."""
+    parents: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            parents.setdefault(int(parent), []).append(int(folder.name))
+    family = [pid]
+    for member in family:
+        family += parents.get(member, [])
+    return family
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with suppress(OSError):
+        found = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+        return found is not None and bool(int(found[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def free_port() -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -42,6 +43,8 @@ PRELOADED = (
     *("kvps.runtime.scheduler_process", "kvps.runtime.server_process"),
 )
 """Not kvps.torch, whose import changes the rendezvous of torch.distributed."""
+STACKS = signal.SIGRTMIN
+"""At this signal a forked process prints the stacks of its threads to stderr."""
 
 
 def can_fork(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> bool:
@@ -244,6 +247,7 @@ def main() -> None:
     for module in PRELOADED:
         importlib.import_module(module)
     at_import = variables_at_import(os.environ)
+    faulthandler.register(STACKS)
     spare_the_end(kept)
     request = serve(channel)
     if request is None:
