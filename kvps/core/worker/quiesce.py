@@ -12,7 +12,8 @@ the call names. They are held as pushes are. Calls that only read go on, unless 
 held: calls keep their order.
 
 Nobody waits for a cut for long. A worker goes on by itself when it has stood for :data:`STAND_MAX_S`, when a held
-call comes close to its deadline, or when the scheduler is silent. It says so when it is asked, and that cut is
+call comes close to its deadline, or when the scheduler is silent. It also does so when it opens a synchronous store:
+it stood without it, and other ranks may wait in a step of that store for its pushes. It says so, and that cut is
 given up.
 """
 
@@ -128,11 +129,13 @@ class Quiesce:
         return min([soonest, *(deferred.deadline - PATIENCE_S for deferred in self.held)])
 
     def is_impatient(self, heard_at: float, now: float) -> bool:
-        """Whether it goes on by itself now; it is to :meth:`go_on` then."""
-        if not self.is_on or now < self.deadline(heard_at):
-            return False
+        """Whether it is to :meth:`break_off` now."""
+        return self.is_on and now >= self.deadline(heard_at)
+
+    def break_off(self) -> list[DeferredCall]:
+        """Go on by itself, so that the cut will be given up; return what was held."""
         self.stood = False
-        return True
+        return self.go_on()
 
     def proceed(self, order: Proceed) -> tuple[bool, list[DeferredCall]]:
         """The cut is taken, or given up: return whether this worker stood, and what was held."""

@@ -124,6 +124,8 @@ class Worker:
                 self._memory,
                 bool(self.losses.workers),
             )
+            if self._quiesce.is_on and self.stores[name].ordered:
+                yield from self._break_off(now)
         yield from self.table.begin(ticket, call, deadline, now)
         yield from self._report_halt()
 
@@ -189,8 +191,7 @@ class Worker:
         yield from self._end_calls_of_lost_members(now)
         yield from self._end_overdue_calls(now)
         if self._quiesce.is_impatient(self.member.heard_at, now):
-            yield Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False)))
-            yield from self._make(self._quiesce.go_on(), now)
+            yield from self._break_off(now)
 
     def _waited_for(self) -> Iterator[calls.Call]:
         """Yield the calls for which the user waits."""
@@ -374,6 +375,11 @@ class Worker:
     def _halted(self, stands: bool) -> Send:
         numbers = self._quiesce.numbers(self.stores)
         return Send(SCHEDULER, self.member.packet(p.Halted(self._quiesce.cut, numbers, stands)))
+
+    def _break_off(self, now: float) -> Effects:
+        """Go on in spite of a cut that is not taken yet, and say so."""
+        yield Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False)))
+        yield from self._make(self._quiesce.break_off(), now)
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
         """Make calls that were held back."""

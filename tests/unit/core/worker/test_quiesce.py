@@ -205,6 +205,8 @@ class TestPatience:
         assert not one.is_impatient(200.0, 100.0 + most - 0.1)
         assert one.stood
         assert one.is_impatient(200.0, 100.0 + most)
+        one.break_off()
+        assert not one.is_impatient(200.0, 100.0 + most)
         assert not one.stood
 
     def test_is_short_with_a_scheduler_that_is_silent(self) -> None:
@@ -231,8 +233,8 @@ class TestProceed:
     @pytest.mark.spec("R133")
     def test_who_went_on_by_himself_did_not(self) -> None:
         one = halted(stores_of(a=3))
-        assert one.is_impatient(0.0, 1e9)
-        one.go_on()
+        one.hold(7, push({"a": ROW}), 200.0)
+        assert [each.ticket for each in one.break_off()] == [7]
         assert one.proceed(Proceed(1)) == (False, [])
 
     @pytest.mark.spec("R133")

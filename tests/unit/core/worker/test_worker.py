@@ -789,6 +789,22 @@ class TestHalting:
         one.scheduler(Proceed(3))
         assert one.sent(Proceeding)[1:] == [Proceeding(3, False)]
 
+    @pytest.mark.spec("R133")
+    def test_it_stands_no_more_in_a_store_that_it_opens(self) -> None:
+        """Another rank may have pushed to it, and wait in its step: the servers could take no image."""
+        one = Bench()
+        one.scheduler(Halt(3, {}))
+        assert one.sent(Halted) == [Halted(3, {}, True)]
+        one.open("async", mode="async")
+        assert one.sent(Proceeding) == []
+        one.open()
+        assert one.sent(Proceeding) == [Proceeding(3, False)]
+        one.scheduler(Halt(3, {"kv": 1}))  # said before that was heard
+        assert len(one.sent(Halted)) == 1
+        one.init({"w": torch.zeros(4)})
+        one.scheduler(Proceed(3))
+        assert one.sent(Proceeding)[1:] == [Proceeding(3, False)]
+
     @pytest.mark.parametrize("error", [WorkerLost, SchedulerLost])
     def test_a_held_call_ends_as_any_other(self, error: type[KvpsError]) -> None:
         one = small(on_worker_lost="fail")
