@@ -178,7 +178,8 @@ class Coordinator:
             return [Refuse(request.key, (rank,), entry.refusal)]
         reason = self._fault(rank, request)
         if not reason and entry.first != rank:
-            reason = difference(entry.first, entry.requests[entry.first], rank, request)
+            low, high = sorted((entry.first, rank))
+            reason = difference(low, entry.requests[low], high, entry.requests[high])
         return [self._refuse(entry, reason)] if reason else []
 
     def _fault(self, rank: int, request: CollectiveRequest) -> str:

@@ -97,6 +97,14 @@ def test_a_mismatch_is_told_at_once_and_to_late_ranks_when_they_come() -> None:
     assert names(job.say(r0=[sum_of("a")], r1=[sum_of("a")], r2=[sum_of("a")])) == ["a"]
 
 
+def test_a_mismatch_names_the_lower_rank_first_whichever_requested_first() -> None:
+    job = Job(3)
+    assert job.say(r2=[sum_of("a", 3)]) == []
+    (told,) = job.say(r1=[sum_of("a")])
+    assert isinstance(told, Refuse)
+    assert "rank 1 has float32[2], rank 2 has float32[3]" in told.reason
+
+
 def test_the_next_operation_of_a_name_waits_for_ranks_that_have_not_heard_of_the_refusal() -> None:
     job = Job(3)
     job.say(r0=[sum_of("a")], r1=[sum_of("a", 3)])
