@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Set
 from pathlib import Path
@@ -120,6 +121,15 @@ def same_environment() -> Iterator[None]:
     assert not changed, (
         f"this test has changed {', '.join(sorted(changed))} in the environment of others"
     )
+
+
+@pytest.fixture(autouse=True)
+def no_session() -> Iterator[None]:
+    """End the session that a test leaves to this process: the next test's first store would join it."""
+    yield
+    process = sys.modules.get("kvps.runtime.process")
+    if process is not None and process._process.session is not None:
+        process.shutdown()
 
 
 def is_whole_suite(config: pytest.Config) -> bool:

@@ -19,6 +19,7 @@ NAMES: Mapping[str, str] = {
     "reconnects": "Connections to servers that broke, or were made anew for a replacement.",
     "keys": "Number of keys that this worker knows.",
     "rounds": "Number of pushes by this rank of its most frequently pushed key; in a synchronous store, rounds.",
+    "push_age": "Number of pushes by other ranks between the newest two reads of this rank, at the key where it is most: the age of its push between them. 0 in a synchronous store.",
     "sent_bytes": "Bytes of values that were sent or lent to servers, or to the worker that pushes for this host.",
     "received_bytes": "Bytes of values that came from them.",
     "compression_ratio": "Bytes of pushed dense gradients for each byte of their payload.",

@@ -246,6 +246,28 @@ def test_in_async_mode_a_slow_worker_may_make_fewer_steps() -> None:
     assert all(torch.equal(*pair) for pair in zip(zero[2], one[2], strict=True))
 
 
+def test_a_worker_knows_how_old_its_last_push_was() -> None:
+    """Rank 0 merges three times while rank 1 sleeps, so the next push of rank 1 starts from weights three pushes old."""
+
+    def work(rank: int) -> tuple[int, int]:
+        model = net()
+        optimizer = inner(model)
+        with DiLoCo(model, optimizer, sync_every=2, mode="async") as outer:
+            if rank == 0:
+                for index in range(6):
+                    step(model, optimizer, rank, index)
+            outer.stores[0].barrier()
+            if rank == 1:
+                for index in range(4):
+                    step(model, optimizer, rank, index)
+                    if index == 1:
+                        first = outer.age
+                return first, outer.age
+            return outer.age, 0
+
+    assert run(work) == [(0, 0), (3, 0)]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     def work(rank: int) -> Weights:

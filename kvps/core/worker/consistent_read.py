@@ -275,6 +275,8 @@ class ReadTracker:
                     key.number = max(key.number, owed)
                 if not ordered:
                     key.version = max(key.version, version)
+                    if self.sink is not None:
+                        key.read(version - owed)
             return
         for index, (key, parts) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
             if parts:
@@ -283,6 +285,8 @@ class ReadTracker:
                 if self.skips:
                     key.number = max(key.number, min(owed for _, owed in parts.values()))
                 key.version = max([key.version, *(version for version, _ in parts.values())])
+                if not ordered and self.sink is not None:
+                    key.read(max(version - owed for version, owed in parts.values()))
             if len({version for version, _ in parts.values()}) > 1:
                 self._torn.append(index)
 

@@ -71,6 +71,17 @@ class Key:
     """The highest version that this rank knows, if push numbers are no round numbers."""
     heard: int = 0
     """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
+    others: int | None = None
+    """Number of pushes of other ranks in the values that were read last, if push numbers are no round numbers."""
+    age: int = 0
+    """By how many of them the values had moved since the read before: the age of a push between the two."""
+
+    def read(self, others: int) -> None:
+        """Note that values with so many pushes of ``others`` were read."""
+        if self.others is None:
+            self.others = others
+        elif others >= self.others:  # else an older answer, that came late
+            self.others, self.age = others, others - self.others
 
 
 class CopyVersion(NamedTuple):

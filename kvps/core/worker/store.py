@@ -100,6 +100,7 @@ class WorkerStore:
         ours = self.traffic
         return {
             "rounds": self.pushes,
+            "push_age": max([key.age for key in self.keys.values()], default=0),
             "keys": len(self.keys),
             "sent_bytes": ours.sent_bytes,
             "received_bytes": ours.received_bytes,

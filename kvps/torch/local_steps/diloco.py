@@ -97,6 +97,9 @@ class DiLoCo:
     Attributes:
         syncs: number of merges that this worker has made, of a fragment each.
         wait_s: seconds that steps have waited for merges.
+        age: by how many pushes of other workers the servers' weights had moved when this worker's last one was
+            applied, since it took them; 0 with ``mode="sync"``. The mean is about the number of other workers if
+            all are equally fast: much more says that this one is slow, and fewer ``sync_every`` steps would help.
 
     Raises:
         ConfigError: for invalid arguments: fragments that miss or repeat a parameter, a delay that does not fit.
@@ -152,7 +155,7 @@ class DiLoCo:
         self._inner = inner_optimizer
         self._hook: Any = None
         self._away: FragmentInFlight | None = None
-        self.syncs, self.wait_s = 0, 0.0
+        self.syncs, self.wait_s, self.age = 0, 0.0, 0
         self._stores = tuple(
             [
                 create_own(
@@ -324,6 +327,7 @@ class DiLoCo:
         self._away = None
         self._schedule.taken()
         self.syncs += 1
+        self.age = int(self._stores[fragment].metrics()["push_age"])
 
     def _adopt(
         self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float

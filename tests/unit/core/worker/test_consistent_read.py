@@ -267,6 +267,59 @@ class TestWhatIsKnownToBeApplied:
         assert (one.key("a").applied, one.key("big").applied) == (9, 9)
 
 
+class TestAge:
+    """The number of pushes of others between two reads, where each push is applied by itself."""
+
+    def read(self, one: WorkerStore, name: str, *stands: tuple[int, int]) -> int:
+        """Read a key whose parts stand so: (version, own pushes); return its age."""
+        steps, _ = reading(one, name)
+        step = next(steps)
+        assert isinstance(step, list)
+        one.is_short = True  # torn parts are taken as they are
+        answers = [
+            answer(request, version, owed=owed)
+            for request, (version, owed) in zip(step, stands, strict=True)
+        ]
+        assert ends(steps, answers)
+        return one.key(name).age
+
+    def test_begins_with_the_first_read_and_leaves_out_own_pushes(self) -> None:
+        one = new_store("async")
+        assert self.read(one, "a", (5, 2)) == 0
+        assert self.read(one, "a", (6, 3)) == 0
+        assert self.read(one, "a", (10, 4)) == 3
+        assert one.figures()["push_age"] == 3
+        assert self.read(one, "a", (11, 5)) == 0
+
+    def test_is_that_of_the_part_that_has_moved_most(self) -> None:
+        one = new_store("async")
+        assert self.read(one, "big", (5, 5), (5, 5)) == 0
+        assert self.read(one, "big", (7, 6), (9, 6)) == 3
+
+    def test_is_not_changed_by_an_older_answer(self) -> None:
+        one = new_store("async")
+        self.read(one, "a", (5, 2))
+        assert self.read(one, "a", (8, 2)) == 3
+        assert self.read(one, "a", (7, 2)) == 3
+        assert one.key("a").others == 6
+
+    def test_of_versions_alone_is_not_counted(self) -> None:
+        one = new_store("async")
+        for names in (("a",), ("big",)):
+            steps = read_versions(one, one.plan(names), [0], [0])
+            step = next(steps)
+            assert isinstance(step, list)
+            with pytest.raises(StopIteration):
+                steps.send([answer(request, 5 + at) for at, request in enumerate(step)])
+            assert one.key(names[0]).others is None
+
+    def test_is_none_where_rounds_wait_for_all(self) -> None:
+        one = new_store()
+        for version in (5, 9):
+            assert self.read(one, "a", (version, version)) == 0
+        assert one.figures()["push_age"] == 0
+
+
 class TestViews:
     """Values that stay where they are."""
 
