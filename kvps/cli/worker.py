@@ -249,13 +249,12 @@ class Shell(NullListener):
                 self._command,
                 env=self._environment(welcome),
                 start_new_session=True,
-                preexec_fn=self._leash.end_me_too,
+                preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
             )
         except (OSError, ValueError) as error:  # the latter for a text with a NUL
             reason = f"cannot start {self._command[0]}: {error}"
             self._inbox.put(lambda core, now: self._tell(EXIT_NOT_STARTED, reason, now))
             return
-        self._leash.hold(self._process.pid)
 
     def _environment(self, welcome: Welcome) -> dict[str, str]:
         changes = self._env | {

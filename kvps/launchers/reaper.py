@@ -5,7 +5,7 @@ When the pipe breaks, because its owner is gone, it kills the groups that it was
 told to forget, and removes the folders that it was told of.
 
 It looks like its owner, so that ``pkill -9`` by name kills both at once. The kernel therefore kills
-what has called :meth:`Reaper.end_me_too` as well, though not what that has started in its turn.
+what has called :meth:`Reaper.hold_me` as well, though not what that has started in its turn.
 """
 
 from __future__ import annotations
@@ -48,17 +48,11 @@ class Reaper:
 
         For ``preexec_fn`` of a Popen with ``start_new_session=True``: said by the new process itself, so
         that there is no moment at which it runs and is not held. It runs between fork and exec, and
-        does no more than some system calls.
+        does no more than some system calls. The kernel kills that process also without the leash.
+
+        Call Popen in the main thread: the kernel takes the end of the thread that forks for that of the owner.
         """
         os.write(self._writer, b"+%d\n" % os.getpid())
-        self.end_me_too()
-
-    def end_me_too(self) -> None:
-        """Let the kernel kill the calling process if our owner ends, also without the leash.
-
-        For ``preexec_fn`` as well. Call Popen in the main thread: the kernel takes the end of the thread
-        that forks for that of the owner.
-        """
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._owner:  # it was gone before it could be told to the kernel
             os._exit(128 + signal.SIGKILL)

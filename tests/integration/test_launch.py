@@ -231,7 +231,13 @@ def test_a_scheduler_that_is_killed_ends_everything(processes: Processes) -> Non
 
 
 def test_a_worker_that_does_not_notice_is_ended(processes: Processes) -> None:
-    script = processes.script(SUM + "import time\nif kv.rank: time.sleep(60)\nelse: sys.exit(5)\n")
+    script = processes.script(
+        SUM + "import pathlib, time\n"
+        "sleeps = pathlib.Path('sleeps')\n"
+        "if kv.rank: sleeps.touch(); time.sleep(60)\n"
+        "while not sleeps.exists(): time.sleep(0.01)\n"
+        "sys.exit(5)\n"
+    )
     launched = launch(processes, script, "-n", 2, "-s", 1)
     assert launched.wait(40.0) == 5
     assert "still running: " in launched.err
