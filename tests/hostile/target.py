@@ -8,7 +8,6 @@ may speak in its name. *Outsiders* have no key, or that of a role.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ with open("rounds", "w", buffering=1) as rounds:
         step += 1
         assert torch.equal(out, torch.full((1000,), -float(step))), (step, out)
         print(time.perf_counter() - began, file=rounds)
-        time.sleep(0.002)
+        time.sleep(0.02)
 print("right", flush=True)
 """
 INSIDER = """
@@ -57,10 +56,12 @@ print("at", server.endpoint, member.key_of(kvps.protocol.envelope.Node(kvps.prot
 while not pathlib.Path("go").exists():
     time.sleep(0.02)
 """
-ROUNDS = 10
+ROUNDS = 5
 """How many rounds of the canary follow each harm."""
 ROUND_MAX_S = float(os.environ.get("KVPS_ROUND_MAX", "3.0"))
 """The longest that one of them may take, on a machine that does other things, too."""
+LOOKS = 1000
+"""Status queries in a second that the scheduler answers: tests ask after each harm whether it still does."""
 GROWTH_MAX_MIB = 64
 LINES_MAX = 5
 """Lines of log for each harm, of both processes together."""
@@ -136,7 +137,7 @@ class Target:
         self.keys = self.folder / "keys"
         files.write(self.keys, files.generate())
         keys = ("--keys", self.keys)
-        self.cluster = processes.scheduler(2, 1, *keys, *HTTP)
+        self.cluster = processes.scheduler(2, 1, *keys, *HTTP, "--limit", f"looks={LOOKS}")
         self.server = processes.kvps(
             *("server", "--scheduler", self.cluster.endpoint, *keys, *HTTP),
             *("--checkpoint-dir", self.folder / "checkpoints", "--memory-limit", 64 << 20),
@@ -157,6 +158,9 @@ class Target:
         self.scheduler_key = self.role("scheduler").public
         self.endpoints = [url_of(one) for one in (self.cluster.process, self.server)]
         self._numbers = iter(range(1000, 10**9))
+        self._rounds: list[float] = []
+        self._read = 0
+        """Bytes of the canary's file that are in ``_rounds``."""
         until(lambda: len(self.rounds()) >= ROUNDS, "the first rounds of the canary")
 
     def role(self, role: str) -> KeyPair:
@@ -208,8 +212,14 @@ class Target:
     def rounds(self) -> list[float]:
         """Return how long the rounds of the canary took, in seconds."""
         path = self.folder / "rounds"
-        text = path.read_text() if path.exists() else ""
-        return [float(line) for line in text.splitlines() if re.fullmatch(r"[\d.e-]+", line)]
+        if path.exists():
+            with path.open("rb") as file:
+                file.seek(self._read)
+                whole = file.read().rpartition(b"\n")[0]
+            if whole:
+                self._rounds += [float(line) for line in whole.splitlines()]
+                self._read += len(whole) + 1
+        return self._rounds
 
     def resident_mib(self) -> list[int]:
         """Return how much memory the scheduler and the server have."""
@@ -240,7 +250,7 @@ class Target:
             name: of the harm, in the text of an error.
             is_counted: some metric of what is refused must move.
         """
-        refused = self.refused()
+        refused = self.refused() if is_counted else None
         lines, there, before = len(self.lines()), self.files(), self.resident_mib()
         began, count = time.monotonic(), len(self.rounds())
         yield
@@ -266,6 +276,21 @@ class Target:
             ),
             f"memory that is given back {name}",
         )
+
+    @contextmanager
+    def counted(self, number: int) -> Iterator[None]:
+        """Check that so many packets are counted as refused meanwhile, which metrics show within a second."""
+
+        def refused() -> float:
+            # Connections of tests before may be hung up on at any time.
+            return sum(
+                one for (name, _), one in self.refused().items() if "connections" not in name
+            )
+
+        before = refused()
+        yield
+        until(lambda: refused() >= before + number, f"{number} refusals in the metrics")
+        assert refused() == before + number
 
     def finish(self) -> None:
         """End the job; it ends well."""

@@ -335,9 +335,9 @@ BODIES: dict[str, bytes] = {
 
 
 def test_frames(target: Target) -> None:
-    with target.voice("server") as one:
+    with target.voice("server") as one, target.counted(len(FRAMES)):
         for name, frames in FRAMES.items():
-            with target.unharmed(name, is_counted=True):
+            with target.unharmed(name):
                 one.frames(*frames(target))
                 assert_it_is_heard(target, one)
 
@@ -351,9 +351,9 @@ def test_a_frame_of_more_than_64_mib(target: Target) -> None:
 
 @PORT
 def test_bodies(target: Target, port: str) -> None:
-    with target.voice(port) as one:
+    with target.voice(port) as one, target.counted(len(BODIES)):
         for name, body in BODIES.items():
-            with target.unharmed(name, is_counted=True):
+            with target.unharmed(name):
                 kind: type[Message] = m.Pull if port == "server" else m.Barrier
                 one.frames(head(target.me(), kind.TAG, body))
                 assert_it_is_heard(target, one, port)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -33,10 +33,11 @@ def get(url: str) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def metrics(url: str) -> Samples:
-    """Return all samples of a process."""
+def metrics(url: str, words: Sequence[str] = ("",)) -> Samples:
+    """Return all samples of a process whose names have one of these ``words``."""
     status, text = get(f"{url}/metrics")
     assert status == 200
+    text = "".join([line for line in text.splitlines(True) if any(one in line for one in words)])
     return {
         (one.name, ",".join(one.labels.values())): one.value
         for family in text_string_to_metric_families(text)
@@ -47,7 +48,7 @@ def metrics(url: str) -> Samples:
 
 def change(url: str, before: Samples) -> Samples:
     """Return by how much counters of refusals have grown."""
-    now = metrics(url)
+    now = metrics(url, REFUSALS)
     return {
         at: now[at] - before.get(at, 0)
         for at in now
