@@ -162,7 +162,8 @@ def be(role: str, file: str, given: argparse.Namespace) -> None:
     gate = (0, 1) if system.rank == 0 else None
     times_ms = rounds.measure(system, given.rule, given.rounds, gate, given.how)
     system.close()
-    sys.stderr.write(json.dumps(times_ms) + "\n")
+    if gate is not None:
+        sys.stderr.write(json.dumps(times_ms) + "\n")
 
 
 def measure(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Times], list[float]]:
@@ -224,8 +225,9 @@ def names(given: argparse.Namespace) -> list[str]:
 
 
 def kvps(*argv: str, env: dict[str, str]) -> None:
-    """Run a command of kvps."""
-    subprocess.run([sys.executable, "-m", "kvps.cli.main", *argv], env=env, check=True, stdout=2)
+    """Run a command of kvps, without what it says when all is well."""
+    command = [sys.executable, "-m", "kvps.cli.main", *argv]
+    subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL)
 
 
 def stated(named: dict[str, subprocess.Popen[bytes]], folder: Path, count: int) -> dict[str, Times]:
