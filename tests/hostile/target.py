@@ -56,7 +56,7 @@ print("at", server.endpoint, member.key_of(kvps.protocol.envelope.Node(kvps.prot
 while not pathlib.Path("go").exists():
     time.sleep(0.02)
 """
-ROUNDS = 5
+ROUNDS = 10
 """How many rounds of the canary follow each harm."""
 ROUND_MAX_S = float(os.environ.get("KVPS_ROUND_MAX", "3.0"))
 """The longest that one of them may take, on a machine that does other things, too."""
