@@ -322,8 +322,8 @@ def drive(
             case Exit():
                 raise AssertionError("an exit is a wish, and is done by the one who drives")
 
-    def perform(effects: Effects, whose: str = "") -> Exit | None:
-        """Do what a core asks for, because of ``whose`` packet; empty if it was nobody's."""
+    def perform(effects: Effects, whose: Envelope | None = None) -> Exit | None:
+        """Do what a core asks for, because of ``whose`` packet; None if it was nobody's."""
         nonlocal own
         wish = None
         for effect in effects:
@@ -337,35 +337,32 @@ def drive(
                 raise own from None
             except Exception as error:  # what led to it may be of a peer: judged below
                 # Where we listen and what we save is our own doing, whatever it was that led to it.
-                if not whose or isinstance(effect, Listen | Save):
+                if whose is None or isinstance(effect, Listen | Save):
                     own = error
                     raise
-                net.caught(error, f"{type(effect).__name__} because of a packet of {whose}")
+                net.caught(error, f"{type(effect).__name__} because of a packet of {whose.node}")
         return wish
 
     def serve(route: Route, packet: Packet) -> Exit | None:
         """Let the core hear a packet; what it does not foresee is logged, and answered."""
         try:
             seen = view if packet.message.TAG in view.tags else view.current
-            return perform(seen.packet(core, route, packet, clock()), str(packet.envelope.node))
+            return perform(seen.packet(core, route, packet, clock()), packet.envelope)
         except Exception as error:  # R200: no packet ends the process
             if error is own:
                 raise
             return fail(route, packet.envelope, error)
 
     def fail(route: Route, envelope: Envelope, error: Exception) -> Exit | None:
-        whose = str(envelope.node)
-        net.caught(error, f"a packet of {whose}")
-        return perform(view.current.failure(core, route, envelope, error, clock()), whose)
+        net.caught(error, f"a packet of {envelope.node}")
+        return perform(view.current.failure(core, route, envelope, error, clock()), envelope)
 
     def refuse(refused: Refused) -> Exit | None:
         """Tell a sender why it is not heard."""
-        cause, whose = refused.__cause__, str(refused.envelope.node)
+        cause, whose = refused.__cause__, refused.envelope
         assert isinstance(cause, Exception)
-        log.debug("refused a packet of %s: %s", whose, cause)
-        return perform(
-            view.current.failure(core, refused.route, refused.envelope, cause, clock()), whose
-        )
+        log.debug("refused a packet of %s: %s", whose.node, cause)
+        return perform(view.current.failure(core, refused.route, whose, cause, clock()), whose)
 
     transport.guard(core.admit)
     while True:

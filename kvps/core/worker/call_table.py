@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, count
 
 import torch
@@ -331,7 +331,7 @@ class CallTable:
             # Its values are where they belong. The memory in which they came may be another's, and
             # is given back when nothing refers to it: a request and its call refer to each other.
             request.on_reply = None
-            packet = replace(packet, payload=())
+            packet = Packet(packet.envelope, packet.message, (), packet.loans)
         pending.answers[request] = packet
         pending.waiting.pop(request, None)
         if not pending.waiting and not pending.is_asking and pending.ticket in self.pending:

@@ -255,17 +255,17 @@ class SharingTransport:
             ProtocolError: if that is not mapped here, or it comes too late.
         """
         nonce, number = packet.loans[0].nonce, packet.loans[0].lease
-        peer = self._by_identity.get(_identity(packet.envelope))
-        who = f"{packet.envelope.node}"
+        sender, loans = packet.envelope, packet.loans
+        peer = self._by_identity.get(_identity(sender))
         if peer is None or peer.mapping.offer.nonce != nonce:
-            raise ProtocolError(f"{who} lends memory that is not mapped here")
-        if any(loan.nonce != nonce or loan.lease != number for loan in packet.loans):
-            raise ProtocolError(f"{who} lends one packet's payload by several leases")
+            raise ProtocolError(f"{sender.node} lends memory that is not mapped here")
+        if any(loan.nonce != nonce or loan.lease != number for loan in loans):
+            raise ProtocolError(f"{sender.node} lends one packet's payload by several leases")
         lease = peer.taken.take(number)
         if lease is None:
-            raise ProtocolError(f"lease {number} of {who} was already returned")
-        payload = [peer.mapping.read(one.offset, one.size, lease).data for one in packet.loans]
-        return replace(packet, payload=tuple(payload))
+            raise ProtocolError(f"lease {number} of {sender.node} was already returned")
+        payload = [peer.mapping.read(one.offset, one.size, lease).data for one in loans]
+        return Packet(sender, packet.message, tuple(payload), loans)
 
     # --- receiving -------------------------------------------------------------------------------
 

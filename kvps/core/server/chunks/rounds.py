@@ -242,15 +242,15 @@ class Span:
                 on closed without it, so it owes them no push; but a push below may still be on its way.
         """
         owed = [self.owed(rank, ordered) for rank in ranks]
-        if any(number > turn for turn in owed):
+        if number > min(owed):
             return Verdict.EARLY
         if since is not None:
             owed = [self.pushed.get(rank, 0) for rank in ranks]
             if any(turn < since <= number for turn in owed):
                 return Verdict.EARLY
-        if all(number < turn for turn in owed):
+        if number < min(owed):
             return Verdict.DUPLICATE
-        if any(number < turn for turn in owed):
+        if number < max(owed):
             return Verdict.CONFLICT
         first = self.version if ordered else min([self.applied(rank) for rank in ranks])
         if (number if since is None else self.place(ranks, number)) - first >= WINDOW:

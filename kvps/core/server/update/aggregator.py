@@ -192,13 +192,13 @@ class Aggregator:
         is_lent: bool,
         weight: float,
     ) -> JudgedPush:
-        verdicts: set[Verdict] = set()
+        verdicts: list[Verdict] = []
         counted: list[PushedRange] = []
         for item in pushed:
             spans = list(item.chunk.spans_in(item.start, item.stop))
             judged = [span.judge(ranks, item.number, store.ordered, item.since) for span in spans]
-            verdicts.update(judged)
-            if all(verdict is Verdict.COUNTED for verdict in judged):
+            verdicts += judged
+            if judged.count(Verdict.COUNTED) == len(judged):
                 counted.append(item)  # in one piece, so that its spans may be joined
                 continue
             for span, verdict in zip(spans, judged, strict=True):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -129,7 +128,7 @@ def number_push(
 
     Returns:
         The plan of the keys, and for each the number of this push and that after the one before it. Its
-        requests are to be made within :func:`note_refusal`.
+        requests are to be made within :class:`RefusalMarker`.
 
     Raises:
         ConfigError: if this rank has joined: rounds close without it.
@@ -144,21 +143,25 @@ def number_push(
         key.number += 1
         key.since = key.number
     if full:
-        with note_refusal(plan):
+        with RefusalMarker(plan):
             yield from _make_room(store, full)
             _demand_presence(store)
     return plan, numbers, sinces
 
 
-@contextmanager
-def note_refusal(plan: TransferPlan) -> Iterator[None]:
-    """If the push of these keys is refused, note that its number is free again, perhaps."""
-    try:
-        yield
-    except KvpsError:
-        for key in plan.keys:
-            key.is_refused = True
-        raise
+@dataclass(frozen=True, slots=True)
+class RefusalMarker:
+    """Marks keys whose push is refused in the block: its number is free again, perhaps."""
+
+    plan: TransferPlan
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KvpsError):
+            for key in self.plan.keys:
+                key.is_refused = True
 
 
 def demand_numbered_rounds(store: WorkerStore) -> None:

@@ -14,9 +14,9 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
+    RefusalMarker,
     Values,
     bulk,
-    note_refusal,
     number_push,
     numbered,
 )
@@ -103,7 +103,7 @@ class PushValues(PushCall):
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
         requests: list[Request] = []
-        with note_refusal(plan):
+        with RefusalMarker(plan):
             for group in store.push_groups(plan):
                 own = group.numbers(numbers)
                 since = alike(group.numbers(sinces)) if store.opened.late == "next" else None

@@ -22,9 +22,9 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
+    RefusalMarker,
     Values,
     demand_numbered_rounds,
-    note_refusal,
     number_push,
     numbered,
     settle,
@@ -107,7 +107,7 @@ class PushTableRows(PushCall):
         demand_numbered_rounds(store)
         plan, (number,), _ = yield from number_push(store, self.keys)
         (key,) = plan.keys
-        with note_refusal(plan):
+        with RefusalMarker(plan):
             yield [
                 _push(store, piece, number, *self.parts[piece.server], self.dim)
                 for piece in key.pieces

@@ -24,9 +24,9 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
+    RefusalMarker,
     Values,
     demand_numbered_rounds,
-    note_refusal,
     number_push,
     numbered,
 )
@@ -76,7 +76,7 @@ class PushKeyRows(PushCall):
                 _demand_room(key, some.stop - some.start)
         plan, numbers, _ = yield from number_push(store, self.keys)
         requests: list[Request] = []
-        with note_refusal(plan):
+        with RefusalMarker(plan):
             for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):
                 rows = values[3 * index : 3 * index + 3]
                 pushed = _pushes(store, key, number, *rows) or _whole_pushes(
