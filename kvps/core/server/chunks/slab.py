@@ -432,9 +432,9 @@ class Slab:
         self._chunks = chunks
         self._chunk_count = chunk_bytes // BY_NAME[dtype].itemsize
         self._page_count = PAGE_BYTES // BY_NAME[dtype].itemsize
-        self._open: dict[bool, list[Chunk]] = {True: [], False: []}
-        """Chunks with room left: those of whole pages, where every piece begins at one, and those
-        of the rest."""
+        self._open: dict[bool, list[int]] = {True: [], False: []}
+        """The numbers of chunks with room left: those of whole pages, where every piece begins at one, and those
+        of the rest. Not the chunks: these are free once all of their keys are replaced."""
         self._count = 0
         self._before = 0
         self._expected = 0
@@ -468,16 +468,17 @@ class Slab:
     def _with_room(self, count: int, room: int) -> Chunk:
         """Return a chunk with room for ``count`` elements; a new chunk has room for ``room``."""
         is_whole = count % self._page_count == 0
-        candidates = [chunk for chunk in self._open[is_whole] if chunk.spans][-OPEN_CHUNKS:]
-        self._open[is_whole] = candidates
-        for chunk in candidates:
+        known = self._chunks.by_number
+        numbers = [number for number in self._open[is_whole] if number in known][-OPEN_CHUNKS:]
+        self._open[is_whole] = numbers
+        for chunk in [known[number] for number in numbers]:
             if chunk.capacity - chunk.used >= count and len(chunk.keys) < RUNS_MAX:
                 return chunk
         if 2 * count > self._chunk_count:
             return self._new(count)  # room takes memory, used or not: here it seldom would be
         room = max(count, room, ROOM_BYTES // BY_NAME[self._dtype].itemsize)
         chunk = self._new(min(room, self._chunk_count))
-        candidates.append(chunk)
+        numbers.append(chunk.number)
         return chunk
 
     def _new(self, capacity: int) -> Chunk:

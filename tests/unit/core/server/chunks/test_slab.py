@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -38,6 +40,19 @@ def test_a_number_names_one_chunk_of_one_server() -> None:
         assert {number % 3 for number in ones} == {server}
     assert len({number for ones in numbers for number in ones}) == 12
     assert min(map(min, numbers)) > 0, "0 is the lane of what has none"
+
+
+def test_a_chunk_whose_keys_are_all_replaced_is_free() -> None:
+    chunks = Chunks()
+    slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
+    slab.expect(20)
+    pieces = [*slab.place("a", 10), *slab.place("b", 10)]
+    one = weakref.ref(chunks.at(pieces[0].chunk))
+    chunks.retire(pieces[:1])
+    assert one() is not None
+    chunks.retire(pieces[1:])
+    assert one() is None, "its room, which may be a chunk's, would stay as long as the store"
+    assert slab.place("c", 10)[0].chunk not in {piece.chunk for piece in pieces}
 
 
 # --- keys and spans ---------------------------------------------------------------------------------
