@@ -87,6 +87,31 @@ def test_a_checkpoint_is_restored_onto_any_number_of_servers(
     assert torch.equal(load_file(exported)["a"], torch.arange(10.0) - 8.5)
 
 
+SHRINK = """
+import torch, kvps
+
+kv = kvps.create("dist_sync", name="model", bigarray_bound=1000)
+for names in (["a", "b", "c"], ["c"]):
+    kv.broadcast(names, [torch.ones(20_000)] * len(names), out=[torch.empty(20_000)] * len(names))
+small = [torch.arange(5.0) for _ in range(2)]
+kv.broadcast(["a", "b"], small, out=small)
+print("cut", kv.checkpoint("small"), kv.pushpull("a", small[0])[4].item(), flush=True)
+"""
+
+
+def test_a_key_that_was_replaced_by_a_smaller_one_is_in_a_checkpoint_once(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """Its old part on the other server is not."""
+    folder, exported = tmp_path / "checkpoints", tmp_path / "model.safetensors"
+    said = cluster(processes, processes.script(SHRINK, "shrink.py"), 2, 2, folder)
+    assert said == ["cut 1 8.0\n"] * 2
+    command = ("checkpoint", "export", folder, exported, "--tag", "small")
+    assert processes.python("-m", "kvps.cli.main", *command).wait() == 0
+    found = load_file(exported)
+    assert {name: len(value) for name, value in found.items()} == {"a": 5, "b": 5, "c": 20_000}
+
+
 SAVE_ROWS = """
 import torch, kvps
 

@@ -19,7 +19,7 @@ from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.optim.base import MASTER, State
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
-from kvps.core.placement import EMBEDDING
+from kvps.core.placement import EMBEDDING, home
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.figures.nonfinite_log import NonFiniteLog
@@ -187,9 +187,14 @@ class ServerStore:
             raise ProtocolError(
                 f"key {table!r:.60} is the key of a table, which only EMBED can create"
             )
-        new = [entry for entry in entries if self._is_new(entry, call)]
+        gone = {entry.key for entry in entries if self._lies_elsewhere(entry)}
+        new = [entry for entry in entries if entry.key not in gone and self._is_new(entry, call)]
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
-        replaced: list[Shard] = []
+        replaced = [
+            self.shards.pop(key)
+            for key in sorted(gone)
+            if key in self.shards and self.shards[key].born < call
+        ]
         for dtype in {entry.dtype for entry in new}:
             count = sum(entry.size for entry in new if entry.dtype == dtype)
             self.slab(BY_ID[dtype].name).expect(count)
@@ -197,8 +202,17 @@ class ServerStore:
             if entry.key in self.shards:
                 replaced.append(self.shards[entry.key])
             self._place(entry, call)
-        places = [self._expect(self.shards[entry.key], call, life) for entry in entries]
+        places = [
+            Place(False, ())
+            if entry.key in gone
+            else self._expect(self.shards[entry.key], call, life)
+            for entry in entries
+        ]
         return tuple(places), replaced
+
+    def _lies_elsewhere(self, entry: Entry) -> bool:
+        """Return whether an entry says that this server, which may hold a part of the key's old value, holds none."""
+        return not entry.size and home(entry.key, self._chunks.servers) != self._chunks.server
 
     def wanting(self, entries: Sequence[Entry], call: int) -> list[str]:
         """Return the keys that have no value of ``call`` yet."""

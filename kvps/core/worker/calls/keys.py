@@ -249,6 +249,9 @@ def _declare(
         for part in store.parts(name, spec):
             entry = p.Entry(name, dtype, spec.shape, part.start, part.size)
             batches.setdefault((part.server, numbers[index]), []).append((index, entry))
+        for server in _left_by(store, name, spec) if create else ():
+            entry = p.Entry(name, dtype, spec.shape, 0, 0)
+            batches.setdefault((server, numbers[index]), []).append((index, entry))
     requests: list[Request] = []
     asked: list[tuple[int, list[tuple[int, p.Entry]]]] = []
     for (server, number), batch in sorted(batches.items()):
@@ -280,6 +283,15 @@ def _declare(
                     fresh[index].append(held)
                 offset += piece.size
     return Declaration(fresh, placed, stamps)
+
+
+def _left_by(store: WorkerStore, name: str, spec: Spec) -> list[int]:
+    """Return the servers that hold a part of a key's old value, and none of a new one that is ``spec``."""
+    known = store.keys.get(name)
+    if known is None or known.spec == spec:
+        return []
+    kept = {part.server for part in store.parts(name, spec)}
+    return sorted({piece.server for piece in known.pieces} - kept)
 
 
 def lookup(

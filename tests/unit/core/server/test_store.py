@@ -9,6 +9,7 @@ import torch
 
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.optim.hyperparams import resolve
+from kvps.core.placement import home
 from kvps.core.server.chunks.rounds import PendingUpdate
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.memory_budget import MemoryBudget
@@ -272,6 +273,26 @@ def test_a_broadcast_may_be_the_first_value() -> None:
 
 
 @pytest.mark.spec("R45")
+@pytest.mark.spec("R392")
+def test_a_key_that_lies_elsewhere_now_is_forgotten() -> None:
+    chunks = Chunks(server=1, servers=2)
+    space = ServerStore(opening(), chunks, MemoryBudget(chunks, None))
+    away = next(f"k{number}" for number in range(99) if home(f"k{number}", 2) == 0)
+    mine = next(f"k{number}" for number in range(99) if home(f"k{number}", 2) == 1)
+    for key in (away, mine):
+        create(space, entry(key, 8, size=4))
+        load(space, key, 1.0)
+    elsewhere = entry(away, 5, size=0)
+    assert create(space, elsewhere, entry(mine, 0), call=1) == [Place(False, ()), Place(True, ())]
+    assert set(space.shards) == {mine}, "a key of no elements lies at its home"
+    assert chunks.weight_bytes == 0
+    assert not chunks.by_number
+    assert create(space, elsewhere, call=1) == [Place(False, ())], "again"
+    create(space, entry(away, 8, start=4, size=4), call=2)
+    create(space, elsewhere, call=1)
+    assert space.shards[away].born == 2, "a late one of an older value"
+
+
 def test_a_broadcast_of_another_shape_replaces_the_key() -> None:
     space = make()
     create(space, entry("w", 4))

@@ -9,6 +9,7 @@ import torch
 
 from kvps.compression.policy import rules_of
 from kvps.core.optim.hyperparams import resolve
+from kvps.core.placement import home
 from kvps.core.worker import calls
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
@@ -863,6 +864,21 @@ class TestBroadcast:
             self.meet(one)
         assert one.is_done(ticket)
         assert one.core.stores["kv"].key("w").broadcasts == 1
+
+    @pytest.mark.spec("R392")
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_value_on_fewer_servers_is_told_to_the_others(self, rank: int) -> None:
+        one = ready(rank)
+        self.call(one, torch.tensor([6.0, 6.0]), torch.zeros(2))
+        before = [len(one.sent(Declare, server)) for server in (0, 1)]
+        self.meet(one)
+        told = [one.sent(Declare, server)[before[server] :] for server in (0, 1)]
+        sizes = {
+            server: [entry.size for message in messages for entry in message.entries]
+            for server, messages in enumerate(told)
+        }
+        at = home("w", 2)
+        assert sizes == {at: [2], 1 - at: [0] if rank == 0 else []}
 
     def test_waits_for_the_rounds_that_this_rank_has_pushed(self) -> None:
         one = ready()
