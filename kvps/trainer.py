@@ -39,6 +39,8 @@ from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 from kvps.phrases import and_more
 from kvps.store import residual_state
+from kvps.store.autotune.bench import LEVELS, Workload
+from kvps.store.autotune.choice import keeps_priorities
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
@@ -60,8 +62,6 @@ from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 )
-LEVELS = 8
-"""The number of priorities of parameters, in their order."""
 BATCH_KEY = "kvps.batch_size"
 """The key of rank 0's first batch size."""
 
@@ -123,7 +123,17 @@ class Trainer:
         if isinstance(params, torch.nn.Module):
             tensors.update(params.named_buffers())
         hyper = _checked(optimizer, optimizer_params, self._params)
-        kv = store_of(kvstore, "trainer")
+        kv = store_of(
+            kvstore,
+            "trainer",
+            work=Workload(
+                str(kvstore),
+                self._params,
+                compression=compression_params,
+                hyper=lambda: self._store_rule(optimizer, hyper, update_on_kvstore),
+                has_levels=not overlap,
+            ),
+        )
         on_store = runs_in_store(kv, update_on_kvstore)
         is_alone = isinstance(kv, KVStore) and not is_distributed(kv)
         if is_alone and not on_store and compression_params is None:
@@ -135,8 +145,8 @@ class Trainer:
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
-        if on_store and isinstance(optimizer, torch.optim.Optimizer):
-            hyper = describe(optimizer, {param: name for name, param in self._params.items()})
+        if on_store:
+            hyper = self._store_rule(optimizer, hyper, True)
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         elif not on_store:
@@ -160,6 +170,18 @@ class Trainer:
             self._exchange.is_held = on_store  # until a batch size is known
         self._memory = GradientMemory(kv if self._exchange is None else None, self._params)
         self._memory.watch()
+        self._levels = LEVELS if keeps_priorities(kv) else 1
+
+    def _store_rule(
+        self,
+        optimizer: str | torch.optim.Optimizer,
+        hyper: HyperParams | None,
+        is_on_store: bool | None,
+    ) -> HyperParams | None:
+        """Return the hyper-parameters of the store's optimizer; None if it runs here."""
+        if is_on_store is False or isinstance(optimizer, str):
+            return None if is_on_store is False else hyper
+        return describe(optimizer, {param: name for name, param in self._params.items()})
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -422,7 +444,7 @@ class Trainer:
         if isinstance(self._kv, KVStore):
             # The first layers are needed first, in the next forward pass. Within one level chunks
             # go to all servers in turns.
-            levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
+            levels = [-(self._levels * index // len(names)) for index in range(len(names))]
             waits = self._begin_tables(names, values, levels) if self._local is None else {}
             rest = [index for index, name in enumerate(names) if name not in waits]
             if rest:

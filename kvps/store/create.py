@@ -153,7 +153,7 @@ def create(
     opened = _with_quorum(opened, kind, quorum, grace, late)
     grace_s = seconds("worker_grace", worker_grace)
     session = process.session(timeout_s)
-    named = replace(opened, store=_named(session, name), chunk_bytes=_chunk_bytes(session))
+    named = replace(opened, store=_named(session, name), chunk_bytes=default_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, grace_s)
 
 
@@ -167,6 +167,7 @@ def create_own(
     quorum: int | None = None,
     grace: float | str = "auto",
     late: str = LATE[0],
+    chunk_bytes: int | None = None,
 ) -> Any:
     """Return a front end's own store, as :func:`create` with the defaults.
 
@@ -175,6 +176,7 @@ def create_own(
         owner: the front end. Its name and the order of creation make the name of the store, which no store of
             a user can have.
         average, on_worker_lost, timeout_s, quorum, grace, late: as in :func:`create`.
+        chunk_bytes: the size of a chunk; None for the default.
     """
     logs.begin_in_script()
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
@@ -186,7 +188,7 @@ def create_own(
     opened = _with_quorum(opened, kind, quorum, grace, late)
     session = process.session(timeout_s)
     name = session.next_name(RESERVED + owner)
-    named = replace(opened, store=name, chunk_bytes=_chunk_bytes(session))
+    named = replace(opened, store=name, chunk_bytes=chunk_bytes or default_chunk_bytes(session))
     return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
 
 
@@ -280,19 +282,23 @@ def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: 
     )
 
 
-def _chunk_bytes(session: WorkerSession) -> int:
-    """Return the size of a chunk in bytes."""
+def default_chunk_bytes(session: WorkerSession) -> int:
+    """Return the size of a chunk in bytes, as the operator or the members' places have it."""
     wish = config.chunk_bytes()
     if wish is not None:
         return wish
-    members = session.info.members
-    machines = {one.machine for one in members}
-    endpoints = [one.endpoint for one in members if one.endpoint]
-    if len(machines) == 1 and 0 not in machines:  # 0: one of them does not share memory
+    if share_memory(session):
         return SHARED_CHUNK_BYTES
+    endpoints = [one.endpoint for one in session.info.members if one.endpoint]
     if all(config.is_loopback(endpoint) for endpoint in endpoints):
         return LOOPBACK_CHUNK_BYTES
     return NETWORK_CHUNK_BYTES
+
+
+def share_memory(session: WorkerSession) -> bool:
+    """Whether all members of the job share memory, so that no payload is under way between them."""
+    machines = {one.machine for one in session.info.members}
+    return len(machines) == 1 and 0 not in machines  # 0: one of them does not share memory
 
 
 def _named(session: WorkerSession, name: str | None) -> str:

@@ -25,6 +25,7 @@ from torch.futures import Future
 from kvps.errors import ConfigError
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
+from kvps.store.autotune.bench import Workload
 from kvps.store.kvstore import KVStore
 from kvps.store.names import kind_of
 from kvps.torch.sync.parameter_sync import named, store_of
@@ -66,7 +67,10 @@ class CommState:
         self._is_numbered = named_parameters is None
         given = {} if named_parameters is None else named(named_parameters)
         self._names: dict[torch.Tensor, str] = {one: name for name, one in given.items()}
-        self._kv = _checked(store_of(wanted, OWNER, average=True))
+        work = (
+            Workload(str(wanted), given, average=True, compression=compression) if given else None
+        )
+        self._kv = _checked(store_of(wanted, OWNER, average=True, work=work))
         residual_state.compress(self._kv, compression, "compression")
 
     @property

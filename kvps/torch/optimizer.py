@@ -35,6 +35,7 @@ from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store import residual_state
+from kvps.store.autotune.bench import Workload
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
@@ -121,7 +122,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = named(numbered(optimizer) if named_parameters is None else named_parameters)
         check_groups(optimizer, params)
         is_summed = op == "sum" or (isinstance(kvstore, str) and is_free(kvstore))
-        kv = store_of(kvstore, "optimizer", average=not is_summed)
+        work = Workload(
+            str(kvstore),
+            params,
+            average=not is_summed,
+            compression=compression,
+            hyper=lambda: (
+                describe(optimizer, {param: name for name, param in params.items()})
+                if update_on_kvstore
+                else None
+            ),
+        )
+        kv = store_of(kvstore, "optimizer", average=not is_summed, work=work)
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))

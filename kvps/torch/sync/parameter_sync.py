@@ -23,6 +23,8 @@ import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.store.autotune.bench import Workload
+from kvps.store.autotune.choice import settle
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
@@ -261,19 +263,23 @@ def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Te
         )
 
 
-def store_of(kvstore: object, owner: str, *, average: bool = False) -> Any:
+def store_of(
+    kvstore: object, owner: str, *, average: bool = False, work: Workload | None = None
+) -> Any:
     """Return the store of a front end: its own, by a name; or the one it was given.
 
     Args:
         kvstore: the name of a store, a store, or None.
         owner: which front end.
         average: whether its own store takes means.
+        work: what its own store is for, where settings are tried (KVPS_AUTOTUNE); None for defaults.
 
     Raises:
         ConfigError: for anything else.
     """
     if isinstance(kvstore, str):
-        return create_own(kvstore, owner, average=average)
+        chunk_bytes = None if work is None else settle(work)
+        return create_own(kvstore, owner, average=average, chunk_bytes=chunk_bytes)
     if kvstore is None or isinstance(kvstore, KVStoreBase):
         return kvstore
     raise ConfigError(

@@ -37,9 +37,9 @@ def session_of(*seats: tuple[Role, str, int]) -> Any:
 def test_chunks_are_large_on_one_host_and_small_between_hosts(
     seats: list[tuple[Role, str, int]], size: int
 ) -> None:
-    assert create._chunk_bytes(session_of(*seats)) == size
+    assert create.default_chunk_bytes(session_of(*seats)) == size
 
 
 def test_the_operator_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_CHUNK_BYTES", "1M")
-    assert create._chunk_bytes(session_of((Role.SERVER, FAR, 7))) == 1 << 20
+    assert create.default_chunk_bytes(session_of((Role.SERVER, FAR, 7))) == 1 << 20
