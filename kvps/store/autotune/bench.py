@@ -36,6 +36,8 @@ PILOT_MAX_S = 1.0
 WHOLE_MAX_S, SAMPLE_S, TURN_LEAST_S = 0.4, 0.25, 0.03
 """If a round of the whole model takes longer than the first, a sample of it is tried whose rounds take the second. A turn
 has as many rounds as take the third."""
+GROWTHS, GROWTH_LEAST = 4, 1.25
+"""How often a sample is made larger at most, and the factor below which it is not."""
 ROUNDS_MOST, WARM_UP = 10, 2
 """The most rounds of a turn, and the rounds of a new store that are not timed."""
 LEVELS = 8
@@ -121,18 +123,21 @@ class Bench:
         if not self._params:
             raise KvpsError("no parameter is trained in floating point")
         self._take(PILOT_BYTES)
-        pilot_s, _ = self.turn(defaults, defaults)
-        if pilot_s > PILOT_MAX_S:
+        round_s, _ = self.turn(defaults, defaults)
+        if round_s > PILOT_MAX_S:
             size = bytes_in_words(self.sample_bytes)
-            raise KvpsError(f"a round of {size} takes {pilot_s:.1f} s, too long to try anything")
-        whole_s = pilot_s * self.whole_bytes / self.sample_bytes
-        share = 1.0 if whole_s <= WHOLE_MAX_S else SAMPLE_S / whole_s
-        most = int(min(share * self.whole_bytes, SAMPLE_MOST_BYTES))
-        if most > self.sample_bytes:
+            raise KvpsError(f"a round of {size} takes {round_s:.1f} s, too long to try anything")
+        # A small round is mostly waiting: it says too much for a larger one, so samples grow step by step.
+        for _ in range(GROWTHS):
+            whole_s = round_s * self.whole_bytes / self.sample_bytes
+            share = 1.0 if whole_s <= WHOLE_MAX_S else SAMPLE_S / whole_s
+            most = int(min(share * self.whole_bytes, SAMPLE_MOST_BYTES))
+            if most < GROWTH_LEAST * self.sample_bytes:
+                break
             self._drop(defaults.chunk_bytes)
             self._take(most)
-            pilot_s, _ = self.turn(defaults, defaults)
-        self._rounds = min(ROUNDS_MOST, max(1, math.ceil(TURN_LEAST_S / max(pilot_s, 1e-6))))
+            round_s, _ = self.turn(defaults, defaults)
+        self._rounds = min(ROUNDS_MOST, max(1, math.ceil(TURN_LEAST_S / max(round_s, 1e-6))))
 
     def _take(self, most_bytes: int) -> None:
         width = max(param.element_size() for param in self._params.values())
