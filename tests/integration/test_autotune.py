@@ -17,6 +17,8 @@ import kvps.torch
 from kvps import config
 from kvps.core.autotune import Settings
 from kvps.errors import Overload, Timeout
+from kvps.observe.recording.format import read
+from kvps.observe.recording.replay import replay
 from kvps.runtime.local import local_cluster
 from kvps.store.autotune import bench, choice
 from tests.integration.processes import Processes
@@ -437,3 +439,27 @@ def test_a_worker_that_is_started_again_takes_the_choice(
     assert f"rank 1 begins at 3 with {4 * MIB} {4 * MIB}" in process.out
     assert "tried again" not in process.out
     assert (process.out + process.err).count("KVPS_AUTOTUNE: chosen") == 1
+
+
+def test_a_record_of_a_job_that_tried_settings_can_be_replayed(processes: Processes) -> None:
+    script = processes.script(RESTARTED.replace("os.kill(os.getpid(), 9)", "pass"))
+    folder = processes.folder / "records"
+    process = processes.kvps(
+        *("launch", "-n", 2, "-s", 1, "--", sys.executable, script, processes.folder / "mark"),
+        KVPS_AUTOTUNE="1",
+        KVPS_TRANSPORT="tcp",
+        KVPS_RECORD="full",
+        KVPS_RECORD_DIR=str(folder),
+    )
+    assert process.wait(120.0) == 0, process
+    paths = list(folder.glob("worker-*.record"))
+    assert len(paths) == 2
+    for path in paths:
+        with path.open("rb") as file:
+            record = read(file)
+        limits = [event for event in record.events if event.parts[:1] == [b"on_uplink"]]
+        assert limits, "the limit of bytes under way was tried"
+        outcome = replay(record)
+        assert not outcome.difference, outcome.difference
+        assert not outcome.stopped, outcome.stopped
+        assert outcome.inputs > len(limits)

@@ -187,7 +187,7 @@ class ServerStore:
             raise ProtocolError(
                 f"key {table!r:.60} is the key of a table, which only EMBED can create"
             )
-        gone = {entry.key for entry in entries if self._lies_elsewhere(entry)}
+        gone = {entry.key for entry in entries if call and self._lies_elsewhere(entry)}
         new = [entry for entry in entries if entry.key not in gone and self._is_new(entry, call)]
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
         replaced = [
