@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -38,6 +39,9 @@ DELAYED = ("--fragments", "3", "--delay", "5", "--alpha", "0.5", "--codec", "e3m
 Row = tuple[str, ...]
 
 SPARSE = ("--codec", "topk2bit", "--outer-lr", "1.0", "--momentum", "0.0001")
+SLOW = ("--sync-every", "30", *PLAIN, "--slow", "3")
+ASYNC = ("--mode", "async", "--by-speed")
+LATE = ("--outer", "delayed_nesterov")
 ROWS: dict[str, Row] = {
     "every step": ("--every-step",),
     "H=10": ("--sync-every", "10", *PLAIN),
@@ -54,7 +58,13 @@ ROWS: dict[str, Row] = {
     "H=30, quorum, last worker 3x slower": (
         *("--sync-every", "30", *PLAIN, "--quorum", "1", "--slow", "3"),
     ),
-    "H=30, last worker 3x slower": ("--sync-every", "30", *PLAIN, "--slow", "3"),
+    "H=30, last worker 3x slower": SLOW,
+    "H=30, quorum, last worker 3x slower, by speed": (*SLOW, "--by-speed", "--quorum", "1"),
+    "H=30, async, last worker 3x slower, by speed": (*SLOW, *ASYNC),
+    "H=30, async delayed, last worker 3x slower, by speed": (*SLOW, *ASYNC, *LATE),
+    "H=30, async delayed dynamic, last worker 3x slower, by speed": (
+        *(*SLOW, *ASYNC, *LATE, "--dynamic"),
+    ),
 }
 ALONE = "alone, H=30"
 """One worker with the outer optimizer, on the batches of all."""
@@ -113,9 +123,15 @@ def line(name: str, runs: list[dict[str, float]]) -> str:
         key: statistics.fmean([one[key] for one in runs]) for key in ("loss", "seconds", "waited")
     }
     size = statistics.fmean([one.get("crossed_bytes", one["sent_bytes"]) for one in runs])
+    ages = [
+        f"; rank {key[4:]}: {runs[0]['merges_' + key[4:]]:.0f} merges, the last after "
+        f"{runs[0]['last_steps_' + key[4:]]:.0f} steps, age {runs[0][key]:.1f}"
+        for key in sorted(runs[0])
+        if key.startswith("age_")
+    ]
     return (
         f"| {name} | {mean['loss']:.4f} ({losses}) | {size / 1e6:.3f} MB | {mean['seconds']:.1f} s | "
-        f"{1 - mean['waited'] / mean['seconds']:.1%} |"
+        f"{1 - mean['waited'] / mean['seconds']:.1%}{''.join(ages)} |"
     )
 
 
@@ -131,6 +147,12 @@ def record_of(output: str) -> dict[str, float]:
     if not lines:
         raise SystemExit(f"the run printed no figures:\n{output[-2000:]}")
     found: dict[str, float] = json.loads(lines[0])
+    ages = re.findall(
+        r"rank (\d+): (\d+) merges, the last after (\d+) steps; .* ([\d.]+) pushes", output
+    )
+    for rank, *numbers in ages:
+        for name, number in zip(("merges", "last_steps", "age"), numbers, strict=True):
+            found[f"{name}_{rank}"] = float(number)
     return found
 
 

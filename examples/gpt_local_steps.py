@@ -5,7 +5,8 @@
 
 The loop is that of one process: a plain AdamW and torch's OneCycleLR. DiLoCo around it counts its steps. Three
 fragments of the model take turns, each sends four bits for each weight, and training goes on while a fragment is on its
-way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison.
+way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison. With ``--mode async`` nobody
+waits for a slower worker, and ``--dynamic`` gives that worker fewer steps between two merges.
 """
 
 from __future__ import annotations
@@ -47,9 +48,19 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--outer-lr", type=float, default=0.8)
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--codec", default="e3m0", help="e3m0, int8, topk2bit, or none")
+    parser.add_argument("--mode", choices=("sync", "async"), default="sync")
+    parser.add_argument("--outer", default="nesterov", help="nesterov, delayed_nesterov, or sgd")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="a slower worker makes fewer steps between merges"
+    )
     parser.add_argument("--quorum", type=int, help="merge without waiting for all workers")
     parser.add_argument(
         "--slow", type=float, default=1.0, help="the last worker takes so many times as long"
+    )
+    parser.add_argument(
+        "--by-speed",
+        action="store_true",
+        help="give the slow worker fewer steps, and the others more; --steps is the mean",
     )
     parser.add_argument("--max-loss", type=float, default=2.6, help="exit 1 above this")
     return parser.parse_args(arguments)
@@ -70,6 +81,14 @@ def compression_of(codec: str) -> dict[str, Any] | None:
     return {"type": codec, "min_bytes": 0, "pull": True}
 
 
+def steps_of(flags: argparse.Namespace, rank: int, workers: int) -> int:
+    """Return how many steps a worker makes in all."""
+    if not flags.by_speed:
+        return int(flags.steps)
+    speeds = [1.0] * (workers - 1) + [1 / flags.slow]
+    return round(flags.steps * workers * speeds[rank] / sum(speeds))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train and test; return the exit code."""
     flags = flags_of(arguments)
@@ -86,27 +105,32 @@ def main(arguments: list[str] | None = None) -> int:
         outer = kvps.torch.DiLoCo(
             model,
             optimizer,
+            flags.outer,
             lr=flags.outer_lr,
             momentum=flags.momentum,
             sync_every=flags.sync_every,
+            dynamic_sync_every=flags.dynamic,
             fragments=flags.fragments,
             delay=flags.delay,
             alpha=flags.alpha,
             compression=compression_of(flags.codec),
+            mode=flags.mode,
             quorum=flags.quorum,
         )
         stores = list(outer.stores)
     rank, workers = stores[0].rank, stores[0].num_workers
+    steps = steps_of(flags, rank, workers)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, flags.lr, total_steps=flags.steps + 1, pct_start=flags.warm_up
+        optimizer, flags.lr, total_steps=steps + 1, pct_start=flags.warm_up
     )
     own = max(1, flags.batch_size // workers)
     seed = torch.Generator().manual_seed(1000 * flags.seed + rank)
     source = batches(train, own, seed, flags.context)
 
+    ages: list[int] = []
     begin = time.perf_counter()
     with nullcontext() if flags.every_step else outer:
-        for step in range(1, flags.steps + 1):
+        for step in range(1, steps + 1):
             began = time.perf_counter()
             optimizer.zero_grad()
             loss = loss_of(model, *next(source), is_exact=flags.float32)
@@ -115,16 +139,23 @@ def main(arguments: list[str] | None = None) -> int:
                 time.sleep((flags.slow - 1) * (time.perf_counter() - began))
             optimizer.step()
             scheduler.step()
+            if flags.mode == "async" and outer.syncs > len(ages):
+                ages.append(outer.age)
             if rank == 0 and step % 50 == 0:
                 print(f"step {step:4}  loss {loss.item():.3f}", flush=True)
         waited = 0.0 if flags.every_step else outer.wait_s
         if not flags.every_step:
-            # The last steps, too; but with a quorum, nobody waits for a slower worker.
-            outer.average() if flags.quorum is None else outer.pull()
+            # The last steps, too; but with a quorum, nobody waits for a worker that has more time to go.
+            outer.average() if flags.quorum is None or flags.by_speed else outer.pull()
         sent = sum(kv.metrics()["sent_bytes"] for kv in stores)
     if flags.every_step:
         outer.close()
     seconds = time.perf_counter() - begin
+    if ages:
+        print(
+            f"rank {rank}: {len(ages)} merges, the last after {outer.sync_every} steps; pushes were "
+            f"{sum(ages) / len(ages):.1f} pushes of others old"
+        )
     if rank != 0:
         return 0
 
@@ -140,7 +171,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = {"loss": result, "seconds": seconds, "waited": waited, "sent_bytes": sent}
     print(json.dumps({name: round(value, 4) for name, value in found.items()}), flush=True)
     print(
-        f"{flags.steps} steps in {seconds:.0f} s, of which {waited:.1f} s waiting; {sent / 1e6:.2f} MB sent; "
+        f"{steps} steps in {seconds:.0f} s, of which {waited:.1f} s waiting; {sent / 1e6:.2f} MB sent; "
         f"test loss {result:.3f} ({result / math.log(2):.2f} bits a character)"
     )
     if result > flags.max_loss:

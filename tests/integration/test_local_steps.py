@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import kvps
 import kvps.torch
 from kvps.torch import DiLoCo, LocalSGD, local_sgd
+from kvps.torch.local_steps import step_timer
 from tests.integration.processes import Processes, has_checkpoint, until
 
 Weights = list[torch.Tensor]
@@ -268,6 +270,55 @@ def test_a_worker_knows_how_old_its_last_push_was() -> None:
     assert run(work) == [(0, 0), (3, 0)]
 
 
+class Clock(threading.local):
+    """The time of a worker's thread, in seconds, which its steps move on."""
+
+    now = 0.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(step_timer, "perf_counter", lambda: found.now)
+    return found
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_dynamic_steps_follow_the_speed_of_a_worker(clock: Clock, delay: int) -> None:
+    """Rank 1 is three times slower, and later twice as fast. Turns are in step, so each push is one push old."""
+    slow_s = [0.3] * 5 + [0.05] * 6
+
+    def work(rank: int) -> list[tuple[int, int]]:
+        model = net()
+        optimizer = inner(model)
+        found = []
+        with DiLoCo(
+            *(model, optimizer, "delayed_nesterov"),
+            sync_every=12,
+            mode="async",
+            delay=delay,
+            dynamic_sync_every=True,
+        ) as outer:
+            assert outer.sync_every == 12
+            for turn, other_s in enumerate(slow_s):
+                syncs, steps = outer.syncs, 0
+                while outer.syncs == syncs:
+                    step(model, optimizer, rank, steps % STEPS)
+                    steps += 1
+                    clock.now += other_s if rank else 0.1
+                outer.stores[0].barrier()
+                found.append((outer.sync_every, outer.age if turn else 0))
+        return found
+
+    zero, one = run(work)
+    assert one[1][0] == 4, "a third of 12"
+    assert [steps for steps, _ in zero[:5]] == [12] * 5
+    assert one[-1][0] == 12
+    assert zero[-1][0] == 6, "rank 1 is the fastest now"
+    assert {age for _, age in [*zero, *one]} <= {0, 1, 2}
+    assert all(one[turn][0] == 4 for turn in range(1, 5))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_models_of_other_types(dtype: torch.dtype) -> None:
     def work(rank: int) -> Weights:
@@ -468,6 +519,11 @@ def test_what_torchft_takes_and_servers_cannot() -> None:
         ({"weight": 0}, "weight=0: use a number above 0"),
         ({"alpha": 2}, "alpha=2"),
         ({"mode": "ssp"}, "mode='ssp'"),
+        ({"dynamic_sync_every": True}, "dynamic_sync_every=True needs mode='async'"),
+        (
+            {"dynamic_sync_every": True, "mode": "async", "fragments": 2},
+            "dynamic_sync_every=True needs one fragment, not 2",
+        ),
         ({"outer": "muon"}, "outer='muon'"),
         ({"outer": "delayed_nesterov"}, "outer='delayed_nesterov' needs mode='async'"),
         ({"compression": {"type": "e3m1"}}, "type='e3m1'"),
@@ -603,6 +659,76 @@ def test_a_server_that_is_lost(processes: Processes, tmp_path: Path) -> None:
     enough.touch()
     assert launched.wait(60.0) == 0, launched
     ends_alike(launched)
+
+
+PACED = """
+import os, pathlib, sys, time
+import torch, kvps.torch
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+is_second = rank == 0 and (folder / "crash").exists()
+while is_second and not (folder / "join").exists():
+    time.sleep(0.01)
+with kvps.torch.DiLoCo(
+    model, optimizer, "delayed_nesterov", sync_every=12, mode="async", dynamic_sync_every=True
+) as outer:
+    syncs = 0
+    while not (folder / f"end {rank}").exists():
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        due = time.monotonic() + (0.06 if rank else 0.02)
+        while time.monotonic() < due:
+            time.sleep(0.001)
+        optimizer.step()
+        if rank == 0 and not is_second and (folder / "crash").exists():
+            os._exit(1)
+        if outer.syncs > syncs:
+            syncs = outer.syncs
+            print(f"turn of {rank}: {outer.sync_every} steps, age {outer.age}", flush=True)
+print(f"end of {rank}", flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_dynamic_steps_while_the_fastest_worker_is_lost_joins_and_leaves(
+    processes: Processes, tmp_path: Path
+) -> None:
+    """The slow worker makes a third of the steps while there is a fast worker, and all of them otherwise."""
+    script = processes.script(PACED)
+    flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script, tmp_path)
+    launched = processes.kvps("launch", *flags)
+
+    def turns() -> list[tuple[int, int]]:
+        found = re.findall(r"turn of 1: (\d+) steps, age (\d+)", launched.out)
+        return [(int(steps), int(age)) for steps, age in found]
+
+    def until_turns(least: int, most: int) -> list[tuple[int, int]]:
+        """Wait for five turns in a row of so many steps."""
+        begin = len(turns())
+
+        def look() -> list[tuple[int, int]]:
+            newest = turns()[begin:][-5:]
+            is_there = len(newest) == 5 and all(least <= steps <= most for steps, _ in newest)
+            return newest if is_there else []
+
+        try:
+            return until(look, f"five turns of {least} to {most} steps", 90.0)
+        except AssertionError:
+            raise AssertionError(f"{turns()}: {launched}") from None
+
+    newest = until_turns(3, 7)
+    assert sum([age for _, age in newest]) <= 10, "three times as many with 12 steps"
+    (tmp_path / "crash").touch()
+    until_turns(12, 12)
+    (tmp_path / "join").touch()
+    until_turns(3, 7)
+    (tmp_path / "end 0").touch()
+    launched.expect("end of 0")
+    until_turns(12, 12)
+    (tmp_path / "end 1").touch()
+    assert launched.wait(60.0) == 0, launched
 
 
 CHECKPOINT = """

@@ -75,6 +75,26 @@ def share_of(alpha: object) -> float:
     return float(alpha)
 
 
+def is_dynamic(dynamic: object, mode: str, fragments: int) -> bool:
+    """Return whether the steps of a turn follow the worker's speed.
+
+    Raises:
+        ConfigError: if they cannot: where rounds merge all workers' pushes, or fragments take turns.
+    """
+    if not isinstance(dynamic, bool):
+        raise ConfigError(f"dynamic_sync_every={dynamic!r:.40}: use True or False")
+    if dynamic and mode != "async":
+        raise ConfigError(
+            f"dynamic_sync_every=True needs mode='async': with mode={mode!r} all workers make the same number of steps"
+        )
+    if dynamic and fragments > 1:
+        raise ConfigError(
+            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns at the same steps on all "
+            "workers; use fragments=1"
+        )
+    return dynamic
+
+
 class Weight:
     """The weight of this worker's pseudo-gradients: a number, or the tokens since a fragment last left.
 

@@ -38,9 +38,17 @@ from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.create import create_own
-from kvps.torch.local_steps.arguments import DELAYED, Weight, outer_of, share_of, store_type
+from kvps.torch.local_steps.arguments import (
+    DELAYED,
+    Weight,
+    is_dynamic,
+    outer_of,
+    share_of,
+    store_type,
+)
 from kvps.torch.local_steps.fragments import fragments_of
 from kvps.torch.local_steps.mean import MeanStore
+from kvps.torch.local_steps.pace import Pace
 from kvps.torch.local_steps.schedule import Schedule
 from kvps.torch.sync.arguments import buffers_of
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
@@ -66,7 +74,8 @@ class DiLoCo:
 
     Inside the context, each ``inner_optimizer.step()`` counts. After every ``sync_every`` of them the workers merge
     what they have learned. Every worker creates it with the same arguments and makes the same number of steps;
-    with ``mode="async"`` and one fragment, ``sync_every`` and the number of steps may differ.
+    with ``mode="async"`` and one fragment, ``sync_every`` and the number of steps may differ, and
+    ``dynamic_sync_every=True`` fits ``sync_every`` to the worker.
     Parameters, and the buffers of a module, begin with rank 0's values. Buffers are not merged later.
 
     Args:
@@ -77,6 +86,8 @@ class DiLoCo:
             there are workers.
         lr, momentum: of the outer optimizer.
         sync_every: steps between two merges of a parameter.
+        dynamic_sync_every: let ``sync_every`` be that of the fastest worker; a slower one makes fewer steps, in
+            proportion to its speed, so that no push is much older than others. For ``mode="async"`` and one fragment.
         fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of parameters
             and modules. Fragments take turns, so ``sync_every`` is a multiple of their number.
         delay: steps that training goes on while a fragment is on its way; less than ``sync_every / fragments``.
@@ -95,11 +106,13 @@ class DiLoCo:
         timeout: seconds that a merge may wait for the other workers.
 
     Attributes:
+        sync_every: steps of this worker between two merges of a parameter.
         syncs: number of merges that this worker has made, of a fragment each.
         wait_s: seconds that steps have waited for merges.
         age: by how many pushes of other workers the servers' weights had moved when this worker's last one was
             applied, since it took them; 0 with ``mode="sync"``. The mean is about the number of other workers if
-            all are equally fast: much more says that this one is slow, and fewer ``sync_every`` steps would help.
+            all are equally fast: much more says that this one is slow, and fewer ``sync_every`` steps would help;
+            ``dynamic_sync_every=True`` chooses them.
 
     Raises:
         ConfigError: for invalid arguments: fragments that miss or repeat a parameter, a delay that does not fit.
@@ -126,6 +139,7 @@ class DiLoCo:
         momentum: float = 0.9,
         *,
         sync_every: int = 100,
+        dynamic_sync_every: bool = False,
         fragments: Any = 1,
         delay: int = 0,
         alpha: float = 0.0,
@@ -150,6 +164,7 @@ class DiLoCo:
         self._schedule = Schedule.of(sync_every, len(self._fragments), delay)
         self._alpha = share_of(alpha)
         store = store_type(mode)
+        may_adapt = is_dynamic(dynamic_sync_every, mode, len(self._fragments))
         self._weight = Weight(weight, len(self._fragments), mode)
         self._hyper = outer_of(outer, lr, momentum, mode)
         self._inner = inner_optimizer
@@ -178,6 +193,10 @@ class DiLoCo:
         self._mean = MeanStore(
             self._OWNER, on_worker_lost, timeout, compression if self._has_common_start else None
         )
+        self._pace: Pace | None = None
+        if may_adapt:
+            device = next(iter(self._params.values())).device
+            self._pace = Pace(self._OWNER, timeout, sync_every, self._schedule.delay + 1, device)
         self._rescale = 1.0 if mode == "sync" else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
@@ -187,12 +206,19 @@ class DiLoCo:
         """The stores of the global weights, one for each fragment."""
         return self._stores
 
+    @property
+    def sync_every(self) -> int:
+        """The steps of this worker between two merges of a parameter, in the turn that has begun."""
+        return self._schedule.period * self._schedule.fragments
+
     # --- the beginning and the end ------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         if self._hook is not None:
             raise ConfigError(f"this {type(self).__name__} is entered already")
         self._hook = self._inner.register_step_post_hook(lambda *_: self._on_step())
+        if self._pace is not None:
+            self._pace.begin_turn()
         return self
 
     def __exit__(
@@ -208,6 +234,8 @@ class DiLoCo:
             for kv in self._stores:
                 kv.close()
             self._mean.close()
+            if self._pace is not None:
+                self._pace.close()
 
     def _spread(
         self, constant: dict[str, torch.Tensor], backup: torch.device | str | None
@@ -261,13 +289,19 @@ class DiLoCo:
     # --- steps --------------------------------------------------------------------------------------
 
     def _on_step(self) -> None:
+        if self._pace is not None:
+            self._pace.end_step()
         self._schedule.step()
+        if self._schedule.arriving is None and self._schedule.due is None:
+            return
         if self._schedule.arriving is not None:
             self._take()
         if self._schedule.due is not None:
             self._push()
             if not self._schedule.delay:
                 self._take()
+        if self._pace is not None:
+            self._pace.begin_step()
 
     @torch.no_grad()
     def _push(self) -> None:
@@ -304,7 +338,10 @@ class DiLoCo:
             return
         self._away = FragmentInFlight(handle, deltas)
         self._weight.left(fragment)
+        steps = self._schedule.steps
         self._schedule.left()
+        if self._pace is not None:
+            self._pace.report(steps)
 
     @torch.no_grad()
     def _take(self, alpha: float | None = None) -> None:
@@ -317,6 +354,8 @@ class DiLoCo:
         began = time.monotonic()
         try:
             self._away.handle.wait()
+            if self._pace is not None:
+                self._schedule.set_period(self._pace.next_steps())
         except EpochChanged as error:
             self._go_on(error)
             return

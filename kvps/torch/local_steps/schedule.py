@@ -99,6 +99,10 @@ class Schedule:
         """Note that the values of the fragment in flight were taken, or given up."""
         self.in_flight = None
 
+    def set_period(self, period: int) -> None:
+        """Give the turn that has begun, and those after it, another length of more than ``delay`` steps."""
+        self.period = period
+
     def begin_at(self, rounds: Sequence[int]) -> None:
         """Begin a turn where the other workers are.
 

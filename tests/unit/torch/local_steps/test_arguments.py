@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.local_steps.arguments import Weight, outer_of, share_of, store_type
+from kvps.torch.local_steps.arguments import Weight, is_dynamic, outer_of, share_of, store_type
 
 
 def test_the_outer_optimizer_by_name() -> None:
@@ -113,3 +113,16 @@ def test_the_weight_of_all_fragments_together() -> None:
     tokens.add(10)
     tokens.left(0)
     assert tokens.overall() == 10.0
+
+
+def test_where_steps_may_follow_the_speed() -> None:
+    assert is_dynamic(True, "async", 1)
+    assert not is_dynamic(False, "sync", 3)
+    with pytest.raises(
+        ConfigError, match="dynamic_sync_every=True needs mode='async': with mode='sync' all"
+    ):
+        is_dynamic(True, "sync", 1)
+    with pytest.raises(ConfigError, match="dynamic_sync_every=True needs one fragment, not 2"):
+        is_dynamic(True, "async", 2)
+    with pytest.raises(ConfigError, match="dynamic_sync_every='auto': use True or False"):
+        is_dynamic("auto", "async", 1)

@@ -106,3 +106,13 @@ def test_fragments_that_left_after_the_last_step_are_fresh() -> None:
     assert (schedule.fresh, schedule.order()) == (2, [0, 1, 2])
     schedule.begin_at([2, 2, 2])
     assert schedule.fresh == 0, "where a worker begins, others may have made steps"
+
+
+def test_a_turn_that_has_begun_takes_another_length() -> None:
+    schedule = Schedule.of(6, 1, 2)
+    assert events(schedule, 6) == [(6, "push", 0)]
+    schedule.step()
+    schedule.step()
+    schedule.taken()
+    schedule.set_period(3)
+    assert events(schedule, 5) == [(1, "push", 0), (3, "take", 0), (4, "push", 0)]
