@@ -6,8 +6,9 @@
     python benchmarks/local_steps.py kills [--workers 4] [--seconds 300] [--kill-every 30]
 
 Each row is one run of examples/gpt_local_steps.py: the same model, the same pieces of text for each worker and seed, the
-same number of steps. ``losses`` starts all processes on this host. ``reference`` computes the losses of rows without codecs
-in one process, by torch alone, in less time (local_steps_reference.py). ``links`` gives the scheduler with a server one host,
+same number of steps. In rows "by speed" the slow worker makes fewer, and the others so many more that the sum is the same.
+``losses`` starts all processes on this host. ``reference`` computes the losses of rows without codecs or a quorum
+in one process, by torch alone, in less time (local_steps_reference.py); async rows in virtual time. ``links`` gives the scheduler with a server one host,
 and each worker another: network namespaces, each behind a link of the rate, both ways (root, Linux). There the bytes
 are those that left worker 0's interface, with headers; compare rows of one rate.
 
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt_local_steps.py"
+EXAMPLE_AWAY = Path(__file__).with_name("local_steps_away.py")
 PLAIN = ("--fragments", "1", "--delay", "0", "--alpha", "0", "--codec", "none")
 STREAMED = ("--fragments", "3", "--delay", "2", "--alpha", "0.5")
 WORKER = Path(__file__).with_name("local_steps_worker.py")
@@ -66,6 +68,14 @@ ROWS: dict[str, Row] = {
         *(*SLOW, *ASYNC, *LATE, "--dynamic"),
     ),
 }
+AWAY: dict[str, tuple[float, float]] = {
+    "H=30, last worker killed half way": (0.5, 0.6),
+    "H=30, last worker killed half way for good": (0.5, 0.0),
+    "H=30, last worker joins half way": (0.0, 0.5),
+}
+"""The rows in which the last worker is away: from and until which share of the steps; 0 for never until."""
+TEXTS = ("row",)
+"""The fields of a record that are no numbers."""
 ALONE = "alone, H=30"
 """One worker with the outer optimizer, on the batches of all."""
 
@@ -74,7 +84,9 @@ def main() -> None:
     """Measure the rows, and print each as it is there."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("losses", "reference", "links", "kills"))
-    parser.add_argument("--rows", nargs="+", choices=(*ROWS, ALONE), help="all, if not given")
+    parser.add_argument(
+        "--rows", nargs="+", choices=(*ROWS, *AWAY, ALONE), help="all, if not given"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
@@ -93,7 +105,10 @@ def main() -> None:
     if given.what == "kills":
         kills(given)
         return
-    for name in given.rows or (*ROWS, *([ALONE] if given.what != "links" else [])):
+    if given.what != "losses" and set(given.rows or ()) & set(AWAY):
+        parser.error(f"{given.what}: workers are away in losses only")
+    more = {"losses": (*AWAY, ALONE), "reference": (ALONE,), "links": ()}[given.what]
+    for name in given.rows or (*ROWS, *more):
         runs = []
         for seed in given.seeds:
             words = [*given.flags.split(), *ROWS.get(name, ROWS["H=30"])]
@@ -105,7 +120,11 @@ def main() -> None:
 
                 one = trained(workers, words)
             else:
-                one = launched(workers, words) if given.what == "losses" else linked(given, words)
+                one = (
+                    launched(workers, words, AWAY.get(name))
+                    if given.what == "losses"
+                    else linked(given, words)
+                )
             one |= {"row": name, "seed": seed, "workers": workers}
             runs.append(one)
             if given.json:
@@ -117,22 +136,25 @@ def main() -> None:
 def line(name: str, runs: list[dict[str, float]]) -> str:
     """Return one row of the table: means over the seeds."""
     losses = " ".join([f"{one['loss']:.4f}" for one in runs])
-    if "sent_bytes" not in runs[0]:
-        return f"| {name} | {statistics.fmean([one['loss'] for one in runs]):.4f} ({losses}) |"
     mean = {
-        key: statistics.fmean([one[key] for one in runs]) for key in ("loss", "seconds", "waited")
+        key: statistics.fmean([one[key] for one in runs]) for key in runs[0] if key not in TEXTS
     }
-    size = statistics.fmean([one.get("crossed_bytes", one["sent_bytes"]) for one in runs])
     ages = [
-        f"; rank {key[4:]}: {runs[0]['merges_' + key[4:]]:.0f} merges, the last after "
-        f"{runs[0]['last_steps_' + key[4:]]:.0f} steps, age {runs[0][key]:.1f}"
-        for key in sorted(runs[0])
-        if key.startswith("age_")
+        f"rank {rank}: {mean[f'merges_{rank}']:.0f} merges, the last after {mean[f'last_steps_{rank}']:.0f} steps, "
+        f"age {mean[f'age_{rank}']:.1f}"
+        for rank in range(int(mean["workers"]))
+        if f"age_{rank}" in mean
     ]
-    return (
-        f"| {name} | {mean['loss']:.4f} ({losses}) | {size / 1e6:.3f} MB | {mean['seconds']:.1f} s | "
-        f"{1 - mean['waited'] / mean['seconds']:.1%}{''.join(ages)} |"
-    )
+    cells = [name, f"{mean['loss']:.4f} ({losses})"]
+    if "sent_bytes" in mean:
+        cells.append(f"{mean.get('crossed_bytes', mean['sent_bytes']) / 1e6:.3f} MB")
+        cells.append(f"{mean['seconds']:.1f} s")
+        cells.append(f"{1 - mean['waited'] / mean['seconds']:.1%}")
+    if "fast_steps" in mean:
+        cells.append(f"the time of {mean['fast_steps']:.0f} steps")
+    if ages:
+        cells.append("; ".join(ages))
+    return f"| {' | '.join(cells)} |"
 
 
 def environment() -> dict[str, str]:
@@ -156,11 +178,20 @@ def record_of(output: str) -> dict[str, float]:
     return found
 
 
-def launched(workers: int, words: list[str]) -> dict[str, float]:
-    """Run all processes on this host."""
-    argv = [sys.executable, "-m", "kvps.cli.launch", "-n", str(workers), "-s", "1", "--"]
-    argv += [sys.executable, str(EXAMPLE), *words]
-    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+def launched(
+    workers: int, words: list[str], away: tuple[float, float] | None = None
+) -> dict[str, float]:
+    """Run all processes on this host; the last worker is ``away`` from and until a share of its steps."""
+    argv = [sys.executable, "-m", "kvps.cli.launch", "-n", str(workers), "-s", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        script = [str(EXAMPLE)]
+        if away is not None:
+            argv += ["--max-restarts", "1"]
+            steps = int(words[words.index("--steps") + 1])
+            between = [str(max(1, round(away[0] * steps))), str(round(away[1] * steps))]
+            script = [str(EXAMPLE_AWAY), folder, *between]
+        argv += ["--", sys.executable, *script, *words]
+        done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
     return record_of(done.stdout + done.stderr)
 
 

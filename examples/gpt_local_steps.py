@@ -28,6 +28,9 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     """Return the flags of the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT by local steps.")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument(
+        "--first-step", type=int, default=0, help="of a worker that joins late: the steps before it"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="of all workers, in a step")
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument(
@@ -123,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, flags.lr, total_steps=steps + 1, pct_start=flags.warm_up
     )
+    scheduler.last_epoch = flags.first_step
     own = max(1, flags.batch_size // workers)
     seed = torch.Generator().manual_seed(1000 * flags.seed + rank)
     source = batches(train, own, seed, flags.context)
@@ -130,7 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
     ages: list[int] = []
     begin = time.perf_counter()
     with nullcontext() if flags.every_step else outer:
-        for step in range(1, steps + 1):
+        for step in range(flags.first_step + 1, steps + 1):
             began = time.perf_counter()
             optimizer.zero_grad()
             loss = loss_of(model, *next(source), is_exact=flags.float32)

@@ -20,7 +20,7 @@ a step less, which is half of them where ``sync_every`` is 2."""
 
 
 class Report(NamedTuple):
-    """What a worker says of its last turn; all zeros before its first."""
+    """The report of a worker on its last turn; all zeros before its first."""
 
     turns: float
     """Turns that the worker has reported."""

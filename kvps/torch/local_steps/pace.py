@@ -7,7 +7,6 @@ ever that has stopped writing (:mod:`kvps.torch.local_steps.dynamic`).
 
 from __future__ import annotations
 
-import logging
 import time
 
 import torch
@@ -17,8 +16,6 @@ from kvps.runtime.ticket import Handle
 from kvps.store.create import create_own
 from kvps.torch.local_steps.dynamic import DynamicSteps, Report
 from kvps.torch.local_steps.step_timer import StepTimer
-
-log = logging.getLogger("kvps")
 
 SPEEDS = "speeds"
 """The key of the table: float64, (workers, fields of a report)."""

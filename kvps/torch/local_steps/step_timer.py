@@ -52,12 +52,14 @@ class StepTimer:
             return 0.0
         if self._device.type == "cuda":
             newest[-1][1].synchronize()
-            return statistics.median([begun.elapsed_time(end) for begun, end in newest]) / 1e3
-        return statistics.median([end - begun for begun, end in newest])
+            return (
+                float(statistics.median([begun.elapsed_time(end) for begun, end in newest])) / 1e3
+            )
+        return float(statistics.median([end - begun for begun, end in newest]))
 
     def _stamp(self) -> Any:
         if self._device.type != "cuda":
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
         event.record(torch.cuda.current_stream(self._device))
         return event
