@@ -112,7 +112,17 @@ def test_recommender_counts_steps_and_compares(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flags", [["--every-step"], ["--quorum", "1", "--slow", "2"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--every-step"],
+        ["--quorum", "1", "--slow", "2"],
+        [
+            *("--mode", "async", "--outer", "delayed_nesterov", "--dynamic", "--fragments", "1"),
+            *("--slow", "2", "--by-speed", "--first-step", "1"),
+        ],
+    ],
+)
 def test_gpt_by_local_steps(processes: Processes, flags: list[str]) -> None:
     """In processes of their own: it imports gpt.py as its neighbour."""
     example = ROOT / "examples" / "gpt_local_steps.py"
@@ -120,7 +130,13 @@ def test_gpt_by_local_steps(processes: Processes, flags: list[str]) -> None:
     words = ("-n", 2, "-s", 1, "--", sys.executable, example, *short, *flags)
     launched = processes.kvps("launch", *words)
     assert launched.wait(120.0) == 0, launched
-    assert re.search(r"6 steps in \d+ s, .* MB sent; test loss \d\.\d{3} \(", launched.out)
+    steps = 8 if "--by-speed" in flags else 6
+    found = rf"{steps} steps in \d+ s, .* MB sent; test loss \d\.\d{{3}} \("
+    assert re.search(found, launched.out), launched
+    ages = re.findall(
+        r"rank \d: \d merges, the last after \d steps; .* pushes of others old", launched.out
+    )
+    assert len(ages) == (2 if "async" in flags else 0), launched
 
 
 @pytest.mark.thorough
