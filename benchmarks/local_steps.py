@@ -150,6 +150,8 @@ def line(name: str, runs: list[dict[str, float]]) -> str:
         cells.append(f"{mean.get('crossed_bytes', mean['sent_bytes']) / 1e6:.3f} MB")
         cells.append(f"{mean['seconds']:.1f} s")
         cells.append(f"{1 - mean['waited'] / mean['seconds']:.1%}")
+    if "back_at" in mean:
+        cells.append(f"back at step {mean['back_at']:.0f}")
     if "fast_steps" in mean:
         cells.append(f"the time of {mean['fast_steps']:.0f} steps")
     if ages:
@@ -172,6 +174,8 @@ def record_of(output: str) -> dict[str, float]:
     ages = re.findall(
         r"rank (\d+): (\d+) merges, the last after (\d+) steps; .* ([\d.]+) pushes", output
     )
+    for step in re.findall(r"is back at step (\d+)", output):
+        found["back_at"] = float(step)
     for rank, *numbers in ages:
         for name, number in zip(("merges", "last_steps", "age"), numbers, strict=True):
             found[f"{name}_{rank}"] = float(number)

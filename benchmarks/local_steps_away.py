@@ -3,7 +3,7 @@
     python benchmarks/local_steps_away.py FOLDER FROM TO [flags of examples/gpt_local_steps.py]
 
 The last worker is killed after FROM steps, and kvps-launch starts it again. Its second life begins when worker 0 has made TO
-steps; if TO is 0, it ends at once.
+steps, or as soon as it has started after that; if TO is 0, it ends at once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ def main(folder: Path, killed_after: int, back_at: int, words: list[str]) -> int
             return 0
         while not back.exists():
             time.sleep(0.1)
-        return gpt_local_steps.main([*words, "--first-step", str(back_at)])
+        print(f"worker {rank} is back at step {back.read_text()}", flush=True)
+        return gpt_local_steps.main([*words, "--first-step", back.read_text()])
     steps = 0
 
     def count(*_: Any) -> None:
         nonlocal steps
         steps += 1
-        if rank == 0 and steps == back_at:
-            back.touch()
+        if rank == 0 and 0 < back_at <= steps:
+            now = folder / "now"
+            now.write_text(str(steps))
+            now.replace(back)
         if rank == workers - 1 and steps == killed_after:
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
