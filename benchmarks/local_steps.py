@@ -63,17 +63,22 @@ ROWS: dict[str, Row] = {
     "H=30, last worker 3x slower": SLOW,
     "H=30, quorum, last worker 3x slower, by speed": (*SLOW, "--by-speed", "--quorum", "1"),
     "H=30, async, last worker 3x slower, by speed": (*SLOW, *ASYNC),
+    "H=30, async dynamic, last worker 3x slower, by speed": (*SLOW, *ASYNC, "--dynamic"),
     "H=30, async delayed, last worker 3x slower, by speed": (*SLOW, *ASYNC, *LATE),
     "H=30, async delayed dynamic, last worker 3x slower, by speed": (
         *(*SLOW, *ASYNC, *LATE, "--dynamic"),
     ),
 }
 AWAY: dict[str, tuple[float, float]] = {
-    "H=30, last worker killed half way": (0.5, 0.6),
-    "H=30, last worker killed half way for good": (0.5, 0.0),
-    "H=30, last worker joins half way": (0.0, 0.5),
+    "H=30, quorum, last worker killed half way": (0.5, 0.6),
+    "H=30, quorum, last worker killed half way for good": (0.5, 0.0),
+    "H=30, quorum, last worker joins half way": (0.0, 0.5),
 }
-"""The rows in which the last worker is away: from and until which share of the steps; 0 for never until."""
+"""The rows in which the last worker is away: from and until which share of the steps; 0 for never until.
+
+Without a quorum, the others would wait for its second life as soon as kvps-launch has started it.
+"""
+QUORUM = ("--sync-every", "30", *PLAIN, "--quorum", "1", "--by-speed")
 TEXTS = ("row",)
 """The fields of a record that are no numbers."""
 ALONE = "alone, H=30"
@@ -111,7 +116,8 @@ def main() -> None:
     for name in given.rows or (*ROWS, *more):
         runs = []
         for seed in given.seeds:
-            words = [*given.flags.split(), *ROWS.get(name, ROWS["H=30"])]
+            row = QUORUM if name in AWAY else ROWS.get(name, ROWS["H=30"])
+            words = [*given.flags.split(), *row]
             words += ["--seed", str(seed), "--max-loss", "99"]
             words += ["--steps", str(given.steps), "--batch-size", str(given.batch_size)]
             workers = 1 if name == ALONE else given.workers
