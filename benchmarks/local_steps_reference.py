@@ -3,8 +3,8 @@
 The replicas of all workers are trained in turn, on the pieces of text that the workers of examples/gpt_local_steps.py would
 have, and by the flags of that example. tests/integration/test_local_steps.py shows that kvps computes the same.
 
-With ``--mode async`` the replicas are trained in virtual time, whose unit is a step of a fast worker: speeds are exact on a
-machine that has other work, and pushes and pulls take no time.
+With ``--mode async`` the replicas are trained in virtual time, whose unit is a step of a fast worker: speeds are exact
+on a machine that has other work, and pushes and pulls take no time.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The loop is that of one process: a plain AdamW and torch's OneCycleLR. DiLoCo around it counts its steps. Three
 fragments of the model take turns, each sends four bits for each weight, and training goes on while a fragment is on its
-way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison. With ``--mode async`` nobody
-waits for a slower worker, and ``--dynamic`` gives that worker fewer steps between two merges.
+way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison. With ``--mode async``
+nobody waits for a slower worker, and ``--dynamic`` gives that worker fewer steps between two merges.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def is_dynamic(dynamic: object, mode: str, fragments: int) -> bool:
         )
     if dynamic and fragments > 1:
         raise ConfigError(
-            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns at the same steps on all "
-            "workers; use fragments=1"
+            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns at the same steps on "
+            "all workers; use fragments=1"
         )
     return dynamic
 

@@ -1,8 +1,8 @@
-"""The number of local steps by speed: a slower worker makes fewer steps in a turn, so that all turns take about as long.
+"""Local steps by speed: a slower worker makes fewer steps in a turn, so that all turns take about as long.
 
-A worker that makes v steps per second, where the fastest makes v_max, has ``floor(sync_every * v / v_max)`` steps in a
-turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to learn the speeds of others: each writes its
-own into a table when it pushes, and reads the table as it is. The table has no clock, so each reader remembers when it
+A worker that makes v steps per second, where the fastest makes v_max, has ``floor(sync_every * v / v_max)`` steps in
+a turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to learn the speeds of others: each writes
+its own into a table when it pushes, and reads the table as it is. The table has no clock, so each reader remembers when it
 first saw what a row holds.
 """
 

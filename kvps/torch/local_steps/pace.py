@@ -1,7 +1,7 @@
 """The pace of this worker among the others: it tells them how fast it is, and learns how many local steps to make.
 
-The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a worker writes its row and
-reads all of them, while its pseudo-gradients are on their way. So nobody waits, and nobody counts as fast for
+The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a worker writes its row
+and reads all of them, while its pseudo-gradients are on their way. So nobody waits, and nobody counts as fast for
 ever that has stopped writing (:mod:`kvps.torch.local_steps.dynamic`).
 """
 
@@ -88,7 +88,7 @@ class Pace:
         self._kv.close()
 
     def _open(self, error: EpochChanged | None) -> None:
-        """Create the table where there is none, and read it; ``error`` says that servers have returned to a checkpoint."""
+        """Create the table where there is none, and read it; ``error`` is set if servers returned to a checkpoint."""
         while True:
             try:
                 if error is None or SPEEDS not in error.after:
