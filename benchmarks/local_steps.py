@@ -9,8 +9,9 @@ Each row is one run of examples/gpt_local_steps.py: the same model, the same pie
 the same number of steps. In rows "by speed" the slow worker makes fewer, and the others more: the sum is the same.
 ``losses`` starts all processes on this host. ``reference`` computes the losses of rows without codecs or a quorum
 in one process, by torch alone, in less time (local_steps_reference.py); async rows in virtual time.
-``links`` gives the scheduler with a server one host, and each worker another: network namespaces, each behind a link of the rate, both ways (root, Linux). There the bytes
-are those that left worker 0's interface, with headers; compare rows of one rate.
+``links`` gives the scheduler with a server one host, and each worker another: network namespaces, each behind a
+link of the rate, both ways (root, Linux). There the bytes are those that left worker 0's interface, with headers;
+compare rows of one rate.
 
 ``kills`` starts workers whose steps take a fixed time, as on devices of their own (local_steps_worker.py), and sends
 SIGKILL to one of them every 30 seconds, in turn; kvps-launch starts it again. Goodput is the number of steps that were merged,

@@ -255,6 +255,7 @@ def test_a_worker_knows_how_old_its_last_push_was() -> None:
         model = net()
         optimizer = inner(model)
         with DiLoCo(model, optimizer, sync_every=2, mode="async") as outer:
+            outer.stores[0].barrier()  # both have read the weights
             if rank == 0:
                 for index in range(6):
                     step(model, optimizer, rank, index)
