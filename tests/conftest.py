@@ -9,11 +9,12 @@ A run of some tests only is not judged.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Generator, Iterator, Set
 from pathlib import Path
 
 import hypothesis
@@ -70,6 +71,17 @@ def pytest_report_header() -> str:
     if tiers.plays_all():
         return "kvps: all tests, all seeds"
     return f"kvps: the everyday tests, and the seeds of KVPS_DAY={tiers.day()}; --all runs the rest"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the tests, and all that they import, from the collector of garbage: they stay, and are half a second's work."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

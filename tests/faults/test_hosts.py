@@ -58,7 +58,8 @@ class Spread:
             self._start(1 + rank, "worker", *there, "--rank", rank, "--", *command)
 
     def _start(self, host: int, role: str, *flags: object) -> Process:
-        argv = [str(one) for one in (BIN / f"kvps-{role}", *flags)]
+        program = (self.job.processes.interpreter, BIN / f"kvps-{role}")
+        argv = [str(one) for one in (*program, *flags)]
         env = {"KVPS_TRANSPORT": "tcp", **self.job.env}
         one = self.job.processes.start(role, *self._hosts.inside(host, argv), **env)
         self.members.append(one)

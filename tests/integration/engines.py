@@ -107,6 +107,7 @@ class Ssh:
         """Start kvps-launch."""
         hosts = ",".join(f"{host}:2" for host in HOSTS)
         flags = ("--launcher", "ssh", "-H", hosts, "--rsh", self.rsh)
+        flags += ("--python", str(processes.interpreter))
         return processes.kvps("launch", *flags, *words)
 
     def close(self) -> None:
@@ -154,8 +155,9 @@ class Slurm:
     def launch(self, processes: Processes, *words: object) -> Process:
         """Start kvps-launch in an allocation of its own."""
         allocation = (program("salloc"), "-N2", "--ntasks-per-node=2", "--quiet")
-        command = (BIN / "kvps-launch", "--launcher", "slurm", *words)
-        return processes.start("salloc", *allocation, *command, **self.env)
+        command = (BIN / "kvps-launch", "--launcher", "slurm")
+        flags = ("--python", processes.interpreter)
+        return processes.start("salloc", *allocation, *command, *flags, *words, **self.env)
 
     def ask(self, command: str, *words: str) -> str:
         """Return what a command of Slurm prints, without the newline at its end."""

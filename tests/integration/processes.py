@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from tests.support import stand_in
 from tests.support.forkserver import STACKS, ForkedProcess, can_fork, fork_server
 
 T = TypeVar("T")
@@ -160,6 +161,16 @@ class Processes:
         )
         self._all.append(process)
         return process
+
+    @property
+    def interpreter(self) -> Path:
+        """The Python that programs which are no Pythons are to start: one that is forked, where that is allowed."""
+        if not self.may_fork:
+            return Path(sys.executable)
+        path = self.folder / "python"
+        if not path.exists():
+            stand_in.write(path, fork_server().address)
+        return path
 
     def kvps(self, command: str, *flags: object, **env: str) -> Process:
         """Start one of our commands."""

@@ -371,7 +371,8 @@ def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(
 
 def test_a_reader_that_goes_away_ends_everything(processes: Processes) -> None:
     script = processes.script(SUM + "while True: print('line')\n")
-    argv = [BIN / "kvps-launch", "-n", "1", "--", sys.executable, script]
+    command = (processes.interpreter, BIN / "kvps-launch")
+    argv = [*command, "-n", "1", "--", sys.executable, script]
     with subprocess.Popen(
         argv,
         env=processes.env,

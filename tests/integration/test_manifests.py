@@ -6,7 +6,6 @@ rest is taken from the manifest as it is.
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from pathlib import Path
@@ -66,9 +65,13 @@ class Pods:
     def start(self, role: str, index: int) -> Process:
         """Start the container of a pod."""
         (container,) = self.pods[role]["spec"]["containers"]
-        words = [self._here(one, role) for one in (*container["command"], *container["args"])]
-        path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-        return self._processes.start(role, *words, PATH=path, **self._variables(role, index))
+        words: list[object] = []
+        for word in (*container["command"], *container["args"]):
+            if word.startswith("kvps-"):
+                words += [self._processes.interpreter, BIN / word]
+            else:
+                words.append(self._here(word, role))
+        return self._processes.start(role, *words, **self._variables(role, index))
 
     def probe(self) -> Process:
         """Start the liveness probe of the scheduler."""

@@ -33,8 +33,7 @@ os.write(1, b"right\\n")
 @pytest.mark.parametrize("store", ["dist_sync", "allreduce"])
 def test_ranks_are_those_of_the_launcher(processes: Processes, launcher: str, store: str) -> None:
     command = LAUNCHERS[launcher]
-    program = shutil.which(command[0])
-    if program is None:
+    if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed")
     env = {"STORE": store}
     if store == "allreduce":
@@ -44,7 +43,10 @@ def test_ranks_are_those_of_the_launcher(processes: Processes, launcher: str, st
         cluster.server()
         env["KVPS_SCHEDULER"] = cluster.endpoint
     script = processes.script(SCRIPT)
-    started = processes.start("mpi", program, *command[1:], "-n", 3, sys.executable, script, **env)
+    ranks = ("-n", 3, processes.interpreter, script)
+    started = processes.start(
+        "mpi", *command, *ranks, **env
+    )  # by its path, Open MPI would set LD_LIBRARY_PATH
     assert started.wait(120) == 0, started
     assert started.out.count("right") == 3, started
 

@@ -104,7 +104,7 @@ class Job:
         place = f"tcp://{self.hosts.address(0)}:9091"
         self.scheduler = self.start(
             0,
-            BIN / "kvps-scheduler",
+            "kvps-scheduler",
             "--workers",
             WORKERS,
             "--servers",
@@ -116,7 +116,7 @@ class Job:
         for host in (1, 2):
             self.start(
                 host,
-                BIN / "kvps-server",
+                "kvps-server",
                 "--scheduler",
                 place,
                 "--insecure",
@@ -126,7 +126,6 @@ class Job:
         return [
             self.start(
                 0,
-                BIN / "python",
                 train,
                 KVPS_SCHEDULER=place,
                 KVPS_RANK=str(rank),
@@ -142,7 +141,9 @@ class Job:
         self.scheduler.signal(signal.SIGTERM)
         self.scheduler.wait()
 
-    def start(self, host: int, *argv: object, **env: str) -> Process:
+    def start(self, host: int, program: object, *flags: object, **env: str) -> Process:
+        """Start a command of kvps, or a script, on a host."""
+        argv = (self.processes.interpreter, BIN / str(program), *flags)
         words = self.hosts.inside(host, [str(one) for one in argv])
         return self.processes.start(f"host-{host}", *words, **env)
 

@@ -55,7 +55,6 @@ def gone(processes: Processes) -> None:
     until(lambda: not processes.running(), "end of all processes", 30.0)
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_weights_are_those_of_one_machine(processes: Processes, engine: Engine) -> None:
     words = ("-n", 3, "-s", 2, "--", sys.executable, processes.script(STEP))
     far, here = engine.launch(processes, *words), processes.kvps("launch", *words)
@@ -66,7 +65,6 @@ def test_weights_are_those_of_one_machine(processes: Processes, engine: Engine) 
     assert far.err == ""
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_killed_worker_and_a_killed_server_come_back(
     processes: Processes, engine: Engine, tmp_path: Path
 ) -> None:
@@ -94,13 +92,12 @@ def test_a_killed_worker_and_a_killed_server_come_back(
     assert ends[0] == ends[1]
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Signals) -> None:
     words = ("-n", 2, "-s", 1, "--", sys.executable, processes.script(FOR_EVER))
     launch = engine.launch(processes, *words)
     launch.expect("running", 60.0)
-    launcher = processes.pids(r"python\S* \S*kvps-launch")[0]
+    launcher = processes.pids(r"^(\S*python\S* )?\S*kvps-launch")[0]
     os.kill(launcher, number)
     launch.wait(30.0)
     gone(processes)
@@ -109,13 +106,12 @@ def test_nothing_is_left(processes: Processes, engine: Engine, number: signal.Si
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_variables_of_a_role_reach_its_processes(processes: Processes, engine: Engine) -> None:
     script = processes.script("import os; print(*(os.environ.get(one) for one in 'ABC'))")
-    words = ("-n", 2, "-s", 0, "--env-worker", "A:1", "--env-server", "B:2", "--env", "C=3")
+    words = ("-n", 2, "-s", 1, "--env-worker", "A:1", "--env-server", "B:2", "--env", "C=3")
     launch = engine.launch(processes, *words, sys.executable, script)
     assert launch.wait(60.0) == 0, launch
     assert launch.out.count("1 None 3") == 2, launch
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) -> None:
     words = ("-n", 2, "-s", 1, "--log-level", "info", "--", sys.executable)
     launch = engine.launch(processes, *words, processes.script(FOR_EVER))
@@ -135,13 +131,13 @@ def test_secrets_are_in_no_command_line(processes: Processes, engine: Engine) ->
     gone(processes)
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_host_that_does_not_answer_is_named(
     processes: Processes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     ssh = Ssh(tmp_path_factory.mktemp("ssh"))
     try:
         flags = ("--launcher", "ssh", "-H", "127.0.0.1,127.0.0.9", "--rsh", ssh.rsh)
+        flags += ("--python", str(processes.interpreter))
         began = time.monotonic()
         launch = processes.kvps("launch", *flags, "-n", 2, "-s", 1, "--", "true")
         assert launch.wait(30.0) == 78
@@ -176,7 +172,6 @@ def test_a_host_with_another_kvps_is_named(processes: Processes) -> None:
     assert "worker 1 ended with exit code 78; ending the job" in launch.err
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_given_keys_reach_other_hosts_and_wrong_keys_end_at_once(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -184,7 +179,8 @@ def test_given_keys_reach_other_hosts_and_wrong_keys_end_at_once(
     folder = tmp_path / "keys"
     made = processes.start("keygen", BIN / "kvps", "keygen", folder)
     assert made.wait() == 0, made
-    flags = ("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", rsh, "-n", 2, "-s", 1, "--keys")
+    flags = ("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", rsh, "-n", 2, "-s", 1)
+    flags += ("--python", processes.interpreter, "--keys")
     command = ("--", sys.executable, processes.script(STEP))
     launch = processes.kvps("launch", *flags, folder, *command)
     assert launch.wait(90.0) == 0, launch

@@ -161,11 +161,11 @@ def test_a_server_that_is_killed_is_told_to_the_workers(processes: Processes) ->
     assert servers[1].wait() == -signal.SIGKILL
 
 
-@pytest.mark.usefixtures("fresh_interpreters")
 def test_a_server_that_is_stopped_leaves(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
-    server = cluster.server()
     worker = cluster.worker(sys.executable, processes.script(WAIT), flags=["--no-replacement"])
+    processes.may_fork = False
+    server = cluster.server()
     worker.expect("sum")
     server.signal(signal.SIGTERM)
     assert server.wait(5.0) == 0

@@ -285,7 +285,8 @@ def test_one_command_may_be_several_processes_in_turn(processes: Processes) -> N
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
     script = processes.script(SUM)
-    worker = cluster.worker("sh", "-c", f"{sys.executable} {script} && {sys.executable} {script}")
+    python = processes.interpreter
+    worker = cluster.worker("sh", "-c", f"{python} {script} && {python} {script}")
     assert worker.wait() == 0, worker
     assert worker.out.count("sum") == 2
     assert [one.wait() for one in (server, cluster.process)] == [0, 0]
@@ -295,8 +296,8 @@ def test_two_processes_of_one_command_at_a_time_are_refused(processes: Processes
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
     script = processes.script(
-        SUM + "import subprocess, sys\n"
-        "print('second', subprocess.run([sys.executable, '-c', "
+        SUM + "import subprocess\n"
+        f"print('second', subprocess.run(['{processes.interpreter}', '-c', "
         "'import kvps; kvps.create(\"dist_sync\")'], capture_output=True, text=True).stderr)\n"
     )
     worker = cluster.worker(sys.executable, script)

@@ -3,10 +3,12 @@
 An interpreter needs between one and two seconds of a processor to import torch, which is most of what a test
 of real processes costs; a fork needs 20 ms. A forked process is like one that was started, but for what reads the
 environment when torch is imported: that has read the server's. :func:`tests.support.programs.program_of` refuses what
-depends on it. kvps-launch and kvps-worker have their children forked in turn: see :mod:`tests.support.nursery`.
+depends on it. kvps-launch and kvps-worker have their children forked in turn: see :mod:`tests.support.nursery`. So do
+programs that are not Pythons, such as mpirun, if they start :mod:`tests.support.stand_in`.
 
-:class:`ForkServer` is the side of the tests. A request is one datagram of JSON, and so is the answer to it,
-the process's id; ``[id, status]`` follows when the process has ended.
+One server serves all processes of a run of pytest: the first that forks starts it, and it ends after the last.
+:class:`ForkServer` is the side of the tests. A request is one datagram of JSON with the descriptors 0 to 2, and so is the
+answer to it, the process's id; ``[id, status, seconds of a processor]`` follows when the process has ended.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -22,21 +25,29 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support import nursery
+from tests.support import nursery, stand_in
 from tests.support.programs import ROOM, ROOM_BYTES, program_of, take_on, variables_at_import
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDER = "KVPS_TEST_FORK_FOLDER"
+"""The variable that names the folder of the run, where the server listens."""
 REQUEST_BYTES_MAX = 1 << 20
+FDS_MAX = 3 + len(stand_in.NAMESPACES)
+BACKLOG = 64
+PEER = struct.Struct("3i")
+"""The process, user and group at the other end of a socket."""
 PRELOADED = (
     *("torch._dynamo", "kvps.store.server_store", "kvps.runtime.process"),
     *("kvps.cli.launch", "kvps.cli.scheduler", "kvps.cli.server", "kvps.cli.worker"),
@@ -97,33 +108,56 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The server as seen by the tests; it ends with the process that made it."""
+    """A connection to the server of this run; the first that connects starts it.
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    Args:
+        folder: the folder of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / "socket")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES_MAX)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno()), "." * ROOM_BYTES],
-                env={**server_environment(), ROOM: "." * ROOM_BYTES},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-            )
+        with _locked(folder):
+            try:
+                self._socket.connect(self.address)
+            except (FileNotFoundError, ConnectionRefusedError):
+                self._begin(folder)
+                self._socket.connect(self.address)
         self.ended: dict[int, int] = {}
         """Exit codes by process id, of those that have ended."""
+        self.used_s = 0.0
+        """The seconds of a processor that those have used that have ended, with what they have waited for."""
         self._started: list[int] = []
+
+    def _begin(self, folder: Path) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self.address)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(self.address)
+            listener.listen(
+                BACKLOG
+            )  # from here on it can be connected to, before it has imported anything
+            number = listener.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__, str(number), str(folder), "." * ROOM_BYTES],
+                env={**server_environment(), ROOM: "." * ROOM_BYTES},
+                pass_fds=(number,),
+                stdin=subprocess.DEVNULL,
+            )
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path
     ) -> ForkedProcess:
         """Fork a process that runs ``argv``; its output goes to the files ``out`` and ``err``."""
-        for path in (out, err):
-            path.touch()
-        request = {"argv": argv, "env": env, "cwd": str(cwd), "out": str(out), "err": str(err)}
-        self._socket.send(json.dumps(request).encode())
-        while not self._started:
-            self.hear(None)
+        request = {"argv": argv, "env": env, "cwd": str(cwd), "tests": None}
+        with open(os.devnull) as nothing, out.open("wb") as to_out, err.open("wb") as to_err:
+            stdio = [one.fileno() for one in (nothing, to_out, to_err)]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], stdio)
+            while not self._started:
+                self.hear(None)
         pid = self._started.pop()
+        assert pid, f"the fork server has another environment than {sorted(env)}"
         self.ended.pop(pid, None)  # ids are used again
         return ForkedProcess(self, pid, argv)
 
@@ -133,78 +167,173 @@ class ForkServer:
             datagram = self._socket.recv(REQUEST_BYTES_MAX)
             assert datagram, "the fork server has ended"
             match json.loads(datagram):
-                case [pid, status]:
+                case [pid, status, used_s]:
                     self.ended[pid] = os.waitstatus_to_exitcode(status)
+                    self.used_s += used_s
                 case pid:
                     self._started.append(pid)
             limit_s = 0.0
-
-    def used_s(self) -> float:
-        """Return the seconds of a processor that it has used, and all that has ended below it."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        ticks = sum(int(one) for one in fields[11:15])  # fields 14 to 17 of proc(5)
-        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 _server: ForkServer | None = None
 
 
 def fork_server() -> ForkServer:
-    """Return the fork server of this process, and start it the first time."""
+    """Return the connection of this process to the fork server, and make it the first time."""
     global _server
     if _server is None:
-        _server = ForkServer()
+        _server = ForkServer(Path(os.environ[FOLDER]))
     return _server
 
 
 def used_s() -> float:
-    """Return the seconds of a processor that the fork server of this process and its forks have used."""
-    return 0.0 if _server is None else _server.used_s()
+    """Return the seconds of a processor that the forks of this process have used that have ended."""
+    if _server is None:
+        return 0.0
+    _server.hear(0.0)
+    return _server.used_s
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock under which the server begins, ends, and is connected to by tests."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 # --- the server's side ------------------------------------------------------------------------
 
 
-def serve(channel: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request; return the request in the child, and None when the tests have gone."""
-    woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    while True:
-        ready, _, _ = select.select([channel, woken], [], [])
-        if woken in ready:
-            os.read(woken, 4096)
-            _reap(channel)
-        if channel in ready:
-            datagram = channel.recv(REQUEST_BYTES_MAX)
-            if not datagram:
-                return None
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                channel.close()
-                os.close(woken)
-                os.close(wake)
-                request: dict[str, Any] = json.loads(datagram)
-                for name, number in (("out", 1), ("err", 2)):
-                    opened = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                    os.dup2(opened, number)
-                    os.close(opened)
-                os.chdir(request["cwd"])
-                return request
-            channel.send(json.dumps(pid).encode())
+class Forks:
+    """The loop of the server, and the clients for which it forks.
 
+    Args:
+        listener: where clients connect.
+        folder: the folder of the run.
+        at_import: what :func:`~tests.support.programs.variables_at_import` says of the server.
+    """
 
-def _reap(channel: socket.socket) -> None:
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
+    def __init__(self, listener: socket.socket, folder: Path, at_import: Mapping[str, str]) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._folder = folder
+        self._at_import = at_import
+        self._clients: set[socket.socket] = set()
+        self._owners: dict[int, socket.socket] = {}
+        """Process id -> the client that asked for it."""
+        self._held: dict[int, int] = {}
+        """Process id of a fork that ends with its client, a stand-in -> that of the tests, which count what it uses."""
+
+    def serve(self) -> dict[str, Any] | None:
+        """Fork for each request; return the request in the child, and None when all clients have gone."""
+        woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._accept()
+        while True:
+            ready, _, _ = select.select([self._listener, woken, *self._clients], [], [])
+            if woken in ready:
+                os.read(woken, 4096)
+                self._reap()
+            if self._listener in ready:
+                self._accept()
+            for client in self._clients.intersection(ready):
+                message, fds, _, _ = socket.recv_fds(client, REQUEST_BYTES_MAX, FDS_MAX)
+                if not message:
+                    self._forget(client)
+                    if not self._clients and self._is_over():
+                        return None
+                    continue
+                request = self._fork(client, json.loads(message), fds)
+                if request is not None:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    os.close(woken)
+                    os.close(wake)
+                    return request
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            self._clients.add(self._listener.accept()[0])
+
+    def _fork(
+        self, client: socket.socket, request: dict[str, Any], fds: Sequence[int]
+    ) -> dict[str, Any] | None:
+        """Fork, and answer with the process's id, or with null if a fork is not what was asked for."""
+        argv, env, cwd = (request[name] for name in ("argv", "env", "cwd"))
+        can = program_of(argv, env, self._at_import, cwd) is not None
+        pid = os.fork() if can else None
         if pid == 0:
-            return
-        channel.send(json.dumps([pid, status]).encode())
+            for one in (self._listener, *self._clients):
+                one.close()
+            for number, source in enumerate(fds[:3]):
+                os.dup2(source, number)
+            for place in fds[3:]:
+                _enter(place)
+            for source in fds:
+                os.close(source)
+            if request["tests"] is not None:
+                os.setsid()
+            os.chdir(cwd)
+            return request
+        for source in fds:
+            os.close(source)
+        if pid is not None:
+            self._owners[pid] = client
+            if request["tests"] is not None:
+                self._held[pid] = request["tests"]
+        _tell(client, pid)
+        return None
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                pid, status, used = os.wait4(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                tests = self._held.pop(pid, None)
+                told = [one for one in self._clients if _pid_of(one) == tests]
+                if (client := self._owners.pop(pid, None)) is not None:
+                    told.append(client)
+                for one in told:
+                    _tell(one, [pid, status, used.ru_utime + used.ru_stime])
+
+    def _forget(self, client: socket.socket) -> None:
+        self._clients.discard(client)
+        client.close()
+        for pid in [pid for pid, owner in self._owners.items() if owner is client]:
+            del self._owners[pid]
+            if pid in self._held:
+                os.kill(pid, signal.SIGKILL)
+
+    def _is_over(self) -> bool:
+        """Whether no client is left, not even one that connects now; from then on, none finds this server."""
+        with _locked(self._folder):
+            self._accept()
+            if not self._clients:
+                (self._folder / "socket").unlink(missing_ok=True)
+            return not self._clients
+
+
+def _pid_of(client: socket.socket) -> int:
+    """Return the process that has connected."""
+    peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+    pid: int = PEER.unpack(peer)[0]
+    return pid
+
+
+def _enter(place: int) -> None:
+    """Make a namespace this process's, unless it is."""
+    here = [os.stat(f"/proc/self/ns/{name}").st_ino for name in stand_in.NAMESPACES]
+    if os.fstat(place).st_ino not in here:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.setns(place, 0) == 0, os.strerror(ctypes.get_errno())
+
+
+def _tell(client: socket.socket, what: object) -> None:
+    with suppress(BrokenPipeError):  # it has gone, which the next select() says
+        client.send(json.dumps(what).encode())
 
 
 def become(request: dict[str, Any] | None, at_import: Mapping[str, str]) -> None:
@@ -241,7 +370,7 @@ def main() -> None:
     """Import what takes long, and serve."""
     kept: dict[str, types.ModuleType] = {}
     atexit.register(_keep, kept)  # first, so it is called last
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    listener, folder = socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2])
     cache = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # torch makes it on import
 
     for module in PRELOADED:
@@ -249,7 +378,7 @@ def main() -> None:
     at_import = variables_at_import(os.environ)
     faulthandler.register(STACKS)
     spare_the_end(kept)
-    request = serve(channel)
+    request = Forks(listener, folder, at_import).serve()
     if request is None:
         shutil.rmtree(cache, ignore_errors=True)
     else:

@@ -26,6 +26,8 @@ AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "MKL_", "OPENBLAS_", "TORCH_"
 HARMLESS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "MKL_NUM_THREADS")
 """Those of them that act later, or that :func:`take_on` sees to: it sets the number of threads."""
 COMMANDS = ("kvps", "kvps-launch", "kvps-scheduler", "kvps-server", "kvps-worker")
+STARTING = ("kvps", "launch", "worker", "main", "bench", "kvps.launchers.agent")
+"""The programs that start others, without ``kvps.cli.`` or ``kvps-`` before their names."""
 ROOM = "KVPS_TEST_ROOM"
 ROOM_BYTES = 1 << 15
 
@@ -48,9 +50,9 @@ class Program:
 
     @property
     def starts_others(self) -> bool:
-        """Whether it is a command of kvps that starts other processes."""
+        """Whether it is a command of kvps, or an agent of its launcher, that starts other processes."""
         name = Path(self.target).name.removeprefix("kvps.cli.").removeprefix("kvps-")
-        return self.kind != "code" and name in ("kvps", "launch", "worker", "main", "bench")
+        return self.kind != "code" and name in STARTING
 
     def run(self) -> None:
         """Run it as ``__main__``, in this process."""
@@ -96,9 +98,10 @@ def program_of(
     if path[-len(known) :] != known:
         return None
     folders = tuple(path[: -len(known)])
-    if argv[0] in [str(BIN / name) for name in COMMANDS]:
-        return Program("script", argv[0], tuple(argv[1:]), False, folders)
+    commands = [str(BIN / name) for name in COMMANDS]
     python = which(argv[0], path=env.get("PATH", ""))
+    if python in commands:
+        return Program("script", python, tuple(argv[1:]), False, folders)
     if python is None or python not in (sys.executable, str(BIN / "python"), str(BIN / "python3")):
         return None
     words = list(argv[1:])
@@ -113,7 +116,9 @@ def program_of(
             return Program("module", module, tuple(rest), is_safe, folders, is_strict)
         case ["-c", code, *rest]:
             return Program("code", code, tuple(rest), is_safe, folders, is_strict)
-        case [script, *rest] if script.endswith(".py") and Path(folder, script).exists():
+        case [script, *rest] if script in commands or (
+            script.endswith(".py") and Path(folder, script).exists()
+        ):
             return Program("script", script, tuple(rest), is_safe, folders, is_strict)
     return None
 

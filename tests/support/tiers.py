@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator
@@ -20,7 +22,8 @@ import pytest
 from tests.support import forkserver
 
 SECONDS_OF_A_DAY = 86_400
-RECORD = Path(__file__).resolve().parents[1] / "durations.json"
+ROOT = Path(__file__).resolve().parents[2]
+RECORD = ROOT / "tests" / "durations.json"
 
 
 def configure(config: pytest.Config) -> None:
@@ -30,6 +33,9 @@ def configure(config: pytest.Config) -> None:
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
     # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not hasattr(config, "workerinput"):
+        folder = os.environ[forkserver.FOLDER] = tempfile.mkdtemp(prefix="kvps-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if config.getoption("--record"):
         config.pluginmanager.register(Costs(is_last=not hasattr(config, "workerinput")))
 
@@ -82,11 +88,17 @@ class Costs:
 
     def pytest_sessionfinish(self) -> None:
         if self._is_last:
-            rows = {
+            rows = json.loads(RECORD.read_text(encoding="utf-8"))
+            rows |= {
                 file: {"took_s": round(took, 1), "cost_s": round(self._cost[file], 1)}
-                for file, took in self._took.most_common()
-                if took > 1
+                for file, took in self._took.items()
             }
+            rows = {
+                file: row
+                for file, row in rows.items()
+                if row["took_s"] > 1 and (ROOT / file).exists()
+            }
+            rows = dict(sorted(rows.items(), key=lambda row: -row[1]["took_s"]))
             RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,106 @@
+"""The stand-in for a Python, which has one forked: what its parent sees, and what it passes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.processes import Processes, until
+
+IS_FORKED = "import sys; print('torch' in sys.modules, flush=True)"
+
+
+class Started:
+    """A stand-in that this process starts, as mpirun would."""
+
+    def __init__(self, processes: Processes, *words: object, **env: str) -> None:
+        self.popen = subprocess.Popen(
+            [processes.interpreter, *map(str, words)],
+            env=processes.env | env,
+            cwd=processes.folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def line(self) -> str:
+        """Return the next line that it prints."""
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().rstrip("\n")
+
+    def end(self) -> None:
+        """Kill it."""
+        self.popen.kill()
+        self.popen.communicate()
+
+
+@pytest.fixture
+def started(processes: Processes) -> Iterator[list[Started]]:
+    """Stand-ins that end with the test; the fork server has begun, which takes its time."""
+    assert processes.python("-c", "").wait() == 0
+    all_: list[Started] = []
+    yield all_
+    for one in all_:
+        one.end()
+
+
+def test_the_fork_has_all_that_the_stand_in_has(
+    processes: Processes, started: list[Started]
+) -> None:
+    code = f"{IS_FORKED}; import os; print(sys.argv[1:], os.environ['A'], os.getcwd(), input(), flush=True); os._exit(7)"
+    one = Started(processes, "-c", code, "x", "y z", A="a")
+    started.append(one)
+    out, _ = one.popen.communicate("typed\n", timeout=30.0)
+    assert out == f"True\n['x', 'y z'] a {processes.folder} typed\n"
+    assert one.popen.returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_ends_as_the_fork_does(
+    processes: Processes, started: list[Started], number: signal.Signals
+) -> None:
+    one = Started(processes, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
+    started.append(one)
+    assert one.popen.wait(30.0) == -number
+
+
+def test_signals_reach_the_fork(processes: Processes, started: list[Started]) -> None:
+    code = (
+        "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('ready', flush=True)"
+    )
+    one = Started(processes, "-c", f"{code}; signal.pause()")
+    started.append(one)
+    assert one.line() == "ready"
+    one.popen.send_signal(signal.SIGTERM)
+    assert one.popen.wait(30.0) == 5
+
+
+def test_the_fork_does_not_outlive_it(processes: Processes, started: list[Started]) -> None:
+    one = Started(
+        processes, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+    )
+    started.append(one)
+    pid = int(one.line())
+    assert pid in processes.running()
+    assert pid != one.popen.pid
+    one.popen.kill()
+    until(lambda: pid not in processes.running(), "end of the fork")
+
+
+def test_what_a_fork_would_do_in_another_way_is_started(
+    processes: Processes, started: list[Started]
+) -> None:
+    one = Started(processes, "-c", IS_FORKED, PYTHONHASHSEED="1")
+    started.append(one)
+    assert one.line() == "False"
+    assert one.popen.wait(30.0) == 0
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_there_is_none_where_nothing_is_forked(processes: Processes) -> None:
+    assert os.fspath(processes.interpreter) == sys.executable
