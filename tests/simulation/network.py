@@ -12,10 +12,9 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from kvps.core.effects import (
     Connect,
@@ -42,6 +41,7 @@ from kvps.protocol.envelope import Loan, Packet, Role
 from kvps.protocol.membership import View
 from tests.simulation.keys import Frame, ProcessKeys, doorman_of
 
+T = TypeVar("T")
 EVENTS_MAX = 300_000
 """Events at one moment; more are a deadline that is never met."""
 HANDSHAKE_EVERY_S, HANDSHAKE_MAX_S = 0.1, 30.0
@@ -81,6 +81,9 @@ class Connection:
     """The public key of the other end, where that is known."""
     title: str | Refusal | None = None
     """Its name at the other end; None before the handshake."""
+    waiting: list[tuple[float, list[bytes], bytes]] = field(default_factory=list)
+    """Packets that lie in its sender's queue until the handshake is made: since when, their frames, and the name of the
+    connection that they were sent by."""
     busy_until: float = 0.0
 
 
@@ -230,21 +233,19 @@ class Network:
 
         self.at(self.now + 0.01, tell)
 
-    @contextmanager
-    def _spending(self, process: Process) -> Iterator[None]:
+    def _spend(self, process: Process, act: Callable[[], T]) -> T:
         """Count processor time for a role. What a script does when its call ends counts for its worker."""
         if self._is_spending:
-            yield
-            return
+            return act()
         self._is_spending, began = True, self.clock_ns()
-        yield
+        done = act()
         self._is_spending = False
         self.spent_ns[process.name.partition(" ")[0]] += self.clock_ns() - began
+        return done
 
     def perform(self, process: Process, effects: Effects) -> None:
         """Do what a core asks for."""
-        with self._spending(process):
-            self._perform(process, effects)
+        self._spend(process, lambda: self._perform(process, effects))
 
     def _perform(self, process: Process, effects: Effects) -> None:
         for effect in effects:
@@ -390,7 +391,6 @@ class Network:
         connection: Connection,
         frames: list[bytes],
         back: bytes,
-        waited_s: float = 0.0,
     ) -> None:
         target = self._other_end(source, connection)
         if target is None or not target.alive or back != connection.back:
@@ -404,13 +404,10 @@ class Network:
             match self._shake_hands(connection, target):
                 case Refusal.NEVER:
                     return
-                case Refusal.NOT_YET:  # it lies in its sender's queue until the handshake is made
-                    if waited_s < HANDSHAKE_MAX_S:
-                        again = waited_s + HANDSHAKE_EVERY_S
-                        self.at(
-                            self.now + HANDSHAKE_EVERY_S,
-                            lambda: self._arrive(source, connection, frames, back, again),
-                        )
+                case Refusal.NOT_YET:
+                    if not connection.waiting:
+                        self._try_again(source, connection, self.now + HANDSHAKE_EVERY_S)
+                    connection.waiting.append((self.now, frames, back))
                     return
                 case str(title):
                     pass
@@ -420,9 +417,8 @@ class Network:
         if self._view is not None and self._view[0] == frames[0]:
             packet = self._view[1]
         else:
-            with self._spending(target):
-                received = [Frame(memoryview(one), title) for one in memory]
-                packet = self._judged(target, route, received)
+            received = [Frame(memoryview(one), title) for one in memory]
+            packet = self._spend(target, lambda: self._judged(target, route, received))
             if packet is None:
                 return
         if isinstance(packet.message, View):
@@ -432,6 +428,28 @@ class Network:
             packet = replace(packet, loans=loans)
             self._lent.extend(zip(memory, frames, strict=True))
         self.perform(target, target.core.on_packet(route, packet, self.time(target.name)))
+
+    def _try_again(self, source: Process, connection: Connection, time: float) -> None:
+        """Make the handshake of a connection at ``time``; what waits for it then arrives."""
+
+        def make() -> None:
+            target = self._other_end(source, connection)
+            waiting, connection.waiting = connection.waiting, []
+            if target is None or not target.alive:
+                return
+            if self.now < target.wakes_at:
+                connection.waiting = waiting
+                self._try_again(source, connection, target.wakes_at)
+            elif self._shake_hands(connection, target) is Refusal.NOT_YET:
+                oldest = self.now - HANDSHAKE_MAX_S
+                connection.waiting = [one for one in waiting if one[0] > oldest]
+                if connection.waiting:
+                    self._try_again(source, connection, self.now + HANDSHAKE_EVERY_S)
+            else:
+                for _, frames, back in waiting:
+                    self._arrive(source, connection, frames, back)
+
+        self.at(time, make)
 
     def _judged(self, target: Process, route: Route, frames: list[Frame]) -> Packet | None:
         """Return the packet that a process hears, if it does; else its sender may be told why."""
