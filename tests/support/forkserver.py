@@ -138,12 +138,16 @@ class ForkServer:
             listener.listen(
                 BACKLOG
             )  # from here on it can be connected to, before it has imported anything
-            number = listener.fileno()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(number), str(folder), "." * ROOM_BYTES],
-                env={**server_environment(), ROOM: "." * ROOM_BYTES},
-                pass_fds=(number,),
-                stdin=subprocess.DEVNULL,
+            listener.set_inheritable(True)
+            # Not by Popen, which warns of a process that outlives it, as this one may.
+            os.posix_spawn(
+                sys.executable,
+                [
+                    *(sys.executable, "-P", __file__),
+                    *(str(listener.fileno()), str(folder), "." * ROOM_BYTES),
+                ],
+                {**server_environment(), ROOM: "." * ROOM_BYTES},
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
             )
 
     def start(
