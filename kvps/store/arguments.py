@@ -365,16 +365,40 @@ def seconds(name: str, value: object) -> float:
     return float(value)
 
 
-def weight_of(weight: object) -> float:
+def weight_of(weight: object, is_mean: bool, store: str) -> float:
     """Return the weight of a push.
 
+    Args:
+        weight: what the user gave.
+        is_mean: a round of the store is the mean of its pushes.
+        store: the name of the store.
+
     Raises:
-        ConfigError: unless it is a finite number above 0.
+        ConfigError: unless it is a finite number above 0; also for another than 1 where there are no means.
     """
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not 0 < weight < math.inf:  # type: ignore[operator]  # it is a number
         raise ConfigError(f"weight={weight!r:.40}: use a finite number above 0")
-    return float(weight)  # type: ignore[arg-type]  # as above
+    if weight != 1 and not is_mean:
+        raise ConfigError(
+            f"weight={weight} needs a mean, and store {store!r} computes sums; create a dist_sync "
+            "store with average=True"
+        )
+    return float(weight)  # type: ignore[arg-type]  # it is a number
+
+
+def table_name_of(name: object) -> str:
+    """Return the name of an embedding table.
+
+    Raises:
+        ConfigError: unless it is a str of few enough printable characters.
+    """
+    names, _ = names_of(name)
+    if names != (name,) or len(names[0]) > KEY_MAX - len(EMBEDDING):
+        raise ConfigError(
+            f"a table's name is a str of 1 to {KEY_MAX - len(EMBEDDING)} characters, got {name!r:.60}"
+        )
+    return names[0]
 
 
 def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tensor, ...]:

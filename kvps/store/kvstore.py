@@ -13,69 +13,55 @@ import builtins
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
-from kvps.compression.policy import OFF, rules_of
+from kvps.compression.policy import rules_of
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
-from kvps.core.placement import EMBEDDING, Part
+from kvps.core.placement import Part
 from kvps.core.worker import calls
-from kvps.core.worker.calls import Fresh
-from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KvpsError, Mismatch
-from kvps.protocol.envelope import KEY_MAX
 from kvps.runtime.ticket import Handle, Ticket, WaitTimes, timed
 from kvps.store import optimizer_state
 from kvps.store.arguments import (
     KnownKeys,
-    Outcome,
-    are_dense,
-    check_values,
     names_of,
-    outcome_for,
     priority_of,
-    rows_of,
     seconds,
+    table_name_of,
     tag_of,
-    values_of,
     version_of,
     weight_of,
-    weighted,
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.store.metrics import NAMES, SERVER_NAMES
+from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
-from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
-from kvps.store.rows import apart, have_rows, picks_of, table_of
-from kvps.tensors import Array, spec_of
+from kvps.store.requests import Request, Requests
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
 LOAD = "kvps.load_optimizer_states"
 """The barrier behind which all ranks have the states of a file."""
-
-
-class Straggler(NamedTuple):
-    """A rank that an open round waits for."""
-
-    rank: int
-    key: str
-    """One key of that round."""
-    round: int
-    age_s: float
-    """Seconds since the round was opened."""
 
 
 class KVStore(KVStoreBase, abc.ABC):
     """A store of named tensors that workers push gradients to and pull weights from.
 
-    Create one with :meth:`create`, not by its class.
+    Create one with :meth:`create`, not by its class. Methods have these arguments in common:
+
+    * ``key``: a str or int, or a list of them; with a list, values, outputs and results are lists, too.
+    * ``priority``: keys of a higher priority travel first; a list gives each key its own.
+    * ``async_op``: return a :class:`~kvps.runtime.ticket.Handle` at once; its ``wait()`` returns the result.
+    * ``timeout``: seconds until the call fails with Timeout, instead of the store's.
+
+    All raise KeyNotFound for a key that was never initialised, Mismatch for a value or an output of another type or
+    shape than its key, Timeout that names the ranks that are waited for, and WorkerLost or ServerLost if a process that
+    the call needs has ended for good.
 
     Example:
         >>> import torch, kvps
@@ -102,7 +88,8 @@ class KVStore(KVStoreBase, abc.ABC):
         self._keys = KnownKeys()
         self._specs = self._keys.specs
         self._hyper: HyperParams | None = None
-        self._compression = OFF
+        self._requests = Requests(name, self._keys, kind.on_device, self.knows_changes)
+        """How calls are made of a user's arguments; a kind of store may have its own."""
         self._tables: dict[str, EmbeddingTable] = {}
         self._is_closed = False
         self.waits = {kind: WaitTimes() for kind in ("push", "pull")}
@@ -194,13 +181,11 @@ class KVStore(KVStoreBase, abc.ABC):
         """Initialise keys with the value of rank 0; the other ranks wait for it.
 
         Args:
-            key: a str or int, or a list of them.
+            key, timeout: see :class:`KVStore`.
             value: a tensor or array per key; on ranks other than 0, only its type and shape count.
-            timeout: seconds to wait, instead of the store's.
 
         Raises:
             Mismatch: if a key exists with another type or shape, here or at rank 0.
-            Timeout: if rank 0 does not load a value in time.
 
         Example:
             >>> import torch, kvps
@@ -208,13 +193,9 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.init(["weight", "bias"], [torch.ones(3, 2), torch.zeros(3)])
         """
         self._begin()
-        names, is_many = names_of(key)
-        values = values_of(names, is_many, value)
-        specs = [spec_of(devices[0]) for devices in values]
-        rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
-        keys = tuple(zip(names, specs, strict=True))
-        self._call(calls.Init(self._name, keys, rows), timeout)
-        self._keys.declare(keys)
+        call = self._requests.init(key, value)
+        self._call(call, timeout)
+        self._keys.declare(call.keys)
 
     @timed("push")
     def push(
@@ -229,8 +210,8 @@ class KVStore(KVStoreBase, abc.ABC):
     ) -> Handle | None:
         """Push gradients; several values of one key, one per device, are summed first.
 
-        Returns when the values are copied, so that the caller may reuse them. With ``async_op``, returns a
-        handle at once; the values may be reused after its ``wait()``.
+        Returns when the values are copied, so that the caller may reuse them; with ``async_op``, they may be
+        reused after the handle's ``wait()``.
 
         You can push only some rows of a key of two or more dimensions: as a ``torch.sparse_coo`` tensor of
         the key's shape, or as a tuple ``(row_ids, rows)`` of one-dimensional whole numbers and as many rows.
@@ -238,17 +219,12 @@ class KVStore(KVStoreBase, abc.ABC):
         momenta and weights of the others do not decay.
 
         Args:
-            key: a str or int, or a list of them.
+            key, priority, async_op, timeout: see :class:`KVStore`.
             value: for each key a tensor or array, or rows; or a list of either, one per device.
-            priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: do not wait for the copy.
             weight: what this push counts in the mean of its round, such as its number of samples: a number
                 above 0. Needs a store created with ``average=True``, and whole keys.
-            timeout: seconds until the call fails with Timeout, instead of the store's.
 
         Raises:
-            KeyNotFound: for a key that was never initialised.
-            Mismatch: for another type or shape than the key's.
             ConfigError: for a weight that is not above 0, or in a store without means.
 
         Example:
@@ -261,8 +237,9 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         names, is_many = self._begin_on(key, timeout)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        share = self._weight(weight)
-        tickets = self._pushes(names, is_many, value, urgency, not async_op, limit_s, share)
+        share = weight_of(weight, self.average, self._name)
+        pushes = self._requests.pushes(names, is_many, value, urgency, not async_op, limit_s, share)
+        tickets = [self._start(call, limit_s) for call in pushes]
         if async_op:
             return Handle(tickets[-1], lambda: None, tickets[:-1])
         for ticket in tickets:
@@ -288,28 +265,21 @@ class KVStore(KVStoreBase, abc.ABC):
         In a synchronous store, this is exactly the version after those pushes.
 
         Args:
-            key: a str or int, or a list of them.
+            key, priority, async_op, timeout: see :class:`KVStore`.
             out: for each key a tensor or array to write into, or a list of them, one per device;
                 None returns new tensors.
-            priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: return a handle, whose ``wait()`` returns the result.
             min_version: wait until the key has at least this version.
             copy: False returns views of the servers' memory if the servers are on this host. The tensors are
                 read-only (writing to one ends the process), valid until this rank's next pull of the key, and
                 do not change before it. Needs ``out=None``.
-            timeout: seconds to wait, instead of the store's.
 
         Raises:
-            KeyNotFound: for a key that was never initialised.
-            Mismatch: if an output has another type or shape than its key.
-            Timeout: naming the ranks that have not pushed.
-            WorkerLost: if a round waits for a worker that ended.
+            NonFinite: if a gradient was not finite, in a store created with ``on_nonfinite="error"``.
         """
         names, is_many = self._begin_on(key, timeout)
-        wanted = self._wanted(names, is_many, out, copy)
         urgency, least = priority_of(names, priority), version_of(min_version)
-        call = calls.PullValues(self._name, names, wanted.sinks, urgency, least)
-        return self._result(self._start(call, self._limit(timeout)), wanted, async_op)
+        request = self._requests.pull(names, is_many, out, copy, urgency, least)
+        return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
     def pushpull(
@@ -330,22 +300,17 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         names, is_many = self._begin_on(key, timeout)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        share = self._weight(weight)
-        pushes: list[Ticket] = []
-        call: calls.Call
-        given = value if is_many else [value]
-        plain = self._plain(names, given)
-        if plain is None and not are_dense(given) and have_rows(names, given, self._specs):
-            wanted = self._wanted(names, is_many, out, copy)
-            pushes = self._pushes(names, is_many, value, urgency, False, limit_s, share)
-            call = calls.PullValues(self._name, names, wanted.sinks, urgency, 0)
-        else:
-            if plain is None:
-                plain = self._rows(names, is_many, value, limit_s)
-            rows = weighted(plain, share)
-            wanted = self._wanted(names, is_many, out, copy)
-            call = calls.PushValues(self._name, names, rows, wanted.sinks, urgency, False, share)
-        return self._result(self._start(call, limit_s), wanted, async_op, pushes)
+        request = self._requests.pushpull(
+            names,
+            is_many,
+            value,
+            out,
+            copy,
+            urgency,
+            limit_s,
+            weight_of(weight, self.average, self._name),
+        )
+        return self._answer(request, limit_s, async_op)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
         """Return an uninitialised tensor like the key, which is pushed without a copy.
@@ -356,12 +321,8 @@ class KVStore(KVStoreBase, abc.ABC):
         shares memory, it is an ordinary tensor.
 
         Args:
-            key: a str or int, or a list of them. Tensors of one call lie in memory in the order of
+            key, timeout: see :class:`KVStore`. Tensors of one call lie in memory in the order of
                 their keys on the servers, so ask for all at once.
-            timeout: seconds to wait, instead of the store's.
-
-        Raises:
-            KeyNotFound: for a key that was never initialised.
 
         Example:
             >>> import torch, kvps
@@ -389,16 +350,11 @@ class KVStore(KVStoreBase, abc.ABC):
         The k-th call of a key matches the k-th call on every other worker; all workers wait for each other.
         """
         self._begin()
-        names, is_many = names_of(key)
-        values = values_of(names, is_many, value)
-        specs = {name: spec_of(devices[0]) for name, devices in zip(names, values, strict=True)}
-        wanted = outcome_for(names, is_many, out, specs)
-        rows = rows_of([devices[:1] for devices in values], self._kind.on_device)
-        assert isinstance(wanted.sinks, tuple)
-        call = calls.Broadcast(self._name, tuple(specs.items()), rows, wanted.sinks)
+        call, wanted = self._requests.broadcast(key, value, out)
         ticket = self._start(call, self._limit(timeout))
-        self._keys.declare(specs.items())
-        return self._result(ticket, wanted, async_op=False)
+        self._keys.declare(call.keys)
+        ticket.wait()
+        return wanted.result(ticket.value)
 
     # --- rows --------------------------------------------------------------------------------------
 
@@ -418,24 +374,20 @@ class KVStore(KVStoreBase, abc.ABC):
         All rows of a key have the same version.
 
         Args:
-            key: a str or int, or a list of them, each of two or more dimensions.
+            key, priority, async_op, timeout: see :class:`KVStore`; each key has two or more dimensions.
             out: None returns a new tensor. A tensor of the key's shape: only the pulled rows are written. A
                 tensor of the rows' shape: the rows are written in the order of ``row_ids``. Or a list of
                 either, one per device; for a list of keys, a list of these.
             row_ids: numbers of rows, a tensor, an array or a list, in any order and shape, repeats
                 allowed; for a list of keys, a list of these.
-            priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: return a handle, whose ``wait()`` returns the result.
-            timeout: seconds to wait, instead of the store's.
 
         Returns:
             The rows in the order of ``row_ids``, as a tensor of its shape with the further
             dimensions of the key behind it; or ``out``.
 
         Raises:
-            KeyNotFound: for a key that was never initialised.
-            Mismatch: for a number outside the rows of the key, or an output that does not fit.
-            ConfigError: without ``row_ids``. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+            Mismatch: for a number outside the rows of the key. ConfigError: without ``row_ids``.
+            NonFinite: as :meth:`pull`.
 
         Example:
             >>> import torch, kvps
@@ -447,17 +399,9 @@ class KVStore(KVStoreBase, abc.ABC):
                     [0., 0.]])
         """
         names, is_many = self._begin_on(key, timeout)
-        picks = picks_of(names, is_many, self._specs, row_ids, out)
-        ids = tuple([pick.ids for pick in picks])
-        places = tuple([pick.places for pick in picks])
-        call = calls.PullKeyRows(self._name, names, ids, places, priority_of(names, priority))
-        ticket = self._start(call, self._limit(timeout))
-
-        def deliver(tables: Any) -> object:
-            results = [pick.deliver(rows) for pick, rows in zip(picks, tables, strict=True)]
-            return (out if out is not None else results) if is_many else results[0]
-
-        return self._result(ticket, Outcome(None, deliver), async_op)
+        urgency = priority_of(names, priority)
+        request = self._requests.pull_rows(names, is_many, row_ids, out, urgency)
+        return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
     def refresh(
@@ -482,20 +426,16 @@ class KVStore(KVStoreBase, abc.ABC):
         stay in rows that did not change.)
 
         Args:
-            key: a str or int, or a list of them.
+            key, priority, async_op, timeout: see :class:`KVStore`; ``out`` is written to by the handle's ``wait()``.
             out: a tensor of the key's shape or a list of them, one per device; for a list of keys, a list
                 of these.
             held: what the last call for this key and ``out`` returned; for a list of keys, a list.
-            priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: return a handle, whose ``wait()`` writes to ``out`` and returns the result.
-            timeout: seconds to wait, instead of the store's.
 
         Returns:
             What ``out`` holds, for the next call; for a list of keys, a list.
 
         Raises:
-            KeyNotFound: for a key that was never initialised.
-            Mismatch: for an output that does not fit. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+            NonFinite: as :meth:`pull`.
 
         Example:
             >>> import torch, kvps
@@ -511,11 +451,9 @@ class KVStore(KVStoreBase, abc.ABC):
                     [-0.5000, -0.5000]])
         """
         names, is_many = self._begin_on(key, timeout)
-        copies = Copies(names, is_many, out, held, self._specs, is_direct=not async_op)
-        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        ticket, fresh = self._refreshed(names, copies.sinks, copies.marks, urgency, limit_s)
-        wanted = Outcome(None, lambda value: copies.deliver(fresh(value)))
-        return self._result(ticket, wanted, async_op)
+        urgency = priority_of(names, priority)
+        request = self._requests.refresh(names, is_many, out, held, urgency, is_direct=not async_op)
+        return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
     def pull_changed(
@@ -534,19 +472,15 @@ class KVStore(KVStoreBase, abc.ABC):
         sum of a round names it, and also if the round before did, because it is 0 again.
 
         Args:
-            key: a str or int, or a list of them, each of two or more dimensions.
+            key, priority, async_op, timeout: see :class:`KVStore`; each key has two or more dimensions.
             held: the ``held`` of the last call's result; for a list of keys, a list.
-            priority: keys of a higher priority travel first; a list gives each key its own.
-            async_op: return a handle, whose ``wait()`` returns the result.
-            timeout: seconds to wait, instead of the store's.
 
         Returns:
             :class:`~kvps.store.row_copies.RowChanges`: ``row_ids``, ascending, ``rows`` and ``held``; for a
             list of keys, a list.
 
         Raises:
-            KeyNotFound: for a key that was never initialised.
-            Mismatch: for a key without rows. Timeout, WorkerLost, NonFinite: as :meth:`pull`.
+            Mismatch: for a key without rows. NonFinite: as :meth:`pull`.
 
         Example:
             >>> import torch, kvps
@@ -557,16 +491,9 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([0, 1])
         """
         names, is_many = self._begin_on(key, timeout)
-        marks = marks_of(names, is_many, held)
-        specs = [table_of(name, self._specs[name]) for name in names]
-        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        ticket, fresh = self._refreshed(names, (None,) * len(names), marks, urgency, limit_s)
-
-        def deliver(value: object) -> object:
-            changes = [changes_of(*pair) for pair in zip(specs, fresh(value), strict=True)]
-            return changes if is_many else changes[0]
-
-        return self._result(ticket, Outcome(None, deliver), async_op)
+        urgency = priority_of(names, priority)
+        request = self._requests.pull_changed(names, is_many, held, urgency)
+        return self._answer(request, self._limit(timeout), async_op)
 
     # --- versions and workers -------------------------------------------------------------------------
 
@@ -606,9 +533,6 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Afterwards every worker's earlier pushes are visible. Calls without a name are numbered per store; a
         replacement of a lost worker passes the barriers that were released before.
-
-        Raises:
-            Timeout: if others are late; WorkerLost: if a worker ended.
         """
         self._begin()
         self._call(calls.StandAtBarrier(self._name, name), timeout)
@@ -627,15 +551,11 @@ class KVStore(KVStoreBase, abc.ABC):
         push of a key belongs to the same round on every worker. While it waits, this worker cannot push;
         other stores are not affected.
 
-        Args:
-            timeout: seconds to wait, instead of the store's.
-
         Returns:
             The rank that joined last, the same on every worker: it has seen every round.
 
         Raises:
             Timeout: naming the ranks that have not joined; call again to continue waiting.
-            WorkerLost: if such a rank ended, and no replacement comes.
 
         Example:
             >>> for x, y in batches:  # other workers may have more of them  # doctest: +SKIP
@@ -688,9 +608,6 @@ class KVStore(KVStoreBase, abc.ABC):
         Args:
             servers: also ask the servers, in one round trip, for the numbers of
                 ``kvps.store.metrics.SERVER_NAMES``: staleness, lateness, dropped and open rounds.
-
-        Raises:
-            Timeout: with ``servers``, if they do not answer in time.
 
         Example:
             >>> import torch, kvps
@@ -756,7 +673,7 @@ class KVStore(KVStoreBase, abc.ABC):
                 ``{"rows": n}`` the oldest beyond n rows; or both.
             dtype: type of the rows: float32, float64, or a half type, whose gradients are summed in float32.
             seed: seed of the initial values; None derives it from the name.
-            timeout: seconds to wait, instead of the store's.
+            timeout: see :class:`KVStore`.
 
         Raises:
             ConfigError: naming the invalid argument.
@@ -770,19 +687,12 @@ class KVStore(KVStoreBase, abc.ABC):
             torch.Size([2, 16])
         """
         self._begin()
-        (title,), _ = names_of(name)
-        if title != name or len(title) > KEY_MAX - len(EMBEDDING):
-            raise ConfigError(
-                f"a table's name is a str of 1 to {KEY_MAX - len(EMBEDDING)} characters, got "
-                f"{name!r:.60}"
-            )
-        recipe = recipe_of(name, dim, init, optimizer, admit, evict, dtype, seed, **hyper)
+        recipe = recipe_of(
+            table_name_of(name), dim, init, optimizer, admit, evict, dtype, seed, **hyper
+        )
         known = self._tables.get(name)
-        if known is not None and (difference := known.recipe.difference(recipe)):
-            raise Mismatch(
-                f"table {name!r} of store {self._name!r} already exists with another {difference}; give the "
-                "same arguments, or give the second table another name"
-            )
+        if known is not None:
+            known.demand(recipe)
         table = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, table)
 
@@ -799,7 +709,7 @@ class KVStore(KVStoreBase, abc.ABC):
         Args:
             optimizer: a name (``"sgd"``, ``"adam"``, …) or an instance of a torch optimizer, whose class and
                 hyper-parameters are used.
-            timeout: seconds to wait, instead of the store's.
+            timeout: see :class:`KVStore`.
             **hyper: hyper-parameters, such as ``lr``, ``momentum``, ``weight_decay``,
                 ``rescale_grad``, ``clip_gradient``, ``multi_precision``, ``lr_mult={key: factor}``.
 
@@ -893,7 +803,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Args:
             tag: a name to find it by.
-            timeout: seconds to wait, instead of the store's.
+            timeout: see :class:`KVStore`.
 
         Raises:
             ConfigError: without a place for checkpoints (``kvps-server --checkpoint-dir``, or
@@ -915,7 +825,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
         Args:
             tag: restore the newest checkpoint with this tag; None for the newest of all.
-            timeout: seconds to wait, instead of the store's.
+            timeout: see :class:`KVStore`.
 
         Raises:
             ConfigError: without a place for checkpoints. StorageError: if there is none, or it
@@ -970,7 +880,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         rules = rules_of(compression_params)
         self._call(calls.Compress(self._name, rules))
-        self._compression = rules
+        self._requests.compression = rules
 
     def compression_state(self) -> dict[str, torch.Tensor]:
         """Return the compression residuals of this rank's pushes, by key.
@@ -1058,20 +968,6 @@ class KVStore(KVStoreBase, abc.ABC):
                 error.was_raised = True
                 raise error
 
-    def _weight(self, weight: float) -> float:
-        """Return the weight of a push.
-
-        Raises:
-            ConfigError: if it is no weight, or the store computes no means.
-        """
-        share = weight_of(weight)
-        if share != 1 and not self.average:
-            raise ConfigError(
-                f"weight={weight} needs a mean, and store {self._name!r} computes sums; create a dist_sync "
-                "store with average=True"
-            )
-        return share
-
     def _limit(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
 
@@ -1109,105 +1005,10 @@ class KVStore(KVStoreBase, abc.ABC):
             self._keys.demand(names)
         return names, is_many
 
-    def _pushes(
-        self,
-        names: tuple[str, ...],
-        is_many: bool,
-        value: object,
-        urgency: Numbers,
-        eager: bool,
-        limit_s: float,
-        weight: float,
-    ) -> list[Ticket]:
-        """Push dense values in one call, and any rows in another."""
-        given = value if is_many else [value]
-        plain = self._plain(names, given)
-        if plain is None and (are_dense(given) or not have_rows(names, given, self._specs)):
-            plain = self._rows(names, is_many, value, limit_s)
-        if plain is not None:
-            values = weighted(plain, weight)
-            call = calls.PushValues(self._name, names, values, None, urgency, eager, weight)
-            return [self._start(call, limit_s)]
-        if weight != 1:
-            raise ConfigError(
-                f"weight={weight} with rows: only pushes of whole keys have a weight; push dense tensors"
-            )
-        assert isinstance(given, list | tuple)
-        dense, sparse = apart(names, given, self._specs)
-        tickets = []
-        if dense:
-            whole = tuple([names[index] for index in dense])
-            values = self._rows(whole, True, [given[index] for index in dense], limit_s)
-            each = alike([of_key(urgency, index) for index in dense])
-            call = calls.PushValues(self._name, whole, values, None, each, eager)
-            tickets.append(self._start(call, limit_s))
-        tables = tuple([names[index] for index in sparse])
-        each = alike([of_key(urgency, index) for index in sparse])
-        parts = tuple([part for rows in sparse.values() for part in rows])
-        tickets.append(
-            self._start(calls.PushKeyRows(self._name, tables, parts, each, eager), limit_s)
-        )
-        return tickets
-
-    def _plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
-        """Return a list of values that are rows as they are, one for each key; None for any other."""
-        form = self._keys.form(names)
-        if form is None or not form.fits(given):
-            return None
-        return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
-
-    def _rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key: its value as it is, or the sum of its values."""
-        plain = self._plain(names, value if is_many else [value])
-        if plain is not None:
-            return plain
-        values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push")
-        return self._rows_of(names, values, limit_s)
-
-    def _rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key: the sum of its values, in this machine's memory."""
-        return rows_of(values, self._kind.on_device)
-
-    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
-        """Return the end of a pull: where its values go."""
-        if not copy:
-            if out is not None:
-                raise ConfigError(COPY_FALSE)
-            return Outcome(calls.Views.VIEWS, lambda views: views if is_many else views[0])
-        form = self._keys.form(names)
-        given = out if is_many else [out]
-        if form is not None and form.fits_as_sinks(given):
-            return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # as above
-        return outcome_for(names, is_many, out, self._specs)
-
-    def _refreshed(
-        self,
-        names: tuple[str, ...],
-        sinks: tuple[torch.Tensor | None, ...],
-        marks: Marks,
-        priority: Numbers,
-        limit_s: float,
-    ) -> tuple[Ticket, Callable[[Any], Sequence[Fresh]]]:
-        """Ask for the changes; return the ticket, and a function that makes :class:`Fresh` of its value.
-
-        In a store that does not record changes, these are all rows, in new tensors.
-        """
-        if self.knows_changes:
-            call = calls.Refresh(self._name, names, sinks, marks, priority)
-            return self._start(call, limit_s), lambda fresh: fresh
-        wanted = self._wanted(names, is_many=True, out=None, copy=True)
-        pull = calls.PullValues(self._name, names, wanted.sinks, priority, 0)
-        return self._start(pull, limit_s), lambda value: [
-            Fresh(None, whole=tensor) for tensor in wanted.result(value)
-        ]
-
-    def _result(
-        self, ticket: Ticket, wanted: Outcome, async_op: bool, before: Sequence[Ticket] = ()
-    ) -> Any:
-        handle = Handle(ticket, lambda: wanted.result(ticket.value), before)
+    def _answer(self, request: Request, limit_s: float, async_op: bool) -> Any:
+        """Start the calls of a request; return its result, or a handle for it."""
+        before = [self._start(call, limit_s) for call in request.before]
+        ticket = self._start(request.call, limit_s)
+        result = request.outcome.result
+        handle = Handle(ticket, lambda: result(ticket.value), before)
         return handle if async_op else handle.wait()

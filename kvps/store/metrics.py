@@ -7,6 +7,7 @@ logs all of them; a number that a kind of store does not have is 0, and a ratio 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from kvps.protocol.stores import StatusIs
 
@@ -42,6 +43,17 @@ SERVER_NAMES: Mapping[str, str] = {
     "oldest_round_s": "Age of the oldest open round in seconds; 0 for none.",
 }
 """Name -> meaning, of what the servers are asked for."""
+
+
+class Straggler(NamedTuple):
+    """A rank that an open round waits for."""
+
+    rank: int
+    key: str
+    """One key of that round."""
+    round: int
+    age_s: float
+    """Seconds since the round was opened."""
 
 
 def of_servers(

@@ -17,16 +17,14 @@ from kvps.core.worker import calls
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
-from kvps.runtime.cuda_staging import ready_on_device
 from kvps.runtime.ticket import Handle, Ticket, timed
-from kvps.store.arguments import check_values, reduce, values_of
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.store.kvstore import KVStore, Straggler
-from kvps.store.metrics import of_servers
+from kvps.store.kvstore import KVStore
+from kvps.store.metrics import Straggler, of_servers
 from kvps.store.names import Kind
+from kvps.store.server_requests import ServerRequests
 from kvps.store.session import Session
-from kvps.tensors import Array
 
 log = logging.getLogger("kvps")
 
@@ -56,6 +54,10 @@ class DistStore(KVStore):
         self._opened = opened
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
+        self._requests = ServerRequests(
+            *(opened.store, self._keys, kind.on_device),
+            *(codec, session.staging, self._allocate),
+        )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
         session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
 
@@ -160,7 +162,7 @@ class DistStore(KVStore):
         keys = tuple(names)
         tensors = self._call(calls.Allocate(self._name, keys, is_lent=True))
         assert isinstance(tensors, list)
-        settings = (self._compression.setting_of(key, self._specs[key]) for key in keys)
+        settings = map(self._requests.setting_of, keys)
         return [
             None if setting is not None else one
             for one, setting in zip(tensors, settings, strict=True)
@@ -180,7 +182,7 @@ class DistStore(KVStore):
         :class:`~kvps.core.worker.consistent_read.HeldValues`, which are to be written before the next push.
         """
         keys, _ = self._begin_on(list(names), None)
-        rows = self._rows(keys, True, list(values), self._timeout_s)
+        rows = self._requests.rows(keys, True, list(values), self._timeout_s)
         call = calls.PushValues(self._name, keys, rows, calls.Views.HELD, priority, eager=False)
         ticket = self._start(call, self._timeout_s)
         return Handle(ticket, lambda: ticket.value)
@@ -193,51 +195,10 @@ class DistStore(KVStore):
         answer = None if self._codec is None else self._codec.answer(call)
         return answer or self._session.call(call, limit_s)
 
-    def _plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
-        if self._codec is not None and not self._compression.are_off:
-            return None
-        return super()._plain(names, given)
-
-    def _rows(
-        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        if self._codec is None or self._compression.are_off:
-            return super()._rows(names, is_many, value, limit_s)
-        values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push")
-        settings = [self._compression.setting_of(name, self._specs[name]) for name in names]
-        decoded = [
-            devices if setting is None else self._codec.decoded(name, setting, devices)
-            for name, setting, devices in zip(names, settings, values, strict=True)
-        ]
-        return self._rows_of(names, decoded, limit_s)
-
-    def _rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        def allocate(indices: list[int]) -> list[torch.Tensor]:
-            keys = tuple([names[index] for index in indices])
-            tensors = self._start(calls.Allocate(self._name, keys), limit_s).wait()
-            assert isinstance(tensors, list)
-            return tensors
-
-        reduced = [reduce(devices, self._kind.on_device) for devices in values]
-        rows: list[torch.Tensor | None] = [
-            ready_on_device(row)
-            if row.is_cuda
-            and self._codec is None
-            and self._compression.setting_of(name, self._specs[name])
-            else None  # a compressed row leaves its device as few bytes
-            for name, row in zip(names, reduced, strict=True)
-        ]
-        left = [index for index, row in enumerate(rows) if row is None]
-        brought = self._session.staging.bring(
-            [reduced[index] for index in left],
-            lambda indices: allocate([left[index] for index in indices]),
-        )
-        for index, row in zip(left, brought, strict=True):
-            rows[index] = row
-        return tuple([row for row in rows if row is not None])
+    def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
+        tensors = self._start(calls.Allocate(self._name, names), limit_s).wait()
+        assert isinstance(tensors, list)
+        return tensors
 
     def _close(self) -> None:
         if self._session.is_over:

@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 
@@ -33,7 +33,6 @@ from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.phrases import ranks_in_words
-from kvps.runtime.cuda_staging import bring_back
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
@@ -41,12 +40,13 @@ from kvps.store.allreduce.group import CollectiveGroup
 from kvps.store.allreduce.latest_values import CollectiveTicket, LatestValues
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.allreduce.rendezvous import Rendezvous
-from kvps.store.arguments import Outcome, reduce, targets_for
+from kvps.store.allreduce.requests import AllreduceRequests, deliver
 from kvps.store.base import KVStoreBase
-from kvps.store.kvstore import COPY_FALSE, KVStore, Straggler
+from kvps.store.kvstore import KVStore
+from kvps.store.metrics import Straggler
 from kvps.store.names import Kind
 from kvps.store.rows import dense_of, rows_in, taken
-from kvps.tensors import TORCH, Array
+from kvps.tensors import TORCH
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -81,6 +81,7 @@ class AllreduceStore(KVStore):
     ) -> None:
         """Connect; ``endings`` is told, so that the store ends with what it is part of."""
         super().__init__(kind, meeting.name, timeout_s)
+        self._requests = AllreduceRequests(meeting.name, self._keys, kind.on_device, False)
         self._rank, self._size = meeting.rank, meeting.size
         self._stood: dict[bytes, Collective] = {}
         """Digest -> a collective that has timed out, and that the same call made again waits for."""
@@ -206,7 +207,7 @@ class AllreduceStore(KVStore):
         plan = BucketPlan("broadcast", call.keys, "cpu")
         collective = self._spread(plan, call.keys, call.rows, limit_s)
         self.wait(collective, limit_s, limit_s)
-        _deliver(call.sinks, collective.result())
+        deliver(call.sinks, collective.result())
 
     def _resume(self, names: tuple[str, ...], limit_s: float) -> int:
         """Return the number of pushes of these keys: no rank is ever replaced."""
@@ -251,14 +252,6 @@ class AllreduceStore(KVStore):
 
         names = [name for name, _ in keys]
         return self._values.begin(Collective(plan.words, make, names), 0, limit_s)
-
-    def _rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
-    ) -> tuple[torch.Tensor, ...]:
-        reduced = [reduce(devices, self._kind.on_device) for devices in values]
-        if len({row.device for row in reduced}) > 1:  # one collective is of one device
-            reduced = [row.cpu() for row in reduced]
-        return tuple(reduced)
 
     def _figures(self) -> dict[str, float]:
         rounds = max(self._push_counts.values(), default=0)
@@ -328,33 +321,6 @@ class AllreduceStore(KVStore):
     ) -> Ticket:
         """Return the ticket of a call that waits for the newest values of some keys."""
         return CollectiveTicket(names, self._values.of(names), limit_s, self.wait, read)
-
-    def _wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
-        if out is None:
-
-            def returned(rows: Any) -> object:
-                if not copy:
-                    return rows if is_many else rows[0]
-                copies = [row.clone() if row.device.type == "cpu" else row.cpu() for row in rows]
-                return copies if is_many else copies[0]
-
-            return Outcome((), returned)
-        if not copy:
-            raise ConfigError(COPY_FALSE)
-        form = self._keys.form(names)
-        given: Any = out if is_many else [out]
-        if form is not None and form.fits_as_sinks(given):
-            targets, places = list(given), list(range(len(given)))
-        else:  # several of one key, or such as must be looked at
-            lists = targets_for(names, is_many, out, self._specs)
-            targets = [target for devices in lists for target in devices]
-            places = [index for index, devices in enumerate(lists) for _ in devices]
-
-        def deliver(rows: Any) -> object:
-            _deliver(targets, [rows[place] for place in places])
-            return out
-
-        return Outcome((), deliver)
 
     def __exit__(
         self,
@@ -428,17 +394,3 @@ class AllreduceStore(KVStore):
                 self._plans.clear()
             self._plans[verb, names, device] = known
         return known
-
-
-@torch.no_grad()
-def _deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    """Copy each row into its target, a tensor of the user's, wherever either is."""
-    if all(row.is_cpu for row in (*targets, *rows)):
-        torch._foreach_copy_(list(targets), list(rows))  # all at once: there may be thousands
-        return
-    pairs = list(zip(targets, rows, strict=True))
-    bring_back([(target, row) for target, row in pairs if row.is_cpu])
-    for target, row in pairs:
-        if row.is_cuda:
-            target.copy_(row)
-            row.record_stream(torch.cuda.current_stream(row.device))

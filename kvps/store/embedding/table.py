@@ -99,6 +99,18 @@ class EmbeddingTable:
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 
+    def demand(self, recipe: EmbeddingSpec) -> None:
+        """Check that a second call for this table has the arguments of the first.
+
+        Raises:
+            Mismatch: naming the argument that differs.
+        """
+        if difference := self.recipe.difference(recipe):
+            raise Mismatch(
+                f"table {self.name!r} of store {self.store.name!r} already exists with another {difference}; give "
+                "the same arguments, or give the second table another name"
+            )
+
     def pull(self, ids: object, *, timeout: float | None = None) -> torch.Tensor:
         """Return the rows of ``ids``, after this rank's own pushes of the table.
 

@@ -1,0 +1,264 @@
+"""Requests of a store: a user's arguments made into the calls of a worker core, and the result made of their answers.
+
+:class:`Requests` checks keys, values and outputs, reduces the values of several devices to one row for each key, and
+says where a result is written. It starts no call: :class:`~kvps.store.kvstore.KVStore` does. A kind of store may make
+rows, or write results, in a way of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kvps.compression.policy import OFF, KeyCompression
+from kvps.core.worker import calls
+from kvps.core.worker.calls import Fresh
+from kvps.core.worker.plan import Numbers, alike, of_key
+from kvps.errors import ConfigError
+from kvps.store.arguments import (
+    KnownKeys,
+    Outcome,
+    are_dense,
+    check_values,
+    names_of,
+    outcome_for,
+    rows_of,
+    values_of,
+    weighted,
+)
+from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
+from kvps.store.rows import apart, have_rows, picks_of, table_of
+from kvps.tensors import Array, spec_of
+
+COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
+
+
+class Request(NamedTuple):
+    """One call of a user's: what is to be started, and the result."""
+
+    call: calls.Call
+    outcome: Outcome
+    before: Iterable[calls.Call] = ()
+    """Calls that are started before it, one by one, and end before its result is there."""
+
+
+class Requests:
+    """The requests of one store, by the method of the store that a user has called.
+
+    Args:
+        store: the name of the store.
+        keys: the keys that it knows.
+        on_device: values of several devices are summed on the first of them, and not on the CPU.
+        knows_changes: the store can return only the changed rows of a table.
+    """
+
+    def __init__(self, store: str, keys: KnownKeys, on_device: bool, knows_changes: bool) -> None:
+        self._store = store
+        self._keys = keys
+        self._specs = keys.specs
+        self._on_device = on_device
+        self._knows_changes = knows_changes
+        self.compression = OFF
+        """The user's settings: which keys are pushed as fewer bytes."""
+
+    def setting_of(self, name: str) -> KeyCompression | None:
+        """Return the compression of a key; None for none."""
+        return self.compression.setting_of(name, self._specs[name])
+
+    # --- keys that are made -----------------------------------------------------------------------
+
+    def init(self, key: object, value: object) -> calls.Init:
+        """Return the call that initialises keys."""
+        names, is_many = names_of(key)
+        values = values_of(names, is_many, value)
+        specs = [spec_of(devices[0]) for devices in values]
+        rows = rows_of([devices[:1] for devices in values], self._on_device)
+        return calls.Init(self._store, tuple(zip(names, specs, strict=True)), rows)
+
+    def broadcast(self, key: object, value: object, out: object) -> tuple[calls.Broadcast, Outcome]:
+        """Return the call that gives rank 0's values to all, and its outcome."""
+        names, is_many = names_of(key)
+        values = values_of(names, is_many, value)
+        specs = {name: spec_of(devices[0]) for name, devices in zip(names, values, strict=True)}
+        wanted = outcome_for(names, is_many, out, specs)
+        rows = rows_of([devices[:1] for devices in values], self._on_device)
+        assert isinstance(wanted.sinks, tuple)
+        return calls.Broadcast(self._store, tuple(specs.items()), rows, wanted.sinks), wanted
+
+    # --- values that are pushed and pulled --------------------------------------------------------
+
+    def pushes(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        value: object,
+        urgency: Numbers,
+        eager: bool,
+        limit_s: float,
+        weight: float,
+    ) -> Iterator[calls.Call]:
+        """Push dense values in one call, and any rows in another."""
+        given = value if is_many else [value]
+        plain = self.plain(names, given)
+        if plain is None and (are_dense(given) or not have_rows(names, given, self._specs)):
+            plain = self.rows(names, is_many, value, limit_s)
+        if plain is not None:
+            rows = weighted(plain, weight)
+            yield calls.PushValues(self._store, names, rows, None, urgency, eager, weight)
+            return
+        if weight != 1:
+            raise ConfigError(
+                f"weight={weight} with rows: only pushes of whole keys have a weight; push dense tensors"
+            )
+        assert isinstance(given, list | tuple)
+        dense, sparse = apart(names, given, self._specs)
+        if dense:
+            whole = tuple([names[index] for index in dense])
+            rows = self.rows(whole, True, [given[index] for index in dense], limit_s)
+            each = alike([of_key(urgency, index) for index in dense])
+            yield calls.PushValues(self._store, whole, rows, None, each, eager)
+        tables = tuple([names[index] for index in sparse])
+        each = alike([of_key(urgency, index) for index in sparse])
+        parts = tuple([part for found in sparse.values() for part in found])
+        yield calls.PushKeyRows(self._store, tables, parts, each, eager)
+
+    def pull(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        out: object,
+        copy: bool,
+        urgency: Numbers,
+        least: int,
+    ) -> Request:
+        """Pull whole keys of at least version ``least``."""
+        wanted = self.wanted(names, is_many, out, copy)
+        return Request(calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted)
+
+    def pushpull(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        value: object,
+        out: object,
+        copy: bool,
+        urgency: Numbers,
+        limit_s: float,
+        weight: float,
+    ) -> Request:
+        """Push and pull in one call; if there are rows, in several."""
+        given = value if is_many else [value]
+        plain = self.plain(names, given)
+        if plain is None:
+            if not are_dense(given) and have_rows(names, given, self._specs):
+                request = self.pull(names, is_many, out, copy, urgency, 0)
+                pushes = self.pushes(names, is_many, value, urgency, False, limit_s, weight)
+                return request._replace(before=pushes)
+            plain = self.rows(names, is_many, value, limit_s)
+        rows = weighted(plain, weight)
+        wanted = self.wanted(names, is_many, out, copy)
+        call = calls.PushValues(self._store, names, rows, wanted.sinks, urgency, False, weight)
+        return Request(call, wanted)
+
+    # --- rows that are pulled -----------------------------------------------------------------------
+
+    def pull_rows(
+        self, names: tuple[str, ...], is_many: bool, row_ids: object, out: object, urgency: Numbers
+    ) -> Request:
+        """Pull the rows ``row_ids``."""
+        picks = picks_of(names, is_many, self._specs, row_ids, out)
+        ids = tuple([pick.ids for pick in picks])
+        places = tuple([pick.places for pick in picks])
+
+        def deliver(tables: Any) -> object:
+            results = [pick.deliver(rows) for pick, rows in zip(picks, tables, strict=True)]
+            return (out if out is not None else results) if is_many else results[0]
+
+        call = calls.PullKeyRows(self._store, names, ids, places, urgency)
+        return Request(call, Outcome(None, deliver))
+
+    def refresh(
+        self,
+        names: tuple[str, ...],
+        is_many: bool,
+        out: object,
+        held: object,
+        urgency: Numbers,
+        is_direct: bool,
+    ) -> Request:
+        """Bring ``out`` up to date; ``is_direct``: its owner waits until that is done."""
+        copies = Copies(names, is_many, out, held, self._specs, is_direct=is_direct)
+        return self._changes(names, copies.sinks, copies.marks, urgency, copies.deliver)
+
+    def pull_changed(
+        self, names: tuple[str, ...], is_many: bool, held: object, urgency: Numbers
+    ) -> Request:
+        """Pull the rows that changed since ``held``."""
+        marks = marks_of(names, is_many, held)
+        specs = [table_of(name, self._specs[name]) for name in names]
+
+        def deliver(found: Sequence[Fresh]) -> object:
+            changes = [changes_of(*pair) for pair in zip(specs, found, strict=True)]
+            return changes if is_many else changes[0]
+
+        return self._changes(names, (None,) * len(names), marks, urgency, deliver)
+
+    def _changes(
+        self,
+        names: tuple[str, ...],
+        sinks: tuple[torch.Tensor | None, ...],
+        marks: Marks,
+        urgency: Numbers,
+        deliver: Callable[[Sequence[Fresh]], object],
+    ) -> Request:
+        """Ask for the changes; in a store that does not record them, for all rows, in new tensors."""
+        if self._knows_changes:
+            refresh = calls.Refresh(self._store, names, sinks, marks, urgency)
+            return Request(refresh, Outcome(None, deliver))
+        wanted = self.wanted(names, is_many=True, out=None, copy=True)
+
+        def all_rows(value: Any) -> object:
+            return deliver([Fresh(None, whole=tensor) for tensor in wanted.result(value)])
+
+        pull = calls.PullValues(self._store, names, wanted.sinks, urgency, 0)
+        return Request(pull, Outcome(None, all_rows))
+
+    # --- what a kind of store may do in its own way ---------------------------------------------------
+
+    def plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
+        """Return a list of values that are rows as they are, one for each key; None for any other."""
+        form = self._keys.form(names)
+        if form is None or not form.fits(given):
+            return None
+        return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+
+    def rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key: its value as it is, or the sum of its values."""
+        plain = self.plain(names, value if is_many else [value])
+        if plain is not None:
+            return plain
+        values = values_of(names, is_many, value)
+        check_values(names, values, self._specs, "push")
+        return self.rows_of(names, values, limit_s)
+
+    def rows_of(
+        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key: the sum of its values, in this machine's memory."""
+        return rows_of(values, self._on_device)
+
+    def wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
+        """Return the end of a pull: where its values go."""
+        if not copy:
+            if out is not None:
+                raise ConfigError(COPY_FALSE)
+            return Outcome(calls.Views.VIEWS, lambda views: views if is_many else views[0])
+        form = self._keys.form(names)
+        given = out if is_many else [out]
+        if form is not None and form.fits_as_sinks(given):
+            return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # it fits: it is a list
+        return outcome_for(names, is_many, out, self._specs)
