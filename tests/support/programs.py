@@ -23,8 +23,11 @@ from shutil import which
 BIN = Path(sys.executable).parent
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables that act when an interpreter, or torch, starts."""
-HARMLESS = ("PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "MKL_NUM_THREADS")
-"""Those of them that act later, or that :func:`take_on` sees to: it sets the number of threads."""
+HARMLESS = (
+    *("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+    *("TORCHINDUCTOR_CACHE_DIR", "MKL_NUM_THREADS"),
+)
+"""Those of them that act later, or that :func:`take_on` sees to."""
 COMMANDS = ("kvps", "kvps-launch", "kvps-scheduler", "kvps-server", "kvps-worker")
 STARTING = ("kvps", "launch", "worker", "main", "bench", "kvps.launchers.agent")
 """The programs that start others, without ``kvps.cli.`` or ``kvps-`` before their names."""
@@ -144,6 +147,7 @@ def take_on(argv: Sequence[str], env: Mapping[str, str]) -> None:
     is_unbuffered = bool(env.get("PYTHONUNBUFFERED"))
     sys.stdout = sys.__stdout__ = _stream(1, is_unbuffered, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _stream(2, is_unbuffered, "backslashreplace")  # type: ignore[misc]
+    sys.dont_write_bytecode = bool(env.get("PYTHONDONTWRITEBYTECODE"))
     if "OMP_NUM_THREADS" in env:
         torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
 
