@@ -118,6 +118,7 @@ class ForkServer:
         self.address = str(folder / "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES_MAX)
+        atexit.register(self._socket.close)
         with _locked(folder):
             try:
                 self._socket.connect(self.address)
