@@ -58,6 +58,7 @@ ROWS: dict[str, Row] = {
     "H=100, topk2bit": ("--sync-every", "100", *PLAIN, *SPARSE),
     "H=30, e3m0, 3 fragments, delay 5": (*("--sync-every", "30"), *DELAYED),
     "H=99, e3m0, 3 fragments, delay 5": (*("--sync-every", "99"), *DELAYED),
+    "H=30, e3m0, 3 fragments, delay 9": (*("--sync-every", "30"), *DELAYED, "--delay", "9"),
     "H=30, quorum, last worker 3x slower": (
         *("--sync-every", "30", *PLAIN, "--quorum", "1", "--slow", "3"),
     ),
