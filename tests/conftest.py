@@ -23,8 +23,13 @@ import pytest
 from tests.support import claims, pairwise, tiers
 
 TESTS = Path(__file__).resolve().parent
-OTHERS_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-"""Variables that pytest sets for each test, and torch when it imports its compiler."""
+OTHERS_VARIABLES = (
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+)
+"""Variables that pytest sets for each test, torch when it imports its compiler, and scikit-learn when it is imported."""
 PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 
 # "[R12]" or "**[R12]**" at the start of a line or list item; "[R12]: …" and "[R12](…)" are links.
