@@ -59,9 +59,8 @@ ROWS: dict[str, Row] = {
     "H=30, e3m0, 3 fragments, delay 5": (*("--sync-every", "30"), *DELAYED),
     "H=99, e3m0, 3 fragments, delay 5": (*("--sync-every", "99"), *DELAYED),
     "H=30, e3m0, 3 fragments, delay 9": (*("--sync-every", "30"), *DELAYED, "--delay", "9"),
-    "H=30, quorum, last worker 3x slower": (
-        *("--sync-every", "30", *PLAIN, "--quorum", "1", "--slow", "3"),
-    ),
+    "H=30, quorum, last worker 3x slower": (*SLOW, "--quorum", "1"),
+    "H=30, quorum, late dropped, last worker 3x slower": (*SLOW, "--quorum", "1", "--late", "drop"),
     "H=30, last worker 3x slower": SLOW,
     "H=30, quorum, last worker 3x slower, by speed": (*SLOW, "--by-speed", "--quorum", "1"),
     "H=30, async, last worker 3x slower, by speed": (*SLOW, *ASYNC),

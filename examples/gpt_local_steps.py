@@ -58,6 +58,9 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quorum", type=int, help="merge without waiting for all workers")
     parser.add_argument(
+        "--late", help="next or drop: what becomes of pushes after a quorum's round"
+    )
+    parser.add_argument(
         "--slow", type=float, default=1.0, help="the last worker takes so many times as long"
     )
     parser.add_argument(
@@ -119,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             compression=compression_of(flags.codec),
             mode=flags.mode,
             quorum=flags.quorum,
+            late=flags.late,
         )
         stores = list(outer.stores)
     rank, workers = stores[0].rank, stores[0].num_workers

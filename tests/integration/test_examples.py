@@ -117,6 +117,7 @@ def test_recommender_counts_steps_and_compares(
     [
         ["--every-step"],
         ["--quorum", "1", "--slow", "2"],
+        ["--quorum", "1", "--late", "drop", "--slow", "2"],
         [
             *("--mode", "async", "--outer", "delayed_nesterov", "--dynamic", "--fragments", "1"),
             *("--slow", "2", "--by-speed", "--first-step", "1"),
