@@ -39,8 +39,8 @@ from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 from kvps.phrases import and_more
 from kvps.store import residual_state
-from kvps.store.autotune.bench import LEVELS, Workload
 from kvps.store.autotune.choice import keeps_priorities
+from kvps.store.autotune.workload import LEVELS, Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
@@ -179,8 +179,10 @@ class Trainer:
         is_on_store: bool | None,
     ) -> HyperParams | None:
         """Return the hyper-parameters of the store's optimizer; None if it runs here."""
-        if is_on_store is False or isinstance(optimizer, str):
-            return None if is_on_store is False else hyper
+        if is_on_store is False:
+            return None
+        if isinstance(optimizer, str):
+            return hyper
         return describe(optimizer, {param: name for name, param in self._params.items()})
 
     # --- steps ------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ meanwhile changes nothing.
 
 A value is given up as soon as the pairs so far leave little hope. It replaces the best settings only if it is faster by
 :data:`GAIN` in the median pair, and if chance would seldom do the same: by Wilcoxon's signed-rank test, or by the number
-of pairs in which it is faster, which disturbed turns do not upset. So the defaults stay unless something else is clearly better, however noisy the times are.
+of pairs in which it is faster, which disturbed turns do not upset. So the defaults stay unless something else is clearly
+better, however noisy the times are.
 
 Every rank makes the same search from the same times, which the ranks have exchanged, and comes to the same end.
 """

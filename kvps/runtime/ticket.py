@@ -100,7 +100,8 @@ class Ticket:
 
     def __init__(self, watch: CallWatch | None = None) -> None:
         self._watch = watch
-        # Locks, which are released then. An Event would take seven times as many calls, and each call has a ticket.
+        # Locks that are released then, and not Events: each call has a ticket, and an Event is made, set and waited for
+        # by Python functions.
         self._copied, self._ended = threading.Lock(), threading.Lock()
         self._copied.acquire()
         self._ended.acquire()

@@ -25,7 +25,7 @@ from torch.futures import Future
 from kvps.errors import ConfigError
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
-from kvps.store.autotune.bench import Workload
+from kvps.store.autotune.workload import Workload
 from kvps.store.kvstore import KVStore
 from kvps.store.names import kind_of
 from kvps.torch.sync.parameter_sync import named, store_of

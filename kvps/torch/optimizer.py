@@ -35,7 +35,7 @@ from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store import residual_state
-from kvps.store.autotune.bench import Workload
+from kvps.store.autotune.workload import Workload
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement

@@ -29,8 +29,8 @@ from kvps.protocol.envelope import Role
 from kvps.runtime import process
 from kvps.runtime.local.current import current as current_cluster
 from kvps.runtime.worker_session import WorkerSession, ending
-from kvps.store.autotune.bench import Workload
 from kvps.store.autotune.choice import settle
+from kvps.store.autotune.workload import Workload
 from kvps.torch.distributed.board import Board
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."

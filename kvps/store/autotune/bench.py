@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvps.core.autotune import Settings, sample
-from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import KvpsError
 from kvps.phrases import bytes_in_words
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store import residual_state
+from kvps.store.autotune.workload import LEVELS, Workload
 from kvps.store.create import create_own
 from kvps.store.server_store import DistStore
 
@@ -40,29 +38,6 @@ GROWTHS, GROWTH_LEAST = 4, 1.25
 """How often a sample is made larger at most, and the factor below which it is not."""
 ROUNDS_MOST, WARM_UP = 10, 2
 """The most rounds of a turn, and the rounds of a new store that are not timed."""
-LEVELS = 8
-"""The number of priorities of parameters, in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """The gradients that a front end is going to push and pull in each step.
-
-    Args:
-        store: the name of a kind of store.
-        params: name -> parameter.
-        average: the store takes means.
-        compression: as for :meth:`kvps.KVStore.set_gradient_compression`; None for none.
-        hyper: returns the hyper-parameters of the store's optimizer; None if it has none.
-        has_levels: priorities are those of the layers' order, all in one call.
-    """
-
-    store: str
-    params: Mapping[str, torch.Tensor]
-    average: bool = False
-    compression: Any = None
-    hyper: Callable[[], HyperParams | None] = lambda: None
-    has_levels: bool = False
 
 
 @dataclass(slots=True)

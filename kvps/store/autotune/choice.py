@@ -24,8 +24,9 @@ from kvps.errors import KvpsError, Timeout
 from kvps.runtime import process
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
-from kvps.store.autotune.bench import OWNER, Bench, Workload, apply
+from kvps.store.autotune.bench import OWNER, Bench, apply
 from kvps.store.autotune.words import chosen, told
+from kvps.store.autotune.workload import Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own, default_chunk_bytes, share_memory
 from kvps.store.names import kind_of

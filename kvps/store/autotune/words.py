@@ -39,6 +39,7 @@ def _tried(trial: Trial) -> str:
 
 
 def chosen(text: str, settings: Settings) -> str:
+    """Return what was chosen before, and by whom."""
     shown = [f"{title} {_shown(name, getattr(settings, name))}" for name, title in TITLES.items()]
     return f"{text}: {', '.join(shown)}"
 

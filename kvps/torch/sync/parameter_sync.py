@@ -23,8 +23,8 @@ import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
-from kvps.store.autotune.bench import Workload
 from kvps.store.autotune.choice import settle
+from kvps.store.autotune.workload import Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
