@@ -1,13 +1,15 @@
-"""The switch interval of the interpreter while calls are in flight."""
+"""The end of a call, and the switch interval of the interpreter while calls are in flight."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvps.runtime.ticket import ShortTurns
+from kvps.errors import KvpsError, Timeout
+from kvps.runtime.ticket import ShortTurns, Ticket
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +58,52 @@ def test_a_fork_has_no_call_in_flight(usual: float) -> None:
     turns.forget()
     turns.begin()
     assert sys.getswitchinterval() == pytest.approx(0.0001)
+
+
+class TestTicket:
+    def test_all_who_wait_go_on_at_the_end(self) -> None:
+        ticket, results = Ticket(), list[object]()
+        waiting = [
+            threading.Thread(target=lambda: results.append(ticket.wait()), daemon=True)
+            for _ in range(3)
+        ]
+        for thread in waiting:
+            thread.start()
+        ticket.end("values", None)
+        for thread in waiting:
+            thread.join(10.0)
+        assert results == ["values"] * 3
+
+    def test_who_comes_later_does_not_wait(self) -> None:
+        ticket = Ticket()
+        ticket.copied()
+        assert not ticket.is_over
+        ticket.wait_copied()
+        ticket.end("values", None)
+        assert ticket.is_over
+        assert [ticket.wait(), ticket.wait()] == ["values", "values"]
+
+    def test_an_end_is_also_that_of_the_copy(self) -> None:
+        ticket = Ticket()
+        ticket.end(None, Timeout("too late"))
+        with pytest.raises(Timeout, match="too late"):
+            ticket.wait_copied()
+        with pytest.raises(Timeout, match="too late"):
+            ticket.wait()
+
+    def test_an_error_after_the_copy_is_told_and_not_raised_by_it(self) -> None:
+        ticket, told = Ticket(), list[KvpsError]()
+        ticket.on_error(told.append)
+        ticket.copied()
+        error = Timeout("too late")
+        ticket.end(None, error)
+        ticket.wait_copied()
+        assert told == [error]
+
+    def test_a_second_end_finds_nobody_waiting(self) -> None:
+        ticket = Ticket()
+        ticket.copied()
+        ticket.copied()
+        ticket.end(1, None)
+        ticket.end(2, None)
+        assert ticket.wait() == 2
