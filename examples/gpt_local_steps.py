@@ -58,7 +58,7 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quorum", type=int, help="merge without waiting for all workers")
     parser.add_argument(
-        "--late", help="next or drop: what becomes of pushes after a quorum's round"
+        "--late", default="drop", help="next or drop: what becomes of pushes after a quorum's round"
     )
     parser.add_argument(
         "--slow", type=float, default=1.0, help="the last worker takes so many times as long"

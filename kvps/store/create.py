@@ -95,7 +95,9 @@ def create(
         grace: seconds that a round waits for the other workers after its quorum; ``"auto"`` is a quarter of the
             time since the last round closed.
         late: what happens to a push whose round has closed: ``"drop"`` does not apply it, ``"next"`` counts it
-            in the first open round without a push of this worker. With either, a push is applied at most once.
+            in the first open round without a push of this worker. With either, a push is applied at most once. With
+            ``"next"``, prefer ``rescale_grad=1 / num_workers`` to ``average``: the mean of a round with few workers
+            is as large as that of all, and workers that push in turns would move the weights too far.
 
     Raises:
         ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.

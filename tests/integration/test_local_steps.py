@@ -418,6 +418,37 @@ def test_average_where_workers_began_from_different_weights(options: dict[str, A
     torch.testing.assert_close(zero[half:], middle, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("late", "shares"), [("drop", (1.0, 0.0)), ("next", (0.5, 0.5))])
+def test_what_becomes_of_steps_whose_round_has_closed(
+    late: str, shares: tuple[float, float]
+) -> None:
+    """A late push is dropped, or moves the weights by its part; pushes in turns move them no further than a mean."""
+    is_first_merged = threading.Event()
+
+    def work(rank: int) -> tuple[Weights, Weights]:
+        model = net()
+        optimizer = inner(model)
+        options: dict[str, Any] = {"sync_every": 1, "quorum": 1, "grace": 0.0, "late": late}
+        with DiLoCo(model, optimizer, "sgd", 1.0, 0.0, **options) as outer:
+            if rank == 1:
+                assert is_first_merged.wait(30)
+            before = net()
+            step(before, inner(before), rank, 0)
+            step(model, optimizer, rank, 0)
+            if rank == 0:
+                is_first_merged.set()
+            outer.join()
+        return weights(before), weights(model)
+
+    (first, merged), (second, same) = run(work)
+    assert all(torch.equal(*pair) for pair in zip(merged, same, strict=True))
+    wanted = [
+        weight - shares[0] * (weight - one) - shares[1] * (weight - two)
+        for weight, one, two in zip(weights(net()), first, second, strict=True)
+    ]
+    torch.testing.assert_close(merged, wanted)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_sync_does_not_merge_again_what_was_merged_after_this_step(alpha: float) -> None:
     """A second merge would be a step of the outer momentum alone."""

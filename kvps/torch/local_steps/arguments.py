@@ -64,6 +64,15 @@ def store_type(mode: object) -> str:
     return STORES[mode]
 
 
+def has_means(mode: str, late: str) -> bool:
+    """Return whether servers compute the mean of a round; else each push counts as one part of the number of workers.
+
+    Where pushes of a round that has closed count in the next, workers that push in turns would each close rounds of
+    their own: by means, every round would move the weights by a whole step.
+    """
+    return mode == "sync" and late == "drop"
+
+
 def share_of(alpha: object) -> float:
     """Return the local share of a merged parameter.
 
@@ -101,13 +110,13 @@ class Weight:
     Args:
         given: None for 1, a number above 0, or ``"tokens"``.
         fragments: the number of fragments.
-        mode: the mode; only a sync store computes means.
+        has_means: whether servers compute means, as :func:`has_means` returns it.
 
     Raises:
         ConfigError: for another weight, or a weight in a store without means.
     """
 
-    def __init__(self, given: object, fragments: int, mode: str) -> None:
+    def __init__(self, given: object, fragments: int, has_means: bool) -> None:
         is_number = isinstance(given, int | float) and not isinstance(given, bool)
         if (
             given is not None
@@ -117,10 +126,10 @@ class Weight:
             )
         ):
             raise ConfigError(f"weight={given!r:.40}: use a number above 0, 'tokens', or None")
-        if given is not None and mode != "sync":
+        if given is not None and not has_means:
             raise ConfigError(
-                f"weight={given!r} needs mode='sync': with mode={mode!r} servers apply each push by itself, "
-                "and compute no mean"
+                f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or late='next', each push counts "
+                "as one part of the number of workers, and servers compute no mean"
             )
         self._given: Any = given
         self._tokens = [0.0] * fragments

@@ -41,6 +41,7 @@ from kvps.store.create import create_own
 from kvps.torch.local_steps.arguments import (
     DELAYED,
     Weight,
+    has_means,
     is_dynamic,
     outer_of,
     share_of,
@@ -98,10 +99,11 @@ class DiLoCo:
         mode: ``"sync"`` waits for the other workers. ``"async"`` applies each pseudo-gradient at once, divided
             by the number of workers.
         weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
-            :meth:`add_tokens`, or None for 1.
+            :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a mean.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
         grace, on_worker_lost: as in :func:`kvps.create`.
-        late: as in :func:`kvps.create`; with a ``quorum``, ``"next"`` if not given: no worker's steps are lost.
+        late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as one part of
+            the number of workers, as with ``mode="async"``.
         backup_device: where the weights of the last merge are kept; None for each parameter's own device.
         timeout: seconds that a merge may wait for the other workers.
 
@@ -148,7 +150,7 @@ class DiLoCo:
         weight: float | str | None = None,
         quorum: int | None = None,
         grace: float | str = "auto",
-        late: str | None = None,
+        late: str = "drop",
         on_worker_lost: str = "shrink",
         backup_device: torch.device | str | None = None,
         timeout: float = TIMEOUT_S,
@@ -165,7 +167,8 @@ class DiLoCo:
         self._alpha = share_of(alpha)
         store = store_type(mode)
         may_adapt = is_dynamic(dynamic_sync_every, mode, len(self._fragments))
-        self._weight = Weight(weight, len(self._fragments), mode)
+        is_mean = has_means(mode, late)
+        self._weight = Weight(weight, len(self._fragments), is_mean)
         self._hyper = outer_of(outer, lr, momentum, mode)
         self._inner = inner_optimizer
         self._hook: Any = None
@@ -176,12 +179,12 @@ class DiLoCo:
                 create_own(
                     store,
                     self._OWNER,
-                    average=mode == "sync",
+                    average=is_mean,
                     on_worker_lost=on_worker_lost,
                     timeout_s=timeout,
                     quorum=quorum,
                     grace=grace,
-                    late=late or ("drop" if quorum is None else "next"),
+                    late=late,
                 )
                 for _ in self._fragments
             ]
@@ -197,7 +200,7 @@ class DiLoCo:
         if may_adapt:
             device = next(iter(self._params.values())).device
             self._pace = Pace(self._OWNER, timeout, sync_every, self._schedule.delay + 1, device)
-        self._rescale = 1.0 if mode == "sync" else 1 / self._stores[0].num_workers
+        self._rescale = 1.0 if is_mean else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
 
