@@ -31,6 +31,10 @@ _FAILED = ctypes.c_void_p(-1).value
 _MAP_FIXED = 0x10
 
 
+Ranges = tuple[tuple[int, int], ...]
+"""(address, bytes) of each part."""
+
+
 class RemappedPart(NamedTuple):
     """Neighbouring bytes of one segment."""
 
@@ -48,39 +52,42 @@ class PageRemapper:
 
     def __init__(self, mappings: Callable[[], Iterable[Mapping]]) -> None:
         self._mappings = mappings
-        self._kept: dict[tuple[RemappedPart, ...], object] = {}
+        self._kept: dict[Ranges, object] = {}
         """The holder of the pages of each arrangement."""
-        self._nonces: set[int] = set()
-        """The segments whose pages may be mapped."""
+        self._mapped: set[tuple[int, int]] = set()
+        """The segments whose pages may be mapped, and where they are: (nonce, address)."""
 
-    def beside(self, ranges: Sequence[tuple[int, int]], keep: object) -> Block | None:
+    def beside(self, ranges: Ranges, keep: object) -> Block | None:
         """Return what lies in ``ranges`` as one block, for reading; None if that cannot be.
 
         Args:
             ranges: (address, bytes), as they are mapped here.
             keep: what must live as long as the block is referred to.
         """
-        found = list(self._mappings())
-        nonces = {one.offer.nonce for one in found}
-        if nonces != self._nonces:  # pages of those who are gone must not be kept
-            self._nonces = nonces
+        mappings = list(self._mappings())
+        mapped = {(one.offer.nonce, one.address) for one in mappings}
+        if mapped != self._mapped:  # pages of those who are gone must not be kept
+            self._mapped = mapped
             self._kept.clear()
-        parts = [_part(found, *one) for one in ranges]
-        known = tuple([part for part in parts if part is not None])
-        if len(known) < len(parts) or not _are_pages(known):
-            return None
-        whole = self._kept.get(known)
+        whole = self._kept.get(ranges)
         if whole is None:
-            whole = _stitch(found, known)
+            whole = _arrange(mappings, ranges)
             if whole is None:
                 return None
-            if sum(map(len, self._kept)) + len(known) > KEPT_MAX:
+            if sum(map(len, self._kept)) + len(ranges) > KEPT_MAX:
                 self._kept.clear()
-            self._kept[known] = whole
-        size_bytes = sum([part.size_bytes for part in known])
+            self._kept[ranges] = whole
+        size_bytes = sum([size_bytes for _, size_bytes in ranges])
         block = Block((size_bytes,), np.uint8, whole)  # type: ignore[arg-type]  # a ctypes array is a buffer
         block.keep = (whole, keep)
         return block
+
+
+def _arrange(mappings: Sequence[Mapping], ranges: Ranges) -> object | None:
+    """Map ``ranges`` one behind the other; None if they are not pages of these mappings."""
+    parts = [_part(mappings, *one) for one in ranges]
+    known = [part for part in parts if part is not None]
+    return _stitch(mappings, known) if len(known) == len(parts) and _are_pages(known) else None
 
 
 def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> RemappedPart | None:

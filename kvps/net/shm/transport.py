@@ -490,7 +490,7 @@ class SharedMemory:
 
         It is read-only, and keeps the loans as long as it lives.
         """
-        ranges = [(one.data_ptr(), one.nbytes) for one in parts]
+        ranges = tuple([(one.data_ptr(), one.nbytes) for one in parts])
         block = self._stitches.beside(ranges, keep=tuple(parts))
         return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 

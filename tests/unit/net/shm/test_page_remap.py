@@ -62,7 +62,7 @@ def mapped() -> int:
 
 def test_pages_of_several_segments_are_read_as_one(lent: list[Lent]) -> None:
     first, second = lent
-    ranges = [first.put(1, 2), second.put(3), first.put(4, 5, last_bytes=7)]
+    ranges = (first.put(1, 2), second.put(3), first.put(4, 5, last_bytes=7))
     block = stitches(lent).beside(ranges, None)
     assert numbers(block) == [1, 2, 3, 4, 5]
     assert block is not None
@@ -71,14 +71,14 @@ def test_pages_of_several_segments_are_read_as_one(lent: list[Lent]) -> None:
 
 def test_nothing_is_copied(lent: list[Lent]) -> None:
     first, second = lent
-    block = stitches(lent).beside([first.put(1), second.put(2)], None)
+    block = stitches(lent).beside((first.put(1), second.put(2)), None)
     first.blocks[0][:] = 8
     assert numbers(block) == [8, 2]
 
 
 def test_the_same_arrangement_is_mapped_once(lent: list[Lent]) -> None:
     first, second = lent
-    one, ranges = stitches(lent), [first.put(1), second.put(2)]
+    one, ranges = stitches(lent), (first.put(1), second.put(2))
     block = one.beside(ranges, None)
     before = mapped()
     again = one.beside(ranges, None)
@@ -100,7 +100,7 @@ def test_what_is_kept_alive_lives_as_long_as_a_view(lent: list[Lent]) -> None:
 
     first, second = lent
     one = stitches(lent)
-    block = one.beside([first.put(1), second.put(2)], Lease())
+    block = one.beside((first.put(1), second.put(2)), Lease())
     assert block is not None
     view = block[10:20]
     del block
@@ -117,19 +117,19 @@ def test_what_cannot_be_mapped_side_by_side_is_not(lent: list[Lent]) -> None:
     address, size_bytes = first.put(1, 2)
     other = second.put(3)
     own = np.zeros(PAGE_BYTES, np.uint8)
-    assert one.beside([(address + 64, PAGE_BYTES), other], None) is None  # begins within a page
-    assert one.beside([(address, PAGE_BYTES + 64), other], None) is None  # ends within one
-    assert one.beside([(own.ctypes.data, PAGE_BYTES), other], None) is None  # is nobody's
+    assert one.beside(((address + 64, PAGE_BYTES), other), None) is None  # begins within a page
+    assert one.beside(((address, PAGE_BYTES + 64), other), None) is None  # ends within one
+    assert one.beside(((own.ctypes.data, PAGE_BYTES), other), None) is None  # is nobody's
     beyond = PAGES * PAGE_BYTES
     assert (
-        one.beside([(first.mapping.address, beyond + 1), other], None) is None
+        one.beside(((first.mapping.address, beyond + 1), other), None) is None
     )  # is not all there
-    assert numbers(one.beside([(address, size_bytes), other], None)) == [1, 2, 3]
+    assert numbers(one.beside(((address, size_bytes), other), None)) == [1, 2, 3]
 
 
 def test_not_if_its_owner_is_gone(lent: list[Lent]) -> None:
     first, second = lent
-    ranges = [first.put(1), second.put(2)]
+    ranges = (first.put(1), second.put(2))
     second.segment.close()
     before = mapped()
     assert stitches(lent).beside(ranges, None) is None
@@ -138,7 +138,7 @@ def test_not_if_its_owner_is_gone(lent: list[Lent]) -> None:
 
 def test_a_view_outlives_its_owner_and_the_stitches(lent: list[Lent]) -> None:
     first, second = lent
-    block = stitches(lent).beside([first.put(1), second.put(2)], None)
+    block = stitches(lent).beside((first.put(1), second.put(2)), None)
     for one in lent:
         one.segment.close()
         one.blocks.clear()
@@ -149,13 +149,13 @@ def test_pages_of_those_who_are_gone_are_not_kept() -> None:
     """Also if another has come in the place of one."""
     lent = [Lent(), Lent()]
     one = stitches(lent)
-    ranges = [each.put(1) for each in lent]
+    ranges = tuple([each.put(1) for each in lent])
     before = mapped()
     assert one.beside(ranges, None) is not None
     assert mapped() == before + 2
     gone, lent[0] = lent[0], Lent()
     before = mapped()
-    assert one.beside([(0, PAGE_BYTES), ranges[1]], None) is None
+    assert one.beside(((0, PAGE_BYTES), ranges[1]), None) is None
     assert mapped() == before - 2
     for each in (gone, *lent):
         each.segment.close()
@@ -165,10 +165,10 @@ def test_few_places_are_kept(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(page_remap, "KEPT_MAX", 5)
     first, second = lent
     one = stitches(lent)
-    ranges = [first.put(1), second.put(2), first.put(3)]
+    ranges = (first.put(1), second.put(2), first.put(3))
     before = mapped()
     for pair in ((0, 1), (1, 2)):
-        one.beside([ranges[at] for at in pair], None)
+        one.beside(tuple([ranges[at] for at in pair]), None)
     assert mapped() == before + 4
     assert numbers(one.beside(ranges, None)) == [1, 2, 3]
     assert mapped() <= before + 3
@@ -177,7 +177,7 @@ def test_few_places_are_kept(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) 
 def test_no_room_is_no_view(lent: list[Lent], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was mapped before it failed is unmapped."""
     first, second = lent
-    ranges = [first.put(1), second.put(2)]
+    ranges = (first.put(1), second.put(2))
     calls = iter([True, False])
     mmap = page_remap._libc.mmap
 
