@@ -284,8 +284,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
+def delayed_diloco(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> DiLoCo:
+    return DiLoCo(model, optimizer, "delayed_nesterov", **options)
+
+
 @pytest.mark.parametrize("delay", [0, 2])
-def test_dynamic_steps_follow_the_speed_of_a_worker(clock: Clock, delay: int) -> None:
+@pytest.mark.parametrize("make", [delayed_diloco, LocalSGD])
+def test_dynamic_steps_follow_the_speed_of_a_worker(
+    clock: Clock, delay: int, make: Callable[..., DiLoCo]
+) -> None:
     """Rank 1 is three times slower, and later twice as fast. Turns are in step, so each push is one push old."""
     slow_s = [0.3] * 5 + [0.05] * 6
 
@@ -293,13 +302,8 @@ def test_dynamic_steps_follow_the_speed_of_a_worker(clock: Clock, delay: int) ->
         model = net()
         optimizer = inner(model)
         found = []
-        with DiLoCo(
-            *(model, optimizer, "delayed_nesterov"),
-            sync_every=12,
-            mode="async",
-            delay=delay,
-            dynamic_sync_every=True,
-        ) as outer:
+        options: dict[str, Any] = {"mode": "async", "dynamic_sync_every": True}
+        with make(model, optimizer, sync_every=12, delay=delay, **options) as outer:
             assert outer.sync_every == 12
             for turn, other_s in enumerate(slow_s):
                 syncs, steps = outer.syncs, 0
