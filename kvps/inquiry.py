@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from kvps.core.agents.inquiry import Inquiry
 from kvps.core.effects import Exit
 from kvps.net.driver import Inbox, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
-from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.envelope import Answer, Message, Packet
 
 
 class Inquirer:
@@ -31,18 +30,13 @@ class Inquirer:
     def __enter__(self) -> Inquirer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._transport.close(0.0)
 
     def ask(
         self,
         request: Message,
-        answer: type[Message],
+        answer: type[Answer],
         limit_s: float,
         payload: tuple[memoryview, ...] = (),
     ) -> Packet:
@@ -77,7 +71,7 @@ class Inquirer:
 
 
 def inquire(
-    scheduler: str, request: Message, answer: type[Message], keys: Keys | None, limit_s: float
+    scheduler: str, request: Message, answer: type[Answer], keys: Keys | None, limit_s: float
 ) -> Packet:
     """Return the scheduler's answer to one request; see :meth:`Inquirer.ask`."""
     with Inquirer(scheduler, keys) as inquirer:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    pass
-from kvps.protocol.envelope import Message, tag
+from kvps.protocol.envelope import Answer, Message, tag
 
 
 @tag(80)
-@dataclass(frozen=True, slots=True)
 class Halt(Message):
     """Scheduler to worker: begin no step that changes values, until you are told to proceed."""
 
@@ -21,7 +17,6 @@ class Halt(Message):
 
 
 @tag(81)
-@dataclass(frozen=True, slots=True)
 class Halted(Message):
     """Worker to scheduler: I stand, and nothing that I began is under way; or I go on to there."""
 
@@ -33,7 +28,6 @@ class Halted(Message):
 
 
 @tag(82)
-@dataclass(frozen=True, slots=True)
 class Proceed(Message):
     """Scheduler to worker: go on."""
 
@@ -41,7 +35,6 @@ class Proceed(Message):
 
 
 @tag(83)
-@dataclass(frozen=True, slots=True)
 class Proceeding(Message):
     """Worker to scheduler: I go on, and had halted all the time (or had not)."""
 
@@ -50,7 +43,6 @@ class Proceeding(Message):
 
 
 @tag(84)
-@dataclass(frozen=True, slots=True)
 class TakeImage(Message):
     """Scheduler to server: remember what you hold now, and write it down."""
 
@@ -58,7 +50,6 @@ class TakeImage(Message):
 
 
 @tag(85)
-@dataclass(frozen=True, slots=True)
 class ImageTaken(Message):
     """Server to scheduler: it cannot change any more."""
 
@@ -75,7 +66,6 @@ class StoreSum(NamedTuple):
 
 
 @tag(86)
-@dataclass(frozen=True, slots=True)
 class ImageKept(Message):
     """Server to scheduler: it is on the disk; or it is not, and why."""
 
@@ -94,7 +84,6 @@ class ImageSum(NamedTuple):
 
 
 @tag(87)
-@dataclass(frozen=True, slots=True)
 class Commit(Message):
     """Scheduler to server: all images are on their disks; write the manifest."""
 
@@ -109,7 +98,6 @@ class Commit(Message):
 
 
 @tag(88)
-@dataclass(frozen=True, slots=True)
 class Committed(Message):
     """Server to scheduler: this cut is complete here; or it is not, and why."""
 
@@ -118,7 +106,6 @@ class Committed(Message):
 
 
 @tag(89)
-@dataclass(frozen=True, slots=True)
 class GiveUp(Message):
     """Scheduler to server: there will be no such cut."""
 
@@ -126,7 +113,6 @@ class GiveUp(Message):
 
 
 @tag(90)
-@dataclass(frozen=True, slots=True)
 class Recall(Message):
     """Scheduler to server: which cuts of this job do you have?"""
 
@@ -134,7 +120,6 @@ class Recall(Message):
 
 
 @tag(91)
-@dataclass(frozen=True, slots=True)
 class Shelf(Message):
     """Answer to RECALL."""
 
@@ -150,7 +135,6 @@ class Shelf(Message):
 
 
 @tag(92)
-@dataclass(frozen=True, slots=True)
 class Restore(Message):
     """Scheduler to server: hold from now on what you held in this cut, and nothing else."""
 
@@ -159,7 +143,6 @@ class Restore(Message):
 
 
 @tag(93)
-@dataclass(frozen=True, slots=True)
 class Restored(Message):
     """Server to scheduler: I hold it; or I cannot, and why."""
 
@@ -169,7 +152,6 @@ class Restored(Message):
 
 
 @tag(94)
-@dataclass(frozen=True, slots=True)
 class Checkpoint(Message):
     """Worker to scheduler: I want a cut now, as all others do."""
 
@@ -180,16 +162,13 @@ class Checkpoint(Message):
 
 
 @tag(95)
-@dataclass(frozen=True, slots=True)
-class Checkpointed(Message):
+class Checkpointed(Answer):
     """Answer to CHECKPOINT: this cut is complete."""
 
-    seq: int
     cut: int
 
 
 @tag(96)
-@dataclass(frozen=True, slots=True)
 class Revive(Message):
     """Worker to server: give this store the values that it had in this cut; or, which have you?"""
 
@@ -201,10 +180,8 @@ class Revive(Message):
 
 
 @tag(97)
-@dataclass(frozen=True, slots=True)
-class Revived(Message):
+class Revived(Answer):
     """Answer to REVIVE."""
 
-    seq: int
     cuts: tuple[int, ...]
     """The cut whose values the store has now; or those that are complete here, if that was asked."""

@@ -12,12 +12,9 @@ states the sender of each message, when it is legal and how it is answered.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 PROTOCOL = (1, 0)
 """Major and minor number of the protocol; another major number is refused at HELLO."""
@@ -86,6 +83,14 @@ class Message:
         return ()
 
 
+@dataclass(frozen=True, slots=True)
+class Answer(Message):
+    """The base of answers to a request that waits for them."""
+
+    seq: int
+    """The number of the request."""
+
+
 class Loan(NamedTuple):
     """Bytes in the sender's segment, in place of a payload frame."""
 
@@ -110,16 +115,18 @@ class Packet:
 MESSAGES: dict[int, type[Message]] = {}
 """The class of each tag."""
 
-M = TypeVar("M", bound=type[Message])
+M = TypeVar("M", bound=Message)
 
 
-def tag(number: int) -> Callable[[M], M]:
-    """Register a message class under its tag; use it as a decorator."""
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def tag(number: int) -> Callable[[type[M]], type[M]]:
+    """Make a frozen dataclass of a message class, and register it under its tag; use it as a decorator."""
 
-    def register(cls: M) -> M:
+    def register(cls: type[M]) -> type[M]:
         assert number not in MESSAGES, f"tag {number} is taken"
-        cls.TAG = number
-        MESSAGES[number] = cls
-        return cls
+        made = dataclass(frozen=True, slots=True)(cls)
+        made.TAG = number
+        MESSAGES[number] = made
+        return made
 
     return register

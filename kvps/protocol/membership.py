@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import field
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    pass
-from kvps.protocol.envelope import Message, tag
+from kvps.protocol.envelope import Answer, Message, tag
 
 PING_BYTES_MAX = 256 << 10
 """Octets of payload of a PING, and of its answer."""
@@ -16,7 +14,6 @@ PING_BYTES_MAX = 256 << 10
 
 
 @tag(1)
-@dataclass(frozen=True, slots=True)
 class Hello(Message):
     """First on every connection, and frozen: any version of kvps can read any other's."""
 
@@ -40,7 +37,6 @@ class Hello(Message):
 
 
 @tag(2)
-@dataclass(frozen=True, slots=True)
 class Welcome(Message):
     """Scheduler or server to the sender of HELLO: this is your seat."""
 
@@ -69,7 +65,6 @@ class Member(NamedTuple):
 
 
 @tag(3)
-@dataclass(frozen=True, slots=True)
 class View(Message):
     """Scheduler to all members: the holder of each seat. Its number grows with every change."""
 
@@ -90,7 +85,6 @@ class View(Message):
 
 
 @tag(4)
-@dataclass(frozen=True, slots=True)
 class Beat(Message):
     """Member to scheduler and back: I live; the counter moves when the application does."""
 
@@ -107,7 +101,6 @@ class Beat(Message):
 
 
 @tag(5)
-@dataclass(frozen=True, slots=True)
 class Leave(Message):
     """Member to scheduler: I end. ``done`` says that I ended well."""
 
@@ -118,13 +111,11 @@ class Leave(Message):
 
 
 @tag(6)
-@dataclass(frozen=True, slots=True)
 class Left(Message):
     """Scheduler to member: your leaving is known."""
 
 
 @tag(7)
-@dataclass(frozen=True, slots=True)
 class Barrier(Message):
     """Worker to scheduler: I stand at this barrier."""
 
@@ -147,17 +138,14 @@ class Barrier(Message):
 
 
 @tag(8)
-@dataclass(frozen=True, slots=True)
-class Released(Message):
+class Released(Answer):
     """Scheduler to worker: every member stands there, or stood; go on."""
 
-    seq: int
     number: int | None = None
     """The number of the barrier; None for a barrier that this worker's predecessor has passed."""
 
 
 @tag(9)
-@dataclass(frozen=True, slots=True)
 class Stop(Message):
     """Scheduler to members: the job is over."""
 
@@ -166,25 +154,19 @@ class Stop(Message):
 
 
 @tag(10)
-@dataclass(frozen=True, slots=True)
-class Error(Message):
+class Error(Answer):
     """Answer to a request that could not be done; nothing was changed by it."""
 
-    seq: int
     code: int
     text: str
 
 
 @tag(11)
-@dataclass(frozen=True, slots=True)
-class Done(Message):
+class Done(Answer):
     """Answer to a request that needs no other answer."""
-
-    seq: int
 
 
 @tag(12)
-@dataclass(frozen=True, slots=True)
 class Probe(Message):
     """Worker to server: which of these unanswered requests do you have?"""
 
@@ -199,7 +181,6 @@ class Pending(NamedTuple):
 
 
 @tag(13)
-@dataclass(frozen=True, slots=True)
 class Probed(Message):
     """Answer to PROBE: the missing ones must be sent again, the pending ones wait."""
 
@@ -211,7 +192,6 @@ class Probed(Message):
 
 
 @tag(70)
-@dataclass(frozen=True, slots=True)
 class Join(Message):
     """Worker to server: I have no more batches for this store; do not wait for me."""
 
@@ -223,17 +203,14 @@ class Join(Message):
 
 
 @tag(71)
-@dataclass(frozen=True, slots=True)
-class Joined(Message):
+class Joined(Answer):
     """Answer to JOIN."""
 
-    seq: int
     last: int
     """The rank that joined last."""
 
 
 @tag(72)
-@dataclass(frozen=True, slots=True)
 class Return(Message):
     """Worker to server: this join is over; wait for everybody again."""
 
@@ -242,7 +219,6 @@ class Return(Message):
 
 
 @tag(73)
-@dataclass(frozen=True, slots=True)
 class History(Message):
     """Worker to server: which calls of all ranks do you know of?"""
 
@@ -250,11 +226,9 @@ class History(Message):
 
 
 @tag(74)
-@dataclass(frozen=True, slots=True)
-class HistoryIs(Message):
+class HistoryIs(Answer):
     """Answer to HISTORY: the last calls of rank 0, and the joins."""
 
-    seq: int
     optimize_calls: int
     optimize_after: int
     rate_calls: int
@@ -270,7 +244,6 @@ class HistoryIs(Message):
 
 
 @tag(75)
-@dataclass(frozen=True, slots=True)
 class Resume(Message):
     """Worker to scheduler: I go on where my rank stopped."""
 
@@ -280,11 +253,9 @@ class Resume(Message):
 
 
 @tag(76)
-@dataclass(frozen=True, slots=True)
-class Resumed(Message):
+class Resumed(Answer):
     """Answer to RESUME."""
 
-    seq: int
     replaced: bool
     """The sender has taken another's place; else it knows its own numbers."""
     barriers: dict[str, int]
@@ -306,7 +277,6 @@ class OldRound(NamedTuple):
 
 
 @tag(77)
-@dataclass(frozen=True, slots=True)
 class Stalled(Message):
     """Server to scheduler: these rounds have been open for a while; none, if none has."""
 
@@ -316,7 +286,6 @@ class Stalled(Message):
 
 
 @tag(78)
-@dataclass(frozen=True, slots=True)
 class Look(Message):
     """Anybody to scheduler: how does the job stand?"""
 
@@ -354,11 +323,9 @@ class Figures(NamedTuple):
 
 
 @tag(79)
-@dataclass(frozen=True, slots=True)
-class Seen(Message):
+class Seen(Answer):
     """Answer to LOOK."""
 
-    seq: int
     phase: str
     reason: str
     members: tuple[Sight, ...]
@@ -375,7 +342,6 @@ class Seen(Message):
 
 
 @tag(130)
-@dataclass(frozen=True, slots=True)
 class Ping(Message):
     """Anybody to scheduler: answer at once, with as many octets as follow. Server to worker: behind values, say when you have them."""
 
@@ -387,11 +353,9 @@ class Ping(Message):
 
 
 @tag(131)
-@dataclass(frozen=True, slots=True)
-class Pong(Message):
+class Pong(Answer):
     """Answer to PING."""
 
-    seq: int
     clock_s: float
     """The sender's clock, in seconds since 1970; 0 if it has none."""
     size: int = 0
@@ -406,7 +370,6 @@ class Pong(Message):
 
 
 @tag(120)
-@dataclass(frozen=True, slots=True)
 class Measure(Message):
     """Scheduler to server: send your figures, once."""
 
@@ -456,7 +419,6 @@ class KeyTraffic(NamedTuple):
 
 
 @tag(121)
-@dataclass(frozen=True, slots=True)
 class Measured(Message):
     """Answer to MEASURE: the figures of the server as of now."""
 
@@ -475,7 +437,6 @@ class Measured(Message):
 
 
 @tag(110)
-@dataclass(frozen=True, slots=True)
 class Enrol(Message):
     """Before HELLO, to a scheduler with keys: as a member I shall speak by these keys."""
 
@@ -486,7 +447,6 @@ class Enrol(Message):
 
 
 @tag(112)
-@dataclass(frozen=True, slots=True)
 class Evict(Message):
     """Operator to a scheduler with keys: evict the holder of this seat."""
 
@@ -498,7 +458,6 @@ class Evict(Message):
 
 
 @tag(113)
-@dataclass(frozen=True, slots=True)
 class Challenge(Message):
     """Scheduler to member: another process wants your seat; say that you live."""
 
@@ -506,7 +465,6 @@ class Challenge(Message):
 
 
 @tag(114)
-@dataclass(frozen=True, slots=True)
 class Alive(Message):
     """Member's answer to CHALLENGE."""
 
@@ -520,7 +478,6 @@ class Alive(Message):
 
 
 @tag(150)
-@dataclass(frozen=True, slots=True)
 class Rendezvous(Message):
     """Agent of another launcher to scheduler: the state of this run, or another one in its place."""
 
@@ -533,11 +490,9 @@ class Rendezvous(Message):
 
 
 @tag(151)
-@dataclass(frozen=True, slots=True)
-class RendezvousIs(Message):
+class RendezvousIs(Answer):
     """Answer to RENDEZVOUS: the state that the run has now."""
 
-    seq: int
     token: int
     """0 where there is none."""
     state: tuple[str, ...]

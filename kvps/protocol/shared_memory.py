@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 from kvps.protocol.envelope import Message, tag
 
 
 @tag(60)
-@dataclass(frozen=True, slots=True)
 class Offer(Message):
     """To the other end of a data connection: you may read this, if you can find it."""
 
@@ -22,7 +16,6 @@ class Offer(Message):
 
 
 @tag(61)
-@dataclass(frozen=True, slots=True)
 class Taken(Message):
     """Answer to OFFER: I can read it; or I cannot, and why."""
 
@@ -34,7 +27,6 @@ class Taken(Message):
 
 
 @tag(62)
-@dataclass(frozen=True, slots=True)
 class Release(Message):
     """To a process that lent memory: of the leases below a number, I hold only these."""
 

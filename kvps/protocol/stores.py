@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import field
+from typing import NamedTuple
 
 from kvps.dtypes import BY_ID
-
-if TYPE_CHECKING:
-    pass
-from kvps.protocol.envelope import Message, tag
+from kvps.protocol.envelope import Answer, Message, tag
 
 # --- stores and keys ------------------------------------------------------------------------------
 
 
 @tag(20)
-@dataclass(frozen=True, slots=True)
 class Open(Message):
     """Worker to server: this store exists, with this rule and these options."""
 
@@ -53,7 +49,6 @@ class Entry(NamedTuple):
 
 
 @tag(21)
-@dataclass(frozen=True, slots=True)
 class Declare(Message):
     """Worker to server: these keys, please. One rank creates them, others wait until they are."""
 
@@ -87,18 +82,15 @@ class Place(NamedTuple):
 
 
 @tag(22)
-@dataclass(frozen=True, slots=True)
-class Declared(Message):
+class Declared(Answer):
     """Answer to DECLARE, entry by entry."""
 
-    seq: int
     places: tuple[Place, ...]
     stamp: int = 0
     """Another, if the value of one of these keys was begun anew since; larger, the later."""
 
 
 @tag(23)
-@dataclass(frozen=True, slots=True)
 class Find(Message):
     """Worker to server: what are these keys? Never creates, never waits."""
 
@@ -116,11 +108,9 @@ class Found(NamedTuple):
 
 
 @tag(24)
-@dataclass(frozen=True, slots=True)
-class FoundAll(Message):
+class FoundAll(Answer):
     """Answer to FIND, key by key."""
 
-    seq: int
     found: tuple[Found, ...]
 
 
@@ -128,7 +118,6 @@ class FoundAll(Message):
 
 
 @tag(40)
-@dataclass(frozen=True, slots=True)
 class Optimize(Message):
     """Worker to server: the store's optimizer, by name and numbers. Rank 0 sets, others check."""
 
@@ -148,7 +137,6 @@ class Optimize(Message):
 
 
 @tag(41)
-@dataclass(frozen=True, slots=True)
 class Rate(Message):
     """Worker to server: the learning rate from now on. Rank 0 sets, others check."""
 
@@ -163,7 +151,6 @@ class Rate(Message):
 
 
 @tag(42)
-@dataclass(frozen=True, slots=True)
 class Norms(Message):
     """Server to server: what I measured of my part of a tensor, for one update of it."""
 
@@ -193,7 +180,6 @@ class Field(NamedTuple):
 
 
 @tag(43)
-@dataclass(frozen=True, slots=True)
 class GetState(Message):
     """Worker to server: the optimizer's state of these elements."""
 
@@ -203,11 +189,9 @@ class GetState(Message):
 
 
 @tag(44)
-@dataclass(frozen=True, slots=True)
-class StateIs(Message):
+class StateIs(Answer):
     """Answer to GET-STATE."""
 
-    seq: int
     step: int
     fields: tuple[Field, ...]
 
@@ -217,7 +201,6 @@ class StateIs(Message):
 
 
 @tag(45)
-@dataclass(frozen=True, slots=True)
 class SetState(Message):
     """Worker to server: put this state there."""
 
@@ -236,7 +219,6 @@ class SetState(Message):
 
 
 @tag(50)
-@dataclass(frozen=True, slots=True)
 class Status(Message):
     """Worker to server: how does the store stand?"""
 
@@ -260,11 +242,9 @@ class Clock(NamedTuple):
 
 
 @tag(51)
-@dataclass(frozen=True, slots=True)
-class StatusIs(Message):
+class StatusIs(Answer):
     """Answer to STATUS."""
 
-    seq: int
     rounds: tuple[OpenRound, ...]
     clocks: tuple[Clock, ...]
     dropped: dict[str, int] = field(default_factory=dict)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvps.protocol.envelope import Message, tag
+from kvps.protocol.envelope import Answer, Message, tag
 
 SPAN_BYTES = 48
 """Octets of a span in the payload of SPANS and PART."""
@@ -32,7 +31,6 @@ class RoundTrip(NamedTuple):
 
 
 @tag(140)
-@dataclass(frozen=True, slots=True)
 class Trace(Message):
     """Operator to scheduler: have all processes record what they do, for so long."""
 
@@ -42,11 +40,9 @@ class Trace(Message):
 
 
 @tag(141)
-@dataclass(frozen=True, slots=True)
-class Tracing(Message):
+class Tracing(Answer):
     """Answer to TRACE."""
 
-    seq: int
     left_s: float
     """Seconds until all parts are there; 0 once they are."""
     parts: int
@@ -57,7 +53,6 @@ class Tracing(Message):
 
 
 @tag(142)
-@dataclass(frozen=True, slots=True)
 class AskClock(Message):
     """Scheduler to member: record for this trace, and say what your clock shows."""
 
@@ -67,7 +62,6 @@ class AskClock(Message):
 
 
 @tag(143)
-@dataclass(frozen=True, slots=True)
 class ClockIs(Message):
     """Member's answer to ASK-CLOCK."""
 
@@ -79,7 +73,6 @@ class ClockIs(Message):
 
 
 @tag(144)
-@dataclass(frozen=True, slots=True)
 class Spans(Message):
     """Member to scheduler: what I did since the last SPANS of this trace."""
 
@@ -96,7 +89,6 @@ class Spans(Message):
 
 
 @tag(145)
-@dataclass(frozen=True, slots=True)
 class Fetch(Message):
     """Operator to scheduler: this part of that trace, please."""
 
@@ -106,11 +98,9 @@ class Fetch(Message):
 
 
 @tag(146)
-@dataclass(frozen=True, slots=True)
-class Part(Message):
+class Part(Answer):
     """Answer to FETCH: spans of one process."""
 
-    seq: int
     role: int
     rank: int
     incarnation: int

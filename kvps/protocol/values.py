@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps.compression.spec import CodecSpec
 from kvps.compression.spec import size as size_of
 from kvps.dtypes import BY_ID
-from kvps.protocol.envelope import Message, tag
+from kvps.protocol.envelope import Answer, Message, tag
 from kvps.protocol.stores import Field
 
 ROWS_FRAME_BYTES = 32 << 20
@@ -86,7 +85,6 @@ def _row_sizes(dtype: int, width: int, count: int) -> tuple[int, ...]:
 
 
 @tag(30)
-@dataclass(frozen=True, slots=True)
 class Load(Message):
     """Creator to server: the first value of these elements, or that of the k-th broadcast."""
 
@@ -101,7 +99,6 @@ class Load(Message):
 
 
 @tag(31)
-@dataclass(frozen=True, slots=True)
 class Push(Message):
     """Worker to server: a gradient for these elements."""
 
@@ -140,7 +137,6 @@ class Receipt(NamedTuple):
 
 
 @tag(32)
-@dataclass(frozen=True, slots=True)
 class Ack(Message):
     """Server to worker: these pushes and loads are taken in and need not be sent again."""
 
@@ -148,7 +144,6 @@ class Ack(Message):
 
 
 @tag(33)
-@dataclass(frozen=True, slots=True)
 class Pull(Message):
     """Worker to server: these elements, once the conditions hold."""
 
@@ -189,11 +184,9 @@ class Steps(NamedTuple):
 
 
 @tag(34)
-@dataclass(frozen=True, slots=True)
-class Pulled(Message):
+class Pulled(Answer):
     """Answer to PULL, and to a PUSH that asked for the values."""
 
-    seq: int
     chunk: int
     dtype: int
     values: bool
@@ -217,7 +210,6 @@ class Pulled(Message):
 
 
 @tag(35)
-@dataclass(frozen=True, slots=True)
 class PushRows(Message):
     """Worker to server: a gradient for some rows of the part of a key that lies there."""
 
@@ -239,7 +231,6 @@ class PushRows(Message):
 
 
 @tag(36)
-@dataclass(frozen=True, slots=True)
 class PullRows(Message):
     """Worker to server: these rows of a key, once the conditions hold for all of the key on this server."""
 
@@ -257,11 +248,9 @@ class PullRows(Message):
 
 
 @tag(37)
-@dataclass(frozen=True, slots=True)
-class PulledRows(Message):
+class PulledRows(Answer):
     """Answer to PULL-ROWS: the rows, in the order of their numbers."""
 
-    seq: int
     dtype: int
     width: int
     count: int
@@ -279,7 +268,6 @@ class PulledRows(Message):
 
 
 @tag(38)
-@dataclass(frozen=True, slots=True)
 class PullChanged(Message):
     """Worker to server: the rows of a key that changed since a version, once the conditions hold."""
 
@@ -293,11 +281,9 @@ class PullChanged(Message):
 
 
 @tag(39)
-@dataclass(frozen=True, slots=True)
-class Changed(Message):
+class Changed(Answer):
     """Answer to PULL-CHANGED: numbers of rows, ascending, and the rows."""
 
-    seq: int
     known: bool
     """Whether this server still knows which rows changed; if not, the answer has no rows."""
     dtype: int
@@ -323,7 +309,6 @@ def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
 
 
 @tag(100)
-@dataclass(frozen=True, slots=True)
 class Embed(Message):
     """Worker to server: make this embedding table of a store, unless it exists."""
 
@@ -343,7 +328,6 @@ class Embed(Message):
 
 
 @tag(101)
-@dataclass(frozen=True, slots=True)
 class PushIds(Message):
     """Worker to server: gradients for the rows of these ids; a push of no ids counts, too."""
 
@@ -361,7 +345,6 @@ class PushIds(Message):
 
 
 @tag(102)
-@dataclass(frozen=True, slots=True)
 class PullIds(Message):
     """Worker to server: the rows of these ids, once the conditions hold."""
 
@@ -377,11 +360,9 @@ class PullIds(Message):
 
 
 @tag(103)
-@dataclass(frozen=True, slots=True)
-class PulledIds(Message):
+class PulledIds(Answer):
     """Answer to PULL-IDS: the rows, in the order of the ids."""
 
-    seq: int
     dtype: int
     dim: int
     count: int
@@ -395,7 +376,6 @@ class PulledIds(Message):
 
 
 @tag(106)
-@dataclass(frozen=True, slots=True)
 class TableRate(Message):
     """Worker to server: the learning rate of a table from now on."""
 
@@ -404,7 +384,6 @@ class TableRate(Message):
 
 
 @tag(104)
-@dataclass(frozen=True, slots=True)
 class Export(Message):
     """Worker to server: some rows of a table, from a slot on."""
 
@@ -419,11 +398,9 @@ class Export(Message):
 
 
 @tag(105)
-@dataclass(frozen=True, slots=True)
-class Exported(Message):
+class Exported(Answer):
     """Answer to EXPORT."""
 
-    seq: int
     next: int
     """The slot to export from next; 0 after the last."""
     count: int

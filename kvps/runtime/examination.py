@@ -21,7 +21,7 @@ from kvps.errors import ConfigError, KvpsError, ProtocolError, Unauthorized
 from kvps.net.shm.segment import Segment, Unshared
 from kvps.net.zap import CURVE, NULL, Keys, greeting_of
 from kvps.observe.diagnosis import FileLimits, Measurements
-from kvps.protocol.envelope import Message, Packet
+from kvps.protocol.envelope import Answer, Message, Packet
 from kvps.protocol.membership import PING_BYTES_MAX, Look, Ping, Pong, Seen
 
 CONNECT_MAX_S = 3.0
@@ -37,7 +37,7 @@ class AskScheduler(Protocol):
     def __call__(
         self,
         request: Message,
-        answer: type[Message],
+        answer: type[Answer],
         limit_s: float,
         payload: tuple[memoryview, ...] = (),
     ) -> Packet:

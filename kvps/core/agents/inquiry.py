@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import KvpsError, SchedulerLost, from_code
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error, Stop
 
 ASK_AGAIN_S = 0.5
@@ -33,7 +33,7 @@ class Inquiry:
         self,
         scheduler: str,
         request: Message,
-        answer: type[Message],
+        answer: type[Answer],
         now: float,
         limit_s: float,
         payload: tuple[memoryview, ...] = (),
@@ -70,15 +70,11 @@ class Inquiry:
             case Stop(reason=reason):
                 self.error = SchedulerLost(f"the job is over: {reason}")
                 yield Exit(EXIT_TEMPORARY, str(self.error))
-            case message if isinstance(message, self._kind) and self._is_ours(message):
+            case message if isinstance(message, self._kind) and message.seq == self._seq:
                 self.answer = packet
                 yield Exit(0, "answered")
             case message:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
-
-    def _is_ours(self, message: Message) -> bool:
-        seq: int = getattr(message, "seq", self._seq)
-        return seq == self._seq
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """The scheduler is asked again."""

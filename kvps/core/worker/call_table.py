@@ -28,7 +28,7 @@ from kvps import protocol as p
 from kvps.core.effects import Copied, Effects, Finish, Note, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
-from kvps.core.worker.calls import ANSWERS, Call, OnTimeout
+from kvps.core.worker.calls import Call, OnTimeout
 from kvps.core.worker.calls.base import Operation
 from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request, SendScheduler
 from kvps.core.worker.consistent_read import AwaitAcks, LaggingReads
@@ -269,15 +269,6 @@ class CallTable:
                     else:
                         link.answer(receipt.seq)
                         yield from self.answered(request, packet, now)
-            case _ if isinstance(message, ANSWERS):
-                request = link.answer(message.seq, packet)
-                if request is not None:
-                    yield from self.answered(request, packet, now)
-            case p.Probed():
-                yield from self._probed(link, message, now)
-            case p.Ping():
-                pong = p.Pong(packet.envelope.seq, 0.0, 0, link.sending_s(now))
-                yield Send(link.route, self._member.packet(pong))
             case p.Error():
                 error = from_code(message.code, message.text)
                 request = link.answer(message.seq)
@@ -287,6 +278,15 @@ class CallTable:
                     link.refusal = str(error)
                 else:
                     yield Note("warning", str(error))
+            case p.Answer():
+                request = link.answer(message.seq, packet)
+                if request is not None:
+                    yield from self.answered(request, packet, now)
+            case p.Probed():
+                yield from self._probed(link, message, now)
+            case p.Ping():
+                pong = p.Pong(packet.envelope.seq, 0.0, 0, link.sending_s(now))
+                yield Send(link.route, self._member.packet(pong))
             case _:
                 yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
         link.look(now)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from inspect import isabstract
-
 from kvps.core.worker.calls.base import Call, OnTimeout, PushCall
 from kvps.core.worker.calls.checkpoint import RejoinStore, RestoreCheckpoint, TakeCheckpoint
 from kvps.core.worker.calls.collective import AskStatus, Flush, JoinStore, StandAtBarrier
@@ -36,14 +34,3 @@ from kvps.core.worker.calls.optimizer import (
 )
 from kvps.core.worker.calls.refresh import Fresh, Refresh
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows
-
-CALLS: tuple[type[Call], ...] = tuple(
-    [
-        cls
-        for cls in list(globals().values())
-        if isinstance(cls, type) and issubclass(cls, Call) and not isabstract(cls)
-    ]
-)
-"""Every call that there is."""
-ANSWERS = tuple({message for call in CALLS for message in call.answers})
-"""Answers of servers besides ACK; each carries the request's number."""

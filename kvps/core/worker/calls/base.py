@@ -17,7 +17,7 @@ import abc
 import enum
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
@@ -33,14 +33,6 @@ Operation = Generator[Step, list[Packet], object]
 Values = list[torch.Tensor]
 """A call's tensors, read as late as possible. When the caller stops waiting before that, the worker puts copies
 into the list."""
-
-
-class SomeAnswer(Protocol):
-    """A message that answers a request, other than ACK."""
-
-    @property
-    def seq(self) -> int:
-        """The request's number on its connection."""
 
 
 class OnTimeout(enum.Enum):
@@ -62,8 +54,6 @@ class Call(abc.ABC):
     title: ClassVar[str]
     """The name that its user knows."""
     on_timeout: ClassVar[OnTimeout] = OnTimeout.CONTINUE
-    answers: ClassVar[tuple[type[SomeAnswer], ...]] = ()
-    """Answers of servers to its requests, besides ACK."""
     creates: ClassVar[bool] = False
     """One rank changes values by it, other than by a push."""
 

@@ -51,7 +51,6 @@ class RestoreCheckpoint(Call):
 
     title = "restore()"
     on_timeout = OnTimeout.RESUME
-    answers = (p.Revived, p.FoundAll, p.Declared, p.Pulled, p.HistoryIs, p.Done)
     creates = True
 
     tag: str
@@ -122,7 +121,6 @@ class RejoinStore(Call):
     """
 
     title = "the return to a checkpoint"
-    answers = (p.Done, p.FoundAll, p.Declared, p.Pulled, p.HistoryIs)
 
     keys: tuple[str, ...]
     """The keys that this rank knew; another epoch may begin before they are found again."""

@@ -99,7 +99,6 @@ class JoinStore(Call):
 
     title = "join()"
     on_timeout = OnTimeout.RESUME
-    answers = (p.Joined, p.Done, p.Pulled)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         was_away, store.is_away = store.is_away, True
@@ -130,7 +129,6 @@ class AskStatus(Call):
 
     title = "status"
     on_timeout = OnTimeout.RETRY
-    answers = (p.StatusIs,)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         answers = yield [Request(server, p.Status(store.name)) for server in range(store.servers)]

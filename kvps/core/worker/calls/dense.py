@@ -76,7 +76,6 @@ class PushValues(PushCall):
     """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
 
     title = "push()"
-    answers = (p.Pulled,)
 
     rows: tuple[torch.Tensor, ...]
     sinks: Sinks
@@ -179,7 +178,6 @@ class PullValues(Call):
 
     title = "pull()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Pulled,)
 
     keys: tuple[str, ...]
     sinks: Sinks
@@ -245,7 +243,6 @@ class Versions(Call):
 
     title = "version()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Pulled,)
 
     keys: tuple[str, ...]
 
@@ -263,7 +260,6 @@ class ResumeKeys(Call):
 
     title = "resume()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.FoundAll, p.Declared, p.Pulled, p.HistoryIs, p.Done)
 
     keys: tuple[str, ...]
 

@@ -57,7 +57,6 @@ class MakeTable(Call):
     """Have every server make the table of ``key``, unless it has."""
 
     title = "embedding()"
-    answers = (p.Declared,)
     creates = True
 
     key: str
@@ -91,7 +90,6 @@ class PushTableRows(PushCall):
     """Push rows of a table, the only one of ``keys``: to each server its own, also where there are none."""
 
     title = "push() of rows"
-    answers = (p.Pulled,)
 
     eager: bool
     """The caller goes on as soon as the push is under way."""
@@ -154,7 +152,6 @@ class PullTableRows(Call):
 
     title = "pull() of rows"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Pulled, p.PulledIds)
 
     keys: tuple[str, ...]
     recipe: EmbeddingSpec
@@ -224,7 +221,6 @@ class SetTableRate(Call):
     """
 
     title = "set_learning_rate() of a table"
-    answers = (p.Pulled, p.Done)
     creates = True
 
     key: str
@@ -243,7 +239,6 @@ class ExportBlock(Call):
 
     title = "export()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Exported,)
 
     key: str
     server: int

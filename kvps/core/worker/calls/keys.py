@@ -57,7 +57,6 @@ class OpenStore(Call):
     """Make the store known to every server; they compare its options."""
 
     title = "create()"
-    answers = (p.Done,)
 
     opened: p.Open
     worker_grace_s: float
@@ -73,7 +72,6 @@ class Init(Call):
     """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are contiguous values."""
 
     title = "init()"
-    answers = (p.Declared,)
     creates = True
 
     keys: tuple[tuple[str, Spec], ...]
@@ -125,7 +123,6 @@ class Broadcast(Call):
 
     title = "broadcast()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Declared, p.Pulled)
     creates = True
 
     keys: tuple[tuple[str, Spec], ...]
@@ -331,7 +328,6 @@ class Lookup(Call):
 
     title = "the look-up of keys"
     on_timeout = OnTimeout.RETRY
-    answers = (p.FoundAll, p.Declared)
 
     keys: tuple[str, ...]
 

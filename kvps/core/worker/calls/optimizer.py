@@ -30,7 +30,6 @@ class SetOptimizer(Call):
 
     title = "set_optimizer()"
     on_timeout = OnTimeout.RESUME
-    answers = (p.Pulled, p.Done)
     creates = True
 
     hyper: HyperParams
@@ -70,7 +69,6 @@ class SetRate(Call):
 
     title = "set_learning_rate()"
     on_timeout = OnTimeout.RESUME
-    answers = (p.Pulled, p.Done)
     creates = True
 
     lr: float
@@ -101,7 +99,6 @@ class SaveState(Call):
 
     title = "save_optimizer_states()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Pulled, p.StateIs)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from settle(store, tuple(store.keys))
@@ -137,7 +134,6 @@ class LoadState(Call):
     """Put optimizer states on the servers, in the form SaveState gives them."""
 
     title = "load_optimizer_states()"
-    answers = (p.Done,)
     creates = True
 
     states: dict[str, tuple[int, dict[str, torch.Tensor]]]

@@ -25,7 +25,7 @@ from kvps.core.worker.row_reads import RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.protocol.values import Changed, PullChanged, Pulled, PulledRows
+from kvps.protocol.values import Changed, PullChanged, PulledRows
 from kvps.tensors import TORCH, from_frame
 
 
@@ -87,7 +87,6 @@ class Refresh(Call):
 
     title = "refresh()"
     on_timeout = OnTimeout.RETRY
-    answers = (Pulled, Changed)
 
     keys: tuple[str, ...]
     sinks: tuple[torch.Tensor | None, ...]

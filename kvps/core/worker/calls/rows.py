@@ -51,7 +51,6 @@ class PushKeyRows(PushCall):
     """Push some rows of keys of two or more dimensions."""
 
     title = "push()"
-    answers = (p.Pulled,)
 
     rows: tuple[torch.Tensor, ...]
     """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the key; the index of
@@ -236,7 +235,6 @@ class PullKeyRows(Call):
 
     title = "row_sparse_pull()"
     on_timeout = OnTimeout.RETRY
-    answers = (p.Pulled, p.PulledRows)
 
     keys: tuple[str, ...]
     ids: tuple[torch.Tensor, ...]

@@ -9,7 +9,7 @@ import pytest
 from kvps.core.agents.inquiry import ASK_AGAIN_S, Inquiry
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.errors import SchedulerLost, Unauthorized
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done, Error, Evict, Look, Seen, Stop
 
 AT = "tcp://127.0.0.1:9091"
@@ -18,7 +18,7 @@ SCHEDULER = Envelope(bytes(range(16)), 0, Role.SCHEDULER, 0, 0, 0)
 SILENT = f"no answer from the scheduler at {AT} for 5 s. Check that kvps-scheduler runs, and that "
 
 
-def begun(request: Message, answer: type[Message]) -> Inquiry:
+def begun(request: Message, answer: type[Answer]) -> Inquiry:
     inquiry = Inquiry(AT, request, answer, 100.0, 5.0)
     connect, ask = inquiry.start(100.0)
     assert connect == Connect("scheduler", AT)
@@ -36,7 +36,7 @@ def hear(inquiry: Inquiry, message: Message) -> list[Effect]:
 
 
 @pytest.mark.parametrize(("request_", "answer"), [(Look(), SEEN), (Evict(2, 3), Done(1))])
-def test_it_is_answered(request_: Message, answer: Message) -> None:
+def test_it_is_answered(request_: Message, answer: Answer) -> None:
     inquiry = begun(request_, type(answer))
     assert hear(inquiry, answer) == [Exit(0, "answered")]
     assert inquiry.answer == Packet(SCHEDULER, answer)
