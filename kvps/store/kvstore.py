@@ -9,11 +9,10 @@ workers.
 from __future__ import annotations
 
 import abc
-import builtins
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -41,9 +40,6 @@ from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
 from kvps.store.requests import Request, Requests
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 LOAD = "kvps.load_optimizer_states"
 """The barrier behind which all ranks have the states of a file."""
@@ -925,12 +921,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def __enter__(self) -> KVStore:
         return self
 
-    def __exit__(
-        self,
-        kind: builtins.type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.close()
         else:

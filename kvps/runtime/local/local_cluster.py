@@ -15,7 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, Store
 
@@ -41,9 +41,6 @@ from kvps.runtime.scheduler_process import THIS_PROCESS
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.transport import open_transport
 from kvps.runtime.worker_session import WorkerSession, worker_session
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 log = logging.getLogger("kvps")
 T = TypeVar("T")
@@ -117,12 +114,7 @@ class LocalCluster:
         enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         enter(None)
         self.close(done=error is None)
 

@@ -19,12 +19,11 @@ that ranks make in different orders. A call in :data:`UNSUPPORTED` is refused wi
 
 from __future__ import annotations
 
-import builtins
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 
@@ -47,9 +46,6 @@ from kvps.store.metrics import Straggler
 from kvps.store.names import Kind
 from kvps.store.rows import dense_of, rows_in, taken
 from kvps.tensors import TORCH
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 PLANS_MAX = 256
 """The number of lists of keys that are remembered with their buckets."""
@@ -322,12 +318,7 @@ class AllreduceStore(KVStore):
         """Return the ticket of a call that waits for the newest values of some keys."""
         return CollectiveTicket(names, self._values.of(names), limit_s, self.wait, read)
 
-    def __exit__(
-        self,
-        kind: builtins.type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
         self.abandon()  # the others wait for this rank, and are to know that it does not come
 

@@ -27,7 +27,6 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -224,12 +223,7 @@ class DiLoCo:
             self._pace.begin_turn()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._hook.remove()
         self._hook = None
         if error is None:
