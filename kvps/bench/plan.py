@@ -6,19 +6,16 @@ process starts: a benchmark may take an hour.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvps import config
 from kvps.bench.figures import Case
 from kvps.bench.systems import System, chosen
 from kvps.bench.workloads import shapes_of
 from kvps.errors import ConfigError
-
-if TYPE_CHECKING:
-    import argparse
 
 USUAL_WORKLOADS = ("resnet50", "big", "small")
 USUAL_COUNT = "2"

@@ -13,11 +13,11 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvps import __version__, config
 from kvps.checkpoint import atomic_file
@@ -39,9 +39,6 @@ from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
 from kvps.runtime.member_process import on_stop, report, serving_if_asked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"

@@ -30,15 +30,13 @@ from __future__ import annotations
 
 import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvps.core.optim.hyperparams import HyperParams
 
 State = dict[str, Tensor]
 """Name -> flat tensor as long as the weight it belongs to."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvps.core.optim.base import MASTER, State, Terms, Updater
-
-if TYPE_CHECKING:
-    from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.hyperparams import HyperParams
 
 
 def sum_of_squares(values: Tensor) -> Tensor:

@@ -8,16 +8,14 @@ differ), since training on in a slightly different way is worse than an error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kvps.core.optim.hyperparams import HyperParams, resolve, schema_of
 from kvps.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NAMES: Mapping[type[torch.optim.Optimizer], str] = {
     torch.optim.SGD: "sgd",

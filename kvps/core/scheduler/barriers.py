@@ -26,8 +26,10 @@ until a rank does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
+from kvps.core.effects import Route
 from kvps.core.limits import TABLE, remedy
 from kvps.core.refusals import Attempt, RefusedCall
 from kvps.errors import (
@@ -42,11 +44,6 @@ from kvps.errors import (
 )
 from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Barrier, Error, Released
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from kvps.core.effects import Route
 
 NAME_MAX = 256
 """Characters of one name."""

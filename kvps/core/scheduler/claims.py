@@ -15,16 +15,11 @@ outlived the newcomer's coming is ALIVE with the number of a CHALLENGE that was 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from kvps.core.scheduler.seat import SEATS_MAX
+from kvps.core.effects import Route
+from kvps.core.scheduler.seat import SEATS_MAX, SeatLink
 from kvps.protocol.membership import Challenge
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvps.core.effects import Route
-    from kvps.core.scheduler.seat import SeatLink
 
 CHALLENGE_EVERY_S = 0.5
 """Seconds after a challenge during which a connection is not challenged again, by any newcomer."""

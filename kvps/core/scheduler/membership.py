@@ -32,8 +32,7 @@ Invariants, which :meth:`Membership.check` states as code:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvps.core.effects import Route
 from kvps.core.scheduler.claims import Claims
 from kvps.core.scheduler.phase import told
 from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State, shortened
@@ -41,9 +40,6 @@ from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Leave, Member
 from kvps.protocol.permissions import name_of
-
-if TYPE_CHECKING:
-    from kvps.core.effects import Route
 
 LINKS_MAX = 2
 """Connections that speak for one seat: its guardian's and that of the guarded process."""

@@ -5,21 +5,17 @@ Links and times are left out: members speak again, and every limit is counted an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgpack
 
-from kvps.core.scheduler.barriers import Passed
+from kvps.core.scheduler.barriers import Name, Passed
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.rendezvous import RendezvousTable, RunState
 from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvps.core.scheduler.barriers import Name
 
 FORMAT = 7
 

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvps import protocol as p
+from kvps.core.effects import Effects, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.figures.status import figures, sights
@@ -44,9 +44,6 @@ from kvps.errors import (
 )
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
-
-if TYPE_CHECKING:
-    from kvps.core.effects import Effects, Route
 
 NOBODY = bytes(16)
 """The job in the envelope of a process that does not know it yet."""

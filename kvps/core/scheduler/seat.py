@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from kvps.core.effects import Route
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S, SILENT_AFTER_S, Progress
 from kvps.core.membership_client import BeatFigures
@@ -17,9 +17,6 @@ from kvps.core.texts import shown
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Hello, Leave, Member
-
-if TYPE_CHECKING:
-    from kvps.core.effects import Route
 
 SEATS = 2
 """The ticket that tells how many seats are taken."""

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvps.core.limits import TABLE, remedy
+from kvps.core.optim.base import Updater
 from kvps.core.placement import EMBEDDING
+from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.memory_pressure import MemoryPressure
 from kvps.dtypes import BY_NAME, summed_in
 from kvps.errors import Overload
 from kvps.phrases import and_more, bytes_in_words
+from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
-
-if TYPE_CHECKING:
-    from kvps.core.optim.base import Updater
-    from kvps.core.server.chunks.slab import Chunks
-    from kvps.protocol.stores import Open
 
 
 class Reservation(NamedTuple):

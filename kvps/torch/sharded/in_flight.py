@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
+from kvps.runtime.ticket import Handle
 from kvps.torch.sync.buckets import BUCKET_BYTES, Buckets
-
-if TYPE_CHECKING:
-    from kvps.runtime.ticket import Handle
 
 
 class GradientSender:

@@ -21,14 +21,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from kvps.errors import EpochChanged
-
-if TYPE_CHECKING:
-    from kvps.runtime.ticket import Handle
+from kvps.runtime.ticket import Handle
 
 PRIORITY = 1 << 20
 """The priority of pulls, which a pass waits for: they overtake gradients."""

@@ -21,14 +21,15 @@ store does not end backward, whose caller could not know what to do about it: it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
+from kvps.runtime.ticket import Handle
 from kvps.store.arguments import is_row
 from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
@@ -36,13 +37,8 @@ from kvps.torch.sync.buckets import Buckets, bucket_bytes
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.in_flight import GradientBucket, HeldBucket, InFlight, SparseBucket
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
+from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.sparse_gradients import SparseGradients
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvps.runtime.ticket import Handle
-    from kvps.torch.sync.parameter_sync import ParameterSync
 
 
 class GradientSync:

@@ -7,15 +7,13 @@ parameters (:class:`HeldBucket`); from stores that cannot leave them there, they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
+from kvps.core.worker.consistent_read import HeldValues
+from kvps.runtime.ticket import Handle
 from kvps.torch.sync.sparse_gradients import sparse_of
-
-if TYPE_CHECKING:
-    from kvps.core.worker.consistent_read import HeldValues
-    from kvps.runtime.ticket import Handle
 
 
 class InFlight(Protocol):
