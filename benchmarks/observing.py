@@ -21,7 +21,7 @@ from pathlib import Path
 from kvps import protocol as p
 from kvps.core.effects import Send
 from kvps.core.tracing.member import TracedMember
-from kvps.net.driver import Lens, PlainLens
+from kvps.net.driver import Lens
 from kvps.net.transport import Encoding
 from kvps.observe.recording.recorder import RingLens
 from kvps.observe.timeline.lens import MemberLens
@@ -97,7 +97,7 @@ def per_packet(count: int = 20_000) -> None:
     recording.member.begin(7, 0.0)
     ring = RingLens({"role": "server"}, Path("none"))
     lenses: dict[str, Lens] = {
-        "none": PlainLens(),
+        "none": Lens(),
         "off": MemberLens(tracer(), lambda: packet.envelope).current,
         "flight recorder": MemberLens(tracer(), lambda: packet.envelope, below=ring).current,
         "timeline": recording,

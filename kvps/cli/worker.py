@@ -22,7 +22,7 @@ from kvps.core.effects import Effects, Finish
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, NullListener, drive
+from kvps.net.driver import CoreRequest, Inbox, Listener, drive
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
@@ -167,7 +167,7 @@ def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, 
         yield {"KVPS_KEYS": memory.path}
 
 
-class Shell(NullListener):
+class Shell(Listener):
     """Does for the guardian's core what it wants done with the command."""
 
     def __init__(

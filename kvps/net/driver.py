@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kvps.core.effects import (
     Connect,
@@ -58,8 +58,11 @@ KINDS_MAX = 100
 """Number of kinds of errors that are distinguished; further kinds are logged as one."""
 
 
-class Listener(Protocol):
-    """The receiver of finished calls, and of the state that a core wants kept."""
+class Listener:
+    """The receiver of finished calls, and of the state that a core wants kept.
+
+    This one is of a core that has no calls and keeps nothing; others hear what concerns them.
+    """
 
     def finish(self, effect: Finish) -> None:
         """A call ended."""
@@ -72,22 +75,6 @@ class Listener(Protocol):
 
     def order(self, effect: Disk) -> None:
         """Something is to be done with files."""
-
-
-class NullListener:
-    """A listener of a core that has no calls and keeps nothing; others hear what concerns them."""
-
-    def finish(self, effect: Finish) -> None:
-        """Nobody waits."""
-
-    def copied(self, effect: Copied) -> None:
-        """Nobody waits."""
-
-    def save(self, state: bytes) -> None:
-        """Nothing is kept."""
-
-    def order(self, effect: Disk) -> None:
-        """There are no files."""
 
 
 Item = Callable[[C, float], Effects]
@@ -114,48 +101,20 @@ class CoreRequest:
         return chain(door(*self.args, **self.options, **times), self.then)
 
 
-class Lens(Protocol):
+class Lens:
     """The object between the loop and the core: it calls the core in the loop's place, and may look on.
 
-    All that a core is given comes through here, and all effects leave through here.
+    All that a core is given comes through here, and all effects leave through here. This lens does not look.
     """
 
-    due: float | None
-    """When :meth:`tick` is to be called next; None for never."""
-    current: Lens
-    """The lens to look through now: this one, or the next below it while this one has nothing to see."""
-    tags: Collection[int]
-    """The messages that end at this lens, whichever is the current one."""
-
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
-        """A packet came."""
-
-    def failure(
-        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
-    ) -> Effects:
-        """A packet was refused, or caused an unexpected error."""
-
-    def drop(self, core: Core, route: Route, now: float) -> Effects:
-        """A connection broke."""
-
-    def timer(self, core: Core, now: float) -> Effects:
-        """The deadline is reached."""
-
-    def item(self, core: C, item: Item[C], now: float) -> Effects:
-        """Another thread asks for something."""
-
-    def tick(self, now: float) -> Effects:
-        """It is time for what the lens itself does."""
-
-
-class PlainLens:
-    """A lens that does not look."""
-
     due: float | None = None
+    """When :meth:`tick` is to be called next; None for never."""
     tags: Collection[int] = ()
+    """The messages that end at this lens, whichever is the current one."""
 
     def __init__(self) -> None:
         self.current: Lens = self
+        """The lens to look through now: this one, or the next below it while this one has nothing to see."""
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
         """A packet came."""
@@ -180,7 +139,7 @@ class PlainLens:
         return item(core, now)
 
     def tick(self, now: float) -> Effects:
-        """It does nothing."""
+        """It is time for what the lens itself does."""
         yield from ()
 
 
@@ -273,9 +232,9 @@ def drive(
         Exception: what ``core`` or ``transport`` raised by itself; what a peer's packet has led to is
             logged and counted, and told to the core, which may raise it again.
     """
-    heard = listener or NullListener()
+    heard = listener or Listener()
     net = Net(clock)
-    view = lens or PlainLens()
+    view = lens or Lens()
     quiet_until, unsaid = -math.inf, 0
     own: Exception | None = None
 

@@ -29,7 +29,7 @@ from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, Item, NullListener, drive
+from kvps.net.driver import CoreRequest, Inbox, Item, Listener, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
@@ -233,7 +233,7 @@ def run_scheduler(
         return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
 
 
-class _Listener(NullListener):
+class _Listener(Listener):
     """Keeps the state, if it is to be kept, and reports the last checkpoint."""
 
     def __init__(

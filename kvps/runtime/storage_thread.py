@@ -32,7 +32,7 @@ from kvps.core.server.snapshot.storage import (
     Write,
 )
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import CoreRequest, Inbox, NullListener
+from kvps.net.driver import CoreRequest, Inbox, Listener
 
 log = logging.getLogger("kvps")
 NICE = 10
@@ -43,7 +43,7 @@ END_MAX_S = 5.0
 """How long the end of a server waits for what is being written."""
 
 
-class StorageThread(NullListener):
+class StorageThread(Listener):
     """The disk of one server.
 
     Args:

@@ -31,7 +31,7 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net import descriptors
-from kvps.net.driver import LOOK_EVERY_S, CoreRequest, Inbox, NullListener, drive
+from kvps.net.driver import LOOK_EVERY_S, CoreRequest, Inbox, Listener, drive
 from kvps.net.shm.transport import SharedMemory
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys
@@ -50,7 +50,7 @@ LEAVE_MAX_S = 5.0
 """Seconds for which the end of a process waits for the scheduler to hear of it."""
 
 
-class WorkerSession(NullListener):
+class WorkerSession(Listener):
     """One worker of one cluster, in this process.
 
     Args:

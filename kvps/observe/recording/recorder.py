@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -69,7 +69,7 @@ class Ring:
             self._runs -= len(getattr(self.entries.popleft()[4], "runs", ()))
 
 
-class RingLens:
+class RingLens(Lens):
     """The lens that fills a ring; it calls the core.
 
     Args:
@@ -78,11 +78,8 @@ class RingLens:
         dumps: writes the arguments of requests; None in a process whose requests have none.
     """
 
-    due: float | None = None
-    tags: Collection[int] = ()
-
     def __init__(self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None) -> None:
-        self.current: Lens = self
+        super().__init__()
         self.ring = Ring()
         self._dumps = dumps
         self._header = header
@@ -118,10 +115,6 @@ class RingLens:
         """Another thread asks for something."""
         self.ring.add((*self._words(item, now), None, None))
         return self._noting(core, item(core, now), now)
-
-    def tick(self, now: float) -> Effects:
-        """Nothing is due."""
-        yield from ()
 
     def _noting(self, core: Core, effects: Effects, now: float) -> Iterator[Effect]:
         for effect in effects:

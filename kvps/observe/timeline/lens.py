@@ -17,7 +17,7 @@ from kvps.core.membership_client import SCHEDULER
 from kvps.core.tracing.coordinator import TraceCoordinator
 from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
-from kvps.net.driver import Item, Lens, PlainLens
+from kvps.net.driver import Item, Lens
 from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 
@@ -26,7 +26,7 @@ TAGS = range(p.Trace.TAG, p.Part.TAG + 1)
 """The messages of traces."""
 
 
-class TimelineLens:
+class TimelineLens(Lens):
     """The common part of the lenses of members and schedulers: effects are watched while a trace is recorded.
 
     Args:
@@ -45,11 +45,10 @@ class TimelineLens:
     ) -> None:
         self.tracer = tracer
         self.member: TracedMember = tracer.member
-        self.due: float | None = None
         self.watch: Tracer | None = None
         """The tracer while a trace is recorded."""
         self._counts = counts
-        self._below: Lens = below or PlainLens()
+        self._below: Lens = below or Lens()
         self.current: Lens = self._below
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
@@ -87,10 +86,6 @@ class TimelineLens:
 
     def on_tracing(self, route: Route, packet: Packet, now: float) -> Effects:
         """Hear a message of traces."""
-        raise NotImplementedError
-
-    def tick(self, now: float) -> Effects:
-        """Send what was recorded, or ask for it."""
         raise NotImplementedError
 
     def _switch(self, was_on: bool) -> None:

@@ -25,7 +25,7 @@ from kvps.core.effects import (
     Trust,
 )
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.driver import KINDS_MAX, LOOK_EVERY_S, Inbox, Net, NullListener, drive
+from kvps.net.driver import KINDS_MAX, LOOK_EVERY_S, Inbox, Listener, Net, drive
 from kvps.net.transport import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat
@@ -160,7 +160,7 @@ def test_a_core_without_calls_needs_no_listener() -> None:
     script = Script([[(b"a", DROPPED)]], answers={"drop of b'a' at 0": effects})
     assert run(script, listens=False) == END
     assert script.diary == ["drop of b'a' at 0"]
-    assert NullListener()
+    assert Listener()
 
 
 def test_the_wait_ends_at_the_deadline() -> None:

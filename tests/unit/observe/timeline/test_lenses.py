@@ -11,7 +11,7 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
 from kvps.core.tracing.member import TracedMember
 from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.net.driver import CoreRequest, PlainLens
+from kvps.net.driver import CoreRequest, Lens
 from kvps.net.transport import Encoding
 from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
 from kvps.observe.timeline.merged import merge
@@ -126,7 +126,7 @@ def test_without_a_trace_everything_is_passed_on() -> None:
 
 def test_a_plain_lens_passes_on() -> None:
     _, core, _ = member()
-    plain = PlainLens()
+    plain = Lens()
     list(plain.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0))
     list(plain.failure(core, "server 0", SERVER, ValueError(), 1.0))
     list(plain.drop(core, "server 0", 1.0))
