@@ -8,7 +8,6 @@ Cuts are ordered by their number alone; a time of writing is for people.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -157,8 +156,3 @@ def _holding(given: object) -> StoreVersions:
     if made.lowest > made.highest:
         raise ValueError(f"a store has versions {made.lowest} to {made.highest}")
     return made
-
-
-def now_in_words() -> str:
-    """Return the time as manifests have it: UTC, as ISO 8601 writes it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from kvps import __version__
 from kvps.checkpoint.directory import CheckpointDirectory
-from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name, now_in_words
+from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.effects import Disk
 from kvps.core.limits import TABLE
 from kvps.core.server.snapshot.storage import (
@@ -83,11 +83,7 @@ class StorageThread(Listener):
                 answer = refusal(order, StorageError(f"{type(order).__name__}: {error!r:.200}"))
             del order  # it may hold an image
             if answer is not None:
-                self._inbox.put(_bring(answer))
-
-
-def _bring(answer: Answer) -> CoreRequest:
-    return CoreRequest("on_disk", (answer,))
+                self._inbox.put(CoreRequest("on_disk", (answer,)))
 
 
 def carry_out(
@@ -97,26 +93,26 @@ def carry_out(
     tagged_max: int = TABLE["tagged_checkpoints"].default,
 ) -> Answer | None:
     """Carry out an order; return its answer, or None."""
+    try:
+        return _carried_out(folder, order, rest_s, tagged_max)
+    except KvpsError as error:
+        return refusal(order, error)
+
+
+def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -> Answer | None:
     began = time.monotonic()
     match order:
         case Write(cut, image):
-            try:
-                written = CheckpointDirectory(folder, image.server, rest_s).write(cut, image)
-            except KvpsError as error:
-                return SnapshotWritten(cut, 0, "", error)
+            written = CheckpointDirectory(folder, image.server, rest_s).write(cut, image)
             log.debug(
                 "wrote %d bytes of checkpoint %d in %.2f s",
                 *(written.size, cut, time.monotonic() - began),
             )
             return SnapshotWritten(cut, written.size, written.sha256)
         case Complete():
-            cut = order.commit.cut
-            try:
-                shelf = CheckpointDirectory(folder, order.server, tagged_max=tagged_max)
-                shelf.commit(manifest_of(order), order.commit.kept)
-            except KvpsError as error:
-                return Completed(cut, error)
-            return Completed(cut)
+            shelf = CheckpointDirectory(folder, order.server, tagged_max=tagged_max)
+            shelf.commit(manifest_of(order), order.commit.kept)
+            return Completed(order.commit.cut)
         case Remove(cut, server):
             try:
                 CheckpointDirectory(folder, server).drop(cut)
@@ -124,13 +120,13 @@ def carry_out(
                 log.warning("%s", error)
             return None
         case FindCuts():
-            return _look(folder, order)
+            shelf = CheckpointDirectory(folder, order.server)
+            complete = shelf.complete(order.job, order.server, order.servers)
+            cuts = tuple([one.cut for one in complete if order.tag in ("", one.tag)])
+            return FoundCuts(cuts, shelf.highest(), order.for_whom)
         case Read():
-            try:
-                shelf = CheckpointDirectory(folder, order.server)
-                image = shelf.load(shelf.manifest(order.cut), order.server, order.servers)
-            except KvpsError as error:
-                return Loaded(None, order.for_whom, error)
+            shelf = CheckpointDirectory(folder, order.server)
+            image = shelf.load(shelf.manifest(order.cut), order.server, order.servers)
             log.info(
                 "read %d bytes of checkpoint %d in %.2f s",
                 *(image.size_bytes, order.cut, time.monotonic() - began),
@@ -153,16 +149,6 @@ def refusal(order: AnyOrder, error: KvpsError) -> Answer | None:
             return Loaded(None, order.for_whom, error)
 
 
-def _look(folder: str, order: FindCuts) -> FoundCuts:
-    shelf = CheckpointDirectory(folder, order.server)
-    try:
-        complete = shelf.complete(order.job, order.server, order.servers)
-        cuts = tuple([one.cut for one in complete if order.tag in ("", one.tag)])
-        return FoundCuts(cuts, shelf.highest(), order.for_whom)
-    except StorageError as error:
-        return FoundCuts(for_whom=order.for_whom, error=error)
-
-
 def manifest_of(order: Complete) -> Manifest:
     """Return the manifest that completes a cut."""
     commit = order.commit
@@ -181,5 +167,5 @@ def manifest_of(order: Complete) -> Manifest:
             one.store: StoreVersions(one.begins, one.lowest, one.highest) for one in commit.stores
         },
         tag=commit.tag,
-        written=now_in_words(),
+        written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     )
