@@ -18,6 +18,12 @@ from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role
 
 FORMAT = 7
+_NAMES = (
+    *("incarnation", "host", "pid", "endpoint", "master", "machine"),
+    *("is_guarded", "is_replacement", "has_said_so", "has_begun", "reason"),
+)
+_TYPES = (int, str, int, str, str, int, bool, bool, bool, bool, str, str, str)
+"""Fields of a seat that outlive the process, and the types of these and of its two keys."""
 
 
 class SavedState(NamedTuple):
@@ -42,17 +48,7 @@ def dump(snapshot: SavedState) -> bytes:
         (
             *seat.node,
             seat.state.value,
-            seat.incarnation,
-            seat.host,
-            seat.pid,
-            seat.endpoint,
-            seat.master,
-            seat.machine,
-            seat.is_guarded,
-            seat.is_replacement,
-            seat.has_said_so,
-            seat.has_begun,
-            seat.reason,
+            *[getattr(seat, name) for name in _NAMES],
             *seat.keys,
         )
         for seat in snapshot.seats.by_node.values()
@@ -65,10 +61,6 @@ def dump(snapshot: SavedState) -> bytes:
     rendezvous = (snapshot.rendezvous.issued, runs)
     state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts, rendezvous))
     return state
-
-
-_FIELDS = (int, str, int, str, str, int, bool, bool, bool, bool, str, str, str)
-"""The types of a seat's fields."""
 
 
 def _demand(values: Sequence[object], types: Sequence[type]) -> None:
@@ -106,26 +98,15 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
             )
         seats = Membership(settings)
         seats.issued = issued
-        for role, rank, name, *fields in rows:
-            _demand(fields, _FIELDS)
+        for role, rank, state_name, *fields in rows:
+            _demand(fields, _TYPES)
             seat = seats.by_node[Node(Role(role), rank)]
-            seat.state, seat.heard_at, seat.lost_at = State(name), now, now
+            seat.state, seat.heard_at, seat.lost_at = State(state_name), now, now
             seat.is_welcomed = True  # one that was not says HELLO until it is
-            (
-                seat.incarnation,
-                seat.host,
-                seat.pid,
-                seat.endpoint,
-                seat.master,
-                seat.machine,
-                seat.is_guarded,
-                seat.is_replacement,
-                seat.has_said_so,
-                seat.has_begun,
-                seat.reason,
-                *keys,
-            ) = fields
-            seat.keys = keys[0], keys[1]
+            *values, own, command = fields
+            for name, value in zip(_NAMES, values, strict=True):
+                setattr(seat, name, value)
+            seat.keys = own, command
         for one in barriers:
             _demand(one, (str, str, int, int))
         for one in resumed:
