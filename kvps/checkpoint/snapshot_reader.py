@@ -31,8 +31,8 @@ from kvps.protocol.stores import Open
 from kvps.tensors import NAMES
 
 FORMAT = 1
-_CALLS = ("optimize_calls", "rate_calls", "optimize_after", "rate_after")
-_STORE = ("open", "hyper", "sent_hyper", "sent_lr", *_CALLS, "joins")
+CALLS = ("optimize_calls", "rate_calls", "optimize_after", "rate_after")
+_STORE = ("open", "hyper", "sent_hyper", "sent_lr", *CALLS, "joins")
 _TABLES = ("histories", "forms", "keys")
 
 Form = tuple[tuple[str, str], ...]
@@ -106,7 +106,7 @@ def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
                 tables.table_of(f"{index}/table/{number}", one, columns.cut)
                 for number, one in enumerate(validation.array("tables", row["tables"]))
             ),
-            **{name: validation.natural(name, row[name]) for name in _CALLS},
+            **{name: validation.natural(name, row[name]) for name in CALLS},
         )
     except (ValueError, KvpsError) as error:
         raise ValueError(f"store {opened.store!r}: {error}") from error

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 
 from kvps.checkpoint import tables, validation
 from kvps.checkpoint.safetensors_writer import Column, Stream, stream_of
-from kvps.checkpoint.snapshot_reader import FORMAT, Form, image_of
+from kvps.checkpoint.snapshot_reader import CALLS, FORMAT, Form, image_of
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.server.snapshot.model import (
     KeySnapshot,
@@ -108,10 +108,7 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
         "hyper": _hyper_row(store.hyper),
         "sent_hyper": _hyper_row(store.sent_hyper),
         "sent_lr": store.sent_lr,
-        "optimize_calls": store.optimize_calls,
-        "rate_calls": store.rate_calls,
-        "optimize_after": store.optimize_after,
-        "rate_after": store.rate_after,
+        **{name: getattr(store, name) for name in CALLS},
         "joins": [store.joins.over, *(sorted(join.items()) for join in store.joins[1:])],
         "histories": histories.rows,
         "forms": list(forms),

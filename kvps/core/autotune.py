@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -56,12 +56,7 @@ class Settings:
 
     def to_numbers(self) -> list[float]:
         """Return the settings as numbers, which a key of a store can hold."""
-        return [
-            float(self.chunk_bytes),
-            float(self.uplink_bytes),
-            float(self.threads),
-            float(self.priorities),
-        ]
+        return [float(number) for number in astuple(self)]
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> Settings:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from kvps.core.nonfinite import ACTIONS
 from kvps.errors import ConfigError
 from kvps.protocol.stores import Open
@@ -9,19 +11,7 @@ from kvps.protocol.stores import Open
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
 LATE = ("drop", "next")
-AGREED = (
-    "mode",
-    "staleness",
-    "deterministic",
-    "on_worker_lost",
-    "bigarray_bound",
-    "bundles",
-    "on_nonfinite",
-    "average",
-    "quorum",
-    "grace_s",
-    "late",
-)
+AGREED = tuple([one.name for one in fields(Open) if one.name not in ("store", "chunk_bytes")])
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
 
