@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.optim.sparse_update import may_be_lazy, update_rows
-from kvps.core.optim.torch_rules import State, create
+from kvps.core.optim.torch_rules import State, Terms, create
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
 from kvps.store import optimizer_state
@@ -45,8 +46,7 @@ class ServerRules:
         if key not in self._states:
             self._states[key] = self._updater.new_state(weight)
         state = self._states[key]
-        self._steps[key] = step = self._steps.get(key, 0) + 1
-        lr, weight_decay = self.hyper.for_key(key)
+        terms = self._next_terms(key)
         ready = accumulator(gradient.to(weight.device))
         # An updater uses its gradient up: it gets a copy of a block, which stays in a core's cache.
         is_whole = self._updater.needs_norms or not weight.is_cpu
@@ -57,20 +57,11 @@ class ServerRules:
             own = block[: len(ready[part])].copy_(ready[part])
             if scale != 1.0:
                 own *= scale
-            norms = None
             if self._updater.needs_norms:
-                norms = self._updater.partial_norms(
-                    weight, own, state, step=step, lr=lr, weight_decay=weight_decay
-                )
-            self._updater.apply(
-                weight[part],
-                own,
-                {name: tensor[part] for name, tensor in state.items()},
-                step=step,
-                lr=lr,
-                weight_decay=weight_decay,
-                norms=norms,
-            )
+                norms = self._updater.partial_norms(weight, own, state, terms)
+                terms = replace(terms, norms=norms)
+            piece = {name: tensor[part] for name, tensor in state.items()}
+            self._updater.apply(weight[part], own, piece, terms)
 
     def update_rows(
         self, key: str, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor
@@ -85,8 +76,6 @@ class ServerRules:
             return
         if key not in self._states:
             self._states[key] = self._updater.new_state(table.view(-1))
-        self._steps[key] = step = self._steps.get(key, 0) + 1
-        lr, weight_decay = self.hyper.for_key(key)
         ready = accumulator(rows)
         update_rows(
             table,
@@ -94,10 +83,12 @@ class ServerRules:
             ids,
             ready.clone() if ready is rows else ready,
             self._updater,
-            step=step,
-            lr=lr,
-            weight_decay=weight_decay,
+            self._next_terms(key),
         )
+
+    def _next_terms(self, key: str) -> Terms:
+        self._steps[key] = step = self._steps.get(key, 0) + 1
+        return Terms(step, *self.hyper.for_key(key))
 
     def forget(self, key: str) -> None:
         """Begin the state of ``key`` anew."""

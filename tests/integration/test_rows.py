@@ -9,7 +9,7 @@ import torch
 import kvps
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.sparse_update import update_rows
-from kvps.core.optim.torch_rules import create
+from kvps.core.optim.torch_rules import Terms, create
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
 
 COUNT, WIDTH = 40, 12
@@ -198,9 +198,8 @@ def test_only_rows_that_were_pushed_are_updated(kind, rule):
     state = {name: one.view(COUNT, WIDTH) for name, one in state.items()}
     for number, pushes in enumerate(steps, start=1):
         ids = torch.cat([ids for ids, _ in pushes]).unique()
-        lr, weight_decay = updater.hyper.for_key("t")
-        terms = {"step": number, "lr": lr, "weight_decay": weight_decay}
-        update_rows(weights, state, ids, summed(*pushes)[ids], updater, **terms)
+        terms = Terms(number, *updater.hyper.for_key("t"))
+        update_rows(weights, state, ids, summed(*pushes)[ids], updater, terms)
     for got in run(work, workers):
         torch.testing.assert_close(got, weights)
 

@@ -29,7 +29,7 @@ from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import IdIndex, grown
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.optim.sparse_update import update_rows
-from kvps.core.optim.torch_rules import Updater, create
+from kvps.core.optim.torch_rules import Terms, Updater, create
 from kvps.dtypes import summed_in
 from kvps.tensors import TORCH
 
@@ -191,19 +191,10 @@ class EmbeddingRows:
         return torch.from_numpy(values).to(TORCH[self.recipe.dtype])
 
     def _update(self, slots: Slots, gradients: torch.Tensor, step: int) -> None:
-        lr, weight_decay = self._hyper.for_key("")
+        terms = Terms(step, *self._hyper.for_key(""))
         for arena, places, at in self._arenas.cut_to_write(slots):
             state = dict(arena.columns)
-            update_rows(
-                state.pop(WEIGHT),
-                state,
-                at,
-                gradients[places],
-                self.updater,
-                step=step,
-                lr=lr,
-                weight_decay=weight_decay,
-            )
+            update_rows(state.pop(WEIGHT), state, at, gradients[places], self.updater, terms)
 
     # --- rows that go -----------------------------------------------------------------------------
 

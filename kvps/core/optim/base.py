@@ -29,7 +29,7 @@ read: the caller reports it by :meth:`Updater.pulled`.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -93,7 +93,7 @@ class Updater(abc.ABC):
         state = updater.new_state(chunk)
         part = slice(0, 1000)
         updater.apply(chunk[part], gradient, {name: x[part] for name, x in state.items()},
-                      step=1, lr=0.1, weight_decay=0.0)
+                      Terms(step=1, lr=0.1, weight_decay=0.0))
     """
 
     needs_norms: ClassVar[bool] = False
@@ -156,19 +156,7 @@ class Updater(abc.ABC):
         }
         return kept | {name: old for name, old in state.items() if self._is_lazy(name)}
 
-    def apply(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        norms: Tensor | None = None,
-        rank: int | None = None,
-        age: int | None = None,
-    ) -> None:
+    def apply(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
         """Update one slice in place.
 
         Args:
@@ -176,12 +164,12 @@ class Updater(abc.ABC):
             gradient: the summed gradient, as long; float32 where the weight is half, else the
                 weight's dtype. It is used up: its contents are undefined afterwards.
             state: the same range of every tensor of the chunk's state.
-            step, lr, weight_decay, norms, rank, age: as in :class:`Terms`.
+            terms: the numbers of this update.
 
         Raises:
             ValueError: ``norms`` is missing and this optimizer needs them.
         """
-        if self.needs_norms and norms is None:
+        if self.needs_norms and terms.norms is None:
             raise ValueError(
                 f"{self.hyper.name} needs norms of the whole tensor; add up partial_norms() of "
                 "all pieces and pass the sum"
@@ -190,31 +178,19 @@ class Updater(abc.ABC):
             return
         target = state.get(MASTER, weight)
         ready = self._prepare(gradient, target.dtype, in_place=True)
-        self._update(target, ready, state, Terms(step, lr, weight_decay, norms, rank, age))
+        self._update(target, ready, state, terms)
         if target is not weight:
             weight.copy_(target)
 
-    def partial_norms(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: State,
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-    ) -> Tensor:
+    def partial_norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
         """Return this piece's share of the whole tensor's sums of squares.
 
         Nothing is changed. Shares are float64 vectors of one length; their sum over the pieces
         of a tensor is the ``norms`` of :meth:`apply`, called with the same arguments.
-
-        Args:
-            weight, gradient, state, step, lr, weight_decay: as :meth:`apply`.
         """
         target = state.get(MASTER, weight)
         ready = self._prepare(gradient, target.dtype, in_place=False)
-        return self._norms(target, ready, state, Terms(step, lr, weight_decay))
+        return self._norms(target, ready, state, terms)
 
     def pulled(  # noqa: B027 (a hook that most rules leave empty)
         self, weight: Tensor, state: State, start: int, stop: int, rank: int
@@ -288,7 +264,7 @@ class Updater(abc.ABC):
                 ready = self._prepare(gradient.clone(), weight.dtype, in_place=True)
                 if self.needs_norms:
                     norms = self._norms(weight, ready.clone(), state, terms)
-                    terms = Terms(step, lr, weight_decay, norms)
+                    terms = replace(terms, norms=norms)
                 self._update(weight, ready, state, terms)
         except Exception as error:  # a plug-in may raise anything
             raise ConfigError(

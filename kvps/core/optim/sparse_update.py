@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvps.core.optim.base import State, Updater
+from kvps.core.optim.base import State, Terms, Updater
 
 BLOCK_COUNT = 256 << 10
 """Elements that are gathered at once: rows, and their states, stay in a core's cache meanwhile."""
@@ -41,12 +41,7 @@ def update_rows(
     ids: Tensor,
     rows: Tensor,
     updater: Updater,
-    *,
-    step: int,
-    lr: float,
-    weight_decay: float,
-    rank: int | None = None,
-    age: int | None = None,
+    terms: Terms,
 ) -> None:
     """Update the rows ``ids`` of a table in place; all other rows stay as they are.
 
@@ -58,9 +53,7 @@ def update_rows(
         rows: their gradients, [k, width], contiguous; float32 where the weights are half, else of
             the weights' type. They are used up: their contents are undefined afterwards.
         updater: the rule; one for which :func:`may_be_lazy`.
-        step: updates that the table has had, this one included; the first is 1.
-        lr, weight_decay: of this table, multipliers applied.
-        rank, age: as in :class:`~kvps.core.optim.base.Terms`.
+        terms: the numbers of this update, whose step is that of the whole table.
 
     Raises:
         ValueError: if the rule needs norms of the whole table.
@@ -74,7 +67,7 @@ def update_rows(
         >>> state = {name: tensor.view(3, 2) for name, tensor in updater.new_state(table.view(-1)).items()}
         >>> update_rows(
         ...     table, state, torch.tensor([1]), torch.ones(1, 2), updater,
-        ...     step=1, lr=0.5, weight_decay=0.0,
+        ...     Terms(step=1, lr=0.5, weight_decay=0.0),
         ... )
         >>> table.tolist()
         [[0.0, 0.0], [-0.5, -0.5], [0.0, 0.0]]
@@ -92,11 +85,7 @@ def update_rows(
             weight.view(-1),
             rows[begin : begin + at_once].view(-1),
             {name: tensor.view(-1) for name, tensor in states.items()},
-            step=step,
-            lr=lr,
-            weight_decay=weight_decay,
-            rank=rank,
-            age=age,
+            terms,
         )
         weights.index_copy_(0, some, weight)
         for name, tensor in states.items():

@@ -217,10 +217,7 @@ def test_no_update_fails_by_numbers_that_were_let_in(name: str) -> None:
                         torch.full((3,), 3.0, dtype=dtype),
                         torch.full((3,), -2.0, dtype=summed),
                         state,
-                        step=step,
-                        lr=lr,
-                        weight_decay=weight_decay,
-                        norms=norms,
+                        Terms(step=step, lr=lr, weight_decay=weight_decay, norms=norms),
                     )
                 tried += 1
     assert tried

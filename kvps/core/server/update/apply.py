@@ -18,7 +18,7 @@ import torch
 from kvps.core.counts import Counts
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.nonfinite import Flaw, count_nonfinite
-from kvps.core.optim.base import Updater
+from kvps.core.optim.base import Terms, Updater
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.sparse_update import may_be_lazy
 from kvps.core.row_gradients import RowGradient
@@ -134,7 +134,8 @@ class Updates:
         weight, state, lap = chunk.writable(), store.state_of(chunk), self._counts.lap
         block = self._block(chunk.summed_in)
         residual = None if history is None else history.own_residual()
-        for first, last, lr, weight_decay in segments(store, chunk, span):
+        for first, last, rates in segments(store, chunk, span):
+            terms = Terms(span.step, *rates, norms, due.rank, due.age)
             for start in range(first, last, self._block_count):
                 stop = min(start + self._block_count, last)
                 if due.is_own:
@@ -152,12 +153,7 @@ class Updates:
                     target,
                     gradient,
                     {name: tensor[start:stop] for name, tensor in state.items()},
-                    step=span.step,
-                    lr=lr,
-                    weight_decay=weight_decay,
-                    norms=norms,
-                    rank=due.rank,
-                    age=due.age,
+                    terms,
                 )
                 if lap is not None:
                     lap()
@@ -186,7 +182,7 @@ class Updates:
     ) -> torch.Tensor:
         """Return the sums of squares of a piece that the store's rule needs."""
         _densify(due)
-        ((_, _, lr, weight_decay),) = segments(store, chunk, span)
+        ((_, _, rates),) = segments(store, chunk, span)
         state = store.state_of(chunk)
         weight = chunk.buffer.tensor[span.start : span.stop]
         if chunk.back is not None and chunk.back.owes(span.start, span.stop):
@@ -195,9 +191,7 @@ class Updates:
             weight,
             due.sum.parts[0].joined(),
             {name: tensor[span.start : span.stop] for name, tensor in state.items()},
-            step=span.step + 1,
-            lr=lr,
-            weight_decay=weight_decay,
+            Terms(span.step + 1, *rates),
         )
 
     # --- sums that are looked at before they are applied --------------------------------------
@@ -280,17 +274,17 @@ class Updates:
 
 def segments(
     store: ServerStore, chunk: Chunk, span: Span
-) -> Iterator[tuple[int, int, float, float]]:
-    """Yield (start, stop, lr, weight decay) of the parts of ``span`` that have them equal."""
+) -> Iterator[tuple[int, int, tuple[float, float]]]:
+    """Yield (start, stop, (lr, weight decay)) of the parts of ``span`` that have them equal."""
     assert store.updater is not None
     hyper = store.updater.hyper
     if not hyper.lr_mult and not hyper.wd_mult:
-        yield span.start, span.stop, *store.updater.rates
+        yield span.start, span.stop, store.updater.rates
         return
     pieces = chunk.pieces(span.start, span.stop)
-    for (lr, weight_decay), group in groupby(pieces, lambda piece: hyper.for_key(piece[0])):
+    for rates, group in groupby(pieces, lambda piece: hyper.for_key(piece[0])):
         alike = list(group)
-        yield alike[0][1], alike[-1][2], lr, weight_decay
+        yield alike[0][1], alike[-1][2], rates
 
 
 def _densify(due: PendingUpdate) -> None:

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from kvps.core.optim import sparse_update
+from kvps.core.optim.base import Terms
 from kvps.core.placement import lies_by_rows
 from kvps.core.row_gradients import RowGradient, numbered
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
@@ -180,7 +181,6 @@ def update(
     assert store.updater is not None
     assert store.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)
-    lr, weight_decay = store.hyper.for_key(key)
     state = store.state_of(chunk)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -192,10 +192,6 @@ def update(
         total.ids,
         total.rows,
         store.updater,
-        step=span.step,
-        lr=lr,
-        weight_decay=weight_decay,
-        rank=due.rank,
-        age=due.age,
+        Terms(span.step, *store.hyper.for_key(key), rank=due.rank, age=due.age),
     )
     chunk.add_change(span, len(total) // total.width, total.ids)

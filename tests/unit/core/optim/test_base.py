@@ -32,7 +32,7 @@ def test_gradients_are_rescaled_then_clipped(
     rule = updater("test", **given)
     weight = torch.zeros(3, dtype=dtype)
     grad = torch.tensor([-8.0, 0.5, 2.0], dtype=torch.float32 if dtype.itemsize == 2 else dtype)
-    rule.apply(weight, grad, rule.new_state(weight), step=1, lr=1.0, weight_decay=0.0)
+    rule.apply(weight, grad, rule.new_state(weight), Terms(step=1, lr=1.0, weight_decay=0.0))
     assert weight.tolist() == expected
 
 
@@ -40,7 +40,10 @@ def test_a_big_sum_is_rescaled_before_it_is_cast_to_half() -> None:
     rule = updater("test", rescale_grad=2.0**-10)
     weight = torch.zeros(1, dtype=torch.float16)
     rule.apply(
-        weight, torch.tensor([2.0**20]), rule.new_state(weight), step=1, lr=1.0, weight_decay=0.0
+        weight,
+        torch.tensor([2.0**20]),
+        rule.new_state(weight),
+        Terms(step=1, lr=1.0, weight_decay=0.0),
     )
     assert weight.item() == 1024.0  # 2^20 itself is infinity in float16
 
@@ -50,8 +53,8 @@ def test_an_empty_slice_is_no_update(name: str) -> None:
     rule = updater(name)
     empty = torch.zeros(0)
     state = rule.new_state(empty)
-    norms = rule.partial_norms(empty, empty, state, step=1, lr=0.1, weight_decay=0.1)
-    rule.apply(empty, empty, state, step=1, lr=0.1, weight_decay=0.1, norms=norms)
+    norms = rule.partial_norms(empty, empty, state, Terms(step=1, lr=0.1, weight_decay=0.1))
+    rule.apply(empty, empty, state, Terms(step=1, lr=0.1, weight_decay=0.1, norms=norms))
     assert empty.shape == (0,)
 
 
@@ -71,7 +74,10 @@ def test_adopt_keeps_what_the_new_settings_still_need() -> None:
     state = old.new_state(weight)
     for step in (1, 2):
         old.apply(
-            weight, torch.ones(61), state, step=step, lr=0.1, weight_decay=0.0, norms=torch.ones(2)
+            weight,
+            torch.ones(61),
+            state,
+            Terms(step=step, lr=0.1, weight_decay=0.0, norms=torch.ones(2)),
         )
     velocity = state["velocity"].clone()
 
@@ -105,6 +111,6 @@ def test_terms_are_what_apply_was_given() -> None:
 
     weight = torch.zeros(1)
     Spy(resolve("test", {})).apply(
-        weight, torch.ones(1), {}, step=3, lr=0.5, weight_decay=0.25, rank=7, age=4
+        weight, torch.ones(1), {}, Terms(step=3, lr=0.5, weight_decay=0.25, rank=7, age=4)
     )
     assert seen == [Terms(step=3, lr=0.5, weight_decay=0.25, norms=None, rank=7, age=4)]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvps.core.optim.base import State, Updater
+from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.optim.extra_rules import RULES
 from kvps.core.optim.hyperparams import resolve
 from kvps.errors import ConfigError
@@ -56,7 +56,10 @@ def run(rule: Updater, weight: Tensor, cuts: Sequence[int] = (0, SIZE)) -> State
         if rule.needs_norms:
             shares = [
                 rule.partial_norms(
-                    weight[a:b], grad[a:b], part(state, a, b), step=step, lr=lr, weight_decay=decay
+                    weight[a:b],
+                    grad[a:b],
+                    part(state, a, b),
+                    Terms(step=step, lr=lr, weight_decay=decay),
                 )
                 for a, b in pieces
             ]
@@ -67,10 +70,7 @@ def run(rule: Updater, weight: Tensor, cuts: Sequence[int] = (0, SIZE)) -> State
                 weight[a:b],
                 grad[a:b],
                 part(state, a, b),
-                step=step,
-                lr=lr,
-                weight_decay=decay,
-                norms=norms,
+                Terms(step=step, lr=lr, weight_decay=decay, norms=norms),
             )
     return state
 
@@ -241,10 +241,10 @@ def test_partial_norms_change_nothing_and_add_up(name: str) -> None:
         tensor.copy_(numbers(10 + index).abs())
     before = [weight.clone(), grad.clone(), *(tensor.clone() for tensor in state.values())]
 
-    whole = rule.partial_norms(weight, grad, state, step=3, lr=0.1, weight_decay=0.1)
+    whole = rule.partial_norms(weight, grad, state, Terms(step=3, lr=0.1, weight_decay=0.1))
     shares = [
         rule.partial_norms(
-            weight[a:b], grad[a:b], part(state, a, b), step=3, lr=0.1, weight_decay=0.1
+            weight[a:b], grad[a:b], part(state, a, b), Terms(step=3, lr=0.1, weight_decay=0.1)
         )
         for a, b in itertools.pairwise(CUTS)
     ]
@@ -262,7 +262,9 @@ def test_norms_must_be_given(name: str) -> None:
     weight = numbers(0)
     rule = updater(name)
     with pytest.raises(ValueError, match=f"{name} needs norms of the whole tensor; add up partial"):
-        rule.apply(weight, numbers(1), rule.new_state(weight), step=1, lr=0.1, weight_decay=0.0)
+        rule.apply(
+            weight, numbers(1), rule.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.0)
+        )
     assert torch.equal(weight, numbers(0))
 
 
@@ -270,7 +272,7 @@ def test_rules_without_norms_have_none_to_share() -> None:
     rule = updater("signum")
     weight = numbers(0)
     shares = rule.partial_norms(
-        weight, numbers(1), rule.new_state(weight), step=1, lr=0.1, weight_decay=0.0
+        weight, numbers(1), rule.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.0)
     )
     assert shares.shape == (0,)
     assert shares.dtype == torch.float64
@@ -282,8 +284,8 @@ def test_a_zero_norm_means_trust_one(name: str, weight: float, grad: float) -> N
     rule = updater(name)
     tensor, gradient = torch.full((4,), weight), torch.full((4,), grad)
     state = rule.new_state(tensor)
-    norms = rule.partial_norms(tensor, gradient, state, step=1, lr=0.5, weight_decay=0.0)
-    rule.apply(tensor, gradient, state, step=1, lr=0.5, weight_decay=0.0, norms=norms)
+    norms = rule.partial_norms(tensor, gradient, state, Terms(step=1, lr=0.5, weight_decay=0.0))
+    rule.apply(tensor, gradient, state, Terms(step=1, lr=0.5, weight_decay=0.0, norms=norms))
     torch.testing.assert_close(tensor, torch.full((4,), weight - 0.5 * grad))
 
 
@@ -294,7 +296,7 @@ def test_ftrl_makes_small_elements_exactly_zero() -> None:
     rule = updater("ftrl", lamda1=1.0)
     weight = torch.zeros(3)
     grad = torch.tensor([0.5, -0.5, 5.0])
-    rule.apply(weight, grad, rule.new_state(weight), step=1, lr=0.1, weight_decay=0.0)
+    rule.apply(weight, grad, rule.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.0))
     assert weight[:2].tolist() == [0.0, 0.0]
     assert weight[2] < 0
 
@@ -336,10 +338,7 @@ def test_dcasgd_compensates_for_what_happened_since_the_rank_read() -> None:
                 weight[a:b],
                 grad[a:b],
                 part(state, a, b),
-                step=step,
-                lr=lr,
-                weight_decay=decay,
-                rank=rank,
+                Terms(step=step, lr=lr, weight_decay=decay, rank=rank),
             )
     assert_close(weight, expected)
     assert state.keys() == {"velocity", "read.0", "read.1"}
@@ -394,7 +393,10 @@ def test_test_counts_in_every_dtype(dtype: torch.dtype) -> None:
     weight = torch.tensor([1, 2, 3], dtype=dtype)
     grad = torch.ones(3, dtype=torch.float32 if dtype.itemsize == 2 else dtype)
     rule.apply(
-        weight, grad.to(weight.dtype), rule.new_state(weight), step=1, lr=0.5, weight_decay=0.5
+        weight,
+        grad.to(weight.dtype),
+        rule.new_state(weight),
+        Terms(step=1, lr=0.5, weight_decay=0.5),
     )
     assert weight.tolist() == [3, 4, 5]
     assert weight.dtype == dtype
@@ -405,7 +407,7 @@ def test_integer_clipping_stays_within_the_dtype() -> None:
         rule = updater("test", clip_gradient=clip)
         weight = torch.zeros(3, dtype=torch.int8)
         grad = torch.tensor([127, -128, 3], dtype=torch.int8)
-        rule.apply(weight, grad, rule.new_state(weight), step=1, lr=1.0, weight_decay=0.0)
+        rule.apply(weight, grad, rule.new_state(weight), Terms(step=1, lr=1.0, weight_decay=0.0))
         assert weight.tolist() == expected
 
 
@@ -439,7 +441,7 @@ def test_assign_keeps_the_last_push_bit_for_bit(dtype: torch.dtype) -> None:
     weight = torch.tensor([1, 2, 3], dtype=dtype)
     for step, given in enumerate(([0, 5, 7], [9, 0, 4]), 1):
         grad = torch.tensor(given, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
-        rule.apply(weight, grad, rule.new_state(weight), step=step, lr=0.5, weight_decay=0.5)
+        rule.apply(weight, grad, rule.new_state(weight), Terms(step=step, lr=0.5, weight_decay=0.5))
         assert weight.tolist() == given
     assert weight.dtype == dtype
 
@@ -447,7 +449,7 @@ def test_assign_keeps_the_last_push_bit_for_bit(dtype: torch.dtype) -> None:
 def test_assign_keeps_what_is_no_number() -> None:
     rule = updater("assign")
     weight = torch.zeros(2)
-    rule.apply(weight, torch.tensor([math.nan, -0.0]), {}, step=1, lr=1.0, weight_decay=0.0)
+    rule.apply(weight, torch.tensor([math.nan, -0.0]), {}, Terms(step=1, lr=1.0, weight_decay=0.0))
     assert math.isnan(weight[0])
     assert math.copysign(1.0, weight[1].item()) == -1.0
 

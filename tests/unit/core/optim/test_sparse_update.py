@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvps.core.optim import sparse_update
-from kvps.core.optim.base import MASTER
+from kvps.core.optim.base import MASTER, Terms
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import UPDATERS, State, Updater, create
 
@@ -30,16 +30,13 @@ class Table:
 
     def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         self.step += 1
-        lr, weight_decay = self.hyper.for_key("")
         sparse_update.update_rows(
             self.weights,
             self.state,
             ids,
             rows.clone(),
             self.updater,
-            step=self.step,
-            lr=lr,
-            weight_decay=weight_decay,
+            Terms(self.step, *self.hyper.for_key("")),
         )
 
 

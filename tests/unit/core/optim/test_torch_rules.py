@@ -131,7 +131,10 @@ def by_slices(case: Case, start: Tensor) -> Tensor:
                 steps[key] += 1
                 piece = {name: tensor[span] for name, tensor in state.items()}
                 updater.apply(
-                    weight[span], grad[span], piece, step=steps[key], lr=lr, weight_decay=decay
+                    weight[span],
+                    grad[span],
+                    piece,
+                    Terms(step=steps[key], lr=lr, weight_decay=decay),
                 )
     return weight
 
@@ -143,7 +146,7 @@ def by_chunk(hyper: HyperParams, weight: Tensor) -> State:
     state = updater.new_state(weight)
     for turn in range(ROUNDS):
         grad = numbers(turn + 1, weight.dtype).to(summed_in(weight.dtype))
-        updater.apply(weight, grad, state, step=turn + 1, lr=lr, weight_decay=decay)
+        updater.apply(weight, grad, state, Terms(step=turn + 1, lr=lr, weight_decay=decay))
     return state
 
 
@@ -192,7 +195,7 @@ def test_a_half_weight_with_a_master_trains_as_float32(name: str, dtype: torch.d
     plain = updater.new_state(exact)
     for turn in range(ROUNDS):
         grad = numbers(turn + 1, dtype).float()
-        updater.apply(exact, grad, plain, step=turn + 1, lr=lr, weight_decay=decay)
+        updater.apply(exact, grad, plain, Terms(step=turn + 1, lr=lr, weight_decay=decay))
 
     state = by_chunk(resolve(name, {"multi_precision": True}), weight)
 
@@ -242,8 +245,8 @@ def test_rescaling_and_clipping_come_first(name: str) -> None:
     for step in range(1, 11):
         grad = numbers(step, torch.float64)
         ready = (grad * 0.25).clamp(-0.3, 0.3)
-        updater.apply(weight, grad, state, step=step, lr=lr, weight_decay=decay)
-        plain.apply(expected, ready, plain_state, step=step, lr=lr, weight_decay=decay)
+        updater.apply(weight, grad, state, Terms(step=step, lr=lr, weight_decay=decay))
+        plain.apply(expected, ready, plain_state, Terms(step=step, lr=lr, weight_decay=decay))
     assert torch.equal(weight, expected)
 
 
@@ -266,7 +269,9 @@ def test_multipliers_are_torchs_parameter_groups(name: str) -> None:
             param.grad = grad[span].clone()
             lr, decay = updater.hyper.for_key(key)
             piece = {entry: tensor[span] for entry, tensor in state.items()}
-            updater.apply(weight[span], grad[span], piece, step=step, lr=lr, weight_decay=decay)
+            updater.apply(
+                weight[span], grad[span], piece, Terms(step=step, lr=lr, weight_decay=decay)
+            )
         optimizer.step()
     assert torch.equal(weight, torch.cat([param.detach() for param in params]))
     assert torch.equal(weight[ranges()[2]], start[ranges()[2]])
@@ -289,7 +294,7 @@ def test_an_updater_may_be_made_anew_at_any_step() -> None:
             param.grad = grad.clone()
             optimizer.step()
             lr, decay = hyper.for_key("any")
-            create(hyper).apply(weight, grad, state, step=step, lr=lr, weight_decay=decay)
+            create(hyper).apply(weight, grad, state, Terms(step=step, lr=lr, weight_decay=decay))
         assert torch.equal(weight, param.detach()), name
 
 
@@ -311,7 +316,7 @@ def test_an_empty_slice_is_no_update(name: str) -> None:
     updater = create(resolve(name, {}))
     weight = torch.zeros(0)
     updater.apply(
-        weight, torch.zeros(0), updater.new_state(weight), step=1, lr=0.1, weight_decay=0.1
+        weight, torch.zeros(0), updater.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.1)
     )
 
 
@@ -348,7 +353,7 @@ def test_a_plug_in_adds_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     updater = create(resolve("Halved", {}))
     weight = torch.zeros(2)
     assert updater.new_state(weight) == {}
-    updater.apply(weight, torch.ones(2), {}, step=1, lr=0.5, weight_decay=0.0)
+    updater.apply(weight, torch.ones(2), {}, Terms(step=1, lr=0.5, weight_decay=0.0))
     assert weight.tolist() == [-0.25, -0.25]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvps.compression.spec import BIT2, CodecSpec
+from kvps.core.optim.base import Terms
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.dtypes import BY_NAME
@@ -273,7 +274,9 @@ def test_only_the_rows_that_were_named_are_updated(rule: str) -> None:
     weight = torch.zeros(1)
     state = updater.new_state(weight)
     for step, gradient in enumerate([2.0, 1.0, 2.0], start=1):
-        updater.apply(weight, torch.tensor([gradient]), state, step=step, lr=0.5, weight_decay=0.25)
+        updater.apply(
+            weight, torch.tensor([gradient]), state, Terms(step=step, lr=0.5, weight_decay=0.25)
+        )
     assert [after[row] for row in ids] == pytest.approx([weight.item()] * len(ids))
 
 
