@@ -520,8 +520,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         names, _ = names_of(keys)
-        owed = self._call(calls.ResumeKeys(self._name, names), timeout)
-        assert isinstance(owed, int)
+        owed: int = self._call(calls.ResumeKeys(self._name, names), timeout)
         return owed
 
     def barrier(self, name: str | None = None, *, timeout: float | None = None) -> None:
@@ -560,8 +559,7 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.broadcast("w", w, out=w)  # doctest: +SKIP
         """
         self._begin()
-        last = self._call(calls.JoinStore(self._name), timeout)
-        assert isinstance(last, int)
+        last: int = self._call(calls.JoinStore(self._name), timeout)
         self._raise_later()
         return last
 
@@ -807,8 +805,7 @@ class KVStore(KVStoreBase, abc.ABC):
             StorageError: if it could not be written; training can continue.
         """
         self._begin()
-        cut = self._call(calls.TakeCheckpoint(self._name, tag_of(tag)), timeout)
-        assert isinstance(cut, int)
+        cut: int = self._call(calls.TakeCheckpoint(self._name, tag_of(tag)), timeout)
         return cut
 
     def restore(self, tag: str | None = None, *, timeout: float | None = None) -> int:
@@ -828,8 +825,7 @@ class KVStore(KVStoreBase, abc.ABC):
                 cannot be read. Mismatch: if a key has another shape or type here.
         """
         self._begin()
-        cut = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
-        assert isinstance(cut, int)
+        cut: int = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
         return cut
 
     # --- compression ------------------------------------------------------------------------------
@@ -962,7 +958,7 @@ class KVStore(KVStoreBase, abc.ABC):
     def _limit(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
 
-    def _call(self, call: calls.Call, timeout: float | None = None) -> object:
+    def _call(self, call: calls.Call, timeout: float | None = None) -> Any:
         """Make a call and wait for its end; return its result."""
         return self._start(call, self._limit(timeout)).wait()
 

@@ -160,8 +160,7 @@ class DistStore(KVStore):
     def lent_like(self, names: Sequence[str]) -> list[torch.Tensor | None]:
         """Return :meth:`empty_like` of each key, or None where a push would copy it all the same."""
         keys = tuple(names)
-        tensors = self._call(calls.Allocate(self._name, keys, is_lent=True))
-        assert isinstance(tensors, list)
+        tensors: list[torch.Tensor] = self._call(calls.Allocate(self._name, keys, is_lent=True))
         settings = map(self._requests.setting_of, keys)
         return [
             None if setting is not None else one
@@ -170,8 +169,9 @@ class DistStore(KVStore):
 
     def chunks_of(self, names: Sequence[str]) -> dict[str, Collection[tuple[int, int]]]:
         """Return the chunks that each key lies in, as (server, chunk): what one message carries."""
-        chunks = self._call(calls.Locate(self._name, tuple(names)))
-        assert isinstance(chunks, list)
+        chunks: list[Collection[tuple[int, int]]] = self._call(
+            calls.Locate(self._name, tuple(names))
+        )
         return dict(zip(names, chunks, strict=True))
 
     @timed("pull")
@@ -216,8 +216,7 @@ class DistStore(KVStore):
     # --- small things -------------------------------------------------------------------------------
 
     def _status(self) -> list[StatusIs]:
-        answers = self._call(calls.AskStatus(self._name))
-        assert isinstance(answers, list)
+        answers: list[StatusIs] = self._call(calls.AskStatus(self._name))
         return answers
 
     def _live(self) -> set[int]:

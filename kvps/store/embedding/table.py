@@ -304,20 +304,17 @@ class EmbeddingTable:
 
     def version(self, *, timeout: float | None = None) -> int:
         """Return the closed rounds (sync) or applied pushes (async), after this rank's pushes."""
-        found = self._make(calls.Versions(self.store.name, (self._key,)), timeout)
-        assert isinstance(found, list)
+        found: list[Any] = self._make(calls.Versions(self.store.name, (self._key,)), timeout)
         return int(found[0])
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
-        owed = self._make(calls.ResumeKeys(self.store.name, (self._key,)), timeout)
-        assert isinstance(owed, int)
+        owed: int = self._make(calls.ResumeKeys(self.store.name, (self._key,)), timeout)
         return owed
 
     def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
         call = calls.PullTableRows(self.store.name, (self._key,), self.recipe, ids)
-        rows = self._make(call, timeout)
-        assert isinstance(rows, torch.Tensor)
+        rows: torch.Tensor = self._make(call, timeout)
         return rows
 
     def _push(
@@ -350,8 +347,7 @@ class EmbeddingTable:
                 call = calls.ExportBlock(
                     self.store.name, self._key, server, self.dim, start, rows, since, with_state
                 )
-                block = self._make(call, None)
-                assert isinstance(block, ExportBatch)
+                block: ExportBatch = self._make(call, None)
                 yield block
                 start = block.next
                 if not start:
@@ -361,11 +357,11 @@ class EmbeddingTable:
     def _servers(self) -> int:
         return self.store.session.info.servers
 
-    def _make(self, call: calls.Call, timeout: float | None) -> object:
+    def _make(self, call: calls.Call, timeout: float | None) -> Any:
         self.store._begin()
         return self._call(call, self.store._limit(timeout))
 
-    def _call(self, call: calls.Call, limit_s: float) -> object:
+    def _call(self, call: calls.Call, limit_s: float) -> Any:
         return self.store.session.call(call, limit_s).wait()
 
 
