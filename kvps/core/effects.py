@@ -128,7 +128,10 @@ Effects = Iterator[Effect]
 
 
 class Core(Protocol):
-    """The doors of a core. ``now`` is in seconds on a monotonic clock."""
+    """The doors of a core. ``now`` is in seconds on a monotonic clock.
+
+    A core that inherits hears everybody, and makes nothing of failures and broken connections.
+    """
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet by its envelope, before it is decoded.
@@ -144,6 +147,7 @@ class Core(Protocol):
         Raises:
             KvpsError: what the sender is to be told.
         """
+        return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """A peer said something."""
@@ -154,9 +158,11 @@ class Core(Protocol):
         Raises:
             Exception: ``error``, if this process cannot go on.
         """
+        yield from ()
 
     def on_drop(self, route: Route, now: float) -> Effects:
         """The connection along ``route`` broke: a hint that the peer may have ended."""
+        yield from ()
 
     def on_timer(self, now: float) -> Effects:
         """The deadline is reached."""

@@ -38,22 +38,21 @@ class Demanded(ConfigError):
     """
 
 
-class Unserved(Exception):
+class _Fault(Exception):
+    """A packet led to an error; see the cause."""
+
+    def __init__(self, route: Route, envelope: Envelope) -> None:
+        super().__init__(f"a packet of {envelope.node}")
+        self.route = route
+        self.envelope = envelope
+
+
+class Unserved(_Fault):
     """A transport failed at a packet that could be decoded; see the cause."""
 
-    def __init__(self, route: Route, envelope: Envelope) -> None:
-        super().__init__(f"a packet of {envelope.node}")
-        self.route = route
-        self.envelope = envelope
 
-
-class Refused(Exception):
+class Refused(_Fault):
     """A packet was refused by its envelope; see the cause."""
-
-    def __init__(self, route: Route, envelope: Envelope) -> None:
-        super().__init__(f"a packet of {envelope.node}")
-        self.route = route
-        self.envelope = envelope
 
 
 Guard = Callable[[Route, Envelope, type[Message]], bool]

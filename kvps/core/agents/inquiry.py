@@ -6,7 +6,7 @@ request must be one that may be made twice, such as LOOK or EVICT.
 
 from __future__ import annotations
 
-from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Core, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import KvpsError, SchedulerLost, from_code
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
@@ -15,7 +15,7 @@ from kvps.protocol.membership import Error, Stop
 ASK_AGAIN_S = 0.5
 
 
-class Inquiry:
+class Inquiry(Core):
     """One request and its answer.
 
     Args:
@@ -57,10 +57,6 @@ class Inquiry:
         yield Connect("scheduler", self._scheduler)
         yield from self.on_timer(now)
 
-    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
-        """Hear the scheduler."""
-        return True
-
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler said something."""
         match packet.message:
@@ -75,14 +71,6 @@ class Inquiry:
                 yield Exit(0, "answered")
             case message:
                 yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
-
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """The scheduler is asked again."""
-        yield from ()
-
-    def on_drop(self, route: Route, now: float) -> Effects:
-        """The scheduler may come back in time."""
-        yield from ()
 
     def on_timer(self, now: float) -> Effects:
         """Ask again, or give up."""

@@ -29,9 +29,9 @@ from __future__ import annotations
 import enum
 import signal
 
-from kvps.core.effects import Effects, Exit, Finish, Note, Route
+from kvps.core.effects import Core, Effects, Exit, Finish, Note, Route
 from kvps.core.membership_client import EXIT_TEMPORARY, Identity, MembershipClient
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Packet, Role
 
 START, ASK, KILL = 1, 2, 3
 """Start the command, in the seat of the WELCOME that is the value; send it the signal that is the
@@ -52,7 +52,7 @@ class Stage(enum.Enum):
     LEAVING = "leaving"
 
 
-class Supervisor:
+class Supervisor(Core):
     """One kvps-worker's part in one job."""
 
     def __init__(
@@ -80,10 +80,6 @@ class Supervisor:
         """Join the cluster."""
         yield from self.member.start(now)
 
-    def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
-        """Hear the scheduler."""
-        return True
-
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
         """The scheduler said something."""
         for effect in self.member.on_packet(packet, now):
@@ -98,14 +94,6 @@ class Supervisor:
             self._heed_stop(now)
         else:
             yield from self._end()
-
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        """The scheduler said what could not be heard: the command goes on."""
-        yield from ()
-
-    def on_drop(self, route: Route, now: float) -> Effects:
-        """Nobody connects to a guardian."""
-        yield from ()
 
     def on_signal(self, number: int, now: float) -> Effects:
         """The operator wants an end: the command is asked, and at the second time killed."""
