@@ -158,6 +158,12 @@ class MembershipClient:
         return self.view is not None and self.view.phase == "running" and self.stopped is None
 
     @property
+    def seat(self) -> p.Welcome:
+        """The WELCOME, of a process that is a member already."""
+        assert self.welcome is not None, "nobody has welcomed this process yet"
+        return self.welcome
+
+    @property
     def number(self) -> int:
         """The newest view's number; 0 before the first."""
         return self.view.number if self.view else 0

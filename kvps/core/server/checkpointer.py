@@ -181,9 +181,8 @@ class Checkpointer:
             self._say(taking.committed)
         elif not taking.is_committing:
             taking.is_committing = True
-            welcome = self._member.welcome
-            assert welcome is not None
-            self._order(Complete(self._member.job, welcome.rank, welcome.workers, commit))
+            seat = self._member.seat
+            self._order(Complete(self._member.job, seat.rank, seat.workers, commit))
 
     def _give_up(self, cut: int) -> None:
         taking = self.taking
@@ -200,9 +199,11 @@ class Checkpointer:
             self.taking.release = None
 
     def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> FindCuts:
-        welcome = self._member.welcome
-        assert welcome is not None
-        return FindCuts(welcome.rank, welcome.servers, job, tag, for_whom)
+        seat = self._member.seat
+        return FindCuts(seat.rank, seat.servers, job, tag, for_whom)
+
+    def _read(self, cut: int, for_whom: object) -> Read:
+        return Read(self._member.seat.rank, self._member.seat.servers, cut, for_whom)
 
     def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
         """Return the order that reads a cut for one store of this job, or lists the cuts.
@@ -215,11 +216,9 @@ class Checkpointer:
                 f"server {self._member.rank} has no directory for checkpoints: start every kvps-server "
                 "with --checkpoint-dir, or set KVPS_CHECKPOINT_DIR"
             )
-        welcome = self._member.welcome
-        assert welcome is not None
         if not cut:
             return Disk(self._look(None, tag, for_whom))
-        return Disk(Read(welcome.rank, welcome.servers, cut, for_whom))
+        return Disk(self._read(cut, for_whom))
 
     # --- returning ----------------------------------------------------------------------------
 
@@ -237,9 +236,7 @@ class Checkpointer:
             return
         self._give_up(self.taking.cut)
         self.is_returning, self._returning, self._restored = True, order, None
-        welcome = self._member.welcome
-        assert welcome is not None
-        self._order(Read(welcome.rank, welcome.servers, order.cut, for_whom=order))
+        self._order(self._read(order.cut, order))
 
     def is_for_us(self, loaded: Loaded) -> bool:
         """Return whether ``loaded`` is the snapshot of the rollback that was ordered last."""

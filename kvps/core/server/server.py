@@ -300,9 +300,8 @@ class Server:
 
     def _reset(self, lives: dict[int, int]) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
-        welcome = self.member.welcome
-        assert welcome is not None
-        self._make_parts(self.member.rank, welcome.servers, welcome.workers, lives)
+        seat = self.member.seat
+        self._make_parts(seat.rank, seat.servers, seat.workers, lives)
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
         self._tally.forget()

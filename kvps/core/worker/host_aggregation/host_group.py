@@ -300,8 +300,7 @@ class HostGroup:
             if isinstance(message, p.Hello):
                 if self._peers.begin(route, envelope, message):
                     self._bundles.replaced(envelope.rank)
-                known = self._member.welcome
-                assert known is not None, "a worker that listens is a member"
+                known = self._member.seat  # a worker that listens is a member
                 seat = envelope.rank, envelope.incarnation
                 yield self._send(route, p.Welcome(*seat, known.workers, known.servers))
                 return
