@@ -163,12 +163,7 @@ class _Histories:
         """Return the number of a history that equals this one."""
         if self._last is not None and self._last[0] == history:
             return self._last[1]
-        row = (
-            history.version,
-            history.step,
-            tuple(sorted(history.pushed.items())),
-            tuple(sorted(history.head_start.items())),
-        )
+        row = tables.row_of_history(history)
         number = self._numbers.setdefault(row, len(self.rows))
         if number == len(self.rows):
             self.rows.append(row)

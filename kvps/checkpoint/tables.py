@@ -40,33 +40,17 @@ def row_of(name: str, table: TableSnapshot, columns: dict[str, Column]) -> dict[
     columns[f"{name}/ids/int64"] = Column("int64", [part.ids])
     columns[f"{name}/stamps/int64"] = Column("int64", [part.stamps])
     for title, rows in part.columns.items():
-        dtype = NAMES[rows[0].dtype] if rows else "uint8"
-        flat = [row.reshape(-1) for row in rows]
         if rows:
+            dtype = NAMES[rows[0].dtype]
+            flat = [row.reshape(-1) for row in rows]
             columns[f"{name}/{_column(title)}/{dtype}"] = Column(dtype, flat)
     if part.counts.numel():
         columns[f"{name}/counts/uint8"] = Column("uint8", [part.counts.reshape(-1)])
-    history = table.history
     return {
         "key": table.key,
-        "recipe": [
-            recipe.dim,
-            recipe.dtype,
-            *recipe.first,
-            recipe.seed,
-            recipe.admit,
-            recipe.max_age,
-            recipe.max_rows,
-            recipe.hyper.name,
-            recipe.hyper.to_wire(),
-        ],
+        "recipe": [recipe.dim, recipe.dtype, *recipe.terms, recipe.hyper.to_wire()],
         "lr": table.lr,
-        "history": [
-            history.version,
-            history.step,
-            sorted(history.pushed.items()),
-            sorted(history.head_start.items()),
-        ],
+        "history": row_of_history(table.history),
         "rows": len(part.ids),
         "width": part.counts.shape[1],
         "counted": part.counted,
@@ -136,6 +120,12 @@ def _recipe(given: object) -> EmbeddingSpec:
         validation.natural("max_rows", most),
         HyperParams.from_wire(validation.text("an optimizer's name", name, least=1), numbers),
     ).check()
+
+
+def row_of_history(history: SpanHistory) -> tuple[object, ...]:
+    """Return the JSON of a history; equal ones have equal JSON."""
+    pushed, head_start = sorted(history.pushed.items()), sorted(history.head_start.items())
+    return history.version, history.step, tuple(pushed), tuple(head_start)
 
 
 def history_of(given: object) -> SpanHistory:

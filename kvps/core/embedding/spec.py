@@ -44,6 +44,11 @@ class EmbeddingSpec:
     """Maximum rows of the whole table; 0 for any number."""
     hyper: HyperParams
 
+    @property
+    def terms(self) -> tuple[str, float, int, int, int, int, str]:
+        """The fields that follow the shape of a row in messages and files, up to the name of the optimizer."""
+        return *self.first, self.seed, self.admit, self.max_age, self.max_rows, self.hyper.name
+
     def check(self) -> EmbeddingSpec:
         """Return it.
 
@@ -150,19 +155,8 @@ def _whole(name: str, value: object, least: int = 0) -> int:
 
 def message_of(store: str, key: str, recipe: EmbeddingSpec) -> Embed:
     """Return the message that says what :func:`recipe_of` reads."""
-    return Embed(
-        store,
-        key,
-        BY_NAME[recipe.dtype].id,
-        recipe.dim,
-        *recipe.first,
-        recipe.seed,
-        recipe.admit,
-        recipe.max_age,
-        recipe.max_rows,
-        recipe.hyper.name,
-        dict(recipe.hyper.values),
-    )
+    dtype, values = BY_NAME[recipe.dtype].id, dict(recipe.hyper.values)
+    return Embed(store, key, dtype, recipe.dim, *recipe.terms, values)
 
 
 def spec_of(servers: int) -> Spec:
