@@ -19,18 +19,33 @@ from kvps.bench.rounds import Row
 from kvps.bench.workloads import Shapes
 
 
-class Copying:
+class _Worker:
+    """The common part: a worker of a store that has all keys."""
+
+    def __init__(self, shapes: Shapes, rule: str) -> None:
+        self._kv = opened(shapes, rule)
+        self.rank: int = self._kv.rank
+        self.workers: int = self._kv.num_workers
+        self._keys = list(range(len(shapes)))
+
+    def ready(self) -> None:
+        """Wait for all workers."""
+        self._kv.barrier()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._kv.close()
+
+
+class Copying(_Worker):
     """Pushes from tensors of its own and pulls into others."""
 
     def __init__(self, shapes: Shapes, rule: str, codec: str = "none") -> None:
-        self._kv = opened(shapes, rule)
+        super().__init__(shapes, rule)
         if codec != "none":
             self._kv.set_gradient_compression(
                 {"rules": [{"pattern": "*", "type": codec, "pull": True, "min_bytes": 0}]}
             )
-        self.rank: int = self._kv.rank
-        self.workers: int = self._kv.num_workers
-        self._keys = list(range(len(shapes)))
         self._gradients = [torch.empty(shape) for shape in shapes]
         self._outs = [torch.empty(shape) for shape in shapes]
         self._rows = rows_of(self._gradients)
@@ -38,10 +53,6 @@ class Copying:
     def gradients(self) -> Sequence[Row]:
         """Return the gradients as rows."""
         return self._rows
-
-    def ready(self) -> None:
-        """Wait for all workers."""
-        self._kv.barrier()
 
     def step(self) -> None:
         """Push and pull in one call."""
@@ -51,20 +62,13 @@ class Copying:
         """Return the outputs as rows."""
         return rows_of(self._outs)
 
-    def close(self) -> None:
-        """Close the store."""
-        self._kv.close()
 
-
-class InPlace:
+class InPlace(_Worker):
     """Pushes from the store's own memory and reads there what it pulls."""
 
     def __init__(self, shapes: Shapes, rule: str, *, in_one_call: bool = False) -> None:
         self._in_one_call = in_one_call
-        self._kv = opened(shapes, rule)
-        self.rank: int = self._kv.rank
-        self.workers: int = self._kv.num_workers
-        self._keys = list(range(len(shapes)))
+        super().__init__(shapes, rule)
         self._gradients = self._kv.empty_like(self._keys)
         self._results: Sequence[torch.Tensor] = ()
 
@@ -75,7 +79,7 @@ class InPlace:
     def ready(self) -> None:
         """Give up what was read, as a training step does, and wait for all workers."""
         self._results = ()
-        self._kv.barrier()
+        super().ready()
 
     def step(self) -> None:
         """Push and pull without a copy."""
@@ -92,7 +96,7 @@ class InPlace:
     def close(self) -> None:
         """Close the store."""
         self._results = ()
-        self._kv.close()
+        super().close()
 
 
 def opened(shapes: Shapes, rule: str) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -103,8 +103,8 @@ class RowSink:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSink:
-    """A sink that leaves values where they are."""
+class _Uncopied:
+    """The common part of sinks that leave values where they are."""
 
     indices: Sequence[int]
     """For each key here, its index among the keys of the call."""
@@ -115,9 +115,15 @@ class PieceSink:
         """Take the elements of ``share``."""
         self.written.append((self.indices, share, values))
 
-    def only(self, indices: Iterable[int]) -> PieceSink:
+    def only(self, indices: Iterable[int]) -> Self:
         """Return the sink of some of the keys."""
-        return PieceSink([self.indices[index] for index in indices], self.written)
+        return type(self)([self.indices[index] for index in indices], self.written)
+
+
+class PieceSink(_Uncopied):
+    """A sink that leaves values where they are."""
+
+    __slots__ = ()
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
         """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
@@ -149,8 +155,7 @@ class PieceSink:
         return [views[index] for index in range(len(keys))]
 
 
-@dataclass(frozen=True, slots=True)
-class HeldValues:
+class HeldValues(_Uncopied):
     """A sink that leaves values where they are, until they are written into tensors.
 
     Example:
@@ -158,18 +163,7 @@ class HeldValues:
         >>> held.copy_to([weight, bias])  # doctest: +SKIP
     """
 
-    indices: Sequence[int]
-    """For each key here, its index among the keys of the call."""
-    written: list[tuple[Sequence[int], ChunkSlice, torch.Tensor]] = field(default_factory=list)
-    """(indices, share, values) in the order in which they came; the later ones count."""
-
-    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
-        """Take the elements of ``share``."""
-        self.written.append((self.indices, share, values))
-
-    def only(self, indices: Iterable[int]) -> HeldValues:
-        """Return the sink of some of the keys."""
-        return HeldValues([self.indices[index] for index in indices], self.written)
+    __slots__ = ()
 
     def copy_to(self, rows: Sequence[torch.Tensor]) -> None:
         """Write the values into contiguous tensors, one for each key of the call, and hold them no more.

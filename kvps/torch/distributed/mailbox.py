@@ -20,10 +20,14 @@ from collections.abc import Sequence
 
 import torch
 
+from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.board import READ, Board
 from kvps.torch.distributed.host_tensor import Staged, blank, octets, padded
 from kvps.torch.distributed.ordered_executor import Steps
 from kvps.torch.distributed.size_classes import class_of
+
+_Posts = Sequence[tuple[str, torch.Tensor]]
+"""Keys of posts, and rows."""
 
 
 def swap(
@@ -43,11 +47,7 @@ def swap(
     for name, row in mine:
         key, use = board.next_use(name)
         (again if use else new).append((key, _letter(row)))
-    written = []
-    if new:
-        written.append(board.make_posts(*_columns(new), limit_s))
-    if again:
-        written.append(board.write(*_columns(again), limit_s))
+    written = _written(board, limit_s, new, again)
     reads: dict[int, list[tuple[str, torch.Tensor]]] = {}
     made = []
     copies = []
@@ -95,12 +95,7 @@ def tell(
             new += [(key, _letter(row)), (key + READ, _mark())]
     if read:
         yield read
-    written = []
-    if new:
-        written.append(board.make_posts(*_columns(new), limit_s))
-    if again:
-        written.append(board.write(*_columns(again), limit_s))
-    yield written
+    yield _written(board, limit_s, new, again)
     if not confirms:
         return None
     for key, use in keys:
@@ -130,9 +125,13 @@ def hear(board: Board, limit_s: float, heard: Sequence[tuple[str, int, Staged]])
         staged.deliver()
 
 
-def _columns(
-    pairs: Sequence[tuple[str, torch.Tensor]],
-) -> tuple[list[str], list[torch.Tensor]]:
+def _written(board: Board, limit_s: float, new: _Posts, again: _Posts) -> list[Ticket]:
+    """Write posts that are new, and others anew."""
+    ways = (board.make_posts, new), (board.write, again)
+    return [write(*_columns(posts), limit_s) for write, posts in ways if posts]
+
+
+def _columns(pairs: _Posts) -> tuple[list[str], list[torch.Tensor]]:
     return [key for key, _ in pairs], [row for _, row in pairs]
 
 
