@@ -72,13 +72,9 @@ def _main(argv: Sequence[str]) -> int:
         except ConfigError as error:  # there are too few descriptors for one connection
             found = replace(found, look_error=str(error))
     findings = diagnose(found)
-    print(as_json(findings, found) if parsed.json else report(findings, is_coloured()))
+    is_coloured = sys.stdout.isatty() and config.text("NO_COLOR") is None
+    print(as_json(findings, found) if parsed.json else report(findings, is_coloured))
     return exit_code(findings)
-
-
-def is_coloured() -> bool:
-    """Return whether the output is a terminal that may show colours."""
-    return sys.stdout.isatty() and config.text("NO_COLOR") is None
 
 
 def report(findings: Sequence[CheckResult], colour: bool) -> str:

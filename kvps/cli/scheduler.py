@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvps import config
@@ -84,7 +84,7 @@ def _parser() -> flags.Parser:
 def _main(argv: Sequence[str]) -> int:
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
-    found = config.dmlc_cluster()
+    found, fd = config.dmlc_cluster(), parsed.report_fd
     workers = flags.setting(parsed, "workers", config.as_whole, found.workers if found else None)
     servers = flags.setting(parsed, "servers", config.as_whole, found.servers if found else None)
     if workers is None or servers is None:
@@ -103,9 +103,9 @@ def _main(argv: Sequence[str]) -> int:
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
         limits=flags.limits_of(parsed, "scheduler"),
-        on_ready=lambda endpoint: _report(parsed.report_fd, f"scheduler {endpoint}"),
-        on_seats=_seats_reporter(parsed.report_fd),
-        on_concluded=lambda cut: _report(parsed.report_fd, f"checkpoint {cut}"),
+        on_ready=lambda endpoint: _report(fd, f"scheduler {endpoint}"),
+        on_seats=None if fd is None else lambda taken: _report(fd, f"seats {taken}"),
+        on_concluded=lambda cut: _report(fd, f"checkpoint {cut}"),
     )
 
 
@@ -113,10 +113,6 @@ def _folder(name: str, given: str) -> str:
     if Path(given).exists() and not Path(given).is_dir():
         raise ConfigError(f"{name}={given!r} is not a directory")
     return given
-
-
-def _seats_reporter(fd: int | None) -> Callable[[int], None] | None:
-    return None if fd is None else lambda taken: _report(fd, f"seats {taken}")
 
 
 def _report(fd: int | None, line: str) -> None:

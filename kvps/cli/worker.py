@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from shutil import which
-from types import FrameType
 
 from kvps import config
 from kvps.cli import flags
@@ -192,7 +191,7 @@ class Shell(Listener):
     def run(self) -> int:
         """Hold the seat until the command has ended; return the exit code."""
         self._inbox.put(lambda core, now: core.start(now))
-        signal.signal(signal.SIGCHLD, self._on_child)
+        signal.signal(signal.SIGCHLD, lambda *_: self._inbox.put(lambda _, now: self._reap(now)))
         try:
             with on_stop(self._inbox, lambda number: CoreRequest("on_signal", (number,))):
                 wish = drive(self._core, self._transport, self._inbox, self)
@@ -205,9 +204,6 @@ class Shell(Listener):
         if self._process is None:
             return report("worker", wish)
         return wish.code
-
-    def _on_child(self, number: int, frame: FrameType | None) -> None:
-        self._inbox.put(lambda core, now: self._reap(now))
 
     def _reap(self, now: float) -> Effects:
         """Find out whether the command has ended."""

@@ -55,7 +55,7 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 def memory_bytes(cgroup: Path = _CGROUP) -> int:
     """Return how much memory this process may have: that of the machine, or of a control group that it is in."""
     limits = [_number(group / version.limit) for group, version in _groups(cgroup, _PROCESS)]
-    return min([_machine_bytes(), *[one for one in limits if one is not None]])
+    return min([machine_bytes(), *[one for one in limits if one is not None]])
 
 
 def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
@@ -65,7 +65,7 @@ def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
     the limit. Where no group has a limit, that of this process, of the machine's. Pages of files do not count, because
     the kernel frees them before.
     """
-    whole = _machine_bytes()
+    whole = machine_bytes()
     uses = [MemoryUse(_own_bytes(process), whole)]
     for group, version in _groups(cgroup, process):
         limit, used = _number(group / version.limit), _number(group / version.used)
@@ -76,7 +76,8 @@ def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
     return max(uses, key=lambda one: one.used_bytes / one.total_bytes)
 
 
-def _machine_bytes() -> int:
+def machine_bytes() -> int:
+    """Return how much memory this machine has."""
     return PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -8,7 +8,6 @@ nothing answers, no connection is made.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 from collections import Counter
@@ -337,8 +336,3 @@ def greeting_of(endpoint: str, ours: bytes = CURVE) -> bytes:
     if got[:1] not in (b"", SIGNATURE[:1]) or got[9:10] not in (b"", SIGNATURE[9:10]):
         return OTHER_PROTOCOL
     return got[12:32].rstrip(b"\0")
-
-
-def own_user() -> int:
-    """Return the number of the user that this process runs as."""
-    return os.geteuid()

@@ -40,7 +40,7 @@ from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
 from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
 from kvps.net.transport import DROPPED, Disconnected, Encoding, Guard, Refusals
-from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter, own_user
+from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Error
@@ -226,7 +226,7 @@ class ZmqTransport:
         one.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self._porter is None:
             opens, learns = self._keys.opens if self._keys else {}, self._role is Role.SERVER
-            self._porter = Porter(self._context, Keyring(own_user(), opens, learns))
+            self._porter = Porter(self._context, Keyring(os.geteuid(), opens, learns))
             self._poller.register(self._porter.socket, zmq.POLLIN)
         return self._porter
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from operator import add
 from typing import NamedTuple
 
 from kvps.core.limits import TABLE, remedy
@@ -35,10 +36,6 @@ class Reservation(NamedTuple):
     state: int = 0
     residuals: int = 0
     tables: int = 0
-
-    def plus(self, other: Reservation) -> Reservation:
-        """Return the sum of both."""
-        return Reservation(*[ours + theirs for ours, theirs in zip(self, other, strict=True)])
 
     def __str__(self) -> str:
         titles = (
@@ -193,7 +190,7 @@ class MemoryBudget:
             if terms is not None and name == store:
                 known, counts = terms, Counter(counts)
                 counts.update(changed or {})
-            total = total.plus(known.reserve(counts))
+            total = Reservation(*map(add, total, known.reserve(counts)))
         return total
 
     def _demand(self, what: str, store: str, terms: Terms, changed: Mapping[str, int]) -> None:

@@ -37,7 +37,7 @@ from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
-from kvps.core.server.figures.stragglers import Stall, StragglerLog
+from kvps.core.server.figures.stragglers import StragglerLog
 from kvps.core.server.figures.tally import Tally
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.push_pull import PushPull
@@ -252,14 +252,12 @@ class Server:
         oldest = list(self.control.oldest(now))
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
-        rounds = tuple([self._shown(stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
+        rank = self.member.rank
+        rounds = tuple([old_round(rank, one) for one in oldest if one.age_s >= TELL_AFTER_S])
         late = self._tally.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
             self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX], late))
-
-    def _shown(self, stall: Stall) -> p.OldRound:
-        return old_round(self.member.rank, stall)
 
     # --- the scheduler --------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -146,12 +147,8 @@ class SendScheduler:
         """Number of workers that share the uplink."""
         self.queued: dict[Connection, None] = {}
         """The connections that have queued requests, and perhaps some others."""
-        self._order = 0
-
-    def next_order(self) -> int:
-        """Return the place in line of another request."""
-        self._order += 1
-        return self._order
+        self.order = count(1)
+        """The places in line of requests."""
 
     def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield the requests that may be sent now, over all links in order."""
@@ -235,7 +232,7 @@ class Connection:
         if request.lane:
             self._lanes.setdefault(request.lane, deque()).append(request)
         self._uplink.queued[self] = None
-        heapq.heappush(self._heap, (-request.priority, self._uplink.next_order(), request))
+        heapq.heappush(self._heap, (-request.priority, next(self._uplink.order), request))
 
     def head(self) -> tuple[int, int] | None:
         """Return (negative priority, place in line) of the request that may be sent next; None if none may."""

@@ -30,6 +30,7 @@ from contextlib import suppress
 import numpy as np
 
 from kvps.errors import KvpsError, ProtocolError
+from kvps.net.memory import machine_bytes
 from kvps.net.shm.leases import Postings
 from kvps.protocol.shared_memory import Offer
 
@@ -79,7 +80,7 @@ class Segment:
 
     def __init__(self, size_bytes: int | None = None) -> None:
         self.nonce = secrets.randbits(63)
-        self.size_bytes = _pages(size_bytes or _memory_bytes())
+        self.size_bytes = _pages(size_bytes or machine_bytes())
         self._pid = os.getpid()
         self._fd = -1
         self._lock = threading.Lock()
@@ -291,10 +292,6 @@ class Mapping:
         except OSError:
             return True  # it lives, and may not be looked at any more
         return (status.st_dev, status.st_ino) == self._inode
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _address_of(frame: memoryview) -> int:

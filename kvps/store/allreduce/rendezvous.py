@@ -126,7 +126,9 @@ class Ranks:
             _demand_trust(name, world)
             self._board = _rendezvous(world, timeout_s)
         board = PrefixStore(f"{PREFIX}/{name}/{self._lives[name]}", self._board)
-        return Rendezvous(name, world.rank, world.size, board, _listening(world.address))
+        is_here = config.is_loopback(f"tcp://{world.address}")  # all ranks are
+        listens_at = "127.0.0.1" if is_here else ""
+        return Rendezvous(name, world.rank, world.size, board, listens_at)
 
 
 places = Ranks()
@@ -196,8 +198,3 @@ def _listen(world: config.World) -> socket.socket | None:
                 *(world.address, world.port),
             )
         return None
-
-
-def _listening(master: str) -> str:
-    """Return where to listen: on loopback if all ranks are there."""
-    return "127.0.0.1" if config.is_loopback(f"tcp://{master}") else ""

@@ -56,7 +56,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(memory, "_machine_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 1000 * MIB)
     monkeypatch.setattr(memory, "_PROCESS", tmp_path / "self")
     one = Machine(tmp_path)
     one.status(100, 50)

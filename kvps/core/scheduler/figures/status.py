@@ -6,7 +6,7 @@ few seconds; after that, a silent server counts as having none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from kvps.core.membership_client import BeatFigures
@@ -40,13 +40,9 @@ class StatusReport:
 
     def late_s(self, rank: int, seats: Mapping[Node, Seat], now: float) -> float:
         """Return the lateness of a worker, at the server where it is largest."""
-        key = str(rank)
-        return max([late.get(key, 0.0) for late in self._newest_late(seats, now)], default=0.0)
-
-    def _newest_late(self, seats: Mapping[Node, Seat], now: float) -> Iterator[Mapping[str, float]]:
-        for server, (at, _) in self._told.items():
-            if self._is_valid(server, at, seats, now):
-                yield self._late[server]
+        told = self._told.items()
+        newest = [server for server, (at, _) in told if self._is_valid(server, at, seats, now)]
+        return max([self._late[server].get(str(rank), 0.0) for server in newest], default=0.0)
 
     def _is_valid(self, server: int, at: float, seats: Mapping[Node, Seat], now: float) -> bool:
         return now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD

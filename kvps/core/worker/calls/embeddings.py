@@ -32,7 +32,7 @@ from kvps.core.worker.calls.base import (
 from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
-from kvps.dtypes import BY_ID, BY_NAME
+from kvps.dtypes import BY_ID
 from kvps.errors import Mismatch, ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.tensors import TORCH, dtype_of, from_frame
@@ -259,7 +259,7 @@ class ExportBlock(Call):
         columns = {}
         for column in exported.fields:
             dtype = BY_ID[column.dtype].name
-            flat = from_frame(next(frames), dtype) if exported.count else _nothing(dtype)
+            flat = from_frame(next(frames) if exported.count else memoryview(b""), dtype)
             columns[column.name] = flat.view(exported.count, self.dim)
         return ExportBatch(ids, stamps, columns, exported.next)
 
@@ -267,7 +267,3 @@ class ExportBlock(Call):
 def _numbers(frames: Iterator[memoryview]) -> Ids:
     frame = next(frames, None)
     return np.empty(0, np.int64) if frame is None else from_frame(frame, "int64").numpy()
-
-
-def _nothing(dtype: str) -> torch.Tensor:
-    return torch.empty(0, dtype=TORCH[BY_NAME[dtype].name])
