@@ -7,7 +7,7 @@ line: what was looked at, whether it is well, the figure, and the next step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,6 +59,8 @@ class FileLimits(NamedTuple):
     """-1 stands for no limit."""
 
 
+Findings = Sequence[tuple[Level, str, str]]
+"""Level, figure and advice of each result of one check; none if it could not be made."""
 NO_LIMITS = FileLimits(0, -1, -1)
 
 
@@ -116,19 +118,24 @@ def diagnose(m: Measurements) -> list[CheckResult]:
         >>> found[0].name, found[0].level.value
         ('address', 'fail')
     """
+    checks = {
+        "address": _address,
+        "connection": _connection,
+        "keys": _keys,
+        "answer": _answer,
+        "versions": _versions,
+        "members": _members,
+        "round trip": _round_trip,
+        "bandwidth": _bandwidth,
+        "clock": _clock,
+        "shared memory": _shared_memory,
+        "file descriptors": _descriptors,
+        **({"port": _bind} if m.bind else {}),
+    }
     return [
-        _address(m),
-        _connection(m),
-        _keys(m),
-        _answer(m),
-        *_versions(m),
-        *_members(m),
-        _round_trip(m),
-        _bandwidth(m),
-        _clock(m),
-        _shared_memory(m),
-        _descriptors(m),
-        *_bind(m),
+        CheckResult(name, *found)
+        for name, check in checks.items()
+        for found in check(m) or [(Level.SKIP, "not measured", "")]
     ]
 
 
@@ -137,72 +144,61 @@ def exit_code(findings: Sequence[CheckResult]) -> int:
     return int(any(one.level is Level.FAIL for one in findings))
 
 
-def _address(m: Measurements) -> CheckResult:
+def _address(m: Measurements) -> Findings:
     if m.resolve_error:
         advice = (
             "check the name in --scheduler (KVPS_SCHEDULER) and the DNS of this host; getent hosts NAME "
             "must print an address"
         )
-        return CheckResult("address", Level.FAIL, f"{m.scheduler}: {m.resolve_error}", advice)
-    return CheckResult("address", Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}")
+        return [(Level.FAIL, f"{m.scheduler}: {m.resolve_error}", advice)]
+    return [(Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}", "")]
 
 
-def _connection(m: Measurements) -> CheckResult:
-    name = "connection"
+def _connection(m: Measurements) -> Findings:
     if m.resolve_error:
-        return _skipped(name)
+        return []
     if m.connect_error == "refused":
         advice = (
             "no process listens there: start kvps-scheduler, or give --scheduler the address of its --bind. If it "
             "is bound to 127.0.0.1, other hosts cannot reach it"
         )
-        return CheckResult(name, Level.FAIL, f"{m.scheduler} refuses connections", advice)
+        return [(Level.FAIL, f"{m.scheduler} refuses connections", advice)]
     if m.connect_error:
         advice = "the address is wrong, its host is down, or a firewall drops packets: check --scheduler, and allow the port"
-        return CheckResult(name, Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)
+        return [(Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)]
     assert m.connect_s is not None
     if m.mechanism not in ("NULL", "CURVE"):
         told = f"announces {m.mechanism!r}" if m.mechanism else "does not greet as ZeroMQ does"
         advice = "another service has this port, or a relay without its target: check --scheduler"
-        return CheckResult(
-            name, Level.FAIL, f"{m.scheduler} accepts connections, and {told}", advice
-        )
-    return CheckResult(name, Level.OK, f"connected in {_ms(m.connect_s)}")
+        return [(Level.FAIL, f"{m.scheduler} accepts connections, and {told}", advice)]
+    return [(Level.OK, f"connected in {_ms(m.connect_s)}", "")]
 
 
-def _keys(m: Measurements) -> CheckResult:
-    name = "keys"
+def _keys(m: Measurements) -> Findings:
     if m.keys_error:
-        return CheckResult(name, Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")
+        return [(Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")]
     if m.mechanism not in ("NULL", "CURVE"):
-        return _skipped(name)
+        return []
     needs = m.mechanism == "CURVE"
     if needs and not m.has_keys:
         advice = "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info shows it"
-        return CheckResult(
-            name, Level.FAIL, "the scheduler has keys, and this command none", advice
-        )
+        return [(Level.FAIL, "the scheduler has keys, and this command none", advice)]
     if m.has_keys and not needs:
         advice = "leave --keys and KVPS_KEYS out, or start the scheduler with --keys"
-        return CheckResult(
-            name, Level.FAIL, "this command has keys, and the scheduler none", advice
-        )
+        return [(Level.FAIL, "this command has keys, and the scheduler none", advice)]
     if m.refusal:
         advice = "use the keys of this job: 'look' or 'admin' of the directory that kvps keygen made for it"
-        return CheckResult(name, Level.FAIL, m.refusal, advice)
+        return [(Level.FAIL, m.refusal, advice)]
     if needs:
-        return CheckResult(name, Level.OK, "the scheduler accepts the key, packets are encrypted")
-    return CheckResult(
-        name, Level.OK, "no keys on either side: use them where others reach the network"
-    )
+        return [(Level.OK, "the scheduler accepts the key, packets are encrypted", "")]
+    return [(Level.OK, "no keys on either side: use them where others reach the network", "")]
 
 
-def _answer(m: Measurements) -> CheckResult:
-    name = "answer"
+def _answer(m: Measurements) -> Findings:
     if m.seen is not None:
-        return CheckResult(name, Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}")
+        return [(Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}", "")]
     if not m.look_error:
-        return _skipped(name)
+        return []
     if "version" in m.look_error:
         advice = "install one version of kvps on all hosts"
     else:
@@ -210,14 +206,13 @@ def _answer(m: Measurements) -> CheckResult:
             "this may be the port of a server or of another kvps process, the scheduler may be stopped or overloaded, or "
             "its protocol another: compare kvps --version on both hosts"
         )
-    return CheckResult(name, Level.FAIL, m.look_error, advice)
+    return [(Level.FAIL, m.look_error, advice)]
 
 
-def _versions(m: Measurements) -> Iterator[CheckResult]:
-    name, ours = "versions", f"this is kvps {m.software} (protocol {PROTOCOL[0]}.{PROTOCOL[1]})"
+def _versions(m: Measurements) -> Findings:
+    ours = f"this is kvps {m.software} (protocol {PROTOCOL[0]}.{PROTOCOL[1]})"
     if m.seen is None:
-        yield _skipped(name)
-        return
+        return []
     theirs = m.seen.software
     others = [
         f"{_node(one)} has {figures.software}"
@@ -229,15 +224,14 @@ def _versions(m: Measurements) -> Iterator[CheckResult]:
     if others:
         figure = f"{ours}; {some_of(others, MEMBERS_SHOWN)}"
         advice = "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again"
-        yield CheckResult(name, Level.WARN, figure, advice)
-    else:
-        yield CheckResult(name, Level.OK, f"kvps {m.software} everywhere")
+        return [(Level.WARN, figure, advice)]
+    return [(Level.OK, f"kvps {m.software} everywhere", "")]
 
 
-def _members(m: Measurements) -> Iterator[CheckResult]:
+def _members(m: Measurements) -> Findings:
     if m.seen is None:
-        yield _skipped("members")
-        return
+        return []
+    found = []
     lost = [one for one in m.seen.members if one.state in ("lost", "gone")]
     silent = [
         one for one in m.seen.members if one.state == "held" and one.heard_s >= SILENT_AFTER_S
@@ -258,31 +252,29 @@ def _members(m: Measurements) -> Iterator[CheckResult]:
     ):
         if bad:
             told = [f"{_node(one)} ({one.host}) is {one.presence}" for one in bad]
-            yield CheckResult("members", Level.FAIL, some_of(told, MEMBERS_SHOWN), advice)
+            found.append((Level.FAIL, some_of(told, MEMBERS_SHOWN), advice))
     if silent:
         told = [f"{_node(one)} ({one.host}:{one.pid}) is {one.presence}" for one in silent]
         advice = "its process is stopped, its host overloaded, or the network between them cut: look there"
-        yield CheckResult("members", Level.WARN, some_of(told, MEMBERS_SHOWN), advice)
+        found.append((Level.WARN, some_of(told, MEMBERS_SHOWN), advice))
     if empty:
         told = [_node(one) for one in empty]
         advice = "start them, or expect fewer with kvps-scheduler --workers and --servers"
         figure = f"not joined yet: {some_of(told, MEMBERS_SHOWN)}"
-        yield CheckResult("members", Level.WARN, figure, advice)
-    if not (lost or silent or empty):
-        yield CheckResult("members", Level.OK, f"all {len(m.seen.members)} members are well")
+        found.append((Level.WARN, figure, advice))
+    return found or [(Level.OK, f"all {len(m.seen.members)} members are well", "")]
 
 
-def _round_trip(m: Measurements) -> CheckResult:
-    name = "round trip"
+def _round_trip(m: Measurements) -> Findings:
     if not m.round_trips_s:
-        return _skipped(name)
+        return []
     median_s = _median(m.round_trips_s)
     worst_s = max(m.round_trips_s)
     figure = f"{_ms(median_s)} (median of {len(m.round_trips_s)}, longest {_ms(worst_s)})"
     if median_s < RTT_SLOW_S:
-        return CheckResult(name, Level.OK, figure)
+        return [(Level.OK, figure, "")]
     advice = "a push and pull takes at least this long: place servers nearer to workers, and push many keys in one call"
-    return CheckResult(name, Level.WARN, figure, advice)
+    return [(Level.WARN, figure, advice)]
 
 
 def bits_s(m: Measurements) -> float | None:
@@ -297,56 +289,52 @@ def bits_s(m: Measurements) -> float | None:
     return 2 * size * 8 / left_s
 
 
-def _bandwidth(m: Measurements) -> CheckResult:
-    name, rate = "bandwidth", bits_s(m)
+def _bandwidth(m: Measurements) -> Findings:
+    rate = bits_s(m)
     if rate is None:
-        return _skipped(name)
+        return []
     size, _ = max(m.transfers)
     figure = f"{_bits(rate)} to the scheduler ({bytes_in_words(size)} there and back)"
     if rate >= LINK_SLOW_BITS_S:
-        return CheckResult(name, Level.OK, figure)
+        return [(Level.OK, figure, "")]
     seconds = 100e6 * 8 / rate
     advice = (
         f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), place servers where "
         "the link is wider, or check the network (ethtool, iperf3)"
     )
-    return CheckResult(name, Level.WARN, f"slow link: {figure}", advice)
+    return [(Level.WARN, f"slow link: {figure}", advice)]
 
 
-def _clock(m: Measurements) -> CheckResult:
-    name = "clock"
+def _clock(m: Measurements) -> Findings:
     if m.clock_ahead_s is None:
-        return _skipped(name)
+        return []
     ahead = m.clock_ahead_s
     figure = f"the scheduler's clock is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}"
     if abs(ahead) < SKEW_MAX_S:
-        return CheckResult(name, Level.OK, figure)
+        return [(Level.OK, figure, "")]
     advice = (
         "logs, traces and the dates of keys disagree between hosts: let chrony or systemd-timesyncd set the clocks "
         "(timedatectl); training itself does not depend on them"
     )
-    return CheckResult(name, Level.WARN, figure, advice)
+    return [(Level.WARN, figure, advice)]
 
 
-def _shared_memory(m: Measurements) -> CheckResult:
-    name = "shared memory"
+def _shared_memory(m: Measurements) -> Findings:
     if m.shared_memory_error:
         advice = (
             "values travel in packets, also on one host: allow memfd_create and raise RLIMIT_FSIZE (ulimit -f "
             "unlimited) and the memory of the container"
         )
         level = Level.FAIL if m.transport == "shm" else Level.WARN
-        return CheckResult(name, level, m.shared_memory_error, advice)
+        return [(level, m.shared_memory_error, advice)]
     if m.transport == "tcp":
         advice = "unset KVPS_TRANSPORT to share memory between processes of one host"
-        return CheckResult(name, Level.WARN, "KVPS_TRANSPORT=tcp turns it off", advice)
-    return CheckResult(
-        name, Level.OK, "this process can share memory with others of its host and user"
-    )
+        return [(Level.WARN, "KVPS_TRANSPORT=tcp turns it off", advice)]
+    return [(Level.OK, "this process can share memory with others of its host and user", "")]
 
 
-def _descriptors(m: Measurements) -> CheckResult:
-    name, limits = "file descriptors", m.limits
+def _descriptors(m: Measurements) -> Findings:
+    limits = m.limits
     counts = [0, 0]
     if m.seen is not None:
         for one in m.seen.members:
@@ -362,31 +350,24 @@ def _descriptors(m: Measurements) -> CheckResult:
     job = f"a {who} of this job" if m.seen is not None else "the smallest job"
     figure = f"{limits.open} open, limit {hard}; {job} needs {need:,}"
     if limits.hard < 0 or need <= limits.hard:
-        return CheckResult(name, Level.OK, figure)
+        return [(Level.OK, figure, "")]
     advice = f"raise the limit to {need:,} or more: ulimit -n {need}; LimitNOFILE= in systemd; --ulimit nofile= in docker"
-    return CheckResult(name, Level.FAIL, figure, advice)
+    return [(Level.FAIL, figure, advice)]
 
 
-def _bind(m: Measurements) -> Iterator[CheckResult]:
-    if not m.bind:
-        return
+def _bind(m: Measurements) -> Findings:
     if not m.bind_error:
-        yield CheckResult("port", Level.OK, f"{m.bind} is free")
-        return
+        return [(Level.OK, f"{m.bind} is free", "")]
     holder = f", held by {m.bind_holder}" if m.bind_holder else ""
     advice = "end that process, choose another port with --bind, or port 0 for a free one"
     if "in use" not in m.bind_error:
         advice = (
             "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them"
         )
-    yield CheckResult("port", Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)
+    return [(Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)]
 
 
 # --- words -------------------------------------------------------------------------------------------
-
-
-def _skipped(name: str) -> CheckResult:
-    return CheckResult(name, Level.SKIP, "not measured")
 
 
 def _node(one: Sight) -> str:
