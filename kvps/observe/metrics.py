@@ -8,6 +8,7 @@ The cores count by the same names (:mod:`kvps.core.counts`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvps.core.counts import LINK_BUSY, LINK_WATCHED, REASONS, STALENESS
 
@@ -23,12 +24,15 @@ class Metric:
     kind: str
     """``counter``, ``gauge`` or ``histogram``."""
     help: str
-    roles: tuple[str, ...] = BOTH
     label: str = ""
     """The name of its label; empty for none."""
     labels: tuple[str, ...] = ()
     """Values of the label that are shown from the beginning; others are shown when they occur."""
+    roles: tuple[str, ...] = BOTH
 
+
+_of_server = partial(Metric, roles=(SERVER,))
+_of_scheduler = partial(Metric, roles=(SCHEDULER,))
 
 METRICS = (
     Metric("kvps_up_info", "gauge", "1; the label is the version of kvps.", label="version"),
@@ -110,173 +114,140 @@ METRICS = (
     ),
     Metric("kvps_epoch", "gauge", "How often the job was rolled back to a checkpoint."),
     Metric("kvps_view", "gauge", "Number of the newest view of the members."),
-    Metric("kvps_incarnation", "gauge", "Incarnation of this server.", (SERVER,)),
-    Metric(
-        "kvps_requests_total",
-        "counter",
-        "Requests of workers, by message.",
-        (SERVER,),
-        "message",
-    ),
-    Metric(
+    _of_server("kvps_incarnation", "gauge", "Incarnation of this server."),
+    _of_server("kvps_requests_total", "counter", "Requests of workers, by message.", "message"),
+    _of_server(
         "kvps_payload_bytes_total",
         "counter",
         "Bytes of values in packets, by direction.",
-        (SERVER,),
         "direction",
         ("in", "out"),
     ),
-    Metric(
+    _of_server(
         "kvps_pushes_total",
         "counter",
         "Pushes, by verdict: counted, duplicate, or early (not taken in, and sent again).",
-        (SERVER,),
         "verdict",
         ("counted", "duplicate", "early"),
     ),
-    Metric(
+    _of_server(
         "kvps_round_duration_seconds",
         "histogram",
         "Time from the first push of a round to its close.",
-        (SERVER,),
     ),
-    Metric(
+    _of_server(
         "kvps_short_rounds_total",
         "counter",
         "Rounds that closed without the gradient of a lost worker (on_worker_lost='shrink').",
-        (SERVER,),
     ),
-    Metric(
+    _of_server(
         "kvps_straggler_seconds_total",
         "counter",
         "Time by which pushes came after the first push of their round, by worker.",
-        (SERVER,),
         "rank",
     ),
-    Metric(
+    _of_server(
         "kvps_straggler_pushes_total",
         "counter",
         "Pushes to rounds, by worker: what kvps_straggler_seconds_total is the sum over.",
-        (SERVER,),
         "rank",
     ),
-    Metric("kvps_worker_pushes_total", "counter", "Counted pushes, by worker.", (SERVER,), "rank"),
-    Metric(
+    _of_server("kvps_worker_pushes_total", "counter", "Counted pushes, by worker.", "rank"),
+    _of_server(
         "kvps_worker_bytes_total",
         "counter",
         "Bytes of counted pushes, as they travelled, by worker.",
-        (SERVER,),
         "rank",
     ),
-    Metric(
+    _of_server(
         LINK_WATCHED,
         "counter",
         "Time for which the link to a worker was watched: while the scheduler serves the dashboard.",
-        (SERVER,),
         "rank",
     ),
-    Metric(
+    _of_server(
         LINK_BUSY,
         "counter",
         "Of that time, values were under way from the worker (in) or to it (out): sent, and not known to have arrived.",
-        (SERVER,),
         "rank,direction",
     ),
-    Metric(
+    _of_server(
         STALENESS,
         "histogram",
         "Versions that a key had moved on from when its worker read it to when it pushed (async and ssp).",
-        (SERVER,),
     ),
-    Metric(
+    _of_server(
         "kvps_compressed_bytes_total",
         "counter",
         "Bytes of compressed values, by direction.",
-        (SERVER,),
         "direction",
         ("in", "out"),
     ),
-    Metric(
+    _of_server(
         "kvps_uncompressed_bytes_total",
         "counter",
         "Bytes that the same values have uncompressed, by direction.",
-        (SERVER,),
         "direction",
         ("in", "out"),
     ),
-    Metric(
+    _of_server(
         "kvps_round_age_seconds",
         "gauge",
         "Age of the oldest open round, as of the last look (every 5 s, or each second while the scheduler serves the dashboard).",
-        (SERVER,),
     ),
-    Metric("kvps_stores", "gauge", "Open stores.", (SERVER,)),
-    Metric("kvps_pending_requests", "gauge", "Requests that wait for an answer.", (SERVER,)),
-    Metric(
+    _of_server("kvps_stores", "gauge", "Open stores."),
+    _of_server("kvps_pending_requests", "gauge", "Requests that wait for an answer."),
+    _of_server(
         "kvps_memory_bytes",
         "gauge",
         "Reserved memory, by what it is for.",
-        (SERVER,),
         "kind",
         ("weights", "copies", "sums", "state", "residuals", "tables"),
     ),
-    Metric(
-        "kvps_memory_limit_bytes", "gauge", "Memory limit of the server; +Inf for none.", (SERVER,)
-    ),
-    Metric(
+    _of_server("kvps_memory_limit_bytes", "gauge", "Memory limit of the server; +Inf for none."),
+    _of_server(
         "kvps_memory_used_ratio",
         "gauge",
         "Memory in use, by this process or its container, as a fraction of what the machine or container has.",
-        (SERVER,),
     ),
-    Metric(
+    _of_server(
         "kvps_checkpoints_total",
         "counter",
         "Snapshots of this server, by result.",
-        (SERVER,),
         "result",
         ("written", "failed"),
     ),
-    Metric("kvps_checkpoint_bytes_total", "counter", "Bytes of written snapshots.", (SERVER,)),
-    Metric(
+    _of_server("kvps_checkpoint_bytes_total", "counter", "Bytes of written snapshots."),
+    _of_server(
         "kvps_checkpoint_duration_seconds",
         "histogram",
         "Time from the order of a snapshot until it is on the disk, or failed.",
-        (SERVER,),
     ),
-    Metric(
+    _of_server(
         "kvps_rollbacks_total",
         "counter",
         "Rollbacks of this server, by result.",
-        (SERVER,),
         "result",
         ("restored", "failed"),
     ),
-    Metric("kvps_members", "gauge", "Seats, by role and state.", (SCHEDULER,), "role,state"),
-    Metric(
+    _of_scheduler("kvps_members", "gauge", "Seats, by role and state.", "role,state"),
+    _of_scheduler(
         "kvps_members_lost_total",
         "counter",
         "Members that were silent for too long, by role.",
-        (SCHEDULER,),
         "role",
         ("server", "worker"),
     ),
-    Metric(
-        "kvps_barriers_passed_total",
-        "counter",
-        "Waits of workers at barriers that ended well.",
-        (SCHEDULER,),
+    _of_scheduler(
+        "kvps_barriers_passed_total", "counter", "Waits of workers at barriers that ended well."
     ),
-    Metric(
+    _of_scheduler(
         "kvps_waits_failed_total",
         "counter",
         "Waits of workers at barriers and for checkpoints that ended by an error.",
-        (SCHEDULER,),
     ),
-    Metric("kvps_checkpoint_begun", "gauge", "Number of the newest checkpoint.", (SCHEDULER,)),
-    Metric(
-        "kvps_checkpoint_kept", "gauge", "Number of the newest complete checkpoint.", (SCHEDULER,)
-    ),
+    _of_scheduler("kvps_checkpoint_begun", "gauge", "Number of the newest checkpoint."),
+    _of_scheduler("kvps_checkpoint_kept", "gauge", "Number of the newest complete checkpoint."),
 )
 """All metrics."""
 BY_NAME = {metric.name: metric for metric in METRICS}
