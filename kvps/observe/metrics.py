@@ -21,13 +21,13 @@ class Metric:
     """One metric."""
 
     name: str
-    kind: str
-    """``counter``, ``gauge`` or ``histogram``."""
     help: str
     label: str = ""
     """The name of its label; empty for none."""
     labels: tuple[str, ...] = ()
     """Values of the label that are shown from the beginning; others are shown when they occur."""
+    kind: str = "counter"
+    """``counter``, ``gauge`` or ``histogram``."""
     roles: tuple[str, ...] = BOTH
 
 
@@ -35,20 +35,22 @@ _of_server = partial(Metric, roles=(SERVER,))
 _of_scheduler = partial(Metric, roles=(SCHEDULER,))
 
 METRICS = (
-    Metric("kvps_up_info", "gauge", "1; the label is the version of kvps.", label="version"),
-    Metric("kvps_loop_lag_seconds", "gauge", "Delay until the loop ran the newest sample request."),
-    Metric("kvps_loop_lag_max_seconds", "gauge", "Longest such delay since the process began."),
-    Metric("kvps_ready", "gauge", "1 if /readyz answers 200."),
+    Metric("kvps_up_info", "1; the label is the version of kvps.", label="version", kind="gauge"),
+    Metric(
+        "kvps_loop_lag_seconds", "Delay until the loop ran the newest sample request.", kind="gauge"
+    ),
+    Metric(
+        "kvps_loop_lag_max_seconds", "Longest such delay since the process began.", kind="gauge"
+    ),
+    Metric("kvps_ready", "1 if /readyz answers 200.", kind="gauge"),
     Metric(
         "kvps_refusals_total",
-        "counter",
         "Requests that were answered by an error, by its class or, if a permission is missing, by which one.",
         label="reason",
         labels=REASONS,
     ),
     Metric(
         "kvps_overloads_total",
-        "counter",
         "Requests that were refused because a named limit was reached, or delayed (checkpoints).",
         label="limit",
         labels=(
@@ -73,26 +75,19 @@ METRICS = (
     ),
     Metric(
         "kvps_dropped_packets_total",
-        "counter",
         "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
         "refused (untold), packets that the core does not hear now (unheard), packets of an ignored connection "
         "(ignored), and status queries above the rate limit (looks).",
         label="reason",
         labels=("bytes", "untold", "unheard", "ignored", "looks"),
     ),
-    Metric(
-        "kvps_unread_answers_total",
-        "counter",
-        "Answers that were not sent: the peer does not read.",
-    ),
+    Metric("kvps_unread_answers_total", "Answers that were not sent: the peer does not read."),
     Metric(
         "kvps_ignored_connections_total",
-        "counter",
         "How often a connection became ignored because too many of its packets were refused.",
     ),
     Metric(
         "kvps_refused_connections_total",
-        "counter",
         "Connections that were not made: a peer without keys where there are some, or the other way round "
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
@@ -106,148 +101,133 @@ METRICS = (
     ),
     Metric(
         "kvps_closed_connections_total",
-        "counter",
         "Connections that were closed because too much of an incomplete message waited (unfinished), or because "
         "they sent nothing, like many others (idle).",
         label="reason",
         labels=("unfinished", "idle"),
     ),
-    Metric("kvps_epoch", "gauge", "How often the job was rolled back to a checkpoint."),
-    Metric("kvps_view", "gauge", "Number of the newest view of the members."),
-    _of_server("kvps_incarnation", "gauge", "Incarnation of this server."),
-    _of_server("kvps_requests_total", "counter", "Requests of workers, by message.", "message"),
+    Metric("kvps_epoch", "How often the job was rolled back to a checkpoint.", kind="gauge"),
+    Metric("kvps_view", "Number of the newest view of the members.", kind="gauge"),
+    _of_server("kvps_incarnation", "Incarnation of this server.", kind="gauge"),
+    _of_server("kvps_requests_total", "Requests of workers, by message.", "message"),
     _of_server(
         "kvps_payload_bytes_total",
-        "counter",
         "Bytes of values in packets, by direction.",
         "direction",
         ("in", "out"),
     ),
     _of_server(
         "kvps_pushes_total",
-        "counter",
         "Pushes, by verdict: counted, duplicate, or early (not taken in, and sent again).",
         "verdict",
         ("counted", "duplicate", "early"),
     ),
     _of_server(
         "kvps_round_duration_seconds",
-        "histogram",
         "Time from the first push of a round to its close.",
+        kind="histogram",
     ),
     _of_server(
         "kvps_short_rounds_total",
-        "counter",
         "Rounds that closed without the gradient of a lost worker (on_worker_lost='shrink').",
     ),
     _of_server(
         "kvps_straggler_seconds_total",
-        "counter",
         "Time by which pushes came after the first push of their round, by worker.",
         "rank",
     ),
     _of_server(
         "kvps_straggler_pushes_total",
-        "counter",
         "Pushes to rounds, by worker: what kvps_straggler_seconds_total is the sum over.",
         "rank",
     ),
-    _of_server("kvps_worker_pushes_total", "counter", "Counted pushes, by worker.", "rank"),
+    _of_server("kvps_worker_pushes_total", "Counted pushes, by worker.", "rank"),
     _of_server(
-        "kvps_worker_bytes_total",
-        "counter",
-        "Bytes of counted pushes, as they travelled, by worker.",
-        "rank",
+        "kvps_worker_bytes_total", "Bytes of counted pushes, as they travelled, by worker.", "rank"
     ),
     _of_server(
         LINK_WATCHED,
-        "counter",
         "Time for which the link to a worker was watched: while the scheduler serves the dashboard.",
         "rank",
     ),
     _of_server(
         LINK_BUSY,
-        "counter",
         "Of that time, values were under way from the worker (in) or to it (out): sent, and not known to have arrived.",
         "rank,direction",
     ),
     _of_server(
         STALENESS,
-        "histogram",
         "Versions that a key had moved on from when its worker read it to when it pushed (async and ssp).",
+        kind="histogram",
     ),
     _of_server(
         "kvps_compressed_bytes_total",
-        "counter",
         "Bytes of compressed values, by direction.",
         "direction",
         ("in", "out"),
     ),
     _of_server(
         "kvps_uncompressed_bytes_total",
-        "counter",
         "Bytes that the same values have uncompressed, by direction.",
         "direction",
         ("in", "out"),
     ),
     _of_server(
         "kvps_round_age_seconds",
-        "gauge",
         "Age of the oldest open round, as of the last look (every 5 s, or each second while the scheduler serves the dashboard).",
+        kind="gauge",
     ),
-    _of_server("kvps_stores", "gauge", "Open stores."),
-    _of_server("kvps_pending_requests", "gauge", "Requests that wait for an answer."),
+    _of_server("kvps_stores", "Open stores.", kind="gauge"),
+    _of_server("kvps_pending_requests", "Requests that wait for an answer.", kind="gauge"),
     _of_server(
         "kvps_memory_bytes",
-        "gauge",
         "Reserved memory, by what it is for.",
         "kind",
         ("weights", "copies", "sums", "state", "residuals", "tables"),
+        kind="gauge",
     ),
-    _of_server("kvps_memory_limit_bytes", "gauge", "Memory limit of the server; +Inf for none."),
+    _of_server(
+        "kvps_memory_limit_bytes", "Memory limit of the server; +Inf for none.", kind="gauge"
+    ),
     _of_server(
         "kvps_memory_used_ratio",
-        "gauge",
         "Memory in use, by this process or its container, as a fraction of what the machine or container has.",
+        kind="gauge",
     ),
     _of_server(
         "kvps_checkpoints_total",
-        "counter",
         "Snapshots of this server, by result.",
         "result",
         ("written", "failed"),
     ),
-    _of_server("kvps_checkpoint_bytes_total", "counter", "Bytes of written snapshots."),
+    _of_server("kvps_checkpoint_bytes_total", "Bytes of written snapshots."),
     _of_server(
         "kvps_checkpoint_duration_seconds",
-        "histogram",
         "Time from the order of a snapshot until it is on the disk, or failed.",
+        kind="histogram",
     ),
     _of_server(
         "kvps_rollbacks_total",
-        "counter",
         "Rollbacks of this server, by result.",
         "result",
         ("restored", "failed"),
     ),
-    _of_scheduler("kvps_members", "gauge", "Seats, by role and state.", "role,state"),
+    _of_scheduler("kvps_members", "Seats, by role and state.", "role,state", kind="gauge"),
     _of_scheduler(
         "kvps_members_lost_total",
-        "counter",
         "Members that were silent for too long, by role.",
         "role",
         ("server", "worker"),
     ),
-    _of_scheduler(
-        "kvps_barriers_passed_total", "counter", "Waits of workers at barriers that ended well."
-    ),
+    _of_scheduler("kvps_barriers_passed_total", "Waits of workers at barriers that ended well."),
     _of_scheduler(
         "kvps_waits_failed_total",
-        "counter",
         "Waits of workers at barriers and for checkpoints that ended by an error.",
     ),
-    _of_scheduler("kvps_checkpoint_begun", "gauge", "Number of the newest checkpoint."),
-    _of_scheduler("kvps_checkpoint_kept", "gauge", "Number of the newest complete checkpoint."),
+    _of_scheduler("kvps_checkpoint_begun", "Number of the newest checkpoint.", kind="gauge"),
+    _of_scheduler(
+        "kvps_checkpoint_kept", "Number of the newest complete checkpoint.", kind="gauge"
+    ),
 )
 """All metrics."""
 BY_NAME = {metric.name: metric for metric in METRICS}

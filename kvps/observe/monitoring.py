@@ -24,75 +24,65 @@ class Alert(NamedTuple):
 
     name: str
     expression: str
-    minutes: int
-    severity: str
     summary: str
+    minutes: int = 0
+    severity: str = "warning"
 
 
 ALERTS = (
     Alert(
         "KvpsRoundStalled",
         "kvps_round_age_seconds > 60",
-        2,
-        "warning",
         "A round has been open for {{ $value }} s: 'kvps status' names the ranks that it waits for.",
+        minutes=2,
     ),
     Alert(
         "KvpsMemberLost",
         'sum by (job, role) (kvps_members{state=~"lost|gone"}) > 0',
-        1,
-        "critical",
         "{{ $value }} members of role {{ $labels.role }} are lost.",
+        minutes=1,
+        severity="critical",
     ),
     Alert(
         "KvpsMemoryNearLimit",
         "sum by (job, instance) (kvps_memory_bytes) / on (job, instance) kvps_memory_limit_bytes > 0.9",
-        5,
-        "warning",
         "A server has reserved {{ $value | humanizePercentage }} of its memory limit.",
+        minutes=5,
     ),
     Alert(
         "KvpsMemoryShort",
         "kvps_memory_used_ratio > 0.9",
-        1,
-        "critical",
         "{{ $value | humanizePercentage }} of the memory of a server's host or container are in use.",
+        minutes=1,
+        severity="critical",
     ),
     Alert(
         "KvpsOverload",
         "sum by (job, instance, limit) (increase(kvps_overloads_total[5m])) > 0",
-        0,
-        "warning",
         "Requests are refused at limit {{ $labels.limit }}.",
     ),
     Alert(
         "KvpsUnauthorized",
         f'sum by (job, instance) (increase(kvps_refusals_total{{reason=~"{"|".join(Unauthorized.REASONS)}"}}[5m])) '
         "+ on (job, instance) sum by (job, instance) (increase(kvps_refused_connections_total[5m])) > 0",
-        0,
-        "warning",
         "A peer has a wrong key or asks for what its key does not allow.",
     ),
     Alert(
         "KvpsCheckpointFailed",
         'increase(kvps_checkpoints_total{result="failed"}[15m]) > 0',
-        0,
-        "critical",
         "A server could not write its part of a checkpoint.",
+        severity="critical",
     ),
     Alert(
         "KvpsRolledBack",
         "delta(kvps_epoch[15m]) > 0",
-        0,
-        "warning",
         "The job was rolled back to a checkpoint.",
     ),
     Alert(
         "KvpsLoopLag",
         "kvps_loop_lag_seconds > 1",
-        2,
-        "warning",
         "The loop of a process answers {{ $value }} s late.",
+        minutes=2,
     ),
 )
 
