@@ -242,27 +242,23 @@ def _rate(name: str, default: float, doc: str) -> Parameter:
     return Parameter(name, default, low=0.0, high=1.0, high_open=True, doc=doc)
 
 
-def _betas() -> tuple[Parameter, Parameter]:
-    return (
-        _rate("beta1", 0.9, "decay of the first moment"),
-        _rate("beta2", 0.999, "decay of the second moment"),
-    )
-
-
 def _eps(default: float) -> Parameter:
     return Parameter("eps", default, low=0.0, doc="keeps a division from being by 0")
-
-
-def _momentum() -> Parameter:
-    return Parameter("momentum", 0.0, low=0.0, doc="share of the last step in this one")
 
 
 def _flag(name: str, doc: str) -> Parameter:
     return Parameter(name, False, kind=bool, doc=doc)
 
 
+_BETAS = (
+    _rate("beta1", 0.9, "decay of the first moment"),
+    _rate("beta2", 0.999, "decay of the second moment"),
+)
+_MOMENTUM = Parameter("momentum", 0.0, low=0.0, doc="share of the last step in this one")
 _MAXIMIZE = _flag("maximize", "climb instead of descend")
 _DECOUPLED = _flag("decoupled_weight_decay", "decay the weights, not the gradient (AdamW)")
+_AMSGRAD = _flag("amsgrad", "never let the second moment shrink")
+_ADAM = (*_BETAS, _eps(1e-8), _AMSGRAD, _MAXIMIZE)
 
 
 def _nesterov_needs_momentum(values: Mapping[str, Value]) -> str | None:
@@ -283,30 +279,15 @@ SCHEMAS: dict[str, Schema] = {
     for schema in (
         Schema.of(
             "sgd",
-            _momentum(),
+            _MOMENTUM,
             Parameter("dampening", 0.0, doc="share of the gradient kept out of the momentum"),
             _flag("nesterov", "look ahead along the momentum"),
             _MAXIMIZE,
             lr=1e-3,
             check=_nesterov_needs_momentum,
         ),
-        Schema.of(
-            "adam",
-            *_betas(),
-            _eps(1e-8),
-            _flag("amsgrad", "never let the second moment shrink"),
-            _MAXIMIZE,
-            lr=1e-3,
-        ),
-        Schema.of(
-            "adamw",
-            *_betas(),
-            _eps(1e-8),
-            _flag("amsgrad", "never let the second moment shrink"),
-            _MAXIMIZE,
-            lr=1e-3,
-            weight_decay=1e-2,
-        ),
+        Schema.of("adam", *_ADAM, lr=1e-3),
+        Schema.of("adamw", *_ADAM, lr=1e-3, weight_decay=1e-2),
         Schema.of(
             "adagrad",
             Parameter("lr_decay", 0.0, low=0.0, doc="lr is divided by 1 + (step - 1) * lr_decay"),
@@ -326,25 +307,25 @@ SCHEMAS: dict[str, Schema] = {
             "rmsprop",
             Parameter("alpha", 0.99, low=0.0, doc="decay of the squared average"),
             _eps(1e-8),
-            _momentum(),
+            _MOMENTUM,
             _flag("centered", "divide by the standard deviation, not by the root mean square"),
             _MAXIMIZE,
             lr=1e-2,
         ),
         Schema.of(
             "nadam",
-            *_betas(),
+            *_BETAS,
             _eps(1e-8),
             Parameter("momentum_decay", 4e-3, low=0.0, doc="how soon the momentum reaches beta1"),
             _DECOUPLED,
             _MAXIMIZE,
             lr=2e-3,
         ),
-        Schema.of("radam", *_betas(), _eps(1e-8), _DECOUPLED, _MAXIMIZE, lr=1e-3),
-        Schema.of("adamax", *_betas(), _eps(1e-8), _MAXIMIZE, lr=2e-3),
+        Schema.of("radam", *_BETAS, _eps(1e-8), _DECOUPLED, _MAXIMIZE, lr=1e-3),
+        Schema.of("adamax", *_BETAS, _eps(1e-8), _MAXIMIZE, lr=2e-3),
         Schema.of(
             "lars",
-            _momentum(),
+            _MOMENTUM,
             Parameter("eta", 1e-3, low=0.0, doc="trust coefficient"),
             _eps(1e-8),
             lr=0.1,
@@ -352,7 +333,7 @@ SCHEMAS: dict[str, Schema] = {
         ),
         Schema.of(
             "lamb",
-            *_betas(),
+            *_BETAS,
             _eps(1e-6),
             Parameter("lower_bound", None, low=0.0, doc="least norm of the weight"),
             Parameter("upper_bound", None, low=0.0, doc="greatest norm of the weight"),
@@ -375,7 +356,7 @@ SCHEMAS: dict[str, Schema] = {
         ),
         Schema.of(
             "dcasgd",
-            _momentum(),
+            _MOMENTUM,
             Parameter("lamda", 0.04, low=0.0, doc="strength of the delay compensation"),
             lr=0.1,
         ),
