@@ -110,6 +110,15 @@ def add_grace(parser: Parser) -> None:
     )
 
 
+def add_checkpoint_every(parser: Parser) -> None:
+    """Add ``--checkpoint-every``."""
+    parser.add_argument(
+        "--checkpoint-every",
+        metavar="SECONDS",
+        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
+    )
+
+
 def add_http(parser: Parser) -> None:
     """Add ``--http``."""
     parser.add_argument(

@@ -153,11 +153,7 @@ def _parser() -> flags.Parser:
         metavar="DIR",
         help="where servers write and read checkpoints; KVPS_CHECKPOINT_DIR (none)",
     )
-    parser.add_argument(
-        "--checkpoint-every",
-        metavar="SECONDS",
-        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
-    )
+    flags.add_checkpoint_every(parser)
     flags.add_grace(parser)
     parser.add_argument(
         "--env",

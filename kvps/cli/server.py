@@ -82,11 +82,7 @@ def _parser() -> flags.Parser:
         help="write checkpoints here, and return to the last checkpoint after a server was lost; all "
         "servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
     )
-    parser.add_argument(
-        "--checkpoint-every",
-        metavar="SECONDS",
-        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
-    )
+    flags.add_checkpoint_every(parser)
     flags.add_limits(parser, "server")
     flags.add_http(parser)
     return parser
