@@ -26,8 +26,8 @@ def begin_reduction(
     postscale_factor: float,
     process_set: ProcessSet,
     *,
-    is_inplace: bool,
     is_list: bool,
+    is_inplace: bool = False,
 ) -> int:
     """Begin an allreduce or a reducescatter, after checks; return its handle."""
     demand_tensors(kind, name, tensors, process_set)
@@ -63,7 +63,6 @@ def allreduce_async(
     return begin_reduction(
         *(ALLREDUCE, [tensor], name, chosen(op, average), prescale_factor, postscale_factor),
         process_set,
-        is_inplace=False,
         is_list=False,
     )
 
@@ -153,7 +152,6 @@ def grouped_allreduce_async(
     return begin_reduction(
         *(ALLREDUCE, list(tensors), name, chosen(op, average), prescale_factor, postscale_factor),
         process_set,
-        is_inplace=False,
         is_list=True,
     )
 
@@ -231,7 +229,6 @@ class _Allreduce(torch.autograd.Function):
         found = synchronize(
             begin_reduction(
                 *(ALLREDUCE, tensors, name, op, prescale, postscale, process_set),
-                is_inplace=False,
                 is_list=True,
             )
         )

@@ -26,7 +26,6 @@ def reducescatter_async(
     return begin_reduction(
         *(REDUCESCATTER, [tensor], name, chosen(op, None), prescale_factor, postscale_factor),
         process_set,
-        is_inplace=False,
         is_list=False,
     )
 
@@ -43,7 +42,6 @@ def grouped_reducescatter_async(
     return begin_reduction(
         *(REDUCESCATTER, list(tensors), name, chosen(op, None), prescale_factor, postscale_factor),
         process_set,
-        is_inplace=False,
         is_list=True,
     )
 
@@ -122,7 +120,6 @@ class _Reducescatter(torch.autograd.Function):
         found = synchronize(
             begin_reduction(
                 *(REDUCESCATTER, tensors, name, op, prescale, postscale, process_set),
-                is_inplace=False,
                 is_list=True,
             )
         )
