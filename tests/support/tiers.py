@@ -33,6 +33,8 @@ def configure(config: pytest.Config) -> None:
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
     # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Real processes have as many threads of torch as a user's; they sleep at once while they wait for each other.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     if not hasattr(config, "workerinput"):
         folder = os.environ[forkserver.FOLDER] = tempfile.mkdtemp(prefix="kvps-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
