@@ -37,7 +37,6 @@ from tests.simulation.training import (
     one_hot,
     outlive,
     patient,
-    reference,
     replayable,
     train,
 )
@@ -93,7 +92,7 @@ def test_all_weights_are_those_of_one_process(seed: int, request: pytest.Fixture
         for client in cluster.clients.values():
             assert client.error is None, client.error
             assert all(isinstance(one, Timeout) for one in client.later), client.later
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 @pytest.mark.spec("R111")
@@ -106,7 +105,7 @@ def test_bits_may_change_on_the_way(seed: int, request: pytest.FixtureRequest) -
         assert cluster.network.damaged
         for client in cluster.clients.values():
             assert client.error is None, client.error
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 # --- every single fault of a small job ------------------------------------------------------------

@@ -22,7 +22,7 @@ from tests.simulation.faults import drawn
 from tests.simulation.keys import ROLES, keys_of
 from tests.simulation.network import Process
 from tests.simulation.test_swarm import FOURTH, job_of, judge
-from tests.simulation.training import WAYS, Job, check, reference, replayable, train
+from tests.simulation.training import WAYS, Job, check, replayable, train
 from tests.simulation.witness import Witness
 
 UNKNOWN = "x" * KEY_CHARACTERS
@@ -149,7 +149,7 @@ def test_a_job_with_keys_ends_as_without(seed: int, request: pytest.FixtureReque
         cluster.part(400)
         judge(cluster, usurped, trouble)
         for client in cluster.clients.values():
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 @pytest.mark.parametrize("who", ["nobody", "role", "member"])
@@ -176,7 +176,7 @@ def test_a_stranger_changes_nothing(seed: int, who: str, request: pytest.Fixture
         assert stranger.sent, "it has been silent"
         for client in cluster.clients.values():
             assert client.error is None, client.error
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
         for process in (cluster.scheduler, *cluster.servers):
             assert process.exit == Exit(0, mock.ANY), process.exit
         for clients in cluster.started.values():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pytest
 
@@ -49,21 +50,21 @@ class Flawed(Job):
     def dropped(self, step: int) -> set[str]:
         return {name for _, when, name in self.flaws if when == step}
 
-
-def reference(job: Flawed) -> list[Values]:
-    """Return the weights before the first step and after each, computed in one process."""
-    versions = [job.initial()]
-    for step in range(job.steps):
-        weights = {}
-        for name, weight in versions[-1].items():
-            total = sum(job.gradients(rank, step)[name] for rank in range(job.workers))
-            if name in job.dropped(step):
-                assert not total.isfinite().all()  # type: ignore[union-attr]
-                weights[name] = weight
-            else:
-                weights[name] = weight + 2 * total if job.has_optimizer else total
-        versions.append(weights)
-    return versions
+    @cached_property
+    def versions(self) -> list[Values]:
+        """The weights before the first step and after each, computed in one process."""
+        versions = [self.initial()]
+        for step in range(self.steps):
+            weights = {}
+            for name, weight in versions[-1].items():
+                total = sum(self.gradients(rank, step)[name] for rank in range(self.workers))
+                if name in self.dropped(step):
+                    assert not total.isfinite().all()  # type: ignore[union-attr]
+                    weights[name] = weight
+                else:
+                    weights[name] = weight + 2 * total if self.has_optimizer else total
+            versions.append(weights)
+        return versions
 
 
 def job_of(seed: int, mode: str = "sync") -> Flawed:
@@ -134,7 +135,7 @@ class Hearing:
 
 def train(job: Flawed, rank: int) -> Script:
     """Train as rank ``rank``, from where this rank is; return the weights."""
-    kv, versions, hearing = job.store, reference(job), Hearing(job)
+    kv, versions, hearing = job.store, job.versions, Hearing(job)
     yield from patient(kv.open)
     yield from patient(kv.init, job.initial())
     if job.has_optimizer:
@@ -190,7 +191,7 @@ def test_all_servers_drop_a_round_or_none_does(seed: int, request: pytest.Fixtur
     job = job_of(seed)
     with replayable(request, job):
         for client in play(job, train).clients.values():
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 def train_async(job: Flawed, rank: int) -> Script:
@@ -240,7 +241,7 @@ def test_all_servers_drop_a_push_or_none_does(
 
 def is_trained(job: Job, weights: Values) -> None:
     assert isinstance(job, Flawed)
-    check(job.steps, weights, reference(job)[-1])
+    check(job.steps, weights, job.versions[-1])
 
 
 def train_flawed(job: Job, rank: int) -> Script:

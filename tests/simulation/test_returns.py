@@ -18,7 +18,6 @@ from tests.simulation.training import (
     check,
     faults_of,
     patient,
-    reference,
     replayable,
 )
 
@@ -53,7 +52,7 @@ Check = Callable[[int, Values, Values], None]
 
 def train(job: Job, rank: int, check: Check) -> Script:
     """Train, from where the servers are whenever they say that they have returned to a cut."""
-    kv, versions = job.store, reference(job)
+    kv, versions = job.store, job.versions
     is_begun = False
     while True:
         try:
@@ -231,7 +230,7 @@ def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
     cluster.run(2_000)
     for client in cluster.clients.values():
         assert client.error is None, client.error
-        check_all(job.steps, client.result, reference(job)[-1])
+        check_all(job.steps, client.result, job.versions[-1])
     return cluster, supervisor
 
 

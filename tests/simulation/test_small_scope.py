@@ -34,7 +34,6 @@ from tests.simulation.training import (
     named,
     of_today,
     play_with,
-    reference,
 )
 
 LATE_S = 0.01
@@ -111,7 +110,7 @@ def test_only_a_replacement_finds_elements_that_are_ahead() -> None:
     ahead: set[int] = set()
 
     def look_first(job: Job, rank: int) -> Script:
-        kv, versions = job.store, reference(job)
+        kv, versions = job.store, job.versions
         yield from kv.open()
         yield from kv.init(job.initial())
         yield from kv.set_optimizer("test", rescale_grad=2.0)

@@ -34,7 +34,6 @@ from tests.simulation.training import (
     Job,
     check,
     one_hot,
-    reference,
     replayable,
     seeds,
     train,
@@ -133,7 +132,7 @@ def test_all_weights_are_those_of_one_process(seed: int, request: pytest.Fixture
         cluster, usurped = play(job, trouble, lambda rank: train(job, rank))
         judge(cluster, usurped, trouble)
         for client in cluster.clients.values():
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 @pytest.mark.parametrize("seed", FOURTH)
@@ -171,7 +170,7 @@ def test_a_server_that_was_stopped_for_too_long(
         cluster, _ = play(job, trouble, lambda rank: train(job, rank))
         for client in cluster.clients.values():
             if client.error is None:
-                check(job.steps, client.result, reference(job)[-1])
+                check(job.steps, client.result, job.versions[-1])
             else:
                 assert isinstance(client.error, ServerLost), client.error
                 assert name in str(client.error)
@@ -191,7 +190,7 @@ def test_one_that_was_replaced_wakes_while_others_train(
         cluster, usurped = play(job, trouble, lambda rank: train(job, rank))
         judge(cluster, usurped, trouble)
         for client in cluster.clients.values():
-            check(job.steps, client.result, reference(job)[-1])
+            check(job.steps, client.result, job.versions[-1])
 
 
 @pytest.mark.parametrize("seed", SIXTEENTH)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -89,24 +90,27 @@ class Job:
             for name, size in self.sizes.items()
         }
 
+    @cached_property
+    def versions(self) -> list[Values]:
+        """The weights before the first step and after each, computed in one process.
 
-def reference(job: Job) -> list[Values]:
-    """Return the weights before the first step and after each, computed in one process."""
-    versions = [job.initial()]
-    for step in range(job.steps):
-        weights = {}
-        for name, weight in versions[-1].items():
-            total = torch.zeros_like(weight)
-            for rank in range(job.workers):
-                total += job.gradients(rank, step)[name]
-            weights[name] = weight + 2 * total if job.has_optimizer else total
-        versions.append(weights)
-    return versions
+        A job is played many times, by several ranks, and does not change once it is.
+        """
+        versions = [self.initial()]
+        for step in range(self.steps):
+            weights = {}
+            for name, weight in versions[-1].items():
+                total = torch.zeros_like(weight)
+                for rank in range(self.workers):
+                    total += self.gradients(rank, step)[name]
+                weights[name] = weight + 2 * total if self.has_optimizer else total
+            versions.append(weights)
+        return versions
 
 
 def train(job: Job, rank: int) -> Script:
     """Train as rank ``rank``, from where this rank is; return the weights."""
-    kv, versions = job.store, reference(job)
+    kv, versions = job.store, job.versions
     yield from patient(kv.open)
     yield from patient(kv.init, job.initial())
     if job.has_optimizer:
@@ -212,7 +216,7 @@ Play = tuple[Callable[[Job, int], Script], Callable[[Job, Any], None]]
 
 
 def is_trained(job: Job, weights: Values) -> None:
-    check(job.steps, weights, reference(job)[-1])
+    check(job.steps, weights, job.versions[-1])
 
 
 TRAINING: Play = (train, is_trained)

@@ -346,7 +346,8 @@ class Chunk:
         last = 0
         for span in self.spans:
             assert last <= span.start
-            assert {span.start, span.stop} <= edges
+            assert span.start in edges
+            assert span.stop in edges
             last = span.stop
             span.check()
         assert self._waited_at == sorted(self._waiting)
