@@ -38,6 +38,8 @@ REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\
 ON_REQUEST = ("slow", "docker")
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
+tiers.share_processors()
+
 # How long one example takes says how busy the machine is.
 hypothesis.settings.register_profile("kvps", deadline=None)
 hypothesis.settings.load_profile("kvps")

@@ -26,15 +26,22 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 
 
+def share_processors() -> None:
+    """Let torch take little of the processors while it waits, in this process and in those that it starts.
+
+    torch reads this when it is imported, as the conftest of a folder may do before :func:`configure` is called.
+    """
+    # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Real processes have as many threads of torch as a user's; they sleep at once while they wait for each other.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
+
 def configure(config: pytest.Config) -> None:
     """Decide on the tier and the day, once, for this process and those that run tests for it."""
     if config.getoption("--all"):
         os.environ["KVPS_ALL"] = "1"
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
-    # Tests run side by side: several threads of torch would mostly wait for each other, and spin meanwhile.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Real processes have as many threads of torch as a user's; they sleep at once while they wait for each other.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     if not hasattr(config, "workerinput"):
         folder = os.environ[forkserver.FOLDER] = tempfile.mkdtemp(prefix="kvps-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
