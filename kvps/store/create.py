@@ -32,7 +32,7 @@ from kvps.store.server_store import DistStore
 log = logging.getLogger("kvps")
 WORKER_GRACE_S = 240.0
 NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES = 384 << 10, 8 << 20
-SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 16 << 20, 4 << 20
+SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 32 << 20, 4 << 20
 """Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where fewer messages are
 cheaper, through loopback sockets and through shared memory; and within one process."""
 STALENESS = 4

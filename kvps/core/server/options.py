@@ -13,7 +13,7 @@ POLICIES = ("wait", "shrink", "fail")
 LATE = ("drop", "next")
 AGREED = tuple([one.name for one in fields(Open) if one.name not in ("store", "chunk_bytes")])
 """Options of a store that must be the same on every worker."""
-CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 16 << 20
+CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 32 << 20
 
 
 def check_options(opened: Open) -> None:

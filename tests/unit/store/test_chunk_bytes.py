@@ -27,7 +27,7 @@ def session_of(*seats: tuple[Role, str, int]) -> Any:
 @pytest.mark.parametrize(
     ("seats", "size"),
     [
-        ([(Role.SERVER, FAR, 7), (Role.WORKER, "", 7)], 16 << 20),  # through shared memory
+        ([(Role.SERVER, FAR, 7), (Role.WORKER, "", 7)], 32 << 20),  # through shared memory
         ([(Role.SERVER, NEAR, 0), (Role.WORKER, "", 0)], 8 << 20),  # through loopback sockets
         ([(Role.SERVER, FAR, 7), (Role.WORKER, "", 8)], 384 << 10),
         ([(Role.SERVER, NEAR, 7), (Role.SERVER, FAR, 8), (Role.WORKER, "", 7)], 384 << 10),

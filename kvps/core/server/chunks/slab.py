@@ -1,7 +1,7 @@
 """Slabs of chunks: a server's memory for values, and the rules for writing to it.
 
 A *slab* holds all keys of one store and one element type, side by side, in *chunks* of one size,
-384 KiB to 16 MiB. A chunk is what travels in one message, what is summed in one addition and updated
+384 KiB to 32 MiB. A chunk is what travels in one message, what is summed in one addition and updated
 in one fused step. Small keys share a chunk; a part larger than a chunk gets several of its own.
 
 The values of a chunk are *immutable while someone reads them*: a frame on its way out holds the
