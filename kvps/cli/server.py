@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
+from kvps.runtime.member_process import let_threads_sleep
 
 NAME = "kvps-server"
 WHAT = """\
@@ -109,6 +110,7 @@ def _main(argv: Sequence[str]) -> int:
     # Loading torch makes a million objects, all to stay. The collector would look at them again and again, for a
     # third of the time that a server takes to start; frozen, they cost later collections nothing either.
     gc.disable()
+    let_threads_sleep()
     from kvps.runtime.server_process import run_server
 
     gc.freeze()

@@ -27,6 +27,7 @@ from kvps.net.zap import Keys
 from kvps.ray.plan import RESTART_MAX_S, demand_same_version
 from kvps.ray.state import KeptState
 from kvps.runtime.keys import of, parse
+from kvps.runtime.member_process import let_threads_sleep
 
 log = logging.getLogger("kvps")
 
@@ -147,6 +148,7 @@ class KvpsServer:
 def _load() -> None:
     """Load what a server needs; the collector would only look again and again at objects that are all to stay."""
     gc.disable()
+    let_threads_sleep()
     try:
         import kvps.runtime.server_process  # noqa: F401
 

@@ -27,6 +27,16 @@ log = logging.getLogger("kvps")
 RESOLVE_EVERY_S = 0.5
 
 
+def let_threads_sleep() -> None:
+    """Let the threads with which torch computes sleep between computations, unless the operator says otherwise.
+
+    By themselves they spin for milliseconds after each, which for a server is each update, and takes processors from the
+    workers of its host. Call this before torch is loaded.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+
+
 def own_machine() -> int:
     """Return by which number others know that they are near; 0 where all payload goes in frames."""
     return 0 if config.transport() == "tcp" else machine()
