@@ -114,7 +114,7 @@ def test_the_slowest_rank_decides_and_all_choose_the_same(
         sizes = {one.opened.chunk_bytes for one in servers[0].context.stores.values()}
         assert 4 * MIB in sizes
     (line,) = lines(caplog)
-    assert "chosen: chunk size 4 MiB instead of 16 MiB" in line
+    assert "chosen: chunk size 4 MiB instead of 32 MiB" in line
     assert "4 MiB: 0.50 of the time" in line
     assert "of the whole model" in line
 
@@ -204,7 +204,7 @@ def test_a_second_front_end_takes_the_choice_of_the_first(
         return second.kvstore.chunk_bytes, plain.chunk_bytes
 
     with kvps.LocalCluster(2, 1) as cluster:
-        assert cluster.run(work) == [(4 * MIB, 16 * MIB)] * 2, "a plain store knows no model"
+        assert cluster.run(work) == [(4 * MIB, 32 * MIB)] * 2, "a plain store knows no model"
     assert len(lines(caplog)) == 1
 
 
@@ -257,7 +257,7 @@ def test_rounds_that_are_too_long_are_not_tried(
     times(monkeypatch, lambda rank, settings: 1.5)
     with kvps.LocalCluster(2, 2) as cluster:
         for settings, chunk_bytes, params in cluster.run(train):
-            assert (settings.chunk_bytes, chunk_bytes) == (16 * MIB, 16 * MIB)
+            assert (settings.chunk_bytes, chunk_bytes) == (32 * MIB, 32 * MIB)
             check_trained(params)
         assert [left_of_trials(server) for server in servers] == [(0, 0), (0, 0)]
     (line,) = lines(caplog)
@@ -272,7 +272,7 @@ def test_a_model_near_the_memory_of_the_servers_is_not_tried(
     times(monkeypatch, lambda rank, settings: 0.01)
     with kvps.LocalCluster(2, 1) as cluster:
         for settings, chunk_bytes, params in cluster.run(train):
-            assert (settings.chunk_bytes, chunk_bytes) == (16 * MIB, 16 * MIB)
+            assert (settings.chunk_bytes, chunk_bytes) == (32 * MIB, 32 * MIB)
             check_trained(params)
         assert [left_of_trials(server) for server in servers] == [(0, 0)]
     (line,) = lines(caplog)
@@ -292,7 +292,7 @@ def test_an_error_of_one_rank_leaves_the_defaults_on_all(
     times(monkeypatch, seconds_of)
     with kvps.LocalCluster(2, 1) as cluster:
         for settings, chunk_bytes, params in cluster.run(train):
-            assert (settings.chunk_bytes, chunk_bytes) == (16 * MIB, 16 * MIB)
+            assert (settings.chunk_bytes, chunk_bytes) == (32 * MIB, 32 * MIB)
             check_trained(params)
     (line,) = lines(caplog)
     assert "nothing could be tried" in line
@@ -313,7 +313,7 @@ def test_set_on_one_rank_alone_it_has_no_effect(
         return chunk_bytes
 
     with kvps.LocalCluster(2, 2) as cluster:
-        assert cluster.run(work) == [16 * MIB, 16 * MIB]
+        assert cluster.run(work) == [32 * MIB, 32 * MIB]
     (line,) = lines(caplog)
     assert "Set KVPS_AUTOTUNE on every rank" in line
     assert "the defaults are kept" in line
@@ -345,7 +345,7 @@ def test_a_rank_that_comes_late_takes_what_rank_0_decided(
 
     with kvps.LocalCluster(2, 1) as cluster:
         first, second = cluster.run(work)
-    assert first == second == Settings(16 * MIB, 3 * MIB, 0, True)
+    assert first == second == Settings(32 * MIB, 3 * MIB, 0, True)
     assert "not all ranks have come within 0.2 s" in lines(caplog)[0]
 
 

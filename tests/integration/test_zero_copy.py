@@ -449,9 +449,10 @@ def test_the_memory_of_a_server_is_little_more_than_weights_and_their_momentum(
 ) -> None:
     """Two places for the weights that take turns, the momentum, and what is on its way.
 
-    A key of more than half a chunk has one of its size. Smaller ones share chunks, whose ends may remain empty.
+    A key of more than half a chunk has one of its size. Smaller ones share chunks, whose ends may remain empty: four of these
+    fill a chunk.
     """
-    count = 2_300_000
+    count = 2_050_000
     parts = training(processes, count, how, 15, 4)
     _, server, workers = parts
     empty = cluster_of_nothing(processes)

@@ -39,7 +39,7 @@ HERE, CHOICE = "here", "choice"
 MEET_MAX_S, LIMIT_S = 60.0, 20.0
 """Seconds that a rank waits for the others to begin, and after which nothing more is tried."""
 CHUNKS = (192 << 10, 384 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
-LARGER, SMALLER = 3, 2
+LARGER, SMALLER = 3, 3
 """Sizes of a chunk to try, and how many of them above and below the default."""
 
 
