@@ -130,7 +130,7 @@ Effects = Iterator[Effect]
 class Core(Protocol):
     """The doors of a core. ``now`` is in seconds on a monotonic clock.
 
-    A core that inherits hears everybody, and makes nothing of failures and broken connections.
+    A core that inherits these defaults admits every packet, and ignores failures and broken connections.
     """
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:

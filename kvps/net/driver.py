@@ -61,7 +61,7 @@ KINDS_MAX = 100
 class Listener:
     """The receiver of finished calls, and of the state that a core wants kept.
 
-    This one is of a core that has no calls and keeps nothing; others hear what concerns them.
+    This class suits a core that has no calls and keeps nothing; subclasses override what concerns them.
     """
 
     def finish(self, effect: Finish) -> None:
@@ -139,7 +139,7 @@ class Lens:
         return item(core, now)
 
     def tick(self, now: float) -> Effects:
-        """It is time for what the lens itself does."""
+        """It is time for what the lens itself does; this one does nothing."""
         yield from ()
 
 

@@ -30,8 +30,8 @@ RESOLVE_EVERY_S = 0.5
 def let_threads_sleep() -> None:
     """Let the threads with which torch computes sleep between computations, unless the operator says otherwise.
 
-    By themselves they spin for milliseconds after each, which for a server is each update, and takes processors from the
-    workers of its host. Call this before torch is loaded.
+    They otherwise spin for milliseconds after each computation. A server computes at each update, so this takes processors
+    from the workers of its host. Call this before torch is loaded.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

@@ -96,8 +96,9 @@ def create(
             time since the last round closed.
         late: what happens to a push whose round has closed: ``"drop"`` does not apply it, ``"next"`` counts it
             in the first open round without a push of this worker. With either, a push is applied at most once. With
-            ``"next"``, prefer ``rescale_grad=1 / num_workers`` to ``average``: the mean of a round with few workers
-            is as large as that of all, and workers that push in turns would move the weights too far.
+            ``"next"``, prefer ``rescale_grad=1 / num_workers`` to ``average``, although it counts lost workers, too:
+            the mean of a round with few workers is as large as that of all, and workers that push in turns would
+            move the weights too far.
 
     Raises:
         ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.

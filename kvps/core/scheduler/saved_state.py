@@ -22,8 +22,9 @@ _NAMES = (
     *("incarnation", "host", "pid", "endpoint", "master", "machine"),
     *("is_guarded", "is_replacement", "has_said_so", "has_begun", "reason"),
 )
+"""Fields of a seat that outlive the process."""
 _TYPES = (int, str, int, str, str, int, bool, bool, bool, bool, str, str, str)
-"""Fields of a seat that outlive the process, and the types of these and of its two keys."""
+"""The types of these fields, and of the two keys of the seat."""
 
 
 class SavedState(NamedTuple):

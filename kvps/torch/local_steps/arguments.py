@@ -10,6 +10,7 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
+from kvps.store.create import LATE
 
 DELAYED = "delayed_nesterov"
 """The outer optimizer for pushes that come one by one."""
@@ -67,9 +68,14 @@ def store_type(mode: object) -> str:
 def has_means(mode: str, late: str) -> bool:
     """Return whether servers compute the mean of a round; else each push counts as one part of the number of workers.
 
-    Where pushes of a round that has closed count in the next, workers that push in turns would each close rounds of
-    their own: by means, every round would move the weights by a whole step.
+    With ``late="next"``, workers that push in turns each close rounds of their own: by means, every round would move the
+    weights by a whole step.
+
+    Raises:
+        ConfigError: for an unknown value of ``late``.
     """
+    if late not in LATE:
+        raise ConfigError(f"late={late!r:.40}: use one of {', '.join(LATE)}")
     return mode == "sync" and late == "drop"
 
 
@@ -110,13 +116,13 @@ class Weight:
     Args:
         given: None for 1, a number above 0, or ``"tokens"``.
         fragments: the number of fragments.
-        has_means: whether servers compute means, as :func:`has_means` returns it.
+        is_mean: whether servers compute means, as :func:`has_means` returns it.
 
     Raises:
         ConfigError: for another weight, or a weight in a store without means.
     """
 
-    def __init__(self, given: object, fragments: int, has_means: bool) -> None:
+    def __init__(self, given: object, fragments: int, is_mean: bool) -> None:
         is_number = isinstance(given, int | float) and not isinstance(given, bool)
         if (
             given is not None
@@ -126,7 +132,7 @@ class Weight:
             )
         ):
             raise ConfigError(f"weight={given!r:.40}: use a number above 0, 'tokens', or None")
-        if given is not None and not has_means:
+        if given is not None and not is_mean:
             raise ConfigError(
                 f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or late='next', each push counts "
                 "as one part of the number of workers, and servers compute no mean"

@@ -102,7 +102,7 @@ class DiLoCo:
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
         grace, on_worker_lost: as in :func:`kvps.create`.
         late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as one part of
-            the number of workers, as with ``mode="async"``.
+            the number of workers in the job, as with ``mode="async"``; those that are lost meanwhile still count.
         backup_device: where the weights of the last merge are kept; None for each parameter's own device.
         timeout: seconds that a merge may wait for the other workers.
 

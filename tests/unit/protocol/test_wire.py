@@ -12,6 +12,7 @@ import msgpack
 import pytest
 
 from kvps import protocol as m
+from kvps.core.server.options import CHUNK_BYTES_MAX
 from kvps.errors import ProtocolError
 from kvps.protocol import wire
 from kvps.protocol.envelope import MESSAGES, Message, Packet
@@ -700,3 +701,7 @@ def test_a_public_key_is_one_or_nothing(key: object) -> None:
     with pytest.raises(ProtocolError, match="a public key in Z85"):
         wire.decode([enrol[0][:48] + msgpack.packb([key, ""])])
     assert wire.decode([enrol[0][:48] + msgpack.packb(["", KEY])]).message == m.Enrol("", KEY)
+
+
+def test_a_chunk_of_halves_fits_a_frame_as_float32() -> None:
+    assert 2 * CHUNK_BYTES_MAX <= wire.FRAME_BYTES_MAX

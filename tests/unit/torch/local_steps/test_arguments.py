@@ -75,18 +75,20 @@ def test_rounds_have_means_where_pushes_count_in_their_own_round_alone() -> None
     assert has_means("sync", "drop")
     assert not has_means("sync", "next")
     assert not has_means("async", "drop")
+    with pytest.raises(ConfigError, match="late='later': use one of drop, next"):
+        has_means("sync", "later")
 
 
 def test_a_weight_may_be_a_number() -> None:
-    assert Weight(None, 2, has_means=False).of(1) == 1.0
-    weight = Weight(3, 2, has_means=True)
+    assert Weight(None, 2, is_mean=False).of(1) == 1.0
+    weight = Weight(3, 2, is_mean=True)
     assert [weight.of(0), weight.of(1)] == [3.0, 3.0]
     weight.left(0)
     assert weight.of(0) == 3.0
 
 
 def test_tokens_are_counted_for_each_fragment_since_it_left() -> None:
-    weight = Weight("tokens", 2, has_means=True)
+    weight = Weight("tokens", 2, is_mean=True)
     weight.add(100)
     weight.add(20.0)
     assert weight.of(0) == 120
@@ -103,25 +105,25 @@ def test_tokens_are_counted_for_each_fragment_since_it_left() -> None:
 @pytest.mark.parametrize("bad", [0, -1.0, math.inf, math.nan, True, "words", [1]])
 def test_weights_that_cannot_be(bad: Any) -> None:
     with pytest.raises(ConfigError, match="use a number above 0, 'tokens', or None"):
-        Weight(bad, 1, has_means=True)
+        Weight(bad, 1, is_mean=True)
 
 
 def test_weights_where_there_are_no_means() -> None:
     with pytest.raises(ConfigError, match="weight=2 needs mode='sync' and late='drop'"):
-        Weight(2, 1, has_means=False)
+        Weight(2, 1, is_mean=False)
     with pytest.raises(ConfigError, match=r"add_tokens\(\) needs weight='tokens'"):
-        Weight(2, 1, has_means=True).add(3)
+        Weight(2, 1, is_mean=True).add(3)
     for bad in (-1, math.inf, math.nan):
         with pytest.raises(
             ConfigError, match=r"add_tokens\(.*\): use a number of tokens, 0 or more"
         ):
-            Weight("tokens", 1, has_means=True).add(bad)
+            Weight("tokens", 1, is_mean=True).add(bad)
 
 
 def test_the_weight_of_all_fragments_together() -> None:
-    assert Weight(None, 2, has_means=True).overall() == 1.0
-    assert Weight(3, 2, has_means=True).overall() == 3.0
-    tokens = Weight("tokens", 2, has_means=True)
+    assert Weight(None, 2, is_mean=True).overall() == 1.0
+    assert Weight(3, 2, is_mean=True).overall() == 3.0
+    tokens = Weight("tokens", 2, is_mean=True)
     assert tokens.overall() == 1.0, "nothing was counted since all fragments were merged"
     tokens.add(10)
     tokens.left(0)
