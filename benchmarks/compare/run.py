@@ -17,7 +17,7 @@ from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
 from kvps.bench import figures, hardware, limits, local, run
 from kvps.bench import tables as usual_tables
-from kvps.bench.figures import Case, Measurement, Trial
+from kvps.bench.figures import Case, Measurement, TrialTimes
 from kvps.bench.processes import Leash
 from kvps.bench.systems import System
 
@@ -47,8 +47,8 @@ def perform(plan: Comparison, leash: Leash) -> None:
 
 def _measure(
     plan: Comparison, leash: Leash, namespaces: Namespaces | None
-) -> Callable[[System, Case], Trial]:
-    def trial(system: System, case: Case) -> Trial:
+) -> Callable[[System, Case], TrialTimes]:
+    def trial(system: System, case: Case) -> TrialTimes:
         if plan.hosts is not None and namespaces is not None:
             return network.measure(system, case, plan.rounds, plan.hosts, namespaces, leash)
         if system.kind in PEERS:

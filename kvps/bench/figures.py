@@ -34,7 +34,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TrialTimes:
     """One start of one system: the times of its rounds."""
 
     rounds_ms: tuple[float, ...]
@@ -51,7 +51,7 @@ class Measurement:
 
     case: Case
     system: str
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TrialTimes] = field(default_factory=list)
 
     @property
     def median_ms(self) -> float:
@@ -69,7 +69,7 @@ def alternate(
     cases: Sequence[Case],
     systems: Sequence[str],
     repeat: int,
-    measure: Callable[[Case, str], Trial],
+    measure: Callable[[Case, str], TrialTimes],
 ) -> list[Measurement]:
     """Measure every system in every case ``repeat`` times, one system after the other.
 

@@ -10,7 +10,7 @@ import socket
 import sys
 
 from kvps import config
-from kvps.bench.figures import Case, Trial, slowest
+from kvps.bench.figures import Case, TrialTimes, slowest
 from kvps.bench.processes import Group, Leash
 from kvps.bench.systems import System
 from kvps.errors import KvpsError
@@ -21,7 +21,7 @@ KVPS_WORKER = "kvps.bench.worker"
 GLOO_WORKER = "kvps.bench.gloo"
 
 
-def measure(system: System, case: Case, rounds: int, leash: Leash) -> Trial:
+def measure(system: System, case: Case, rounds: int, leash: Leash) -> TrialTimes:
     """Run a system once.
 
     Raises:
@@ -33,7 +33,7 @@ def measure(system: System, case: Case, rounds: int, leash: Leash) -> Trial:
         return trial_of(group.wait(), case.workers, system.name)
 
 
-def trial_of(workers: list[list[float]], expected: int, name: str) -> Trial:
+def trial_of(workers: list[list[float]], expected: int, name: str) -> TrialTimes:
     """Return the trial of which these are the workers' times.
 
     Raises:
@@ -44,7 +44,7 @@ def trial_of(workers: list[list[float]], expected: int, name: str) -> Trial:
             f"{name}: {len(workers)} of {expected} workers reported the times of their rounds; "
             "run this system alone with --systems, and check which other processes use memory"
         )
-    return Trial(slowest(workers))
+    return TrialTimes(slowest(workers))
 
 
 def worker_flags(system: System, case: Case, rounds: int) -> list[str]:

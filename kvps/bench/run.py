@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvps.bench import figures, hardware, limits, local, tables
-from kvps.bench.figures import Case, Measurement, Trial
+from kvps.bench.figures import Case, Measurement, TrialTimes
 from kvps.bench.plan import Plan
 from kvps.bench.processes import Leash
 from kvps.bench.systems import System
@@ -49,7 +49,7 @@ def console_of_stdout() -> Console:
     return Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
 
 
-def rows_of(plan: Plan, measure: Callable[[System, Case], Trial]) -> list[Measurement]:
+def rows_of(plan: Plan, measure: Callable[[System, Case], TrialTimes]) -> list[Measurement]:
     """Measure all systems in all cases, in turns, beside a bar that shows how far that is."""
     by_name = {system.name: system for system in plan.systems}
     screen = Console(stderr=True)
@@ -61,7 +61,7 @@ def rows_of(plan: Plan, measure: Callable[[System, Case], Trial]) -> list[Measur
     ) as progress:
         task = progress.add_task("", total=len(plan.cases) * plan.repeat * len(by_name))
 
-        def trial_of(case: Case, name: str) -> Trial:
+        def trial_of(case: Case, name: str) -> TrialTimes:
             progress.update(task, description=f"{case.workload}: {name}")
             trial = measure(by_name[name], case)
             progress.advance(task)

@@ -39,7 +39,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
-from kvps.store.requests import Request, Requests
+from kvps.store.requests import PlannedCall, Requests
 
 LOAD = "kvps.load_optimizer_states"
 """The barrier behind which all ranks have the states of a file."""
@@ -992,7 +992,7 @@ class KVStore(KVStoreBase, abc.ABC):
             self._keys.demand(names)
         return names, is_many
 
-    def _answer(self, request: Request, limit_s: float, async_op: bool) -> Any:
+    def _answer(self, request: PlannedCall, limit_s: float, async_op: bool) -> Any:
         """Start the calls of a request; return its result, or a handle for it."""
         before = [self._start(call, limit_s) for call in request.before]
         ticket = self._start(request.call, limit_s)

@@ -2,7 +2,8 @@
 
 :class:`Requests` checks keys, values and outputs, reduces the values of several devices to one row for each key, and
 says where a result is written. It starts no call: :class:`~kvps.store.kvstore.KVStore` does. A kind of store may make
-rows, or write results, in a way of its own.
+rows, or write results, in a way of its own: :class:`ServerRequests` brings rows from devices, in memory that a transport
+sends without a copy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import ConfigError
+from kvps.runtime.cuda_staging import Staging, ready_on_device
 from kvps.store.arguments import (
     KnownKeys,
     Outcome,
@@ -24,10 +26,12 @@ from kvps.store.arguments import (
     check_values,
     names_of,
     outcome_for,
+    reduce,
     rows_of,
     values_of,
     weighted,
 )
+from kvps.store.device_codec import DeviceCodec
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
 from kvps.store.rows import apart, have_rows, picks_of, table_of
 from kvps.tensors import Array, spec_of
@@ -35,7 +39,7 @@ from kvps.tensors import Array, spec_of
 COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
 
 
-class Request(NamedTuple):
+class PlannedCall(NamedTuple):
     """One call of a user's: what is to be started, and the result."""
 
     call: calls.Call
@@ -132,10 +136,12 @@ class Requests:
         copy: bool,
         urgency: Numbers,
         least: int,
-    ) -> Request:
+    ) -> PlannedCall:
         """Pull whole keys of at least version ``least``."""
         wanted = self.wanted(names, is_many, out, copy)
-        return Request(calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted)
+        return PlannedCall(
+            calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted
+        )
 
     def pushpull(
         self,
@@ -147,7 +153,7 @@ class Requests:
         urgency: Numbers,
         limit_s: float,
         weight: float,
-    ) -> Request:
+    ) -> PlannedCall:
         """Push and pull in one call; if there are rows, in several."""
         given = value if is_many else [value]
         plain = self.plain(names, given)
@@ -160,13 +166,13 @@ class Requests:
         rows = weighted(plain, weight)
         wanted = self.wanted(names, is_many, out, copy)
         call = calls.PushValues(self._store, names, rows, wanted.sinks, urgency, False, weight)
-        return Request(call, wanted)
+        return PlannedCall(call, wanted)
 
     # --- rows that are pulled -----------------------------------------------------------------------
 
     def pull_rows(
         self, names: tuple[str, ...], is_many: bool, row_ids: object, out: object, urgency: Numbers
-    ) -> Request:
+    ) -> PlannedCall:
         """Pull the rows ``row_ids``."""
         picks = picks_of(names, is_many, self._specs, row_ids, out)
         ids = tuple([pick.ids for pick in picks])
@@ -177,7 +183,7 @@ class Requests:
             return (out if out is not None else results) if is_many else results[0]
 
         call = calls.PullKeyRows(self._store, names, ids, places, urgency)
-        return Request(call, Outcome(None, deliver))
+        return PlannedCall(call, Outcome(None, deliver))
 
     def refresh(
         self,
@@ -187,14 +193,14 @@ class Requests:
         held: object,
         urgency: Numbers,
         is_direct: bool,
-    ) -> Request:
+    ) -> PlannedCall:
         """Bring ``out`` up to date; ``is_direct``: its owner waits until that is done."""
         copies = Copies(names, is_many, out, held, self._specs, is_direct=is_direct)
         return self._changes(names, copies.sinks, copies.marks, urgency, copies.deliver)
 
     def pull_changed(
         self, names: tuple[str, ...], is_many: bool, held: object, urgency: Numbers
-    ) -> Request:
+    ) -> PlannedCall:
         """Pull the rows that changed since ``held``."""
         marks = marks_of(names, is_many, held)
         specs = [table_of(name, self._specs[name]) for name in names]
@@ -212,18 +218,18 @@ class Requests:
         marks: Marks,
         urgency: Numbers,
         deliver: Callable[[Sequence[Fresh]], object],
-    ) -> Request:
+    ) -> PlannedCall:
         """Ask for the changes; in a store that does not record them, for all rows, in new tensors."""
         if self._knows_changes:
             refresh = calls.Refresh(self._store, names, sinks, marks, urgency)
-            return Request(refresh, Outcome(None, deliver))
+            return PlannedCall(refresh, Outcome(None, deliver))
         wanted = self.wanted(names, is_many=True, out=None, copy=True)
 
         def all_rows(value: Any) -> object:
             return deliver([Fresh(None, whole=tensor) for tensor in wanted.result(value)])
 
         pull = calls.PullValues(self._store, names, wanted.sinks, urgency, 0)
-        return Request(pull, Outcome(None, all_rows))
+        return PlannedCall(pull, Outcome(None, all_rows))
 
     # --- what a kind of store may do in its own way ---------------------------------------------------
 
@@ -262,3 +268,71 @@ class Requests:
         if form is not None and form.fits_as_sinks(given):
             return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # it fits: it is a list
         return outcome_for(names, is_many, out, self._specs)
+
+
+class ServerRequests(Requests):
+    """The requests of one store with servers.
+
+    Args:
+        store, keys, on_device: as :class:`~kvps.store.requests.Requests`.
+        codec: compresses the values of each device, in place of their sum on its way to servers.
+        staging: brings rows from devices.
+        allocate: returns memory for some keys, within a limit in seconds.
+    """
+
+    def __init__(
+        self,
+        store: str,
+        keys: KnownKeys,
+        on_device: bool,
+        codec: DeviceCodec | None,
+        staging: Staging,
+        allocate: Callable[[tuple[str, ...], float], list[torch.Tensor]],
+    ) -> None:
+        super().__init__(store, keys, on_device, knows_changes=True)
+        self._codec = codec
+        self._staging = staging
+        self._allocate = allocate
+
+    def plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
+        """Return values that are rows as they are: none where each device's are compressed."""
+        if self._codec is not None and not self.compression.are_off:
+            return None
+        return super().plain(names, given)
+
+    def rows(
+        self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key; values of devices are compressed and decoded before they are summed."""
+        if self._codec is None or self.compression.are_off:
+            return super().rows(names, is_many, value, limit_s)
+        values = values_of(names, is_many, value)
+        check_values(names, values, self._specs, "push")
+        settings = [self.setting_of(name) for name in names]
+        decoded = [
+            devices if setting is None else self._codec.decoded(name, setting, devices)
+            for name, setting, devices in zip(names, settings, values, strict=True)
+        ]
+        return self.rows_of(names, decoded, limit_s)
+
+    def rows_of(
+        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Return one row for each key, on its device where it is compressed there, else in this machine's memory."""
+        reduced = [reduce(devices, self._on_device) for devices in values]
+        rows: list[torch.Tensor | None] = [
+            ready_on_device(row)
+            if row.is_cuda and self._codec is None and self.setting_of(name)
+            else None  # a compressed row leaves its device as few bytes
+            for name, row in zip(names, reduced, strict=True)
+        ]
+        left = [index for index, row in enumerate(rows) if row is None]
+        brought = self._staging.bring(
+            [reduced[index] for index in left],
+            lambda indices: self._allocate(
+                tuple([names[left[index]] for index in indices]), limit_s
+            ),
+        )
+        for index, row in zip(left, brought, strict=True):
+            rows[index] = row
+        return tuple([row for row in rows if row is not None])

@@ -23,7 +23,7 @@ from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
 from kvps.store.metrics import Straggler, of_servers
 from kvps.store.names import Kind
-from kvps.store.server_requests import ServerRequests
+from kvps.store.requests import ServerRequests
 from kvps.store.session import Session
 
 log = logging.getLogger("kvps")

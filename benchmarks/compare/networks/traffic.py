@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from kvps.bench.figures import Measurement, Trial
+from kvps.bench.figures import Measurement, TrialTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkTrial(Trial):
+class NetworkTrial(TrialTimes):
     """A trial on hosts with links of a set rate."""
 
     traffic: tuple[Traffic, ...] = ()

@@ -8,13 +8,13 @@ from pathlib import Path
 import benchmarks
 import kvps
 from kvps import config
-from kvps.bench.figures import Case, Trial
+from kvps.bench.figures import Case, TrialTimes
 from kvps.bench.local import LOOPBACK, THREADS, free_port, trial_of, worker_flags
 from kvps.bench.processes import Group, Leash
 from kvps.bench.systems import System
 
 
-def measure(system: System, case: Case, rounds: int, python: str, leash: Leash) -> Trial:
+def measure(system: System, case: Case, rounds: int, python: str, leash: Leash) -> TrialTimes:
     """Run a system once, in its own interpreter ``python``.
 
     Raises:

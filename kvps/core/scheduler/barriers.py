@@ -78,12 +78,12 @@ class Waiter(NamedTuple):
     what: str = ""
     """The call that it makes here."""
 
-    def released(self, number: int) -> Answer:
+    def released(self, number: int) -> RoutedMessage:
         """Return the answer to a rank that waited at ``number``."""
-        return Answer(self.route, Released(self.seq, number if self.is_new else None))
+        return RoutedMessage(self.route, Released(self.seq, number if self.is_new else None))
 
 
-class Answer(NamedTuple):
+class RoutedMessage(NamedTuple):
     """A message that is due along a route."""
 
     route: Route
@@ -119,11 +119,11 @@ class Barriers:
         self.refused: dict[Name, RefusedCall] = {}
         """Barriers that are not passed, as the call that all make there has failed."""
 
-    def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[Answer]:
+    def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[RoutedMessage]:
         """Let a rank stand at a barrier; return the answers that are due by that."""
         name = (at.store, at.name)
         if at.resumed and at.after <= self.resumed.get((at.store, rank), -1):
-            return [Answer(waiter.route, Released(waiter.seq))]
+            return [RoutedMessage(waiter.route, Released(waiter.seq))]
         number = self._number(at)
         if number is not None and number <= self.released.get(name, -1):
             return [waiter.released(number)]
@@ -148,12 +148,12 @@ class Barriers:
 
     def _refuse(
         self, rank: int, waiter: Waiter, at: Barrier, number: int | None
-    ) -> list[Answer] | None:
+    ) -> list[RoutedMessage] | None:
         """Return the answers to a rank at a barrier that has failed, or fails by its arrival; else None."""
         name, attempt = (at.store, at.name), Attempt(0 if number is None else number, at.refused)
         known = self.refused.get(name)
         if known is not None and number is not None and known.concerns(attempt):
-            return [Answer(waiter.route, Error(waiter.seq, known.code, known.text))]
+            return [RoutedMessage(waiter.route, Error(waiter.seq, known.code, known.text))]
         standing = {} if number is None else self._standing(name, number)
         code, text = at.code, at.text
         other = next(
@@ -185,9 +185,9 @@ class Barriers:
                     pass
             if name not in self.open.keys() | self.released.keys():
                 self.hasty.discard(name)
-        return [Answer(one.route, Error(one.seq, code, text)) for _, one in waiters]
+        return [RoutedMessage(one.route, Error(one.seq, code, text)) for _, one in waiters]
 
-    def resume(self, rank: int, store: str, pushed: int) -> list[Answer]:
+    def resume(self, rank: int, store: str, pushed: int) -> list[RoutedMessage]:
         """A rank goes on after so many rounds of a store; return the answers that are due by that."""
         self.resumed[store, rank] = pushed
         return [
@@ -224,7 +224,7 @@ class Barriers:
         known = self.after.get(name, {})
         return min((number for number, rounds in known.items() if rounds >= after), default=None)
 
-    def _land(self, name: Name, number: int) -> list[Answer]:
+    def _land(self, name: Name, number: int) -> list[RoutedMessage]:
         """Give floating ranks the number that is open now, if it is theirs."""
         floating = self.floating.get(name, {})
         for rank, one in list(floating.items()):
@@ -235,7 +235,7 @@ class Barriers:
             self.floating.pop(name, None)
         return self._release(name, number)
 
-    def _land_together(self, name: Name) -> list[Answer]:
+    def _land_together(self, name: Name) -> list[RoutedMessage]:
         """If all required ranks float, none of them knows the number: it is the next."""
         floating = self.floating.get(name, {})
         if not floating or name in self.open:
@@ -268,13 +268,13 @@ class Barriers:
 
     def require(
         self, required: Iterable[int], gone: dict[int, str], lost: Iterable[int] = ()
-    ) -> list[Answer]:
+    ) -> list[RoutedMessage]:
         """Set the required ranks and the gone ranks; return the answers that become due."""
         self.required, self.gone, self.lost = set(required), gone, set(lost)
         names = dict.fromkeys([*self.open, *self.floating])
         return [answer for name in names for answer in self._look_at(name)]
 
-    def _look_at(self, name: Name) -> list[Answer]:
+    def _look_at(self, name: Name) -> list[RoutedMessage]:
         """Release or fail what can be, from the last number on."""
         answers = self._land_together(name)
         for number in sorted(self.open.get(name, {}), reverse=True):
@@ -282,7 +282,7 @@ class Barriers:
             answers += self._fail(name, number)
         return answers
 
-    def _release(self, name: Name, number: int) -> list[Answer]:
+    def _release(self, name: Name, number: int) -> list[RoutedMessage]:
         """Let them pass if the set is complete; earlier numbers are then passed, too."""
         standing = self._standing(name, number).keys()
         # The lengths are compared first, so that N workers cost N steps and not N * N.
@@ -310,8 +310,8 @@ class Barriers:
         """The ranks without which a barrier cannot be passed, and that will not come."""
         return (self.gone.keys() & self._needed(name, after)) - standing.keys()
 
-    def _fail(self, name: Name, number: int) -> list[Answer]:
-        """Answer the waiting ranks of barriers that can never complete."""
+    def _fail(self, name: Name, number: int) -> list[RoutedMessage]:
+        """RoutedMessage the waiting ranks of barriers that can never complete."""
         standing = self._standing(name, number)
         if not standing:
             return []
@@ -320,7 +320,7 @@ class Barriers:
             return []
         error = self._hopeless(*name, number, absent)
         return [
-            Answer(waiter.route, Error(waiter.seq, error.code, str(error)))
+            RoutedMessage(waiter.route, Error(waiter.seq, error.code, str(error)))
             for waiter in self._take(name, number)
         ]
 

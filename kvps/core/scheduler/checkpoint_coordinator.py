@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from kvps.core.counts import Counts
 from kvps.core.limits import TABLE, remedy
-from kvps.core.scheduler.barriers import Answer, Waiter
+from kvps.core.scheduler.barriers import RoutedMessage, Waiter
 from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, Letter
 from kvps.core.scheduler.rollback import Rollback
 from kvps.core.texts import TAG_RULE, is_tag, shown
@@ -80,7 +80,7 @@ class CheckpointCoordinator:
         self.failure = ""
         """Why the servers could not return to a cut: what they hold is of no use from then on."""
         self.letters: list[Letter] = []
-        self.answers: list[Answer] = []
+        self.answers: list[RoutedMessage] = []
         self.notes: list[tuple[str, str]] = []
         self.has_changed = False
         """Something that a restart must know."""
@@ -172,7 +172,7 @@ class CheckpointCoordinator:
             raise ConfigError(f"tag={wish.tag!r:.80}: {TAG_RULE}")
         granted = self._granted.get(wish.store)
         if granted is not None and wish.number <= granted[0]:
-            self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, granted[1])))
+            self.answers.append(RoutedMessage(waiter.route, Checkpointed(waiter.seq, granted[1])))
             return
         refused = self._refused.get(wish.store)
         if refused is not None and wish.number == refused[0]:
@@ -352,7 +352,9 @@ class CheckpointCoordinator:
         for asked in self._take_served():
             _keep(self._granted, asked.store, (asked.number, cut.number))
             for waiter in asked.waiters.values():
-                self.answers.append(Answer(waiter.route, Checkpointed(waiter.seq, cut.number)))
+                self.answers.append(
+                    RoutedMessage(waiter.route, Checkpointed(waiter.seq, cut.number))
+                )
 
     def _take_served(self) -> list[CheckpointRequest]:
         """Return the wishes that the cut was begun for and that still stand; they stand no more."""
@@ -370,7 +372,9 @@ class CheckpointCoordinator:
     def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
         _keep(self._refused, asked.store, (asked.number, error))
         for waiter in asked.waiters.values():
-            self.answers.append(Answer(waiter.route, Error(waiter.seq, error.code, str(error))))
+            self.answers.append(
+                RoutedMessage(waiter.route, Error(waiter.seq, error.code, str(error)))
+            )
 
     def _say_again(self, now: float) -> None:
         self._again_at = now + AGAIN_S

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
-from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
+from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.figures.fault_log import FaultLog
 from kvps.core.scheduler.figures.measurements import ServerMeasurements
@@ -294,7 +294,7 @@ class Job:
         if seat.node.role is Role.WORKER:
             self.barriers.withdraw(seat.node.rank)
 
-    def _assemble(self) -> list[Answer]:
+    def _assemble(self) -> list[RoutedMessage]:
         required = self.seats.workers(State.EMPTY, State.HELD, State.LOST)
         gone = self.seats.workers(State.GONE)
         return self.barriers.require(
@@ -367,7 +367,7 @@ class Job:
         envelope = Envelope(name, self.number, Role.SCHEDULER, 0, 0, 0)
         self._outbox.append(Send(route, Packet(envelope, message, payload)))
 
-    def answer(self, answers: list[Answer]) -> None:
+    def answer(self, answers: list[RoutedMessage]) -> None:
         """Say what the barriers answer."""
         for route, message in answers:
             if isinstance(message, Released):

@@ -50,7 +50,7 @@ class Reservation(NamedTuple):
         return f"{' + '.join(terms)} = {bytes_in_words(sum(self))}"
 
 
-class Terms(NamedTuple):
+class MemoryTerms(NamedTuple):
     """The memory of one store's keys, besides their weights."""
 
     gradients: int
@@ -96,13 +96,13 @@ class MemoryBudget:
         self._keys_max = keys_max
         self.limit_bytes = limit_bytes
         self.pressure = MemoryPressure(used_max)
-        self.terms: dict[str, Terms] = {}
+        self.terms: dict[str, MemoryTerms] = {}
         """Store -> what its keys take."""
         self.keys: dict[str, Collection[str]] = {}
         """Store -> its keys."""
 
     def gradients_of(self, opened: Open) -> int:
-        """Return how many gradients an open round of a store holds; see :class:`Terms`."""
+        """Return how many gradients an open round of a store holds; see :class:`MemoryTerms`."""
         if opened.mode != "sync":
             return 0
         return self._workers if opened.deterministic else 1
@@ -181,7 +181,10 @@ class MemoryBudget:
         return sum(reserved) + rounds * reserved.sums <= self.limit_bytes
 
     def reserved(
-        self, store: str = "", terms: Terms | None = None, changed: Mapping[str, int] | None = None
+        self,
+        store: str = "",
+        terms: MemoryTerms | None = None,
+        changed: Mapping[str, int] | None = None,
     ) -> Reservation:
         """Return what all stores take; with ``terms``, if one had these and so many elements more."""
         total = Reservation(tables=sum(self._chunks.table_bytes.values()))
@@ -193,7 +196,9 @@ class MemoryBudget:
             total = Reservation(*map(add, total, known.reserve(counts)))
         return total
 
-    def _demand(self, what: str, store: str, terms: Terms, changed: Mapping[str, int]) -> None:
+    def _demand(
+        self, what: str, store: str, terms: MemoryTerms, changed: Mapping[str, int]
+    ) -> None:
         reserved = self.reserved(store, terms, changed)
         if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(

@@ -24,7 +24,7 @@ from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.figures.nonfinite_log import NonFiniteLog
 from kvps.core.server.join import JoinTracker
-from kvps.core.server.memory_budget import MemoryBudget, Terms
+from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms
 from kvps.core.server.options import AGREED, check_options
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, ProtocolError
@@ -106,7 +106,7 @@ class ServerStore:
         self._chunks = chunks
         self.budget = budget
         budget.keys[self.name] = self.shards
-        budget.terms[self.name] = Terms(budget.gradients_of(opened), None)
+        budget.terms[self.name] = MemoryTerms(budget.gradients_of(opened), None)
 
     def may_drop(self, dtype: str) -> bool:
         """Return whether updates of such elements are dropped that are not finite."""

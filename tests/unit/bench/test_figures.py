@@ -9,7 +9,7 @@ import pytest
 from kvps.bench.figures import (
     Case,
     Measurement,
-    Trial,
+    TrialTimes,
     alternate,
     document,
     ratio_of,
@@ -20,7 +20,7 @@ SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
 
 
 def row(case: Case, system: str, *medians: float) -> Measurement:
-    return Measurement(case, system, [Trial((one,)) for one in medians])
+    return Measurement(case, system, [TrialTimes((one,)) for one in medians])
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
@@ -28,7 +28,11 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
 
 
 def test_medians_of_rounds_then_of_runs() -> None:
-    trials = [Trial((1.0, 2.0, 90.0)), Trial((4.0, 5.0, 6.0)), Trial((70.0, 80.0, 90.0))]
+    trials = [
+        TrialTimes((1.0, 2.0, 90.0)),
+        TrialTimes((4.0, 5.0, 6.0)),
+        TrialTimes((70.0, 80.0, 90.0)),
+    ]
     found = Measurement(SMALL, "kvps", trials)
     assert [trial.median_ms for trial in trials] == [2.0, 5.0, 80.0]
     assert found.median_ms == 5.0
@@ -38,9 +42,9 @@ def test_medians_of_rounds_then_of_runs() -> None:
 def test_systems_are_measured_in_turns() -> None:
     order = []
 
-    def measure(case: Case, system: str) -> Trial:
+    def measure(case: Case, system: str) -> TrialTimes:
         order.append((case.workload, system))
-        return Trial((float(len(order)),))
+        return TrialTimes((float(len(order)),))
 
     rows = alternate([SMALL, BIG], ["kvps", "gloo"], 2, measure)
     turns = [("small", "kvps"), ("small", "gloo")] * 2 + [("big", "kvps"), ("big", "gloo")] * 2

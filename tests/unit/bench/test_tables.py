@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from kvps.bench import tables
-from kvps.bench.figures import Case, Measurement, Trial
+from kvps.bench.figures import Case, Measurement, TrialTimes
 
 SMALL = Case("small", 2, 2)
 
 
 def row(case: Case, system: str, *medians: float) -> Measurement:
-    return Measurement(case, system, [Trial((one,)) for one in medians])
+    return Measurement(case, system, [TrialTimes((one,)) for one in medians])
 
 
 def cells(table: Table) -> list[list[str]]:

@@ -8,7 +8,7 @@ import torch
 from kvps.core import refusals
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.refusals import Attempt, Attempts, RefusedCalls
-from kvps.core.scheduler.barriers import Answer, Barriers, Waiter
+from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.worker import calls
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Overload, ProtocolError, StorageError
@@ -84,7 +84,7 @@ class Desk:
         return [(str(one.route), _text(one)) for one in said]
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: RoutedMessage) -> str:
     return answer.message.text if isinstance(answer.message, Error) else "released"
 
 
@@ -179,8 +179,8 @@ class TestBarrier:
         with pytest.raises(ProtocolError, match=f"code {code}"):
             barriers.stand(1, Waiter("w1", 1), Barrier("kv", "b", 0, code=code))
         assert barriers.stand(1, Waiter("w1", 2), Barrier("kv", "b", 0)) == [
-            Answer("w0", Released(1)),
-            Answer("w1", Released(2)),
+            RoutedMessage("w0", Released(1)),
+            RoutedMessage("w1", Released(2)),
         ]
 
 

@@ -7,9 +7,9 @@ import pytest
 from kvps.core.scheduler.barriers import (
     NAME_MAX,
     OPEN_MAX,
-    Answer,
     Barriers,
     Passed,
+    RoutedMessage,
     Waiter,
 )
 from kvps.errors import ConfigError, Overload, WorkerLost
@@ -18,13 +18,13 @@ from kvps.protocol.membership import Barrier, Error, Released
 
 def stand(
     barriers: Barriers, rank: int, number: int = 0, seq: int = 1, name: str = "b"
-) -> list[Answer]:
+) -> list[RoutedMessage]:
     answers = barriers.stand(rank, Waiter(f"w{rank}", seq), Barrier("kv", name, number))
     barriers.check({0, 1, 2})
     return answers
 
 
-def require(barriers: Barriers, *required: int, **gone: str) -> list[Answer]:
+def require(barriers: Barriers, *required: int, **gone: str) -> list[RoutedMessage]:
     answers = barriers.require(required, {int(rank[1:]): why for rank, why in gone.items()})
     barriers.check({0, 1, 2})
     return answers
@@ -36,9 +36,9 @@ def test_released_when_every_required_rank_stands_there() -> None:
     assert stand(barriers, 0, seq=4) == []
     assert stand(barriers, 2, seq=5) == []
     assert stand(barriers, 1, seq=6) == [
-        Answer("w0", Released(4)),
-        Answer("w2", Released(5)),
-        Answer("w1", Released(6)),
+        RoutedMessage("w0", Released(4)),
+        RoutedMessage("w2", Released(5)),
+        RoutedMessage("w1", Released(6)),
     ]
     assert not barriers.open
 
@@ -48,7 +48,10 @@ def test_a_rank_counts_once_and_its_last_request_is_answered() -> None:
     barriers = Barriers(range(2))
     for seq in (1, 2, 3):
         assert stand(barriers, 0, seq=seq) == []
-    assert stand(barriers, 1, seq=9) == [Answer("w0", Released(3)), Answer("w1", Released(9))]
+    assert stand(barriers, 1, seq=9) == [
+        RoutedMessage("w0", Released(3)),
+        RoutedMessage("w1", Released(9)),
+    ]
 
 
 @pytest.mark.spec("R34")
@@ -56,7 +59,7 @@ def test_what_was_released_is_passed_at_once() -> None:
     barriers = Barriers([0])
     stand(barriers, 0, number=4)
     for number in range(5):
-        assert stand(barriers, 1, number, seq=7) == [Answer("w1", Released(7))]
+        assert stand(barriers, 1, number, seq=7) == [RoutedMessage("w1", Released(7))]
     assert barriers.released == {("kv", "b"): 4}
 
 
@@ -74,9 +77,9 @@ def test_a_later_number_takes_the_earlier_ones_along() -> None:
     stand(barriers, 0, 0, seq=1)
     stand(barriers, 0, 1, seq=2)
     assert stand(barriers, 1, 1, seq=3) == [
-        Answer("w0", Released(1)),
-        Answer("w0", Released(2)),
-        Answer("w1", Released(3)),
+        RoutedMessage("w0", Released(1)),
+        RoutedMessage("w0", Released(2)),
+        RoutedMessage("w1", Released(3)),
     ]
 
 
@@ -88,10 +91,10 @@ def test_releases_when_a_rank_is_required_no_more() -> None:
     stand(barriers, 1, 1, seq=2)
     assert require(barriers, 0, 1, 2) == []
     assert require(barriers, 0, 1) == [
-        Answer("w0", Released(1)),
-        Answer("w1", Released(1)),
-        Answer("w0", Released(2)),
-        Answer("w1", Released(2)),
+        RoutedMessage("w0", Released(1)),
+        RoutedMessage("w1", Released(1)),
+        RoutedMessage("w0", Released(2)),
+        RoutedMessage("w1", Released(2)),
     ]
 
 
@@ -116,7 +119,10 @@ def test_one_that_is_gone_stood_where_it_stood() -> None:
     barriers.withdraw(2)
     barriers.withdraw(1)
     assert require(barriers, 0, 1, w2="exit code 1") == []
-    assert stand(barriers, 1) == [Answer("w0", Released(1)), Answer("w1", Released(1))]
+    assert stand(barriers, 1) == [
+        RoutedMessage("w0", Released(1)),
+        RoutedMessage("w1", Released(1)),
+    ]
 
 
 def test_a_release_that_nobody_waits_for_any_more() -> None:
@@ -153,19 +159,19 @@ def test_another_job_knows_nothing_of_it() -> None:
     barriers.clear([0])
     assert not barriers.open
     assert not barriers.released
-    assert stand(barriers, 0) == [Answer("w0", Released(1))]
+    assert stand(barriers, 0) == [RoutedMessage("w0", Released(1))]
 
 
 class TestWithoutWaiting:
     """Stores whose rounds do not wait for the lost: their barriers do not either."""
 
-    def stand(self, barriers: Barriers, rank: int, number: int = 0) -> list[Answer]:
+    def stand(self, barriers: Barriers, rank: int, number: int = 0) -> list[RoutedMessage]:
         at = Barrier("kv", "b", number, waits=False)
         answers = barriers.stand(rank, Waiter(f"w{rank}", 1), at)
         barriers.check({0, 1, 2})
         return answers
 
-    def lose(self, barriers: Barriers, *lost: int, **gone: str) -> list[Answer]:
+    def lose(self, barriers: Barriers, *lost: int, **gone: str) -> list[RoutedMessage]:
         named = {int(rank[1:]): why for rank, why in gone.items()}
         answers = barriers.require(set(range(3)) - named.keys(), named, lost)
         barriers.check({0, 1, 2})
@@ -177,7 +183,7 @@ class TestWithoutWaiting:
         self.stand(barriers, 0)
         self.stand(barriers, 1)
         assert [one.route for one in self.lose(barriers, 2)] == ["w0", "w1"]
-        assert self.stand(barriers, 2) == [Answer("w2", Released(1))]
+        assert self.stand(barriers, 2) == [RoutedMessage("w2", Released(1))]
 
     @pytest.mark.spec("R33")
     def test_the_lost_are_not_waited_for(self) -> None:
@@ -210,7 +216,7 @@ class TestResuming:
 
     def stand(
         self, barriers: Barriers, rank: int, number: int, after: int, resumed: bool = False
-    ) -> list[Answer]:
+    ) -> list[RoutedMessage]:
         waiter = Waiter(f"w{rank}", 10 * rank + number, resumed)
         answers = barriers.stand(rank, waiter, Barrier("kv", "b", number, True, after, resumed))
         barriers.check({0, 1, 2})
@@ -222,9 +228,11 @@ class TestResuming:
         self.stand(barriers, 0, 5, after=3)
         assert barriers.resume(1, "other", 9) == []
         assert barriers.resume(1, "kv", 2) == []
-        assert barriers.resume(1, "kv", 3) == [Answer("w0", Released(5))]
-        assert self.stand(barriers, 0, 6, after=3) == [Answer("w0", Released(6))]
-        assert self.stand(barriers, 1, 0, after=3, resumed=True) == [Answer("w1", Released(10))]
+        assert barriers.resume(1, "kv", 3) == [RoutedMessage("w0", Released(5))]
+        assert self.stand(barriers, 0, 6, after=3) == [RoutedMessage("w0", Released(6))]
+        assert self.stand(barriers, 1, 0, after=3, resumed=True) == [
+            RoutedMessage("w1", Released(10))
+        ]
         assert self.stand(barriers, 0, 7, after=4) == []
 
     @pytest.mark.spec("R124")
@@ -233,10 +241,12 @@ class TestResuming:
         barriers.resume(1, "kv", 3)
         self.stand(barriers, 0, 7, after=4)
         assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
-            Answer("w0", Released(7)),
-            Answer("w1", Released(10, 7)),
+            RoutedMessage("w0", Released(7)),
+            RoutedMessage("w1", Released(10, 7)),
         ]
-        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [Answer("w1", Released(10, 7))]
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
+            RoutedMessage("w1", Released(10, 7))
+        ]
 
     @pytest.mark.spec("R124")
     def test_it_floats_until_another_comes_there(self) -> None:
@@ -250,7 +260,7 @@ class TestResuming:
         assert self.stand(barriers, 0, 7, after=4) == []
         assert barriers.missing(1, at) == (2,)
         assert barriers.missing(2, Barrier("kv", "b", 7)) == ()
-        assert Answer("w1", Released(10, 7)) in self.stand(barriers, 2, 7, after=4)
+        assert RoutedMessage("w1", Released(10, 7)) in self.stand(barriers, 2, 7, after=4)
         assert not barriers.floating
 
     @pytest.mark.spec("R124")
@@ -263,8 +273,8 @@ class TestResuming:
         assert self.stand(barriers, 0, 0, after=4, resumed=True) == []
         assert barriers.require([0, 1], {}) == [], "they stand at two"
         assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
-            Answer("w1", Released(10, 5)),
-            Answer("w0", Released(0, 5)),
+            RoutedMessage("w1", Released(10, 5)),
+            RoutedMessage("w0", Released(0, 5)),
         ]
 
     def test_another_is_asked_for_where_it_floats(self) -> None:
@@ -279,7 +289,7 @@ class TestResuming:
         barriers = Barriers(range(2))
         barriers.resume(1, "kv", 3)
         require(barriers, 0, w1="exit code 1")
-        assert self.stand(barriers, 0, 7, after=3) == [Answer("w0", Released(7))]
+        assert self.stand(barriers, 0, 7, after=3) == [RoutedMessage("w0", Released(7))]
         with pytest.raises(WorkerLost):
             self.stand(barriers, 0, 8, after=4)
 

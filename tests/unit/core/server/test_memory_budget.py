@@ -10,18 +10,18 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks, Slab
-from kvps.core.server.memory_budget import MemoryBudget, Reservation, Terms
+from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms, Reservation
 from kvps.errors import Overload
 from tests.support.server_harness import opening
 
-NO = Terms(0, None)
+NO = MemoryTerms(0, None)
 
 
 def holding(limit: int | None, **counts: int) -> MemoryBudget:
     """Return the budget of a server with a store of rounds, which has so many elements of each type."""
     chunks = Chunks()
     budget = MemoryBudget(chunks, limit)
-    budget.terms["kv"] = Terms(1, None)
+    budget.terms["kv"] = MemoryTerms(1, None)
     for dtype, count in counts.items():
         Slab("kv", dtype, chunks, 1 << 20).place(dtype, count)
     return budget
@@ -47,8 +47,8 @@ def test_the_state_of_an_element(
 def test_what_elements_take() -> None:
     adam = create(resolve("adam", {}))
     assert NO.reserve({"float32": 10, "int8": 3}) == Reservation(43, 43)
-    assert Terms(1, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
-    assert Terms(1, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
+    assert MemoryTerms(1, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
+    assert MemoryTerms(1, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
 
 
 def test_stores_are_added_up() -> None:
@@ -115,7 +115,7 @@ def test_residuals_are_reserved_once() -> None:
     assert budget.reserved() == Reservation(41, 41, 41, residuals=40)
     budget.terms["other"] = budget.terms["kv"]
     budget.demand_residuals("kv")
-    budget.terms["kv"] = Terms(1, create(resolve("sgd", {"momentum": 0.9})))
+    budget.terms["kv"] = MemoryTerms(1, create(resolve("sgd", {"momentum": 0.9})))
     with pytest.raises(
         Overload, match=r"no room for residuals of store 'kv': .* residuals 40 B = "
     ):
