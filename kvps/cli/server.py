@@ -107,10 +107,10 @@ def _main(argv: Sequence[str]) -> int:
         bind = config.server_bind(scheduler, is_allowed)
     config.demand_loopback(bind, is_allowed)
 
+    let_threads_sleep()
     # Loading torch makes a million objects, all to stay. The collector would look at them again and again, for a
     # third of the time that a server takes to start; frozen, they cost later collections nothing either.
     gc.disable()
-    let_threads_sleep()
     from kvps.runtime.server_process import run_server
 
     gc.freeze()

@@ -1,4 +1,5 @@
-"""The parts that processes of every role share: their address, their end at a signal, and the last line of their log."""
+"""The parts that processes of several roles share: their address, how their threads wait, their end at a signal, and the
+last line of their log."""
 
 from __future__ import annotations
 
