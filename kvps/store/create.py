@@ -273,16 +273,25 @@ def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: 
     is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
     if grace != "auto" and not (is_number and 0 <= grace < 1e9):  # type: ignore[operator]  # it is a number
         raise ConfigError(f"grace={grace!r:.40}: use a number of seconds, 0 or more, or 'auto'")
-    if late not in LATE:
-        raise ConfigError(f"late={late!r:.40}: use one of {', '.join(LATE)}")
     return replace(
         opened,
         quorum=quorum,
         grace_s=-1.0 if grace == "auto" else float(grace),  # type: ignore[arg-type]  # as above
-        late=late,
+        late=checked_late(late),
         bundles=False,  # a bundle waits for all workers of its host
         on_worker_lost="shrink" if opened.on_worker_lost == "wait" else opened.on_worker_lost,
     )
+
+
+def checked_late(late: object) -> str:
+    """Return ``late``, if there is such a value of it.
+
+    Raises:
+        ConfigError: if not.
+    """
+    if not isinstance(late, str) or late not in LATE:
+        raise ConfigError(f"late={late!r:.40}: use one of {', '.join(LATE)}")
+    return late
 
 
 def default_chunk_bytes(session: WorkerSession) -> int:

@@ -10,7 +10,7 @@ import torch
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
-from kvps.store.create import LATE
+from kvps.store.create import checked_late
 
 DELAYED = "delayed_nesterov"
 """The outer optimizer for pushes that come one by one."""
@@ -74,9 +74,7 @@ def has_means(mode: str, late: str) -> bool:
     Raises:
         ConfigError: for an unknown value of ``late``.
     """
-    if late not in LATE:
-        raise ConfigError(f"late={late!r:.40}: use one of {', '.join(LATE)}")
-    return mode == "sync" and late == "drop"
+    return checked_late(late) == "drop" and mode == "sync"
 
 
 def share_of(alpha: object) -> float:
