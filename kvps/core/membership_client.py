@@ -153,6 +153,13 @@ class MembershipClient:
     # --- what it knows ----------------------------------------------------------------------
 
     @property
+    def end(self) -> KvpsError | None:
+        """Why this process can make no more calls, if it cannot."""
+        if self.error is None and self.stopped is not None:
+            return SchedulerLost(f"the job is over: {self.stopped.reason}")
+        return self.error
+
+    @property
     def running(self) -> bool:
         """Whether every seat has been taken and the job goes on."""
         return self.view is not None and self.view.phase == "running" and self.stopped is None

@@ -103,12 +103,10 @@ class WorkerSession(Listener):
         try:
             self._inbox.put(CoreRequest("start"))
             with torch.no_grad():  # values may be parameters
-                wish = drive(self._core, self._transport, self._inbox, self, lens=self._lens)
+                drive(self._core, self._transport, self._inbox, self, lens=self._lens)
             if self._record is not None:
                 self._record.close(self._core)
-            error = self._core.member.error or SchedulerLost(
-                f"this process is no longer part of the cluster: {wish.reason}"
-            )
+            error = self._core.member.end or error
         except KvpsError as raised:
             error = raised
         except BaseException as raised:  # the loop must not end and leave callers waiting

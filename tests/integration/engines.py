@@ -25,6 +25,7 @@ AuthorizedKeysFile {folder}/user.pub
 StrictModes no
 UsePAM no
 PidFile none
+SetEnv HOME={folder}
 """
 SLURM = """
 ClusterName=test

@@ -98,6 +98,14 @@ if kv.rank:
 kvps.shutdown()
 Path("left").touch()
 """
+STOPPED = """
+kv.barrier()
+print("there")
+try:
+    kv.pull("w", min_version=99)
+except kvps.SchedulerLost:
+    kv.pull("w")
+"""
 HASTY = """
 import functools, sys
 import kvps.runtime.scheduler_process as roles
@@ -127,14 +135,14 @@ def test_one_whom_nobody_waits_for_soon_lets_the_others_end(
 def test_members_are_told_when_it_is_stopped(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
-    script = processes.script(SUM + "kv.barrier(); print('there'); kv.pull('w', min_version=99)")
+    script = processes.script(SUM + STOPPED)
     worker = cluster.worker(sys.executable, script)
     worker.expect("there")
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.wait() == 0
     assert server.wait() == 75
     assert worker.wait() == 1
-    assert "the job is over: the scheduler was asked to stop" in worker.err
+    assert worker.err.count("SchedulerLost: the job is over: the scheduler was asked to stop") == 2
 
 
 def test_keep_alive_runs_one_job_after_another(processes: Processes) -> None:

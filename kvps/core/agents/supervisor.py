@@ -141,8 +141,7 @@ class Supervisor(Core):
     def _begin(self) -> Effects:
         """Start the command, if the seat is ours."""
         if self.member.stopped is not None:
-            stop = self.member.stopped
-            yield Exit(stop.exit_code or EXIT_TEMPORARY, f"the job is over: {stop.reason}")
+            yield Exit(self.member.stopped.exit_code or EXIT_TEMPORARY, str(self.member.end))
         elif self.member.welcome is not None and self.member.error is None:
             self.stage = Stage.RUNNING
             yield Finish(START, self.member.welcome)
@@ -152,7 +151,7 @@ class Supervisor(Core):
         stop = self.member.stopped
         if stop is None or stop.exit_code == 0 or self._has_left() or self._kill_at is not None:
             return
-        self._reason = f"the job is over: {stop.reason}"
+        self._reason = str(self.member.end)
         self._ask_at = self._ask_at or now + OVER_MAX_S
 
     def _has_left(self) -> bool:

@@ -42,7 +42,6 @@ from kvps.errors import (
     ConfigError,
     Fenced,
     KvpsError,
-    SchedulerLost,
     Timeout,
     WorkerLost,
     from_code,
@@ -274,12 +273,10 @@ class Worker:
         self._publish()
         if self.member.left:
             yield Exit(0, "left")
-        elif self.member.stopped is not None:
-            stop = self.member.stopped
-            yield from self._end_all(SchedulerLost(f"the job is over: {stop.reason}"), now)
-            yield Exit(stop.exit_code, stop.reason)
-        elif self.member.error is not None:
-            yield from self._end_all(self.member.error, now)
+        elif self.member.end is not None:
+            yield from self._end_all(self.member.end, now)
+            if self.member.stopped is not None:
+                yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
         elif self.member.number != before:
             yield from self._on_view(now)
         yield from self._end_joining(now)
@@ -444,8 +441,7 @@ class Worker:
             view = self.member.view
             if error is None and view is not None and view.phase == "ending":
                 error = WorkerLost(f"the job cannot continue: {view.reason}")
-            if error is None and self.member.stopped is not None:
-                error = SchedulerLost(f"the job is over: {self.member.stopped.reason}")
+            error = error or self.member.end
             if error is None and not self._complete and now >= deadline:
                 error = Timeout(
                     f"the cluster is not complete: {self.member.reason}. Start the missing members, "
