@@ -25,7 +25,7 @@ EVERYDAY = {
         "tests/integration/test_horovod_elastic.py::test_a_failure_returns_to_the_last_commit"
     ),
     "tests/hostile/test_floods.py": (
-        "tests/unit/core/server/test_authority.py::test_stores_are_bounded"
+        "tests/unit/core/server/test_requests_allowed.py::test_stores_are_bounded"
     ),
     "tests/hostile/test_inputs.py::test_more_connections_than_there_are_descriptors": (
         "tests/unit/net/test_descriptors.py::test_it_is_told_when_there_are_none_left"

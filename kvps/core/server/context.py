@@ -1,4 +1,8 @@
-"""The context of a request on a server: its store, its session, and what every answer needs.
+"""The context of a request on a server: its store, its session, what its sender may ask, and what every answer needs.
+
+Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
+fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
+only rank 0 loads states; no rank ends a join that it has not made.
 
 A request that waits for something to exist is a :class:`~kvps.core.server.sessions.PendingRequest`, pending in its
 session: it is tried again whenever something came into being.
@@ -8,7 +12,7 @@ from __future__ import annotations
 
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Hold, Route, Send
-from kvps.core.limits import Limits
+from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
@@ -16,9 +20,11 @@ from kvps.core.server.figures.tally import Tally
 from kvps.core.server.links import WATCHED_MAX, Link
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
-from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
+from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Error, Ping, Pong
+from kvps.protocol.membership import Error, Ping, Pong, Return
+from kvps.protocol.stores import Declare, SetState
+from kvps.protocol.values import Push, PushIds, PushRows
 
 
 class RequestContext:
@@ -182,6 +188,62 @@ class RequestContext:
         """
         if not self.is_named(envelope):
             raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
+
+    def check_request(self, message: Message, session: Session) -> None:
+        """Check that the worker of ``session`` may ask this.
+
+        Raises:
+            Unauthorized: if it may not.
+            Overload: if too much of it waits for an answer.
+        """
+        rank = session.rank
+        if isinstance(message, Push | PushRows | PushIds):
+            if message.ranks != (rank,) and not self._may_bundle(message, rank):
+                raise Unauthorized(
+                    f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
+                    "for workers of its machine in a store with host aggregation",
+                    reason="other_ranks",
+                )
+        elif isinstance(message, SetState) and rank != 0:
+            raise Unauthorized(
+                f"worker {rank} may not load optimizer states; only rank 0 may",
+                reason="rank_0_only",
+            )
+        elif isinstance(message, Return):
+            made = self.store(message.store).joins.made.get(rank, 0)
+            if message.call > made:
+                raise Unauthorized(
+                    f"worker {rank} returns from join {message.call} of store {message.store!r}, and "
+                    f"has made {made}",
+                    reason="join_not_made",
+                )
+        if len(session.pending) >= self.limits.pending:
+            raise Overload(
+                f"{self.limits.pending} requests of worker {rank} already wait for an answer; "
+                f"{remedy('pending')}",
+                limit="pending",
+            )
+        if isinstance(message, Declare) and not message.create:
+            keys = session.waiting_keys + len(message.entries)
+            if keys > self.limits.keys:
+                raise Overload(
+                    f"requests of worker {rank} wait for {keys:,} keys, and a server holds "
+                    f"{self.limits.keys:,}; {remedy('keys')}",
+                    limit="waiting_keys",
+                )
+
+    def _may_bundle(self, push: Push | PushRows | PushIds, rank: int) -> bool:
+        """Whether a store lets ``rank`` push for all these ranks: those that are known to be on its machine."""
+        store = self.store(push.store) if isinstance(push, PushRows) else self.store_of(push.chunk)
+        view = self.member.view
+        members = view.members if view is not None else ()
+        machines = {one.rank: one.machine for one in members if one.role == Role.WORKER}
+        here = machines.get(rank, 0)
+        return (
+            store.opened.bundles
+            and here != 0
+            and all(machines.get(one, 0) == here for one in push.ranks)
+        )
 
     def _life_of_server(self, rank: int) -> int:
         """Return the incarnation of a server in the newest view; 0 if the view does not name it."""

@@ -32,7 +32,6 @@ from kvps.core.membership_client import (
     MembershipClient,
     check_protocol,
 )
-from kvps.core.server import authority
 from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
@@ -399,7 +398,7 @@ class Server:
         self.counts.add("kvps_requests_total", type(message).__name__)
         context, push_pull, control = self.context, self.push_pull, self.control
         if not isinstance(message, p.Probe | p.Revive):
-            authority.check(message, session, self.member.view, context)
+            context.check_request(message, session)
             session.asked_at = now
         match message:
             case p.Push():

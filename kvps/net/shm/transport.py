@@ -191,7 +191,7 @@ class SharingTransport:
         if self._peers:
             self._return(RELEASE_EVERY)
             self._sweep()
-        if any(peer.taken.returned for peer in self._peers.values()):
+        if any(peer.taken.dropped or peer.taken.unsaid for peer in self._peers.values()):
             # A packet has to say so: not while there is other work, and before a wait.
             is_idle = True
             for arrival in self._arrivals(0.0):
