@@ -37,9 +37,39 @@ LISTS_MAX = 256
 """The number of lists of keys that a store remembers."""
 
 
-@dataclass(frozen=True, slots=True)
+BLOCK = 1024
+"""Values that are checked before the next: each check reads every tensor, and so many stay in the processor's cache."""
+
+
 class Form:
-    """The types, shapes and sizes that the values of a list of keys must have."""
+    """The types, shapes and sizes of the values of a list of keys, by blocks of them."""
+
+    def __init__(self, specs: Sequence[Spec]) -> None:
+        self._count = len(specs)
+        self._blocks = [
+            (begin, BlockForm.of(specs[begin : begin + BLOCK]))
+            for begin in range(0, len(specs), BLOCK)
+        ]
+
+    def fits(self, values: object, *, as_sinks: bool = False) -> bool:
+        """Whether ``values`` is a list of tensors that are rows as they are, one for each key.
+
+        Args:
+            values: what a user gave.
+            as_sinks: they may be written to, too, as they are.
+        """
+        return (
+            isinstance(values, list | tuple)
+            and len(values) == self._count
+            and all(
+                block.fits(values[begin : begin + BLOCK], as_sinks) for begin, block in self._blocks
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """The types, shapes and sizes that some values must have."""
 
     dtypes: list[torch.dtype]
     dims: list[int]
@@ -48,22 +78,17 @@ class Form:
     """(index, shape) of those that have more than one dimension: that of the others follows."""
 
     @staticmethod
-    def of(names: tuple[str, ...], specs: Mapping[str, Spec]) -> Form | None:
-        """Return the form of ``names``; None if one of them is not known."""
-        known = [specs[name] for name in names if name in specs]
-        if len(known) < len(names):
-            return None
-        return Form(
-            [TORCH[spec.dtype] for spec in known],
-            [len(spec.shape) for spec in known],
-            [spec.count for spec in known],
-            [(index, spec.shape) for index, spec in enumerate(known) if len(spec.shape) > 1],
+    def of(specs: Sequence[Spec]) -> BlockForm:
+        """Return the form of values of these specs."""
+        return BlockForm(
+            [TORCH[spec.dtype] for spec in specs],
+            [len(spec.shape) for spec in specs],
+            [spec.count for spec in specs],
+            [(index, spec.shape) for index, spec in enumerate(specs) if len(spec.shape) > 1],
         )
 
-    def fits(self, values: object) -> bool:
-        """Whether ``values`` is a list of tensors that are rows as they are, one for each key."""
-        if not isinstance(values, list | tuple) or len(values) != len(self.dims):
-            return False
+    def fits(self, values: Sequence[Any], as_sinks: bool) -> bool:
+        """Whether as many ``values`` are rows as they are, and may be written to, too, if they are sinks."""
         if not _PLAIN.issuperset(map(type, values)):
             return False
         try:  # numbers, where they will do: a hundred thousand shapes are work for the collector
@@ -75,13 +100,10 @@ class Form:
                 and all(map(attrgetter("is_cpu"), values))
                 and _STRIDED.issuperset(map(attrgetter("layout"), values))
                 and all(map(torch.Tensor.is_contiguous, values))
+                and not (as_sinks and any(map(torch.Tensor.is_inference, values)))
             )
         except RuntimeError:  # a nested tensor knows nothing of that
             return False
-
-    def fits_as_sinks(self, values: object) -> bool:
-        """Whether ``values`` may be written to, too, as they are."""
-        return self.fits(values) and not any(map(torch.Tensor.is_inference, values))  # type: ignore[call-overload]  # it is a list
 
 
 def as_list(keys: object) -> tuple[str | int, ...] | None:
@@ -168,12 +190,10 @@ class KnownKeys:
     def form(self, names: tuple[str, ...]) -> Form | None:
         """Return what the values of these keys must look like; None if one is not known."""
         form = self._forms.get(names)
-        if form is None:
-            form = Form.of(names, self.specs)
-            if form is not None:
-                if len(self._forms) >= LISTS_MAX:
-                    self._forms.clear()
-                self._forms[names] = form
+        if form is None and all(name in self.specs for name in names):
+            if len(self._forms) >= LISTS_MAX:
+                self._forms.clear()
+            form = self._forms[names] = Form([self.specs[name] for name in names])
         return form
 
 

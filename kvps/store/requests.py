@@ -265,7 +265,7 @@ class Requests:
             return Outcome(calls.Views.VIEWS, lambda views: views if is_many else views[0])
         form = self._keys.form(names)
         given = out if is_many else [out]
-        if form is not None and form.fits_as_sinks(given):
+        if form is not None and form.fits(given, as_sinks=True):
             return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # it fits: it is a list
         return outcome_for(names, is_many, out, self._specs)
 

@@ -41,7 +41,7 @@ class AllreduceRequests(Requests):
             raise ConfigError(COPY_FALSE)
         form = self._keys.form(names)
         given: Any = out if is_many else [out]
-        if form is not None and form.fits_as_sinks(given):
+        if form is not None and form.fits(given, as_sinks=True):
             targets, places = list(given), list(range(len(given)))
         else:  # several of one key, or such as must be looked at
             lists = targets_for(names, is_many, out, self._specs)

@@ -10,6 +10,7 @@ from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.store import arguments
 from kvps.store.arguments import (
+    BLOCK,
     Form,
     KnownKeys,
     are_dense,
@@ -133,7 +134,7 @@ def test_sinks_of_a_thread_that_only_infers():
         outcome = outcome_for(("a",), False, None, SPECS)
         assert not outcome.sinks[0].is_inference()
         out = torch.zeros(2, 2)
-        assert not form("a").fits_as_sinks([out])
+        assert not form("a").fits([out], as_sinks=True)
         outcome = outcome_for(("a",), False, out, SPECS)
         outcome.sinks[0].fill_(3)
         outcome.result(None)
@@ -145,9 +146,7 @@ def test_sinks_of_a_thread_that_only_infers():
 
 
 def form(*names):
-    found = Form.of(names, SPECS)
-    assert found is not None
-    return found
+    return Form([SPECS[name] for name in names])
 
 
 def fitting():
@@ -163,9 +162,20 @@ def test_plain_tensors_of_the_right_type_and_shape_fit():
     one = form(*SPECS)
     assert one.fits(fitting())
     assert one.fits(tuple(fitting()))
-    assert one.fits_as_sinks(fitting())
+    assert one.fits(fitting(), as_sinks=True)
     assert form().fits([])
-    assert Form.of(("a", "unknown"), SPECS) is None
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_lists_are_looked_at_to_their_end(count: int) -> None:
+    one = Form([Spec("float32", (3,))] * count)
+    values = [torch.zeros(3) for _ in range(count)]
+    assert one.fits(values)
+    assert not one.fits(values[1:])
+    for index in (0, count // 2, count - 1):
+        changed = list(values)
+        changed[index] = torch.zeros(4)
+        assert not one.fits(changed)
 
 
 class Marked(torch.Tensor):
