@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.processes import Processes, until
+from tests.support import forkserver
 
 IS_FORKED = "import sys; print('torch' in sys.modules, flush=True)"
 
@@ -99,6 +103,34 @@ def test_what_a_fork_would_do_in_another_way_is_started(
     started.append(one)
     assert one.line() == "False"
     assert one.popen.wait(30.0) == 0
+
+
+@pytest.mark.usefixtures("started")
+def test_one_that_ends_with_its_answer_unread_harms_no_other(processes: Processes) -> None:
+    request = {
+        "argv": [sys.executable, "-c", ""],
+        "env": processes.env,
+        "cwd": str(processes.folder),
+        "tests": None,
+    }
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one,
+        open(os.devnull, "r+b") as nothing,
+    ):
+        one.connect(forkserver.fork_server().address)
+        socket.send_fds(one, [json.dumps(request).encode()], [nothing.fileno()] * 3)
+        assert select.select([one], [], [], 30.0)[0], "an answer"
+    assert processes.python("-c", "").wait() == 0
+
+
+def test_to_tell_one_that_has_gone_is_no_error() -> None:
+    for unread in (b"", b"an answer"):
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with here:
+            if unread:
+                here.send(unread)
+            there.close()
+            forkserver._tell(here, 1)
 
 
 @pytest.mark.usefixtures("fresh_interpreters")

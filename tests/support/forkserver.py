@@ -244,7 +244,7 @@ class Forks:
             if self._listener in ready:
                 self._accept()
             for client in self._clients.intersection(ready):
-                message, fds, _, _ = socket.recv_fds(client, REQUEST_BYTES_MAX, FDS_MAX)
+                message, fds = _heard(client)
                 if not message:
                     self._forget(client)
                     if not self._clients and self._is_over():
@@ -336,8 +336,18 @@ def _enter(place: int) -> None:
         assert libc.setns(place, 0) == 0, os.strerror(ctypes.get_errno())
 
 
+def _heard(client: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a request and its descriptors; nothing if the client has gone, perhaps before it read all that it was told."""
+    try:
+        message, fds, _, _ = socket.recv_fds(client, REQUEST_BYTES_MAX, FDS_MAX)
+    except ConnectionResetError:
+        return b"", []
+    return message, fds
+
+
 def _tell(client: socket.socket, what: object) -> None:
-    with suppress(BrokenPipeError):  # it has gone, which the next select() says
+    # It has gone, which the next select() says; the other error is that of a client that left something unread.
+    with suppress(BrokenPipeError, ConnectionResetError):
         client.send(json.dumps(what).encode())
 
 
