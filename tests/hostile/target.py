@@ -105,6 +105,15 @@ class Voice:
                 return message
         return None
 
+    def answers(self, limit_ms: int = 10_000) -> list[Message]:
+        """Return all answers to what is an error, for which a busy machine may need its time, and what follows it."""
+        found: list[Message] = []
+        while (answer := self.heard(limit_ms)) is not None:
+            found.append(answer)
+            if isinstance(answer, m.Error):
+                limit_ms = 200
+        return found
+
     def close(self) -> None:
         """Hang up."""
         self._context.destroy(0)

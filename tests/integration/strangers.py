@@ -81,18 +81,28 @@ class Liar:
         self._dealer.connect(endpoint)
 
     def say(
-        self, envelope: Envelope, message: Message, payload: Iterable[bytes] = ()
+        self,
+        envelope: Envelope,
+        message: Message,
+        payload: Iterable[bytes] = (),
+        limit_ms: int = 300,
     ) -> Packet | None:
         """Say it, and return the first answer; None if there is none for a while."""
         views = tuple([memoryview(one) for one in payload])
         self._dealer.send_multipart(wire.encode(Packet(envelope, message, views)))
-        return self.heard()
+        return self.heard(limit_ms)
 
     def heard(self, limit_ms: int = 300) -> Packet | None:
         """Return what comes next; None if nothing does for a while."""
         if not self._dealer.poll(limit_ms):
             return None
         return wire.decode(self._dealer.recv_multipart())
+
+    def asked(
+        self, envelope: Envelope, message: Message, payload: Iterable[bytes] = ()
+    ) -> Packet | None:
+        """Say what is always answered, if later on a busy machine; return the answer."""
+        return self.say(envelope, message, payload, 10_000)
 
     def close(self) -> None:
         """Hang up."""

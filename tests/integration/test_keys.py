@@ -45,8 +45,8 @@ kv.push("w", torch.full((1000,), 2.0))
 assert torch.equal(kv.pull("w"), torch.full((1000,), 2.0))
 print("right", flush=True)
 """
-LIMIT_S = 2.0
-"""In so long a peer without the right key is told so."""
+LIMIT_S = 8.0
+"""In so long a peer without the right key is told so, on a busy machine, too; to give up joining takes a minute."""
 
 
 class Job:
@@ -467,7 +467,7 @@ def test_another_user_of_this_host_is_not_heard(user: int, where: str) -> None:
         f"os.setuid({user})\n"
         f"dealer.connect({endpoint!r})\n"
         "dealer.send(sys.stdin.buffer.read())\n"
-        "dealer.poll(3000)\n"
+        f"dealer.poll({3000 if user else 30_000})\n"
         "context.destroy(0)\n"
     )
     (head,) = wire.encode(Packet(Envelope(bytes(16), 0, Role.WORKER, 1, 1, 1), m.Probe((1,))))

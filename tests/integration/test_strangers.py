@@ -128,7 +128,7 @@ def test_octets_of_no_peer(job: Job, octets: bytes, port: str) -> None:
 )
 def test_a_hello_that_nobody_can_have_meant(job: Job, message: m.Hello, says: str) -> None:
     with closing(Liar(job.cluster.endpoint)) as liar:
-        answer = liar.say(nobody(Role(message.role)), message)
+        answer = liar.asked(nobody(Role(message.role)), message)
         assert answer is not None
         assert says in str(answer.message)
     job.check()
@@ -150,9 +150,9 @@ def test_members_of_the_server_who_lie(job: Job) -> None:
         worker = job.envelope(Role.WORKER, 10**6)
 
         def refused(message: m.Message, says: str, *payload: bytes) -> None:
-            answers = [liar.say(worker, message, payload)]
+            answers = [liar.asked(worker, message, payload)]
             while answers[-1] is not None and says not in str(answers[-1].message):
-                answers.append(liar.heard())
+                answers.append(liar.heard(10_000))
             assert answers[-1] is not None, answers
 
         refused(m.Open("evil", "sync", 0, False, "wait", 10**6), "Done")
@@ -187,7 +187,7 @@ def test_who_does_not_know_the_job_speaks_for_nobody(
     guesses = (bytes(16), job.name[:4] + bytes(12), random.Random(3).randbytes(16))
     for name in guesses:
         with closing(Liar(endpoint)) as liar:
-            answer = liar.say(replace(job.envelope(Role.WORKER), job=name), message)
+            answer = liar.asked(replace(job.envelope(Role.WORKER), job=name), message)
             assert answer is not None
             assert isinstance(answer.message, m.Error | m.Left), answer  # of another job
             assert answer.envelope.job == bytes(16)
