@@ -12,7 +12,7 @@ from typing import Protocol
 
 import pytest
 
-from tests.integration.processes import BIN, Process, Processes, until
+from tests.integration.processes import BIN, Process, Processes, free_port, until
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -65,11 +65,10 @@ class Engine(Protocol):
 
 
 def free_ports(count: int) -> list[int]:
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in taken]
-    for one in taken:
-        one.close()
-    return ports
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+    return list(ports)
 
 
 def program(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import secrets
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "KVPS_TEST_MARK"
 WAIT_S = 30.0
+PORTS_FROM = 10_000
+"""The least port that :func:`free_port` returns, if the kernel's own begin above it."""
 STACK = "(most recent call first)"
 """A line of each stack that a process prints."""
 ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
@@ -275,11 +278,19 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """Return a port that is free now, of those that the kernel gives to nobody who asks for any.
+
+    Until the process begins that is to have it, others that run beside this test ask for many.
+    """
+    ours = 0
+    with suppress(OSError):  # not every sandbox shows it
+        kernels = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        ours = max(0, int(kernels[0]) - PORTS_FROM)
+    while True:
+        with socket.socket() as one, suppress(OSError):
+            one.bind(("127.0.0.1", PORTS_FROM + secrets.randbelow(ours) if ours else 0))
+            port: int = one.getsockname()[1]
+            return port
 
 
 def is_listening(endpoint: str) -> bool:
