@@ -27,6 +27,8 @@ MARK = "KVPS_TEST_MARK"
 WAIT_S = 30.0
 PORTS_FROM = 10_000
 """The least port that :func:`free_port` returns, if the kernel's own begin above it."""
+QUICK_S, QUICK = 0.3, 10
+"""Seconds of a processor that a quick command takes at most; on a slow one, so many times what a bare interpreter takes."""
 STACK = "(most recent call first)"
 """A line of each stack that a process prints."""
 ENDPOINT = re.compile(r"tcp://[\d.]+:\d+")
@@ -317,7 +319,20 @@ def _shared() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-def cpu_s() -> float:
+def is_quick(processes: Processes, attempts: int, *command: object, **env: str) -> bool:
+    """Whether one of some attempts of a command takes little time of the processor, which other tests use beside it."""
+
+    def cost_s(*words: object) -> float:
+        began = _cpu_s()
+        assert processes.start("measured", *words, **env).wait() == 0
+        return _cpu_s() - began
+
+    bare_s = min(cost_s(sys.executable, "-c", "import argparse") for _ in range(attempts))
+    limit_s = max(QUICK_S, QUICK * bare_s)
+    return any(cost_s(*command) <= limit_s for _ in range(attempts))
+
+
+def _cpu_s() -> float:
     """Return the seconds of processor that this process's children have used that were waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

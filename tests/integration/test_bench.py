@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvps
-from tests.integration.processes import BIN, Process, Processes, cpu_s, until
+from tests.integration.processes import BIN, Process, Processes, is_quick, until
 
 EXIT_CONFIG = 78
 QUICK = ("--workloads", "small", "--rounds", "2", "--repeat", "1")
@@ -61,14 +61,7 @@ def test_help_comes_at_once_and_without_torch(processes: Processes, command: lis
         "finally: sys.exit(bool({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
     )
     assert processes.python("-c", code).wait() == 0
-
-    def cost_s() -> float:
-        began = cpu_s()
-        assert called(processes, *command, "--help").wait() == 0
-        return cpu_s() - began
-
-    # The best of five, in time of the processor: other tests run beside this one.
-    assert any(cost_s() <= 0.3 for _ in range(5))
+    assert is_quick(processes, 5, BIN / "kvps", *command, "--help")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,14 @@ from kvps.errors import ConfigError, SchedulerLost
 
 NOWHERE = "tcp://127.0.0.1:9"
 
+def stop(*_):
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # else it would not end, but be killed
+        os.kill(os.getpid(), signal.SIGTERM)
+
 def run(what):
     if what == "scheduler":
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
-        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
         return scheduler.main(["--workers", "2", "--servers", "1", "--bind", "tcp://127.0.0.1:0"])
     if what == "server":
         return server.main(["--scheduler", NOWHERE])
