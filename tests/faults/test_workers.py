@@ -69,7 +69,7 @@ def play(processes: Processes, mode: str, points: list[str]) -> Job:
     """Run a job in which all of ``points`` are reached; every push must have been counted once."""
     job = Job(processes, points)
     launched = job.launch(mode, STEPS_PER_MOMENT * len(points))
-    code = launched.wait(20.0 + 8.0 * len(points))
+    code = launched.wait(60.0 + 8.0 * len(points))
     told = f"{points} of which were reached: {job.reached()}: {launched}"
     assert code == 0, told
     assert launched.out.count("each push counted once") >= 2, told

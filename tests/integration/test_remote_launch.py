@@ -40,6 +40,8 @@ for step in range(10**9):
     if step == 20:
         print("running", flush=True)
 """
+TOLD_MAX_S = 45.0
+"""In so long a busy machine names a host that does not start what it should; a job waits a minute for its members."""
 
 
 @pytest.fixture(scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.thorough)])
@@ -140,8 +142,8 @@ def test_a_host_that_does_not_answer_is_named(
         flags += ("--python", str(processes.interpreter))
         began = time.monotonic()
         launch = processes.kvps("launch", *flags, "-n", 2, "-s", 1, "--", "true")
-        assert launch.wait(30.0) == 78
-        assert time.monotonic() - began < 20.0
+        assert launch.wait(60.0) == 78
+        assert time.monotonic() - began < TOLD_MAX_S
         assert "worker 1: host 127.0.0.9 could not start it (exit code 255)" in launch.err
         gone(processes)
     finally:
@@ -166,7 +168,7 @@ def test_a_host_with_another_kvps_is_named(processes: Processes) -> None:
     began = time.monotonic()
     launch = processes.kvps("launch", *flags, "--", "true")
     assert launch.wait(60.0) == 78, launch
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - began < TOLD_MAX_S
     there = rf"\[worker 1\] host \S+ has kvps 0\.0\.9, and the launch has kvps {kvps.__version__}"
     assert re.search(f"{there}: install the same version on both", launch.err), launch
     assert "worker 1 ended with exit code 78; ending the job" in launch.err

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kvps.core.liveness import SILENCE_MAX_S
 from tests.integration.processes import Cluster, Process, Processes, free_port
 
 SUM = """
@@ -41,7 +42,7 @@ def test_a_name_that_nobody_knows_ends_with_75(processes: Processes) -> None:
         *("--bind", "tcp://0.0.0.0:0", "--insecure"),
         KVPS_JOIN_TIMEOUT="0.1",
     )
-    assert server.wait() == 75
+    assert server.wait(120.0) == 75, "a resolver may wait for name servers that do not answer"
     assert "no-such-host.invalid" in server.err
 
 
@@ -152,7 +153,7 @@ def test_a_server_that_is_killed_is_told_to_the_workers(processes: Processes) ->
     for worker in workers:
         worker.expect("sum")
     servers[1].signal(signal.SIGKILL)
-    assert [one.wait(5.0) for one in workers] == [1, 1]
+    assert [one.wait(SILENCE_MAX_S - 1.0) for one in workers] == [1, 1]
     for worker in workers:
         assert "ServerLost: server 1" in worker.err
     cluster.process.signal(signal.SIGTERM)
@@ -168,8 +169,8 @@ def test_a_server_that_is_stopped_leaves(processes: Processes) -> None:
     server = cluster.server()
     worker.expect("sum")
     server.signal(signal.SIGTERM)
-    assert server.wait(5.0) == 0
-    assert worker.wait(5.0) == 1
+    assert server.wait() == 0
+    assert worker.wait(SILENCE_MAX_S - 1.0) == 1
     assert "ServerLost: server 0" in worker.err
     assert cluster.process.wait() == 1
 
@@ -179,7 +180,7 @@ def test_a_server_that_is_stopped_before_the_job_begins_is_replaced(processes: P
     first = cluster.server("--log-level", "debug")
     first.expect("joined as server 0")
     first.signal(signal.SIGINT)
-    assert first.wait(5.0) == 0
+    assert first.wait() == 0
     finish(cluster, cluster.server())
 
 
@@ -190,7 +191,7 @@ def test_the_operator_decides_when_the_silent_are_lost(processes: Processes, is_
     server = cluster.server()
     cluster.process.expect("server 0 joined")
     server.signal(signal.SIGSTOP)
-    cluster.process.expect(r"server 0 .*silent for 3 s", 10.0)
+    cluster.process.expect(r"server 0 .*silent for 3 s")
     server.signal(signal.SIGKILL)
     cluster.process.signal(signal.SIGTERM)
     cluster.process.wait()

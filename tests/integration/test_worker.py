@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvps.core.liveness import SILENCE_MAX_S
 from tests.integration.processes import Process, Processes, free_port, until
 
 SUM = """
@@ -44,9 +45,9 @@ def test_a_program_that_cannot_be_started(processes: Processes) -> None:
     broken.chmod(0o755)
     worker = cluster.worker(broken, flags=["--no-replacement"])
     assert worker.wait() == 126
-    assert "cannot start" in cluster.process.err
     assert "cannot start" in worker.err
     assert cluster.process.wait() == 1
+    assert "cannot start" in cluster.process.err
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
@@ -124,9 +125,10 @@ def test_too_many_workers_are_refused(processes: Processes) -> None:
 def test_too_few_workers_are_named(processes: Processes) -> None:
     cluster = processes.scheduler(3, 2)
     server = cluster.server()
+    cluster.process.expect("server 0 joined")
     script = processes.script(
         "import kvps\n"
-        "try: kvps.create('dist_sync', timeout=2)\n"
+        "try: kvps.create('dist_sync', timeout=5)\n"
         "except kvps.Timeout as error: print('late:', error)\n"
     )
     plain = cluster.plain(script, KVPS_RANK="1")
@@ -188,18 +190,20 @@ def test_a_command_that_does_not_end_is_killed(processes: Processes) -> None:
     worker.signal(signal.SIGTERM)
     worker.expect("no 15")
     assert worker.wait() == 137
-    assert 4.0 <= time.monotonic() - began <= 10.0
+    assert 4.0 <= time.monotonic() - began <= 30.0
     assert cluster.process.wait() == 1
 
 
 def test_the_second_signal_kills_at_once(processes: Processes) -> None:
     cluster = processes.scheduler(1, 0)
-    worker = cluster.worker(sys.executable, "-c", STUBBORN, flags=["--no-replacement"])
+    flags = ["--no-replacement", "--grace", 60]
+    worker = cluster.worker(sys.executable, "-c", STUBBORN, flags=flags)
     worker.expect("there")
+    worker.signal(signal.SIGTERM)
+    worker.expect("no 15")
     worker.signal(signal.SIGINT)
-    worker.expect("no 2")
-    worker.signal(signal.SIGINT)
-    assert worker.wait(3.0) == 137
+    assert worker.wait() == 137
+    assert "no 2" not in worker.out
     assert cluster.process.wait() == 1
 
 
@@ -208,7 +212,7 @@ def test_a_signal_while_it_waits_for_others(processes: Processes) -> None:
     worker = cluster.worker("true")
     cluster.process.expect("worker 0 joined")
     worker.signal(signal.SIGTERM)
-    assert worker.wait(3.0) == 143
+    assert worker.wait() == 143
     both = [cluster.worker("true"), cluster.worker("true")]
     assert [one.wait() for one in (*both, cluster.process)] == [0, 0, 0]
 
@@ -232,7 +236,7 @@ def test_what_the_command_started_ends_with_it(processes: Processes, end: str) -
         (command,) = processes.pids(r"^\S*python\S* \S*train.py")
         os.kill(command, signal.SIGKILL)
         assert worker.wait() == 137
-    cluster.process.expect("worker 0 .*lost", 5.0)
+    cluster.process.expect("worker 0 .*lost", SILENCE_MAX_S - 1.0)
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.wait() == 0
     processes.check_nothing_left()
@@ -322,7 +326,7 @@ def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes, code: str)
     good = processes.script(begin + "kv.pull('w', min_version=9)", "good.py")
     workers = [cluster.plain(bad, KVPS_RANK="1"), cluster.plain(good, KVPS_RANK="0")]
     assert workers[0].wait() in (1, 3)
-    assert workers[1].wait(5.0) == 1
+    assert workers[1].wait(SILENCE_MAX_S - 1.0) == 1
     assert "WorkerLost: worker 1" in workers[1].err
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.wait() == 0
