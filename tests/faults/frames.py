@@ -78,13 +78,18 @@ class Flip(Mischief):
 
     def __init__(self, share: float, seed: int) -> None:
         super().__init__()
-        self._share = share
+        self._share, self._seed = share, seed
         self._random = random.Random(seed)
+        self._dice: dict[str, random.Random] = {}
+        """By the name of a message: of so many of a kind the same number is changed, in whatever order all come."""
 
     def pass_on(self, frames: Frames, connection: Connection, to_server: bool) -> Sequence[Frames]:
-        if self._random.random() >= self._share:
+        name = name_of(frames)
+        if name not in self._dice:
+            self._dice[name] = random.Random(f"{self._seed} {name}")
+        if self._dice[name].random() >= self._share:
             return [frames]
-        self.done[name_of(frames)] += 1
+        self.done[name] += 1
         damaged = [bytearray(one) for one in frames]
         frame = self._random.choice([one for one in damaged if one])
         frame[self._random.randrange(len(frame))] ^= 1 << self._random.randrange(8)
