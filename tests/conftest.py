@@ -39,6 +39,7 @@ ON_REQUEST = ("slow", "docker")
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 tiers.share_processors()
+tiers.go_around_proxies()
 
 # How long one example takes says how busy the machine is.
 hypothesis.settings.register_profile("kvps", deadline=None)
