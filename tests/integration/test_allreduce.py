@@ -233,7 +233,7 @@ def test_a_script_that_runs_ahead_is_held_up(monkeypatch):
 
             def run_ahead():
                 for _ in range(5):
-                    kv.push("w", torch.ones(1), timeout=0.3)
+                    kv.push("w", torch.ones(1), timeout=2.0)
 
             with pytest.raises(kvps.Timeout, match="2 earlier calls have waited for other ranks"):
                 run_ahead()

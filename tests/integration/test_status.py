@@ -52,12 +52,16 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
         isinstance(one["incarnation"], int) and one["incarnation"] for one in shown["members"]
     )
 
-    screen = status(processes, KVPS_SCHEDULER=cluster.endpoint)
-    assert screen.wait() == 0, screen
-    assert " is running: " in screen.out
-    assert screen.err == ""
-    lines = {line.split("  ")[0]: line for line in screen.out.splitlines()}
-    assert "alive, has waited in push() for " in lines["worker 0"]
+    def screen() -> dict[str, str]:
+        """Return the lines, once the worker's next beat has said where it waits."""
+        asked = status(processes, KVPS_SCHEDULER=cluster.endpoint)
+        assert asked.wait() == 0, asked
+        assert " is running: " in asked.out
+        assert asked.err == ""
+        lines = {line.split("  ")[0]: line for line in asked.out.splitlines()}
+        return lines if "alive, has waited in push() for " in lines["worker 0"] else {}
+
+    lines = until(screen, "worker that waits in push()")
     assert "alive" in lines["worker 1"]
     assert "waits for" in lines["store"]
     assert re.fullmatch(r"ours +w +0 +\d+ s +rank 1 \(alive.*\)", lines["ours"])

@@ -47,7 +47,7 @@ def test_a_snapshot_goes_into_a_file(processes: Processes) -> None:
 
         text = until(shown, "rate above 0")
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
-    assert re.search(r"MiB/s +.*MiB/s", lines["server 0"])
+    assert re.search(r"[1-9][\d.]* [KMG]iB/s +[1-9][\d.]* [KMG]iB/s", lines["server 0"])
     assert " held " in lines["worker 0"]
 
 

@@ -115,7 +115,7 @@ def test_connecting_again_replaces(transports):
 
 def test_what_was_said_along_the_connection_before_is_still_heard(transports, monkeypatch):
     """The scheduler says STOP once, perhaps before it has heard the session's own connection."""
-    monkeypatch.setattr("kvps.net.zeromq.FADE_S", 0.5)
+    monkeypatch.setattr("kvps.net.zeromq.FADE_S", 2.0)
     scheduler, member = transports(LOOPBACK, role=Role.SCHEDULER), transports()
     member.connect(Connect("scheduler", scheduler.endpoint))
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
@@ -128,7 +128,7 @@ def test_what_was_said_along_the_connection_before_is_still_heard(transports, mo
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
     after, _ = take(scheduler)
     assert after != before
-    until(lambda: not list(member.poll(0.01)) and not member._fading, "end of the first", 10.0)
+    until(lambda: not list(member.poll(0.01)) and not member._fading, "end of the first")
     scheduler.send(after, said, None)
     assert take(member)[0] == "scheduler"
 
