@@ -47,7 +47,9 @@ class Progress:
     def beat(self, calls: int, waits_in: str, now: float) -> str:
         """Take in a beat of the script's own process; return what is new and worth a line of log."""
         if calls < self.calls:
-            return ""  # a guardian's, which a scheduler that began anew takes for the script's
+            return (
+                ""  # a guardian's, which a scheduler takes for the script's where it said no HELLO
+            )
         self.heard_at = now
         if calls > self.calls:
             self.calls, self.moved_at = calls, now

@@ -299,7 +299,10 @@ class Scheduler:
         number = self.job.number
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
-        if not seat.links[route].is_guardian:  # a guardian knows nothing of its command's calls
+        # A guardian knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
+        # its session key, only their number tells.
+        is_guardians = seat.links[route].is_guardian or beat.progress < seat.progress.calls
+        if not is_guardians:
             seat.figures = BeatFigures(
                 *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes)
             )

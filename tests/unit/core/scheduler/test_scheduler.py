@@ -339,6 +339,20 @@ class TestBeat:
         hangs = "hangs: its kvps-worker is alive, its process has been silent for 42 s"
         assert answer.pending[0].reason == f"waits for rank 1 ({hangs})"
 
+    def test_of_a_guardian_along_another_connection_leaves_the_numbers_of_the_script(self) -> None:
+        """As when it changes from the key of its role to its session key: it says no HELLO there."""
+        stage = Stage(1, 0)
+        stage.hello("w0", guardian=True)
+        stage.attach("wc", "w0", pid=9)
+        stage.peers["w0 again"] = stage.peers["w0"]
+        stage.drop("w0")
+        stage.say("wc", Beat(5, rounds=7, in_bytes=100))
+        stage.beat("w0 again", 0)
+        (seat,) = stage.scheduler.job.seats.by_node.values()
+        assert (seat.figures.rounds, seat.figures.in_bytes) == (7, 100)
+        stage.say("wc", Beat(5, rounds=8))
+        assert seat.figures.rounds == 8
+
     def test_of_one_who_waits_for_its_welcome(self) -> None:
         stage = Stage(2, 0, keep_alive=True)
         stage.hello("w0", guardian=True)
