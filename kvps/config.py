@@ -201,7 +201,9 @@ def port_of(name: str, address: str) -> int:
     except ValueError:
         port = None
     if parts.scheme != "tcp" or not parts.hostname or port is None or parts.path:
-        raise ConfigError(f"{name}={address!r} is not an address; write it as tcp://HOST:PORT")
+        raise ConfigError(
+            f"{name}={address!r} is not an address; write it as tcp://HOST:PORT, with a port up to 65535"
+        )
     return port
 
 
@@ -524,6 +526,23 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
             "KVPS_SCHEDULER=tcp://HOST:PORT for all of them"
         )
     return None
+
+
+def check_alone(env: Mapping[str, str] | None = None) -> None:
+    """Check that a process that is about to begin a cluster of its own is not one of torchrun's many.
+
+    :func:`cluster` does not: a process group and an allreduce store of such a process need no scheduler.
+
+    Raises:
+        ConfigError: if it is.
+    """
+    size = whole("WORLD_SIZE", env=env)
+    if text("TORCHELASTIC_RUN_ID", env=env) is not None and size is not None and size > 1:
+        raise ConfigError(
+            f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so each of them would "
+            f"train alone; start kvps-scheduler --workers {size} and kvps-server, and set "
+            "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun"
+        )
 
 
 def worker_rank(env: Mapping[str, str] | None = None) -> int | None:

@@ -101,6 +101,7 @@ class _Process:
             return self.session
         found = config.cluster()
         if found is None:
+            config.check_alone()
             self.session = self._embed()
         elif found.role != "worker":
             _become(found)

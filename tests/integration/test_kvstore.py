@@ -821,6 +821,14 @@ def test_a_plugin_is_created_by_its_name():
         del kvps.KVStoreBase.registry["echostore"]
 
 
+def test_a_process_of_torchrun_starts_no_cluster_of_its_own(monkeypatch):
+    monkeypatch.delenv("KVPS_SCHEDULER", raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(kvps.ConfigError, match="each of them would train alone"):
+        kvps.create("dist_sync", timeout=20)
+
+
 def test_a_store_without_a_cluster_starts_an_embedded_one(monkeypatch, caplog):
     for name in ("KVPS_SCHEDULER", "KVPS_RANK", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

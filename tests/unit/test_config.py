@@ -26,6 +26,17 @@ def test_no_sign_of_a_cluster():
     assert config.cluster({"KVPS_SCHEDULER": ""}) is None
 
 
+def test_one_of_torchruns_processes_is_not_alone():
+    torchruns = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
+    with pytest.raises(
+        ConfigError, match=r"torchrun started 2 processes .* KVPS_SCHEDULER is not set"
+    ):
+        config.check_alone({**torchruns, "WORLD_SIZE": "2"})
+    assert config.cluster({**torchruns, "WORLD_SIZE": "2"}) is None, "gloo needs no scheduler"
+    config.check_alone({**torchruns, "WORLD_SIZE": "1"})
+    config.check_alone({"WORLD_SIZE": "2", "RANK": "0"})
+
+
 def test_our_own_variables():
     env = {"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "3", "KVPS_JOB": "ab" * 16}
     assert config.cluster(env) == Cluster("tcp://h:1", rank=3, job=b"\xab" * 16)
@@ -55,6 +66,7 @@ def test_half_a_dmlc_cluster_names_what_is_missing(missing):
         ({"PMI_SIZE": "2", "PMI_RANK": "2"}, "MPI says PMI_SIZE=2, but PMI_RANK is 2"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many' is not a number"),
         ({"KVPS_SCHEDULER": "h:1"}, "tcp://HOST:PORT"),
+        ({"KVPS_SCHEDULER": "tcp://h:99999"}, "a port up to 65535"),
         ({"KVPS_SCHEDULER": "tcp://h:0"}, "has no port"),
         ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "-1"}, "KVPS_RANK=-1"),
         ({"KVPS_SCHEDULER": "tcp://h:1", "KVPS_RANK": "1.5"}, "whole number"),
