@@ -31,6 +31,8 @@ BEAT_EVERY_S = 1.0
 STILL_S = 5.0
 """A process whose timer rings so late was stopped itself, and received nothing in that time."""
 JOIN_MAX_S = 60.0
+WAITS_S = 30.0
+"""A worker that waits longer for the job to begin says so, and again whenever that time has doubled."""
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 
@@ -149,6 +151,9 @@ class MembershipClient:
         """The LEAVE that was sent, until it is acknowledged."""
         self._next_beat = now
         self._last_timer_at = now
+        self._began_at = now
+        self._waits_s = WAITS_S
+        """The wait for the first view that is said next."""
 
     # --- what it knows ----------------------------------------------------------------------
 
@@ -316,6 +321,7 @@ class MembershipClient:
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
         self._next_beat = now + BEAT_EVERY_S
+        yield from self._say_that_it_waits(now)
         if self.welcome is not None:
             beat = p.Beat(self.progress, self.waits_in, *self.figures())
             yield Send(SCHEDULER, self.packet(beat))
@@ -331,6 +337,16 @@ class MembershipClient:
                 "--bind address, then start this again"
             )
             yield Exit(EXIT_TEMPORARY, str(self.error))
+
+    def _say_that_it_waits(self, now: float) -> Effects:
+        """Tell a person whose script does not begin why; a guardian's command says so itself."""
+        waited_s = now - self._began_at
+        if self.view is not None or self.identity.role != Role.WORKER or waited_s < self._waits_s:
+            return
+        if self.welcome is None or not self.identity.guardian:
+            self._waits_s *= 2
+            said = f"has waited {waited_s:.0f} s for the job to begin: {self.reason}"
+            yield Note("warning", f"{said}; 'kvps doctor' finds out why")
 
     def deadline(self) -> float | None:
         """When the next HELLO or beat is due."""

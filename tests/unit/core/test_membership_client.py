@@ -132,6 +132,32 @@ class TestJoining:
         talk.hear(Beat(0, ""))
         assert talk.member.reason == "waiting for 1 of 2 servers (rank 1)"
 
+    def test_a_worker_whose_job_does_not_begin_says_what_is_missing(self) -> None:
+        missing = "waiting for 1 of 5 workers (rank 4)"
+        talk = joined()
+        talk.hear(Beat(0, missing))
+        talk.wait(29.0)
+        assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
+        talk.wait(100.0)
+        said = [
+            one.text for one in talk.effects if isinstance(one, Note) and one.level == "warning"
+        ]
+        assert said == [
+            f"has waited {waited} s for the job to begin: {missing}; 'kvps doctor' finds out why"
+            for waited in (30, 60, 120)
+        ]
+        talk.hear(view(1))
+        talk.wait(300.0)
+        notes = [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
+        assert len(notes) == 3, "the job has begun"
+
+    @pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
+    def test_a_server_and_the_guardian_of_a_running_command_do_not_say_it(self, role: Role) -> None:
+        talk = Talk(Identity(role, "s", "here", 7, "kvps", guardian=role == Role.WORKER))
+        talk.hear(Welcome(0, 1, 5, 2))
+        talk.wait(100.0)
+        assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
+
     def test_the_welcome_gives_a_place(self) -> None:
         talk = joined()
         assert (talk.member.rank, talk.member.incarnation, talk.member.job) == (3, 42, JOB)
