@@ -43,7 +43,7 @@ class Inquiry(Core):
         """The scheduler's answer."""
         self.error: KvpsError = SchedulerLost(
             f"no answer from the scheduler at {scheduler} for {limit_s:g} s. Check that kvps-scheduler runs, "
-            "and that --scheduler or KVPS_SCHEDULER names its --bind address"
+            "and that --scheduler or KVPS_SCHEDULER names its --bind address; 'kvps doctor' finds out why"
         )
         """Why there is no answer."""
         self._scheduler = scheduler

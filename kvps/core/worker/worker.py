@@ -456,9 +456,14 @@ class Worker:
         if self.member.error is not None:
             return self.member.error
         if not self.table.links:
+            welcome = self.member.welcome
+            if welcome is not None and welcome.servers == 0:
+                return ConfigError(
+                    f"{call.title}: this job has no servers. Start kvps-launch with -s 1 or more (kvps-scheduler with "
+                    "--servers), or use the store 'allreduce', which needs none"
+                )
             return ConfigError(
-                f"{call.title}: no server has joined yet. Wait until the cluster is complete, "
-                "and start kvps-scheduler with --servers 1 or more"
+                f"{call.title}: no server has joined yet. Wait until the cluster is complete"
             )
         if not self.losses.is_any:
             return None

@@ -55,6 +55,7 @@ def test_it_is_repeated_and_given_up() -> None:
     assert isinstance(end, Exit)
     assert (end.code, end.reason) == (75, str(inquiry.error))
     assert end.reason.startswith(SILENT)
+    assert end.reason.endswith("'kvps doctor' finds out why")
     assert isinstance(inquiry.error, SchedulerLost)
     assert inquiry.answer is None
     assert list(inquiry.on_timer(100.1)) == [], "it is not time yet"

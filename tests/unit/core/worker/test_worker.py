@@ -166,7 +166,7 @@ class TestJoin:
         assert one.is_done(one.join())
         error = one.error(one.call(calls.OpenStore("kv", opened(), 1.0)))
         assert isinstance(error, ConfigError)
-        assert "--servers 1 or more" in str(error)
+        assert "this job has no servers. Start kvps-launch with -s 1" in str(error)
 
     def test_a_view_that_overtakes_the_welcome_waits_for_the_next(self) -> None:
         one = Bench(join=False)
@@ -1077,7 +1077,9 @@ def test_a_job_without_servers_is_complete_and_refuses_calls() -> None:
     assert bench.is_done(bench.join())
     assert bench.core.deadline() == bench.now + 1.0, "the next beat, and no HELLO"
     ticket = bench.call(calls.OpenStore("kv", opened(), 60.0))
-    assert "no server has joined yet" in str(bench.error(ticket))
+    assert "create(): this job has no servers. Start kvps-launch with -s 1" in str(
+        bench.error(ticket)
+    )
 
 
 @pytest.mark.spec("R390")
