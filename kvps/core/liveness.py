@@ -46,10 +46,9 @@ class Progress:
 
     def beat(self, calls: int, waits_in: str, now: float) -> str:
         """Take in a beat of the script's own process; return what is new and worth a line of log."""
+        # A guardian's, which a scheduler takes for the script's where it said no HELLO.
         if calls < self.calls:
-            return (
-                ""  # a guardian's, which a scheduler takes for the script's where it said no HELLO
-            )
+            return ""
         self.heard_at = now
         if calls > self.calls:
             self.calls, self.moved_at = calls, now
