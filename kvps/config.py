@@ -531,17 +531,19 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
 def check_alone(env: Mapping[str, str] | None = None) -> None:
     """Check that a process that is about to begin a cluster of its own is not one of torchrun's many.
 
-    :func:`cluster` does not: a process group and an allreduce store of such a process need no scheduler.
+    :func:`cluster` does not: local and allreduce stores, and gloo's and NCCL's process groups, need no scheduler.
 
     Raises:
         ConfigError: if it is.
     """
+    if text("TORCHELASTIC_RUN_ID", env=env) is None:
+        return
     size = whole("WORLD_SIZE", env=env)
-    if text("TORCHELASTIC_RUN_ID", env=env) is not None and size is not None and size > 1:
+    if size is not None and size > 1:
         raise ConfigError(
             f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so each of them would "
             f"train alone; start kvps-scheduler --workers {size} and kvps-server, and set "
-            "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun"
+            "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun. Where one process is to be alone, unset TORCHELASTIC_RUN_ID"
         )
 
 

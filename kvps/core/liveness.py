@@ -44,11 +44,12 @@ class Progress:
     heard_at: float | None = None
     """When its process beat last; None before it does. Its guardian may beat on without it."""
 
+    def is_older(self, calls: int) -> bool:
+        """Whether so many calls are less than those of the script: its guardian, which makes none, says so."""
+        return calls < self.calls
+
     def beat(self, calls: int, waits_in: str, now: float) -> str:
         """Take in a beat of the script's own process; return what is new and worth a line of log."""
-        # A guardian's, which a scheduler takes for the script's where it said no HELLO.
-        if calls < self.calls:
-            return ""
         self.heard_at = now
         if calls > self.calls:
             self.calls, self.moved_at = calls, now

@@ -31,6 +31,8 @@ BEAT_EVERY_S = 1.0
 STILL_S = 5.0
 """A process whose timer rings so late was stopped itself, and received nothing in that time."""
 JOIN_MAX_S = 60.0
+ASK_DOCTOR = "; 'kvps doctor' finds out why"
+"""The end of a line that says that a cluster is not reached."""
 WAITS_S = 30.0
 """A worker that waits longer for the job to begin says so, and again whenever that time has doubled."""
 EXIT_TEMPORARY = 75
@@ -344,9 +346,9 @@ class MembershipClient:
         if self.view is not None or self.identity.role != Role.WORKER or waited_s < self._waits_s:
             return
         if self.welcome is None or not self.identity.guardian:
-            self._waits_s *= 2
-            said = f"has waited {waited_s:.0f} s for the job to begin: {self.reason}"
-            yield Note("warning", f"{said}; 'kvps doctor' finds out why")
+            self._waits_s = 2 * waited_s
+            said = f"has waited {waited_s:.0f} s for its place in the job: {self.reason}"
+            yield Note("warning", f"{said}{ASK_DOCTOR}")
 
     def deadline(self) -> float | None:
         """When the next HELLO or beat is due."""

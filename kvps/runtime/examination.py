@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvps import config
+from kvps.core.membership_client import ASK_DOCTOR
 from kvps.errors import ConfigError, KvpsError, ProtocolError, Unauthorized
 from kvps.net.shm.segment import Segment, Unshared
 from kvps.net.zap import CURVE, NULL, Keys, greeting_of
@@ -96,7 +97,7 @@ def of_scheduler(
     except (Unauthorized, ConfigError) as error:
         return replace(found, refusal=str(error))
     except KvpsError as error:
-        return replace(found, look_error=str(error))
+        return replace(found, look_error=str(error).removesuffix(ASK_DOCTOR))
     assert isinstance(answer.message, Seen)
     found = replace(found, seen=answer.message)
     with suppress(KvpsError):  # an old scheduler does not know PING

@@ -330,7 +330,10 @@ def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
     processes.check_nothing_left()
 
 
-def test_ctrl_c_after_a_signal_kills_at_once(processes: Processes) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_after_a_signal_kills_at_once(
+    processes: Processes, number: signal.Signals, code: int
+) -> None:
     """Though the command has a minute after the first signal."""
     script = processes.script(
         SUM + "import signal, time\n"
@@ -341,10 +344,11 @@ def test_ctrl_c_after_a_signal_kills_at_once(processes: Processes) -> None:
     )
     launched = launch(processes, script, "-n", 1, "--grace", 60)
     launched.expect("there")
-    launched.signal(signal.SIGTERM)
+    launched.signal(number)
     launched.expect("no")
     launched.signal(signal.SIGINT)
-    assert launched.wait() == 143
+    assert launched.wait() == code
+    assert "still running" not in launched.err
     assert launched.out.count("no") == 1
     processes.check_nothing_left()
 

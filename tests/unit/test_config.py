@@ -35,6 +35,7 @@ def test_one_of_torchruns_processes_is_not_alone():
     assert config.cluster({**torchruns, "WORLD_SIZE": "2"}) is None, "gloo needs no scheduler"
     config.check_alone({**torchruns, "WORLD_SIZE": "1"})
     config.check_alone({"WORLD_SIZE": "2", "RANK": "0"})
+    config.check_alone({"WORLD_SIZE": "auto"})
 
 
 def test_our_own_variables():

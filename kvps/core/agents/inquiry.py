@@ -7,7 +7,7 @@ request must be one that may be made twice, such as LOOK or EVICT.
 from __future__ import annotations
 
 from kvps.core.effects import Connect, Core, Effects, Exit, Note, Route, Send
-from kvps.core.membership_client import EXIT_TEMPORARY, SCHEDULER
+from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import KvpsError, SchedulerLost, from_code
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error, Stop
@@ -43,7 +43,7 @@ class Inquiry(Core):
         """The scheduler's answer."""
         self.error: KvpsError = SchedulerLost(
             f"no answer from the scheduler at {scheduler} for {limit_s:g} s. Check that kvps-scheduler runs, "
-            "and that --scheduler or KVPS_SCHEDULER names its --bind address; 'kvps doctor' finds out why"
+            f"and that --scheduler or KVPS_SCHEDULER names its --bind address{ASK_DOCTOR}"
         )
         """Why there is no answer."""
         self._scheduler = scheduler

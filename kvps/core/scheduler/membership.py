@@ -190,6 +190,8 @@ class Membership:
         seat.software = shortened(hello.software)
         is_guardian = seat.is_guarded and hello.guardian
         if seat.is_guarded and not is_guardian:
+            if (hello.host, hello.pid) not in [(one.host, one.pid) for one in seat.links.values()]:
+                seat.begin_script(now)
             for at in [at for at, one in seat.links.items() if one.is_guardian is False]:
                 self.drop(at, now)
         self._bind(route, seat, SeatLink(hello.host, hello.pid, is_guardian, now), now)

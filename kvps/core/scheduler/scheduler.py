@@ -301,8 +301,7 @@ class Scheduler:
         self.job.revive(seat, now)
         # A guardian knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
         # its session key, only their number tells.
-        is_guardians = seat.links[route].is_guardian or beat.progress < seat.progress.calls
-        if not is_guardians:
+        if not (seat.links[route].is_guardian or seat.progress.is_older(beat.progress)):
             seat.figures = BeatFigures(
                 *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes)
             )

@@ -208,9 +208,13 @@ class Seat:
         self.is_guarded = hello.guardian and self.node.role is Role.WORKER
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
+        self.begin_script(now)
+        self.links = {}
+
+    def begin_script(self, now: float) -> None:
+        """A process begins to make the calls of its holder, and counts from 0."""
         self.figures = BeatFigures()
         self.progress = Progress(0, now)
-        self.links = {}
 
     def lose(self, reason: str, now: float) -> None:
         """Its holder is lost."""

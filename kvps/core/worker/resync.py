@@ -44,7 +44,7 @@ def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochC
         f"a server was lost, and all servers rolled back to the last checkpoint (epoch {epoch}): "
         f"keys of store {store.name!r} changed ({some_of(moved, NAMED_MAX)}). Pushes since "
         "then are lost, and calls in flight were not carried out. Pull the weights and continue "
-        "from there; a Trainer, a DistributedOptimizer and DiLoCo do so by themselves",
+        "from there; front ends (Trainer, DistributedOptimizer, LocalSGD, DiLoCo) do so by themselves",
         resync.before,
         resync.after,
         has_optimizer=store.optimized.number >= resync.optimize_calls,

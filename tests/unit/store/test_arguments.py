@@ -168,14 +168,20 @@ def test_plain_tensors_of_the_right_type_and_shape_fit():
 
 @pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_lists_are_looked_at_to_their_end(count: int) -> None:
-    one = Form([Spec("float32", (3,))] * count)
-    values = [torch.zeros(3) for _ in range(count)]
+    shapes = [(2, 2) if index % 2 else (3,) for index in range(count)]
+    one = Form([Spec("float32", shape) for shape in shapes])
+    values = [torch.zeros(shape) for shape in shapes]
     assert one.fits(values)
+    assert one.fits(values, as_sinks=True)
     assert not one.fits(values[1:])
-    for index in (0, count // 2, count - 1):
+    for index in (0, 1, count // 2, count - 2, count - 1):
         changed = list(values)
-        changed[index] = torch.zeros(4)
+        changed[index] = torch.zeros(4, 1) if index % 2 else torch.zeros(4)
         assert not one.fits(changed)
+        with torch.inference_mode():
+            changed[index] = torch.zeros(shapes[index])
+        assert one.fits(changed)
+        assert not one.fits(changed, as_sinks=True)
 
 
 class Marked(torch.Tensor):

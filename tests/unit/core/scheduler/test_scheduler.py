@@ -353,6 +353,20 @@ class TestBeat:
         stage.say("wc", Beat(5, rounds=8))
         assert seat.figures.rounds == 8
 
+    def test_of_the_next_process_of_one_command_begin_from_none(self) -> None:
+        stage = Stage(1, 0)
+        stage.hello("w0", guardian=True)
+        stage.attach("first", "w0", pid=9)
+        stage.say("first", Beat(5, rounds=7))
+        (seat,) = stage.scheduler.job.seats.by_node.values()
+        stage.attach("again", "w0", pid=9)
+        assert seat.figures.rounds == 7
+        stage.drop("first")
+        stage.drop("again")
+        stage.attach("second", "w0", pid=10)
+        stage.say("second", Beat(2, rounds=1))
+        assert (seat.figures.rounds, seat.progress.calls) == (1, 2)
+
     def test_of_one_who_waits_for_its_welcome(self) -> None:
         stage = Stage(2, 0, keep_alive=True)
         stage.hello("w0", guardian=True)
