@@ -311,7 +311,7 @@ class Barriers:
         return (self.gone.keys() & self._needed(name, after)) - standing.keys()
 
     def _fail(self, name: Name, number: int) -> list[RoutedMessage]:
-        """RoutedMessage the waiting ranks of barriers that can never complete."""
+        """Answer the waiting ranks of barriers that can never complete."""
         standing = self._standing(name, number)
         if not standing:
             return []
