@@ -13,6 +13,7 @@ from typing import Any
 from kvps import config
 from kvps.core.nonfinite import ACTIONS
 from kvps.core.placement import BIGARRAY_BOUND
+from kvps.core.server.options import LATE, POLICIES
 from kvps.errors import ConfigError
 from kvps.observe import logs
 from kvps.protocol.envelope import KEY_MAX
@@ -36,8 +37,6 @@ SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 32 << 20, 4 << 20
 """Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where fewer messages are
 cheaper, through loopback sockets and through shared memory; and within one process."""
 STALENESS = 4
-ON_WORKER_LOST = ("wait", "shrink", "fail")
-LATE = ("drop", "next")
 RESERVED = "kvps."
 """The prefix of the names of the front ends' own stores."""
 
@@ -125,7 +124,7 @@ def create(
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
     if kind.mode == "local":  # one worker: its sum is the mean
-        opened = _opened(kind, None, ON_WORKER_LOST[0], False, None, False, on_nonfinite, False)
+        opened = _opened(kind, None, POLICIES[0], False, None, False, on_nonfinite, False)
         named = replace(opened, store=name or "local", mode="sync", chunk_bytes=PROCESS_CHUNK_BYTES)
         # With it come the rules of servers, which a worker of a cluster should not have to load.
         from kvps.runtime.local.in_process import InProcessSession
@@ -165,7 +164,7 @@ def create_own(
     owner: str,
     *,
     average: bool = False,
-    on_worker_lost: str = ON_WORKER_LOST[0],
+    on_worker_lost: str = POLICIES[0],
     timeout_s: float = TIMEOUT_S,
     quorum: int | None = None,
     grace: float | str = "auto",
@@ -231,10 +230,8 @@ def _opened(
     bound = STALENESS if staleness is None else staleness
     if type(bound) is not int or bound < 0:
         raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes, 0 or more")
-    if on_worker_lost not in ON_WORKER_LOST:
-        raise ConfigError(
-            f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(ON_WORKER_LOST)}"
-        )
+    if on_worker_lost not in POLICIES:
+        raise ConfigError(f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}")
     if average and kind.mode != "sync":
         raise ConfigError(
             f"average= is an option of dist_sync, not of {kind.type}: it applies each push by itself"
