@@ -61,11 +61,14 @@ def measured(elements: int, rounds: int, env: dict[str, str]) -> tuple[float, fl
     scheduler = subprocess.Popen([*command, "--bind", address], env=plain)
     server = subprocess.Popen([sys.executable, "-m", "kvps.cli.server"], env=plain | env)
     words = ["--elements", str(elements), "--rounds", str(rounds), "--server", str(server.pid)]
-    found = subprocess.run(
-        [sys.executable, __file__, *words], env=plain, stdout=subprocess.PIPE, text=True, check=True
-    )
-    for process in (server, scheduler):
-        process.wait(60)
+    command = [sys.executable, __file__, *words]
+    try:
+        found = subprocess.run(command, env=plain, stdout=subprocess.PIPE, text=True, check=True)
+        for process in (server, scheduler):
+            process.wait(60)
+    finally:
+        for process in (server, scheduler):
+            process.kill()
     used_ms, call_ms = map(float, found.stdout.split())
     return used_ms, call_ms
 
