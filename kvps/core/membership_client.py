@@ -34,7 +34,7 @@ JOIN_MAX_S = 60.0
 ASK_DOCTOR = "; 'kvps doctor' finds out why"
 """The end of a line that says that a cluster is not reached."""
 WAITS_S = 30.0
-"""A worker that waits longer for the job to begin says so, and again whenever that time has doubled."""
+"""A worker that waits longer for its place in the job says so, and again whenever that time has doubled."""
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
 
@@ -155,7 +155,7 @@ class MembershipClient:
         self._last_timer_at = now
         self._began_at = now
         self._waits_s = WAITS_S
-        """The wait for the first view that is said next."""
+        """After so long a wait for the first view the next line is due."""
 
     # --- what it knows ----------------------------------------------------------------------
 

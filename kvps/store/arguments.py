@@ -35,10 +35,8 @@ _STRIDED = frozenset({torch.strided})
 _KEYS = frozenset({str, int})
 LISTS_MAX = 256
 """The number of lists of keys that a store remembers."""
-
-
 BLOCK = 1024
-"""Values that are checked before the next: each check reads every tensor, and so many stay in the processor's cache."""
+"""Values that are checked together: each check reads every tensor, and so many stay in the processor's cache."""
 
 
 class Form:
