@@ -22,7 +22,8 @@ def test_calls_and_waits_are_ranges_while_a_profiler_is_active() -> None:
                 kv.push("w", torch.ones(4))
                 kv.pull("w", out=torch.zeros(4))
                 kv.pushpull("w", torch.ones(4), out=torch.zeros(4))
-                with pytest.raises(kvps.Timeout):  # the others may be over before they are waited for
+                # The others may be over before they are waited for.
+                with pytest.raises(kvps.Timeout):
                     kv.pull("w", min_version=99, timeout=0.5)
             return {event.name for event in profile.events() if event.name.startswith("kvps::")}
 
