@@ -40,8 +40,9 @@ from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.torch.serialization import pack, unpack
 from tests.support import snapshots
 
-SLACK = 3
-"""How many times slower than on a machine of its own a reader may be: other tests run beside it."""
+SLACK = 20
+"""How many times slower than on a machine of its own a reader may be: other tests run beside it, and coverage
+traces each of its lines. What grows faster than the input takes far longer than that for 60,000 bytes."""
 MS_PER_KIB, MS = 0.02 * SLACK, 1.0 * SLACK
 TRIALS = 8
 """A collection of garbage may fall into one."""
@@ -166,14 +167,19 @@ def inputs(reader: Reader) -> st.SearchStrategy[bytes]:
     return st.one_of(kinds)
 
 
+def read(reader: Reader, data: bytes) -> None:
+    """Read, and let pass only the errors that are promised."""
+    with contextlib.suppress(*reader.errors, UnicodeDecodeError):
+        reader.read(data)
+
+
 def check(reader: Reader, data: bytes) -> None:
-    """Read, and assert what is promised."""
+    """Read in the time that is promised."""
     limit_ms = MS + MS_PER_KIB * len(data) / 1024
     took_ms = []
     while not took_ms or (took_ms[-1] > limit_ms and len(took_ms) < TRIALS):
         began = time.thread_time()
-        with contextlib.suppress(*reader.errors, UnicodeDecodeError):
-            reader.read(data)
+        read(reader, data)
         took_ms.append(1000 * (time.thread_time() - began))
     assert took_ms[-1] <= limit_ms, f"{took_ms} ms for {len(data)} bytes"
 
@@ -190,10 +196,10 @@ def test_any_bytes_give_a_value_or_the_declared_error(name: str) -> None:
 
     @settings(deadline=None, suppress_health_check=list(HealthCheck))
     @given(inputs(reader))
-    def read(data: bytes) -> None:
+    def checked(data: bytes) -> None:
         check(reader, data)
 
-    read()
+    checked()
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -211,7 +217,7 @@ def test_memory_is_bounded_by_the_input(name: str) -> None:
         check(reader, data)  # what is loaded on first use is there
         tracemalloc.start()
         try:
-            check(reader, data)
+            read(reader, data)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
