@@ -10,7 +10,7 @@ Theory of operation
        │                                                               ▲          (or the
        └───────────────── a member is gone for good ───────────────────┘        next job)
 
-:meth:`Job.settle` is called after each change of a seat. It asks :func:`~kvps.core.scheduler.phase.assess`
+:meth:`Job.apply_changes` is called after each change of a seat. It asks :func:`~kvps.core.scheduler.phase.assess`
 for the phase, asks the barriers which ranks may pass, and writes messages into an outbox. While a job runs,
 each change makes a new view, sent to all members (where many follow each other, the last of them; see
 :mod:`kvps.core.scheduler.pace`); while it forms, a member learns from the answers to its beats what is
@@ -54,6 +54,10 @@ NOTICE_MAX_S = 240.0
 FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may not have heard of any member yet."""
+UNUSED = (
+    "no worker's command made a store, so no server was used: if they train a model, each trained one of its own. "
+    "Does the script call KVStore.create, or a front end of kvps.torch?"
+)
 STRANGERS_JOB = bytes(16)
 """In place of the job's name, which its members know each other by, in what others are told."""
 SHOWN_OCTETS = 4
@@ -314,8 +318,12 @@ class Job:
     # --- the end ----------------------------------------------------------------------------
 
     def _end(self, code: int, reason: str, now: float) -> None:
-        self.note("info" if code == EXIT_DONE else "warning", f"job over: {reason}")
-        if not self.settings.keep_alive:
+        idle = all(seat.was_idle for seat in self.seats.workers(*State))
+        if code == EXIT_DONE and self.settings.servers and idle:
+            self.note("warning", UNUSED)
+        goes_on = self.settings.keep_alive  # else the process that ends says why
+        self.note("warning" if code != EXIT_DONE and goes_on else "info", f"job over: {reason}")
+        if not goes_on:
             self.halt(Stop(code, reason), code, now)
             return
         for seat in self.seats.workers(*State):

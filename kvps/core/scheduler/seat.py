@@ -126,6 +126,8 @@ class Seat:
     taken_at: float | None = None
     """When its holder took it; None if the scheduler was restarted since."""
     heard_at: float = 0.0
+    has_script: bool = False
+    """The process that its guardian started has spoken to this life of the scheduler."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
     """The progress of its script."""
     dropped_at: float | None = None
@@ -209,10 +211,12 @@ class Seat:
         self.is_welcomed = self.has_said_so = self.is_replacement = self.has_begun = False
         self.heard_at, self.dropped_at, self.reason = now, None, ""
         self.begin_script(now)
+        self.has_script = False
         self.links = {}
 
     def begin_script(self, now: float) -> None:
         """A process begins to make the calls of its holder, and counts from 0."""
+        self.has_script = True
         self.figures = BeatFigures()
         self.progress = Progress(0, now)
 
@@ -238,6 +242,11 @@ class Seat:
         return True
 
     # --- looking ----------------------------------------------------------------------------
+
+    @property
+    def was_idle(self) -> bool:
+        """Whether it was held for a command that never spoke; False where that is not known."""
+        return self.is_guarded and self.taken_at is not None and not self.has_script
 
     @property
     def data_key(self) -> str:

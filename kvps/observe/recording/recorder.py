@@ -162,7 +162,7 @@ class RingLens(Lens):
         except OSError as error:
             log.error("cannot write the flight recorder to %s: %s", self._folder, error)
             return None
-        log.warning("wrote the flight recorder (%s) to %s", why, path)
+        log.warning("wrote the flight recorder to %s", path)
         return path
 
 

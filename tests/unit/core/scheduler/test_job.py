@@ -6,7 +6,7 @@ import pytest
 
 from kvps.core.effects import Effect, Exit, Finish, Save, Send
 from kvps.core.scheduler import pace
-from kvps.core.scheduler.job import LOOK_EVERY_S, Job, Place, next_job
+from kvps.core.scheduler.job import LOOK_EVERY_S, UNUSED, Job, Place, next_job
 from kvps.core.scheduler.seat import NAME_MAX, SEATS, SEATS_MAX, Settings, State
 from kvps.errors import WorkerLost
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
@@ -295,6 +295,44 @@ class TestForming:
         stage = Stage(1, 1)
         stage.hello("w0")
         assert [end.code for end in exits(stage.leave("w0"))] == [0]
+
+
+class TestScriptsWithoutAStore:
+    """The commands of workers that end well, and have never spoken to the scheduler."""
+
+    def ended(self, attached: tuple[str, ...] = (), guardian: bool = True, servers: int = 1) -> str:
+        """Return the log of the end of a job of two workers, where the scripts ``attached`` have made a store."""
+        stage = Stage(2, servers)
+        for route in ("w0", "w1"):
+            stage.hello(route, guardian=guardian)
+        for rank in range(servers):
+            stage.hello(f"s{rank}")
+        for route in attached:
+            stage.attach(f"c{route}", route, pid=8)
+        return "\n".join([*notes(stage.leave("w0")), *notes(stage.leave("w1"))])
+
+    def test_are_told_that_they_trained_alone(self) -> None:
+        assert f"warning: {UNUSED}\ninfo: job over" in self.ended()
+
+    @pytest.mark.parametrize("attached", [("w1",), ("w0", "w1")])
+    def test_a_script_with_a_store_is_not(self, attached: tuple[str, ...]) -> None:
+        assert UNUSED not in self.ended(attached)
+
+    def test_a_worker_without_a_guardian_is_its_own_script(self) -> None:
+        assert UNUSED not in self.ended(guardian=False)
+
+    def test_without_servers_none_is_expected(self) -> None:
+        assert UNUSED not in self.ended(servers=0)
+
+    def test_a_scheduler_that_was_restarted_does_not_know(self) -> None:
+        stage = Stage(2, 1, persist=True)
+        for route in ("w0", "w1"):
+            stage.hello(route, guardian=True)
+        stage.hello("s0")
+        stage.restart()
+        ended = [*notes(stage.leave("w0")), *notes(stage.leave("w1"))]
+        assert not any(UNUSED in note for note in ended)
+        assert any("job over" in note for note in ended)
 
 
 class TestWelcome:
