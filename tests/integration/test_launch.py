@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvps.core.scheduler.job import UNUSED
 from tests.integration.processes import BIN, Process, Processes, until
 
 SUM = """
@@ -73,12 +74,14 @@ def test_all_of_it_in_one(processes: Processes) -> None:
     processes.check_nothing_left(0.5)
 
 
-def test_a_command_that_needs_no_cluster(processes: Processes) -> None:
-    """It ends before the servers have joined, and that is no fault of theirs."""
-    launched = processes.kvps("launch", "-n", 2, "--", "echo", "hello")
+@pytest.mark.parametrize("servers", [0, 1])
+def test_a_command_that_needs_no_cluster(processes: Processes, servers: int) -> None:
+    """It ends before the servers have joined, and that is no fault of theirs; that it used none is said."""
+    launched = processes.kvps("launch", "-n", 2, "-s", servers, "--", "echo", "hello")
     assert launched.wait() == 0, launched
     assert sorted(launched.out.splitlines()) == ["[worker 0] hello", "[worker 1] hello"]
-    assert launched.err == ""
+    said = f"[scheduler] kvps-scheduler: warning: {UNUSED}\n" if servers else ""
+    assert launched.err == said
     processes.check_nothing_left(0.5)
 
 
