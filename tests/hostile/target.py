@@ -58,7 +58,7 @@ while not pathlib.Path("go").exists():
 """
 ROUNDS = 10
 """How many rounds of the canary follow each harm."""
-ROUND_MAX_S = float(os.environ.get("KVPS_ROUND_MAX", "3.0"))
+ROUND_MAX_S = float(os.environ.get("KVPS_ROUND_MAX", "8.0"))
 """The longest that one of them may take, on a machine that does other things, too."""
 LOOKS = 1000
 """Status queries in a second that the scheduler answers: tests ask after each harm whether it still does."""
