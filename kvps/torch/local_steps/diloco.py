@@ -107,7 +107,6 @@ class DiLoCo:
         timeout: seconds that a merge may wait for the other workers.
 
     Attributes:
-        sync_every: steps of this worker between two merges of a parameter.
         syncs: number of merges that this worker has made, of a fragment each.
         wait_s: seconds that steps have waited for merges.
         age: by how many pushes of other workers the servers' weights had moved when this worker's last one was

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
@@ -21,3 +22,27 @@ def test_every_public_name_is_in_the_reference() -> None:
     ]
     assert public <= set(named)
     assert len(named) == len(set(named))
+
+
+def test_an_attribute_is_described_once() -> None:
+    """Sphinx refuses a name that both the text of its class and a property describe."""
+    classes = {
+        value
+        for module in (kvps, kvps.torch)
+        for name in module.__all__
+        if isinstance(value := getattr(module, name), type)
+    }
+    assert kvps.torch.DiLoCo in classes
+    twice = {
+        f"{one.__qualname__}.{name}"
+        for one in classes
+        for name in re.findall(r"^    (\w+): ", _attributes(one), re.MULTILINE)
+        if isinstance(getattr(one, name, None), property)
+    }
+    assert not twice
+
+
+def _attributes(one: type) -> str:
+    """Return the section of a class's text that describes its attributes."""
+    _, _, rest = inspect.cleandoc(one.__doc__ or "").partition("\nAttributes:\n")
+    return rest.partition("\n\n")[0]
