@@ -58,7 +58,7 @@ class Manifest:
 
         Manifest(cut=12, job=job, epoch=3, workers=4, version="0.1.0",
                  images=(ImageFile(image_name(0, 1), size, sha256),),
-                 stores={"default": Holding(keys=161, lowest=500, highest=500)})
+                 stores={"default": StoreVersions(keys=161, lowest=500, highest=500)})
     """
 
     cut: int

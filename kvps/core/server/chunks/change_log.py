@@ -28,7 +28,7 @@ class ChangeLog:
 
     Example:
         >>> import torch
-        >>> changes = Changes(rows=8)
+        >>> changes = ChangeLog(rows=8)
         >>> for version, row in ((4, 2), (5, 1), (6, 2)):
         ...     changes.add(version, torch.tensor([row]))
         >>> changes.since(4, now=6).tolist(), changes.since(2, now=6)
