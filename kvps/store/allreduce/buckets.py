@@ -87,10 +87,11 @@ def buckets_of(specs: Sequence[Spec], limit_bytes: int = BUCKET_BYTES) -> tuple[
     latest: dict[str, tuple[list[int], int]] = {}
     for index, spec in enumerate(specs):
         size = spec.count * TORCH[_carrier(spec.dtype)].itemsize
-        group, used = latest.get(spec.dtype, ([], limit_bytes))
-        if used + size > limit_bytes:
-            group, used = [], 0
-            groups.append(group)
+        known = latest.get(spec.dtype)
+        if known is None or known[1] + size > limit_bytes:
+            known = [], 0
+            groups.append(known[0])
+        group, used = known
         group.append(index)
         latest[spec.dtype] = (group, used + size)
     return tuple(_bucket(group, specs) for group in groups)

@@ -20,6 +20,16 @@ def test_small_keys_share_a_bucket_until_it_is_full():
     assert [sum(one.sizes) for one in buckets] == [257, 101]
 
 
+@pytest.mark.parametrize("shapes", [((0,),), ((0, 3), (2,)), ((0,), (300,), (0,))])
+def test_keys_without_elements_have_a_bucket(shapes):
+    keys = specs(*shapes)
+    buckets = buckets_of(keys, limit_bytes=1028)
+    assert sorted(index for one in buckets for index in one.indices) == list(range(len(keys)))
+    plan = BucketPlan("push", [(str(index), spec) for index, spec in enumerate(keys)], "cpu")
+    rows = plan.rows([one.blank() for one in plan.buckets])
+    assert [tuple(row.shape) for row in rows] == list(shapes)
+
+
 def test_a_large_key_has_a_bucket_of_its_own():
     keys = specs((10,), (1000,), (10,))
     assert [one.indices for one in buckets_of(keys, limit_bytes=100)] == [(0,), (1,), (2,)]
