@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -205,8 +205,14 @@ class WorkerSession(Listener):
         """Wait until all seats of the cluster are taken.
 
         Raises:
+            ConfigError: in a process that was forked from the one that made the session.
             KvpsError: if that cannot be, or not in time.
         """
+        if os.getpid() != self.pid:
+            raise ConfigError(
+                f"process {os.getpid()} was forked from process {self.pid}, which is a worker already, and cannot be "
+                "the same worker. Fork before the first store is created, and create stores in one of the processes"
+            )
         number, ticket = self._ticket()
         self._put(number, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
         ticket.wait()
@@ -297,24 +303,31 @@ class ExitStatus:
 
     def __init__(self) -> None:
         self.exit_code = 0
-        self._excepthook = sys.excepthook
-        self._exit = sys.exit
+        self._hooks: tuple[object, object] = (None, None)
+        """The newest that were set here, of exceptions and of exits."""
 
     def watch(self) -> None:
-        """Hook uncaught exceptions and calls of sys.exit."""
-        sys.excepthook = self._on_exception
-        sys.exit = self._on_exit  # type: ignore[assignment]  # the same signature, and it returns never
+        """Hook uncaught exceptions and calls of sys.exit; what is hooked there now is called as well."""
+        excepthook, leave = sys.excepthook, sys.exit
 
-    def _on_exception(self, *exception: object) -> None:
-        self.exit_code = 1
-        self._excepthook(*exception)  # type: ignore[arg-type]  # passed on as they came
+        # Functions of this call, and not methods: a script may have hooked behind an earlier watch(), and calls it.
+        def on_exception(*exception: Any) -> None:
+            self.exit_code = 1
+            excepthook(*exception)
 
-    def _on_exit(self, status: object = None) -> None:
-        if status is None:
-            self.exit_code = 0
-        else:
-            self.exit_code = status if isinstance(status, int) else 1
-        self._exit(status)  # type: ignore[arg-type]  # as sys.exit takes it
+        def on_exit(status: Any = None) -> NoReturn:
+            if status is None:
+                self.exit_code = 0
+            else:
+                self.exit_code = status if isinstance(status, int) else 1
+            leave(status)
+
+        on_hooked, on_left = self._hooks
+        if excepthook is not on_hooked:
+            sys.excepthook = on_hooked = on_exception
+        if leave is not on_left:
+            sys.exit = on_left = on_exit
+        self._hooks = on_hooked, on_left
 
 
 ending = ExitStatus()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import warnings
 
@@ -43,7 +45,23 @@ def main() -> None:
         with pytest.raises(kvps.ConfigError, match=text):
             list(DataLoader(Numbers(kv), batch_size=None, **context))  # type: ignore[arg-type]
         sys.stdout.write(f"{how} of a store passed\n")
+    create_after_a_fork()
     kv.close()
+
+
+def create_after_a_fork() -> None:
+    """A forked process is told that it cannot be the worker that its parent is, and does not wait for ever."""
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            with pytest.raises(kvps.ConfigError, match=r"was forked from process .*already"):
+                kvps.create("dist_sync")
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    sys.stdout.write("fork and create() passed\n")
 
 
 if __name__ == "__main__":

@@ -96,4 +96,4 @@ def test_a_default_device_and_type_of_the_script(kind: str, compression: str | N
 def test_the_workers_of_a_data_loader(processes: Processes) -> None:
     launched = processes.kvps("launch", "-n", 1, "-s", 1, "--", sys.executable, WORKER)
     assert launched.wait(LIMIT_S) == 0, launched
-    assert launched.out.count("passed") == 4, launched
+    assert launched.out.count("passed") == 5, launched
