@@ -609,6 +609,45 @@ def test_weights_that_are_not_finite_are_not_pushed() -> None:
     assert all(torch.equal(*pair) for pair in zip(zero, one, strict=True))
 
 
+def test_after_a_timeout_the_merge_is_waited_for_again() -> None:
+    """The push counts once: what a worker has learned is not pushed again, and not dropped."""
+    both_pushed = threading.Barrier(2)
+
+    def work(rank: int) -> list[float]:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        with LocalSGD({"w": weight}, optimizer, sync_every=1, timeout=30) as outer:
+            (kv,) = outer.stores
+            kv._timeout_s = 0.2 if rank == 0 else 30.0
+            weight.grad = torch.tensor([-1.0 - rank])
+            if rank == 0:
+                for call in (optimizer.step, outer.pull):
+                    with pytest.raises(kvps.Timeout, match="waits for a push of rank 1"):
+                        call()
+                kv._timeout_s = 30.0
+                both_pushed.wait(30)
+                outer.sync()
+            else:
+                both_pushed.wait(30)
+                optimizer.step()
+            merged = weight.tolist()
+            optimizer.step()
+            assert kv.version("w") == 2
+        return [*merged, *weight.tolist()]
+
+    assert run(work) == [[1.5, 3.0]] * 2
+
+
+def test_a_double_keeps_its_digits_where_a_part_of_it_is_local() -> None:
+    fine = 1 + 2**-40
+    weight = torch.nn.Parameter(torch.full((2,), fine, dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with LocalSGD({"w": weight}, optimizer, sync_every=1, alpha=0.5):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        assert weight.tolist() == [fine] * 2
+
+
 def test_tokens_that_were_forgotten() -> None:
     model = net()
     optimizer = inner(model)

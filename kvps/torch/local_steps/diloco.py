@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kvps.core.nonfinite import count_nonfinite
-from kvps.errors import ConfigError, EpochChanged, NonFinite
+from kvps.errors import ConfigError, EpochChanged, NonFinite, Timeout, WorkerLost
 from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
@@ -355,6 +355,9 @@ class DiLoCo:
         except EpochChanged as error:
             self._go_on(error)
             return
+        except (Timeout, WorkerLost):
+            self._ask_again(fragment)
+            raise
         finally:
             self.wait_s += time.monotonic() - began
         for name, value in zip(self._fragments[fragment], self._away.values, strict=True):
@@ -364,6 +367,16 @@ class DiLoCo:
         self.syncs += 1
         self.age = int(self._stores[fragment].metrics()["push_age"])
 
+    def _ask_again(self, fragment: int) -> None:
+        """Ask for the merged weights of a fragment whose pushpull() has ended too early.
+
+        Its push counts all the same. To push again what the fragment has learned would count it twice.
+        """
+        assert self._away is not None
+        names, values = list(self._fragments[fragment]), self._away.values
+        handle = self._stores[fragment].pull(names, out=values, async_op=True)
+        self._away = FragmentInFlight(handle, values)
+
     def _adopt(
         self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float
     ) -> None:
@@ -372,7 +385,8 @@ class DiLoCo:
         merged = value.to(param.dtype)
         # Of a coarse type the start is what it can hold: the rounding is nothing that this worker has learned.
         start[name].copy_(merged)
-        param.copy_(torch.lerp(merged.float(), param.float(), alpha) if alpha else merged)
+        wide = WIDE.get(param.dtype, param.dtype)
+        param.copy_(torch.lerp(merged.to(wide), param.to(wide), alpha) if alpha else merged)
 
     # --- between steps ------------------------------------------------------------------------------
 
