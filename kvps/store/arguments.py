@@ -99,6 +99,7 @@ class BlockForm:
                 and _STRIDED.issuperset(map(attrgetter("layout"), values))
                 and all(map(torch.Tensor.is_contiguous, values))
                 and not (as_sinks and any(map(torch.Tensor.is_inference, values)))
+                and not (as_sinks and any(map(torch.Tensor.is_neg, values)))
             )
         except RuntimeError:  # a nested tensor knows nothing of that
             return False
@@ -151,6 +152,12 @@ class KnownKeys:
     def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
         """Know these keys, which may have been others before."""
         self.specs.update(specs)
+        self._forms.clear()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Know nothing of these keys any more."""
+        for name in names:
+            self.specs.pop(name, None)
         self._forms.clear()
 
     def names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
@@ -359,7 +366,8 @@ def target_of(name: str, out: Array) -> torch.Tensor:
 
 def is_row(target: torch.Tensor) -> bool:
     """Whether it can be written to where it is, by another thread than the caller's."""
-    return target.device.type == "cpu" and target.is_contiguous() and not target.is_inference()
+    is_plain = not (target.is_inference() or target.is_neg())  # the latter shows its memory negated
+    return target.device.type == "cpu" and target.is_contiguous() and is_plain
 
 
 def _blank_for(target: torch.Tensor) -> torch.Tensor:
@@ -420,8 +428,20 @@ def table_name_of(name: object) -> str:
 
 
 def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tensor, ...]:
-    """Return values multiplied by their weight, in memory of their own unless it is 1."""
-    return rows if weight == 1 else tuple([row * weight for row in rows])
+    """Return values multiplied by their weight, in memory of their own unless it is 1.
+
+    Raises:
+        ConfigError: for integers, which would become floating point.
+    """
+    if weight == 1:
+        return rows
+    for row in rows:
+        if not row.is_floating_point():
+            raise ConfigError(
+                f"weight={weight} with values of {row.dtype}: integers have no mean. Nothing was pushed; push "
+                "floating point, or integers to a store without average"
+            )
+    return tuple([row * weight for row in rows])
 
 
 def priority_of(names: tuple[str, ...], priority: object) -> Numbers:

@@ -347,10 +347,14 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         call, wanted = self._requests.broadcast(key, value, out)
-        ticket = self._start(call, self._limit(timeout))
+        try:
+            value = self._call(call, timeout)
+        except BaseException:
+            # They may be as before, or as in this call: the next call asks.
+            self._keys.forget([name for name, _ in call.keys])
+            raise
         self._keys.declare(call.keys)
-        ticket.wait()
-        return wanted.result(ticket.value)
+        return wanted.result(value)
 
     # --- rows --------------------------------------------------------------------------------------
 
@@ -778,12 +782,18 @@ class KVStore(KVStoreBase, abc.ABC):
         self.set_optimizer_states(states)
 
     def set_optimizer_states(self, states: optimizer_state.States) -> None:
-        """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts."""
+        """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts.
+
+        Raises:
+            Mismatch: if a state does not fit its key or the optimizer. KeyNotFound: for an unknown key.
+        """
         self._begin()
         with self._all_fail(LOAD):
             self._optimizer()
             if self.rank == 0:
-                self._call(calls.LoadState(self._name, states))
+                self._begin_on(list(states), None)  # another rank may have initialised them
+                fitting = optimizer_state.fitting(states, self._specs, "the given dict")
+                self._call(calls.LoadState(self._name, fitting))
         self.barrier(LOAD)
 
     # --- checkpoints --------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from kvps.checkpoint.atomic_file import replacing
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, StorageError
+from kvps.tensors import as_tensor, row_of
 
 States = dict[str, tuple[int, dict[str, torch.Tensor]]]
 """key -> (step, state name -> flat tensor)."""
@@ -75,14 +76,36 @@ def load(path: str, hyper: HyperParams, specs: Mapping[str, Spec]) -> States:
         key, _, name = title.rpartition("/")
         if key in states:
             states[key][1][name] = tensor
-    for key, (_, rows) in states.items():
-        spec = specs.get(key)
-        if spec is None or any(len(row) != spec.count for row in rows.values()):
+    return fitting(states, specs, path)
+
+
+def fitting(states: States, specs: Mapping[str, Spec], source: str) -> States:
+    """Return states with each tensor flat and contiguous, in this machine's memory.
+
+    Args:
+        states: what was loaded, or what a script gave.
+        specs: of the keys of a store.
+        source: where they come from, for people.
+
+    Raises:
+        Mismatch: if a state is of a key that is not there, has another number of elements, or is no tensor of a
+            supported type; or if a number of updates is none.
+    """
+    flat: States = {}
+    for key, (step, rows) in states.items():
+        if type(step) is not int or step < 0:
             raise Mismatch(
-                f"{path} holds the state of key {key!r}, which the store does not have "
+                f"{source}: key {key!r} has {step!r:.40} updates; give a whole number, 0 or more"
+            )
+        spec = specs.get(key)
+        plain = {name: row_of(as_tensor(row)).view(-1) for name, row in rows.items()}
+        if spec is None or any(len(row) != spec.count for row in plain.values()):
+            raise Mismatch(
+                f"{source} holds the state of key {key!r}, which the store does not have "
                 "with that size; initialise the same keys first"
             )
-    return states
+        flat[key] = step, plain
+    return flat
 
 
 def read(path: str, optimizer: str, table: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

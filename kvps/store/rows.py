@@ -111,7 +111,20 @@ def table_of(name: str, spec: Spec | None) -> Spec:
             f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as "
             "a whole"
         )
+    _demand_elements(name, spec)
     return spec
+
+
+def _demand_elements(name: str, spec: Spec) -> None:
+    """Refuse rows of no elements, of which a server holds none.
+
+    Raises:
+        Mismatch: for a table of such rows.
+    """
+    if 0 in spec.shape[1:]:
+        raise Mismatch(
+            f"key {name!r} is {spec}, and its rows have no elements; push and pull it as a whole"
+        )
 
 
 def rows_of(name: str, spec: Spec, value: object) -> Rows:
@@ -132,6 +145,7 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
             f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push a "
             "dense value"
         )
+    _demand_elements(name, spec)
     given = value if isinstance(value, list) or not _is_one(value, spec) else [value]
     assert isinstance(given, list | tuple)
     each = [_one(name, spec, one) for one in given]

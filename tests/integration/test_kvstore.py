@@ -870,3 +870,91 @@ def test_when_a_worker_raises_the_others_do_not_wait_for_another():
     with pytest.raises(ZeroDivisionError, match="in worker 1"):
         run(work, workers=2)
     assert ended == [0]
+
+
+# --- mistakes, and memory, that must not end the worker ---------------------------------------------
+
+
+def test_a_broadcast_that_fails_leaves_each_key_as_the_servers_have_it():
+    def work(rank):
+        kv = store()
+        kv.init("w", torch.zeros(2))
+        with pytest.raises(kvps.Mismatch, match=r"called broadcast\(\) of 'w'"):
+            kv.broadcast("w", torch.ones(3 + rank), out=torch.empty(3 + rank))
+        return kv.pushpull("w", torch.ones(2)).tolist(), kv.keys()
+
+    assert run(work, workers=2) == [([2, 2], ["w"])] * 2
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
+def test_outputs_may_share_memory_with_the_values_of_other_keys(name):
+    """Each key has a chunk of its own, whose answer may come before the next is sent."""
+    count = 3_000_000
+
+    def work(rank):
+        kv = store(name)
+        kv.init(["a", "b"], [torch.zeros(count)] * 2)
+        for _ in range(3):
+            one, two = torch.full((count,), 1.0), torch.full((count,), 2.0)
+            kv.pushpull(["a", "b"], [one, two], out=[two, one])
+            assert two.eq(1).all(), "the sum of a"
+            assert one.eq(2).all(), "the sum of b"
+            tied = torch.full((count,), 3.0)
+            kv.pushpull(["a", "b"], [tied, tied], out=[tied, torch.empty(count)])
+            assert kv.pull("b").eq(3).all()
+
+    run(work)
+
+
+def test_integers_have_no_weight():
+    def work(rank):
+        kv = store("dist_sync", average=True)
+        ones = torch.ones(2, dtype=torch.int64)
+        kv.init(["a", "b"], [ones, ones])
+        for call in (kv.push, kv.pushpull):
+            with pytest.raises(kvps.ConfigError, match=r"values of torch\.int64: integers have no"):
+                call(["a", "b"], [ones, ones], weight=2.0)
+        assert kv.pull("a").tolist() == [1, 1]
+
+    run(work)
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync", "allreduce"])
+def test_tensors_that_show_their_memory_negated(name):
+    def work(rank):
+        kv = store(name)
+        kv.init(["a", "b"], [torch.zeros(3)] * 2)
+        values = [torch._neg_view(torch.ones(3)), torch._neg_view(torch.full((3,), 2.0))]
+        outs = [torch._neg_view(torch.empty(3)) for _ in range(2)]
+        kv.pushpull(["a", "b"], values, out=outs)
+        assert [out.tolist() for out in outs] == [[-1] * 3, [-2] * 3]
+        kv.pull("b", out=outs[0])
+        assert outs[0].tolist() == [-2] * 3
+
+    run(work)
+
+
+@pytest.mark.parametrize("name", ["local", "dist_sync"])
+def test_optimizer_states_that_a_script_gives(name):
+    def work(rank):
+        kv = store(name)
+        kv.init("w", torch.ones(4))
+        kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
+        kv.pushpull("w", torch.ones(4))
+        step, rows = kv.optimizer_states()["w"]
+        (title,) = rows
+        for wrong, says in [
+            ({"w": (step, {title: torch.ones(3)})}, "state of key 'w', which the store does not"),
+            ({"w": (step, {title: torch.ones(4, dtype=torch.bool)})}, r"torch\.bool is not"),
+            ({"w": (step, {title: [1.0] * 4})}, r"expected a torch\.Tensor"),
+            ({"w": (-1, rows)}, "key 'w' has -1 updates"),
+        ]:
+            with pytest.raises(kvps.Mismatch, match=says):
+                kv.set_optimizer_states(wrong)
+        with pytest.raises(kvps.KeyNotFound, match="'v' was never initialised"):
+            kv.set_optimizer_states({"v": (step, rows)})
+        momentum = torch.arange(8.0).requires_grad_()[::2]
+        kv.set_optimizer_states({"w": (step, {title: momentum})})
+        assert kv.optimizer_states()["w"][1][title].tolist() == [0, 2, 4, 6]
+
+    run(work)

@@ -365,6 +365,24 @@ def test_mistakes_are_named_and_change_nothing(kind):
     run(work, 1)
 
 
+@pytest.mark.parametrize("kind", ["local", "dist_sync", "allreduce"])
+def test_rows_without_elements(kind):
+    def work(rank):
+        kv = kvps.create(kind, timeout=20)
+        kv.init("t", torch.zeros(3, 0))
+        for call in (
+            lambda: kv.row_sparse_pull("t", row_ids=[0, 2]),
+            lambda: kv.pull_changed("t"),
+            lambda: kv.push("t", ([1], torch.ones(1, 0))),
+            lambda: kv.push("t", torch.sparse_coo_tensor(size=(3, 0), check_invariants=True)),
+        ):
+            with pytest.raises(Mismatch, match=r"'t' is float32\[3,0\], and its rows have no elem"):
+                call()
+        assert kv.pushpull("t", torch.zeros(3, 0)).shape == (3, 0)
+
+    run(work, 1)
+
+
 def test_async_without_an_optimizer_is_refused():
     def work(rank):
         kv = store("dist_async")

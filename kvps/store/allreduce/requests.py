@@ -58,7 +58,7 @@ class AllreduceRequests(Requests):
 @torch.no_grad()
 def deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
     """Copy each row into its target, a tensor of the user's, wherever either is."""
-    if all(row.is_cpu for row in (*targets, *rows)):
+    if all(row.is_cpu for row in (*targets, *rows)) and not any(map(torch.Tensor.is_neg, targets)):
         torch._foreach_copy_(list(targets), list(rows))  # all at once: there may be thousands
         return
     pairs = list(zip(targets, rows, strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -71,6 +73,32 @@ def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     return HeldValues(range(len(plan.keys))) if sinks is Views.HELD else RowSink(sinks)
 
 
+def unshare(values: Values, sinks: Sequence[torch.Tensor]) -> None:
+    """Replace by copies those values that lie, wholly or in part, where others of their call will be written.
+
+    The answer to one request may be written before another request is made.
+    """
+    places = sorted(
+        [
+            (sink.data_ptr(), sink.data_ptr() + sink.nbytes, index)
+            for index, sink in enumerate(sinks)
+            if sink.nbytes
+        ]
+    )
+    for index, value in enumerate(values):
+        own = (
+            value.data_ptr(),
+            value.data_ptr() + value.nbytes,
+            index,
+        )  # a key may be written where it is read
+        at = bisect_left(places, (own[1],))
+        while at and places[at - 1][1] > own[0]:
+            at -= 1
+            if places[at] != own:
+                values[index] = value.clone()
+                break
+
+
 @dataclass(frozen=True, slots=True)
 class PushValues(PushCall):
     """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
@@ -99,6 +127,8 @@ class PushValues(PushCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
+        if isinstance(self.sinks, tuple) and len(plan.shares) > 1:
+            unshare(values, self.sinks)
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
         requests: list[Request] = []

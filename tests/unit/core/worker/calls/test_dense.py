@@ -11,6 +11,7 @@ from kvps.compression.policy import rules_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import home
 from kvps.core.worker import calls
+from kvps.core.worker.calls.dense import unshare
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite, Timeout, WorkerLost
 from kvps.protocol.envelope import ENTRIES_MAX, WINDOW, Message, Node, Role
@@ -1265,3 +1266,27 @@ class TestRelay:
         one.core.stores["kv"].feedback.use(rules_of("fp16"))
         self.begin(one)
         assert [message.early for message in one.sent(Declare)] == [False, False]
+
+
+# --- values and outputs that share memory ---------------------------------------------------------------
+
+
+def test_values_are_copied_where_others_of_their_call_are_written():
+    memory = torch.arange(12.0)
+    one, two, three = memory[:4], memory[4:8], memory[8:]
+    empty = memory[2:2]
+    for values, sinks, copied in [
+        ([one, two], [one, two], []),  # each where it is
+        ([one, two], [three, torch.empty(4)], []),
+        ([one, two], [two, one], [0, 1]),
+        ([one, one], [one, two], [1]),
+        ([one, two, three], [memory[2:6], torch.empty(4), three], [0, 1]),
+        ([one, empty, two], [empty, one, two], [0]),
+        ([empty, one], [one, empty], [1]),
+    ]:
+        given = list(values)
+        unshare(given, sinks)
+        assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (
+            copied
+        )
+        assert all(torch.equal(*pair) for pair in zip(given, values, strict=True))
