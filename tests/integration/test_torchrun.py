@@ -23,7 +23,8 @@ QUICK = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 RANK = """
 import os
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT", "KVPS_SCHEDULER")
-print("rank {} of {} local {} restart {} at {}".format(*map(os.environ.get, names)), flush=True)
+line = "rank {} of {} local {} restart {} at {}\\n".format(*map(os.environ.get, names))
+print(line, end="", flush=True)  # the ranks of an agent share its output
 """
 STAY = (
     RANK
@@ -100,7 +101,7 @@ for step in range(start, 6):
 aside = dist.new_group(backend="gloo")
 dist.all_reduce(one, group=aside)
 dist.destroy_process_group()
-print("rank", rank, "began at", start, flush=True)
+print(f"rank {rank} began at {start}\\n", end="", flush=True)
 """
 
 
@@ -141,7 +142,8 @@ for step in range(kv.resume("w"), 8):
         os._exit(9)
     kv.pushpull("w", torch.full((4,), kv.rank + 1.0 + step), out=(out := torch.empty(4)))
 assert kv.rank == int(os.environ["RANK"])
-print("rank", kv.rank, "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], out.tolist(), flush=True)
+restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+print(f"rank {kv.rank} restart {restart} {out.tolist()}\\n", end="", flush=True)
 kv.close()
 """
 

@@ -49,6 +49,8 @@ ADDRESS_MAX = 256
 """Bytes of HOST:PORT."""
 ALL_HERE_MAX_S = 60.0
 """Seconds until all ranks of a group must have agreed on it, once each was here once."""
+RETURN_MAX_S = 30.0
+"""Seconds that the replacement of a rank that was lost is waited for: a launcher may be starting all ranks again."""
 LOOK_EVERY_S = 0.02
 REFUSED = "kvps.refused"
 """The key of torch's store, with a rank, that says why that rank could not make its group."""
@@ -257,27 +259,30 @@ def _await_all(store: Store, session: Any, until: float) -> None:
     """
     ranks = range(session.info.workers)
     pause_s = LOOK_EVERY_S * max(1.0, len(ranks) / RANKS_AT_ONCE)
-    look = time.monotonic() + LOOK_FOR_MISSING_S
+    begun = time.monotonic()
+    look = begun + LOOK_FOR_MISSING_S
     while not store.check([f"kvps.{one}" for one in ranks]):
         now = time.monotonic()
         if now > look:
-            _demand_others(store, session, now > until)
+            may_return = now < begun + RETURN_MAX_S
+            _demand_others(store, session, is_late=now > until, may_return=may_return)
             look = now + max(LOOK_FOR_MISSING_S, 10 * pause_s)
         time.sleep(pause_s)
 
 
-def _demand_others(store: Store, session: Any, is_late: bool) -> None:
+def _demand_others(store: Store, session: Any, *, is_late: bool, may_return: bool) -> None:
     """Refuse to wait for a rank that cannot come.
 
     Raises:
-        WorkerLost: if one has ended, or ``is_late``.
+        WorkerLost: if one has ended, or ``is_late``. One that is lost has not, while it ``may_return``.
         ConfigError: if one was refused.
     """
     missing = [one for one in range(session.info.workers) if not store.check([f"kvps.{one}"])]
     for one in missing:
         if store.check([refused := f"{REFUSED}.{one}"]):
             raise ConfigError(f"rank {one} was refused: {store.get(refused).decode()}")
-    gone = [one for one in missing if not _is_there(session, one)]
+    lost = session.info.workers_in("lost") if may_return else []
+    gone = [one for one in missing if not _is_there(session, one) and one not in lost]
     if missing and (gone or is_late):
         reason = "ended first" if gone else "did not begin in time"
         raise WorkerLost(
