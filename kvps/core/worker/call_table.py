@@ -276,6 +276,11 @@ class CallTable:
                     yield from self.refused(request, error, now)
                 elif not link.ready:
                     link.refusal = str(error)
+                elif link.has_sent(message.seq):
+                    # Its call is over, for instance since another server refused it for the same reason.
+                    yield Note(
+                        "debug", f"a call that is over was refused by {link.route!r}: {error}"
+                    )
                 else:
                     yield Note("warning", str(error))
             case p.Answer():

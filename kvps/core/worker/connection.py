@@ -271,6 +271,10 @@ class Connection:
             self.look(now)
         return request
 
+    def has_sent(self, seq: int) -> bool:
+        """Whether a request had this number, perhaps long ago."""
+        return 0 < seq <= self._seq
+
     def look(self, now: float) -> None:
         """Note whether some payload is away now."""
         if self._sending_since is None:

@@ -48,7 +48,7 @@ from kvps.protocol.membership import (
     View,
     Welcome,
 )
-from kvps.protocol.stores import Declare, Declared, Optimize, Piece, Place, Rate
+from kvps.protocol.stores import Declare, Declared, Open, Optimize, Piece, Place, Rate
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Stand
 from tests.support.worker_harness import (
     Bench,
@@ -612,6 +612,16 @@ class TestRefusals:
         flush = one.call(calls.Flush("kv"))
         one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
         assert one.is_done(flush)
+
+    def test_of_the_other_parts_are_no_warnings(self) -> None:
+        one = Bench()
+        one.open()
+        first = one.call(calls.OpenStore("kv", opened(average=True), 1.0))
+        asked = [one.seqs(Open, server)[-1] for server in (0, 1)]
+        for server in (0, 1):
+            one.server(server, Error(asked[server], Mismatch.code, "opened without average"))
+        assert str(one.error(first)) == "opened without average"
+        assert [note for note in one.notes() if "warning" in note] == []
 
     def test_of_nothing_we_know_are_logged(self) -> None:
         one = small()
