@@ -282,10 +282,10 @@ class _Replay:
 
 CALLS = {
     *("start", "on_call", "on_join", "on_uplink", "leave", "member.leave"),
-    *("on_stop", "on_conclude", "on_disk", "on_memory"),
+    *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory"),
 }
 """The methods of cores that a record may name."""
-_PLAIN = {"start", "on_stop", "on_conclude"}
+_PLAIN = {"start", "on_stop", "on_conclude", "on_measure"}
 
 
 def _sent_after(events: list[Event], index: int) -> deque[Event]:
