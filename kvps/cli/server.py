@@ -106,6 +106,13 @@ def _main(argv: Sequence[str]) -> int:
     if not bind:
         bind = config.server_bind(scheduler, is_allowed)
     config.demand_loopback(bind, is_allowed)
+    folder = parsed.checkpoint_dir or config.checkpoint_dir()
+    every_s = config.checkpoint_every_s(parsed.checkpoint_every)
+    if every_s and folder is None:
+        raise ConfigError(
+            f"--checkpoint-every {every_s:g} (KVPS_CHECKPOINT_EVERY) has no directory to write to: give "
+            "--checkpoint-dir DIR (KVPS_CHECKPOINT_DIR)"
+        )
 
     let_threads_sleep()
     # Loading torch makes a million objects, all to stay. The collector would look at them again and again, for a
@@ -127,8 +134,8 @@ def _main(argv: Sequence[str]) -> int:
         keys=keys,
         http=flags.http_of(parsed),
         limits=limits,
-        checkpoint_dir=parsed.checkpoint_dir or config.checkpoint_dir(),
-        checkpoint_every_s=config.checkpoint_every_s(parsed.checkpoint_every),
+        checkpoint_dir=folder,
+        checkpoint_every_s=every_s,
     )
 
 

@@ -86,6 +86,7 @@ def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
         ("server", ["--threads", "0"], "--threads"),
         ("server", ["--rank", "-1"], "--rank"),
         ("server", ["--plugin", "no_such_module"], "no_such_module"),
+        ("server", ["--checkpoint-every", "5"], "--checkpoint-dir DIR"),
         ("worker", [], "-- python train.py"),
         ("worker", ["--rank", "x", "--", sys.executable], "--rank='x'"),
         ("worker", ["--", "no-such-program"], "no-such-program"),
