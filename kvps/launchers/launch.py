@@ -426,7 +426,8 @@ class Launch:
             self._give_up_draining(f"{child.name} ended with exit code {code}")
         elif self._stage is LaunchStage.GOING:
             hint = ""
-            if child.role == "scheduler" and not self._plan.max_restarts:
+            is_final = bool(self._plan.max_restarts) or code == EXIT_CONFIG
+            if child.role == "scheduler" and not is_final:
                 hint = " (with --max-restarts it would have been started again)"
             log.error("%s ended with exit code %d; ending the job%s", child.name, code, hint)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)

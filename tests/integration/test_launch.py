@@ -222,6 +222,16 @@ def test_a_scheduler_that_is_asked_to_stop_is_not_started_again(processes: Proce
     processes.check_nothing_left()
 
 
+def test_a_scheduler_with_a_wrong_flag_is_not_promised_a_restart(
+    processes: Processes, tmp_path: Path
+) -> None:
+    launched = processes.kvps(
+        "launch", "-n", 1, "--keys", tmp_path / "none", "--", sys.executable, "-c", ""
+    )
+    assert launched.wait() == 78
+    launched.expect("scheduler ended with exit code 78; ending the job\n")
+
+
 def test_a_scheduler_that_is_killed_ends_everything(processes: Processes) -> None:
     script = processes.script(SUM + "import time; time.sleep(60)")
     launched = launch(processes, script, "-n", 1)
