@@ -127,9 +127,12 @@ def export(
     """Write the weights of one store to a safetensors file; return the exit code.
 
     Raises:
-        ConfigError: if there are several stores and none is named, or there is none of that name.
+        ConfigError: if there are several stores and none is named, or there is none of that name; or if ``file`` is a
+            directory.
         StorageError: if the cut cannot be read, or the file cannot be written.
     """
+    if Path(file).is_dir():
+        raise ConfigError(f"cannot write {file}: it is a directory; name the file to write last")
     screen = _screen(out)
     cut = choose(all_cuts(folders), number, tag)
     snapshots = _images(cut, screen)

@@ -82,6 +82,11 @@ def _main(argv: Sequence[str]) -> int:
     action = argv[0]
     parsed = _parser(action).parse_args(argv[1:])
     flags.start_log(NAME, parsed)
+    if action == "export" and not parsed.folders and config.checkpoint_dir() is None:
+        raise ConfigError(
+            f"export needs DIR and FILE, and was given {parsed.file} only: name the directory of checkpoints, and "
+            "then the file to write"
+        )
     folders = _folders(parsed.folders)
     number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)
     # This loads rich and torch, which --help does not wait for.

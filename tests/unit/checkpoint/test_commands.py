@@ -263,10 +263,21 @@ def test_a_file_that_cannot_be_written_leaves_the_older_one(tmp_path: Path, caps
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    for file in (tmp_path / "none" / "model", tmp_path / "file" / "model", tmp_path / "full"):
+    for file in (tmp_path / "none" / "model", tmp_path / "file" / "model"):
         assert called("export", tmp_path / "ckpt", file) == 1
         assert f"cannot write {file}: " in capsys.readouterr().err
+    for folder in (tmp_path / "full", ".", "/"):
+        assert called("export", tmp_path / "ckpt", folder) == EXIT_CONFIG
+        assert f"cannot write {folder}: it is a directory" in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"ckpt", "file", "full"}
+
+
+def test_an_export_with_one_name_lacks_the_other(
+    tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVPS_CHECKPOINT_DIR", raising=False)
+    assert called("export", tmp_path) == EXIT_CONFIG
+    assert f"export needs DIR and FILE, and was given {tmp_path} only" in capsys.readouterr().err
 
 
 def test_a_key_that_safetensors_cannot_name(tmp_path: Path, capsys: Output) -> None:
