@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 
@@ -501,6 +501,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Refuse: the store would not know their keys."""
         raise ConfigError(
             "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied, as its store does.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this process to the "
+            "job. Save optimizer.state_dict(), and copy the model alone"
         )
 
     def __repr__(self) -> str:

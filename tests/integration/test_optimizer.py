@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import sys
 import threading
@@ -801,6 +802,14 @@ def test_arguments_that_cannot_be(options: dict[str, Any], told: str) -> None:
     sgd = torch.optim.SGD(net().parameters(), lr=0.1)
     with kvps.LocalCluster(), pytest.raises(kvps.KvpsError, match=told):
         DistributedOptimizer(sgd, **options)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
+    sgd = torch.optim.SGD(net().parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(sgd, kvstore="local")
+    with pytest.raises(kvps.ConfigError, match=r"cannot be pickled or copied.*state_dict"):
+        way(optimizer)
 
 
 def test_a_store_of_the_users_own() -> None:
