@@ -104,8 +104,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """Create a table, or find it; also called for a known table, which another worker may not have."""
 
     @abc.abstractmethod
-    def _close(self) -> None:
-        """Flush, and release the resources of the store."""
+    def _close(self, limit_s: float) -> None:
+        """Flush within ``limit_s`` seconds, and release the resources of the store."""
 
     @property
     @abc.abstractmethod
@@ -576,15 +576,15 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         return {}
 
-    def staleness(self) -> dict[str, int]:
+    def staleness(self, *, timeout: float | None = None) -> dict[str, int]:
         """Return for each key how many pushes this rank is ahead of the slowest live rank."""
         return dict.fromkeys(self._specs, 0)
 
-    def stragglers(self) -> list[Straggler]:
+    def stragglers(self, *, timeout: float | None = None) -> list[Straggler]:
         """Return the ranks that open rounds wait for, one entry per rank, oldest round first."""
         return []
 
-    def dropped_rounds(self) -> dict[str, int]:
+    def dropped_rounds(self, *, timeout: float | None = None) -> dict[str, int]:
         """Return key -> the number of rounds that were dropped because their sums were not finite.
 
         Where each push is applied by itself, pushes are counted. Keys without dropped rounds are omitted.
@@ -596,7 +596,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         return {}
 
-    def metrics(self, *, servers: bool = False) -> dict[str, float]:
+    def metrics(self, *, servers: bool = False, timeout: float | None = None) -> dict[str, float]:
         """Return the numbers of this store and worker, for an experiment tracker: name -> number.
 
         The names are those of ``kvps.store.metrics.NAMES``, the same in every kind of store; the
@@ -606,6 +606,7 @@ class KVStore(KVStoreBase, abc.ABC):
         Args:
             servers: also ask the servers, in one round trip, for the numbers of
                 ``kvps.store.metrics.SERVER_NAMES``: staleness, lateness, dropped and open rounds.
+            timeout: see :class:`KVStore`.
 
         Example:
             >>> import torch, kvps
@@ -625,14 +626,14 @@ class KVStore(KVStoreBase, abc.ABC):
         if servers:
             self._begin()
             found.update(dict.fromkeys(SERVER_NAMES, 0))
-            found.update(self._server_figures())
+            found.update(self._server_figures(self._limit(timeout)))
         return found
 
     def _figures(self) -> dict[str, float]:
         """Return what this kind of store knows of itself, by name; sends nothing."""
         return {}
 
-    def _server_figures(self) -> dict[str, float]:
+    def _server_figures(self, limit_s: float) -> dict[str, float]:
         """Return what the servers know, by name."""
         return {}
 
@@ -746,15 +747,15 @@ class KVStore(KVStoreBase, abc.ABC):
         self._call(calls.SetRate(self._name, changed.number("lr")), timeout)
         self._hyper = changed
 
-    def save_optimizer_states(self, path: str) -> None:
+    def save_optimizer_states(self, path: str, *, timeout: float | None = None) -> None:
         """Write the optimizer's state of every key to a safetensors file.
 
         Raises:
             ConfigError: without an optimizer. StorageError: if the file cannot be written.
         """
-        optimizer_state.save(path, self._optimizer(), self.optimizer_states())
+        optimizer_state.save(path, self._optimizer(), self.optimizer_states(timeout=timeout))
 
-    def optimizer_states(self) -> optimizer_state.States:
+    def optimizer_states(self, *, timeout: float | None = None) -> optimizer_state.States:
         """Return the optimizer's state of every key that was updated, on the CPU.
 
         Returns:
@@ -766,10 +767,10 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         self._optimizer()
-        states: Any = self._call(calls.SaveState(self._name))
+        states: Any = self._call(calls.SaveState(self._name), timeout)
         return {key: state for key, state in states.items() if state[0]}
 
-    def load_optimizer_states(self, path: str) -> None:
+    def load_optimizer_states(self, path: str, *, timeout: float | None = None) -> None:
         """Load the file of :meth:`save_optimizer_states`; every rank calls, rank 0's call counts.
 
         Raises:
@@ -777,24 +778,26 @@ class KVStore(KVStoreBase, abc.ABC):
             StorageError: if the file cannot be read.
         """
         self._begin()
-        with self._all_fail(LOAD):
+        with self._all_fail(LOAD, timeout):
             states = optimizer_state.load(path, self._optimizer(), self._specs)
-        self.set_optimizer_states(states)
+        self.set_optimizer_states(states, timeout=timeout)
 
-    def set_optimizer_states(self, states: optimizer_state.States) -> None:
+    def set_optimizer_states(
+        self, states: optimizer_state.States, *, timeout: float | None = None
+    ) -> None:
         """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts.
 
         Raises:
             Mismatch: if a state does not fit its key or the optimizer. KeyNotFound: for an unknown key.
         """
         self._begin()
-        with self._all_fail(LOAD):
+        with self._all_fail(LOAD, timeout):
             self._optimizer()
             if self.rank == 0:
-                self._begin_on(list(states), None)  # another rank may have initialised them
+                self._begin_on(list(states), timeout)  # another rank may have initialised them
                 fitting = optimizer_state.fitting(states, self._specs, "the given dict")
-                self._call(calls.LoadState(self._name, fitting))
-        self.barrier(LOAD)
+                self._call(calls.LoadState(self._name, fitting), timeout)
+        self.barrier(LOAD, timeout=timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------
 
@@ -840,7 +843,9 @@ class KVStore(KVStoreBase, abc.ABC):
 
     # --- compression ------------------------------------------------------------------------------
 
-    def set_gradient_compression(self, compression_params: str | Mapping[str, Any]) -> None:
+    def set_gradient_compression(
+        self, compression_params: str | Mapping[str, Any], *, timeout: float | None = None
+    ) -> None:
         """Push fewer bytes: gradients are compressed from the next push on.
 
         The residual of each push is kept here and added to the next push of that key (error feedback), so
@@ -865,6 +870,7 @@ class KVStore(KVStoreBase, abc.ABC):
                 * ``min_bytes``: smaller keys travel as they are; 65536, or 0 for all;
                 * ``rules``: a list of dicts with a ``pattern``, such as ``"embed*"``, and the
                   parameters of the keys that match it; the first that matches decides.
+            timeout: see :class:`KVStore`.
 
         Raises:
             ConfigError: naming the unknown or invalid parameter, and the valid ones.
@@ -881,10 +887,10 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         rules = rules_of(compression_params)
-        self._call(calls.Compress(self._name, rules))
+        self._call(calls.Compress(self._name, rules), timeout)
         self._requests.compression = rules
 
-    def compression_state(self) -> dict[str, torch.Tensor]:
+    def compression_state(self, *, timeout: float | None = None) -> dict[str, torch.Tensor]:
         """Return the compression residuals of this rank's pushes, by key.
 
         To continue a training, give them to :meth:`load_compression_state`. Each is a float32 tensor on
@@ -892,13 +898,15 @@ class KVStore(KVStoreBase, abc.ABC):
         second value on are called ``key@1`` and so on.)
         """
         self._begin()
-        residuals: Any = self._call(calls.SaveResiduals(self._name))
+        residuals: Any = self._call(calls.SaveResiduals(self._name), timeout)
         return {
             key: residual.view(self._specs[key].shape) if key in self._specs else residual
             for key, residual in residuals.items()
         }
 
-    def load_compression_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_compression_state(
+        self, state: Mapping[str, torch.Tensor], *, timeout: float | None = None
+    ) -> None:
         """Load the result of :meth:`compression_state`, replacing the present residuals.
 
         Raises:
@@ -913,15 +921,16 @@ class KVStore(KVStoreBase, abc.ABC):
                     f"the state of this model"
                 )
         residuals = {key: residual.float().reshape(-1) for key, residual in state.items()}
-        self._call(calls.LoadResiduals(self._name, residuals))
+        self._call(calls.LoadResiduals(self._name, residuals), timeout)
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, timeout: float | None = None) -> None:
         """Flush, and close this store; closing again does nothing."""
         if not self._is_closed:
+            limit_s = self._limit(timeout)
             self._is_closed = True
-            self._close()
+            self._close(limit_s)
             self._raise_later()
 
     def __enter__(self) -> KVStore:
@@ -973,13 +982,13 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._start(call, self._limit(timeout)).wait()
 
     @contextmanager
-    def _all_fail(self, barrier: str) -> Iterator[None]:
+    def _all_fail(self, barrier: str, timeout: float | None) -> Iterator[None]:
         """If the block fails here, fail it on all ranks, which meet at a barrier after it."""
         try:
             yield
         except REFUSED as error:
             with suppress(KvpsError):  # the answer is this error, or another rank's
-                self._call(calls.StandAtBarrier(self._name, barrier, error))
+                self._call(calls.StandAtBarrier(self._name, barrier, error), timeout)
             raise
 
     def _optimizer(self) -> HyperParams:

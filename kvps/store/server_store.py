@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -112,10 +113,10 @@ class DistStore(KVStore):
             for name, spec in self._specs.items()
         }
 
-    def staleness(self) -> dict[str, int]:
+    def staleness(self, *, timeout: float | None = None) -> dict[str, int]:
         """Return for each key by how many pushes this rank is ahead of the slowest live one."""
         self._begin()
-        return self._ahead(self._status())
+        return self._ahead(self._status(self._limit(timeout)))
 
     def _ahead(self, answers: list[StatusIs]) -> dict[str, int]:
         live = self._live()
@@ -128,11 +129,11 @@ class DistStore(KVStore):
                 ahead[key] = max(ahead.get(key, 0), lead)
         return ahead
 
-    def stragglers(self) -> list[Straggler]:
+    def stragglers(self, *, timeout: float | None = None) -> list[Straggler]:
         """Return the ranks that open rounds wait for, one entry per rank, oldest round first."""
         self._begin()
         oldest: dict[int, Straggler] = {}
-        for answer in self._status():
+        for answer in self._status(self._limit(timeout)):
             for pending in answer.rounds:
                 for rank in pending.missing:
                     known = oldest.get(rank)
@@ -140,11 +141,11 @@ class DistStore(KVStore):
                         oldest[rank] = Straggler(rank, pending.key, pending.number, pending.age_s)
         return sorted(oldest.values(), key=lambda straggler: -straggler.age_s)
 
-    def dropped_rounds(self) -> dict[str, int]:
+    def dropped_rounds(self, *, timeout: float | None = None) -> dict[str, int]:
         """Return key -> the number of rounds that were dropped because their sums were not finite."""
         self._begin()
         dropped: dict[str, int] = {}
-        for answer in self._status():
+        for answer in self._status(self._limit(timeout)):
             for key, count in answer.dropped.items():
                 dropped[key] = max(dropped.get(key, 0), count)  # every server of it says the same
         return dropped
@@ -153,8 +154,8 @@ class DistStore(KVStore):
         figures = self._session.figures(self._name)
         return {"servers": self._session.info.servers, **figures, "keys": len(self._specs)}
 
-    def _server_figures(self) -> dict[str, float]:
-        answers = self._status()
+    def _server_figures(self, limit_s: float) -> dict[str, float]:
+        answers = self._status(limit_s)
         return of_servers(answers, self.rank, self._ahead(answers))
 
     # --- for front ends -------------------------------------------------------------------------------
@@ -211,11 +212,11 @@ class DistStore(KVStore):
         assert isinstance(tensors, list)
         return tensors
 
-    def _close(self) -> None:
+    def _close(self, limit_s: float) -> None:
         if self._session.is_over:
             return
         try:
-            self._call(calls.Flush(self._name))
+            self._start(calls.Flush(self._name), limit_s).wait()
         except KvpsError as error:
             self._later.append(error)
 
@@ -226,9 +227,9 @@ class DistStore(KVStore):
 
     # --- small things -------------------------------------------------------------------------------
 
-    def _status(self) -> list[StatusIs]:
-        answers: list[StatusIs] = self._call(calls.AskStatus(self._name))
-        return answers
+    def _status(self, limit_s: float) -> list[StatusIs]:
+        answers: Any = self._start(calls.AskStatus(self._name), limit_s).wait()
+        return list(answers)
 
     def _live(self) -> set[int]:
         return set(self._session.info.workers_in("held"))

@@ -112,7 +112,7 @@ class AllreduceStore(KVStore):
         """Whether the store can do ``capability``: there are no servers to run an optimizer."""
         return KVStore.is_capable(capability) and capability != KVStoreBase.OPTIMIZER
 
-    def stragglers(self) -> list[Straggler]:
+    def stragglers(self, *, timeout: float | None = None) -> list[Straggler]:
         """Return the ranks that this one waits for in a sum that it has begun."""
         self._begin()
         collective, since = self._queue.now, self._queue.since
@@ -322,9 +322,9 @@ class AllreduceStore(KVStore):
         super().__exit__(kind, error, trace)
         self.abandon()  # the others wait for this rank, and are to know that it does not come
 
-    def _close(self) -> None:
-        if not self._queue.flush(self._timeout_s):
-            self._later.append(self._late("close()", self._timeout_s))
+    def _close(self, limit_s: float) -> None:
+        if not self._queue.flush(limit_s):
+            self._later.append(self._late("close()", limit_s))
         self.abandon()
 
     def abandon(self) -> None:
