@@ -147,6 +147,27 @@ def test_passes_are_added_up(name: str, on_store: bool, way: str) -> None:
     assert_all(run(2, work), alone(name, passes=2))
 
 
+def test_arguments_may_be_given_by_position() -> None:
+    """A script may leave out the names, in the order of the signature."""
+
+    def work(rank: int) -> Weights:
+        model = net(seed=rank)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(
+            sgd, model.named_parameters(), "dist_sync", None, 2, "sum", True
+        )
+        for _ in range(2):
+            loss_of(model, part(rank, 2)).backward()
+        optimizer.step()
+        return weights(model)
+
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    (4 * loss_of(model, slice(24))).backward()  # two passes of two workers are summed
+    sgd.step()
+    assert_all(run(2, work), weights(model))
+
+
 def test_what_no_pass_has_sent_leaves_with_the_step() -> None:
     """The last batches of an epoch may be fewer than make up a step."""
 
