@@ -568,7 +568,9 @@ class KVStore(KVStoreBase, abc.ABC):
         return last
 
     def placement(self) -> dict[str, tuple[Part, ...]]:
-        """Return the server of each element range of each key; empty without servers.
+        """Return the server of each element range of each key.
+
+        In a store of one process this is server 0, its own; in an allreduce store nothing.
 
         Example:
             >>> kv.placement()["bias"]  # doctest: +SKIP
