@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Protocol, overload
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvps.compression.policy import KeyCompression
@@ -30,6 +32,8 @@ every message lies elsewhere, each address costs 670 bytes per key."""
 
 Numbers = int | Sequence[int]
 """One number for each key of a plan, or one number for all of them."""
+Sizes = npt.NDArray[np.int64]
+"""Bytes of each key of a plan."""
 
 
 class Tensors(Protocol):
@@ -329,6 +333,14 @@ class TransferPlan:
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
+    _sizes: Sizes | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Bytes of each key."""
+        if self._sizes is None:
+            self._sizes = np.array([key.spec.nbytes for key in self.keys], np.int64)
+        return self._sizes
 
     @property
     def payload_bytes(self) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from kvps import protocol as p
@@ -42,6 +42,7 @@ from kvps.core.worker.consistent_read import (
 from kvps.core.worker.plan import (
     CompressionGroup,
     Numbers,
+    Sizes,
     Tensors,
     TransferPlan,
     alike,
@@ -73,30 +74,30 @@ def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
     return HeldValues(range(len(plan.keys))) if sinks is Views.HELD else RowSink(sinks)
 
 
-def unshare(values: Values, sinks: Sequence[torch.Tensor]) -> None:
+def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None:
     """Replace by copies those values that lie, wholly or in part, where others of their call will be written.
 
-    The answer to one request may be written before another request is made.
+    The answer to one request may be written before another request is made. A key may be written where it is read.
+
+    Args:
+        values: one contiguous tensor for each key.
+        sinks: one for each key, of the same size.
+        sizes: bytes of each key.
     """
-    places = sorted(
-        [
-            (sink.data_ptr(), sink.data_ptr() + sink.nbytes, index)
-            for index, sink in enumerate(sinks)
-            if sink.nbytes
-        ]
-    )
-    for index, value in enumerate(values):
-        own = (
-            value.data_ptr(),
-            value.data_ptr() + value.nbytes,
-            index,
-        )  # a key may be written where it is read
-        at = bisect_left(places, (own[1],))
-        while at and places[at - 1][1] > own[0]:
-            at -= 1
-            if places[at] != own:
-                values[index] = value.clone()
-                break
+    own_starts = np.fromiter(map(torch.Tensor.data_ptr, values), np.int64, len(sizes))
+    starts = np.fromiter(map(torch.Tensor.data_ptr, sinks), np.int64, len(sizes))
+    starts[sizes == 0] = 0  # what is empty lies nowhere
+    order = np.argsort(starts)
+    in_order = starts[order]
+    # The highest address of each sink in the order of memory, and those before it.
+    reaches = np.maximum.accumulate(in_order + sizes[order])
+    # How many sinks begin before the end of each value.
+    before = np.searchsorted(in_order, own_starts + sizes)
+    is_shared = (before > 0) & (reaches[before - 1] > own_starts) & (sizes > 0)
+    if (in_order[1:] >= reaches[:-1]).all():  # else another key is written to the same place
+        is_shared &= own_starts != starts
+    for index in np.flatnonzero(is_shared).tolist():
+        values[index] = values[index].clone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class PushValues(PushCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
         if isinstance(self.sinks, tuple) and len(plan.shares) > 1:
-            unshare(values, self.sinks)
+            unshare(values, self.sinks, plan.sizes)
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
         requests: list[Request] = []

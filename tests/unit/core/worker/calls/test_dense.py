@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -1281,11 +1282,12 @@ def test_values_are_copied_where_others_of_their_call_are_written():
         ([one, two], [two, one], [0, 1]),
         ([one, one], [one, two], [1]),
         ([one, two, three], [memory[2:6], torch.empty(4), three], [0, 1]),
-        ([one, empty, two], [empty, one, two], [0]),
-        ([empty, one], [one, empty], [1]),
+        ([one, empty, two], [two, empty, torch.empty(4)], [2]),
+        ([empty, one], [memory[1:1], one], []),
+        ([one, two, three], [one, torch.empty(4), memory[2:6]], [0, 1]),
     ]:
         given = list(values)
-        unshare(given, sinks)
+        unshare(given, sinks, np.array([one.nbytes for one in sinks]))
         assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (
             copied
         )
