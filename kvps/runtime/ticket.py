@@ -242,7 +242,10 @@ class Handle:
 
         It must not block there.
         """
-        self._ticket.when_over(tell)
+        call = tell
+        for ticket in (self._ticket, *self._before):
+            call = functools.partial(ticket.when_over, call)
+        call()
 
     def wait(self) -> object:
         """Wait until the call is done; return its result.

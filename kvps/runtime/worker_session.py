@@ -353,7 +353,7 @@ def leave_at_exit(session: WorkerSession, is_guarded: bool, timeout_s: float) ->
             except KvpsError as error:
                 log.error("at exit: %s", error)  # the text says all
                 code = 1
-        session.leave(code == 0, code, f"exit code {code}", say=not is_guarded)
+        session.leave(code == 0, code, "", say=not is_guarded)
         if code != ending.exit_code:
             end_process(code)
 

@@ -103,7 +103,7 @@ def test_the_table(processes: Processes, tmp_path: Path) -> None:
 def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     sweep = ("--sweep", "keys", "--at", "1", "10", "--systems", "gloo", "--plot", "plots")
     bench = compared(processes, *sweep, "--rounds", "2", "--repeat", "1")
-    assert bench.wait() == 0, bench
+    assert bench.wait(120) == 0, bench
     assert "│ gloo " in bench.out
     assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
@@ -138,7 +138,7 @@ class TestNetwork:
 
     @pytest.mark.thorough
     def test_links_carry_the_model(self, network: Process, tmp_path: Path) -> None:
-        assert network.wait(60) == 0, network
+        assert network.wait(180) == 0, network
         assert "workers 0 to 1" in network.out
         found = json.loads((tmp_path / "figures.json").read_text())
         rows = {row["system"]: row for row in found["rows"]}

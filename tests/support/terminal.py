@@ -7,10 +7,17 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
 import time
+
+
+def _own() -> None:
+    """Take the terminal, in the new process; Ctrl-C ends it also if our own shell had us ignore it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -27,7 +34,7 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_own,
             env={**plain, "TERM": "xterm-256color", **env},
         )
         os.close(inner)

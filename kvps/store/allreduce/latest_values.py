@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -111,6 +112,23 @@ class CollectiveTicket(Ticket):
         return time.monotonic() > self._deadline or all(
             collective.done() for collective in self._collectives
         )
+
+    def when_over(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when all collectives are over: now if they are, else in the thread that makes them."""
+        left: set[Future[list[torch.Tensor]]] = set(self._collectives)
+        lock = threading.Lock()
+
+        def over(collective: Future[list[torch.Tensor]]) -> None:
+            with lock:
+                left.discard(collective)
+                is_last = not left
+            if is_last:
+                tell()
+
+        if not left:
+            tell()
+        for collective in list(left):
+            collective.add_done_callback(over)
 
     def wait(self) -> object:
         """Wait; return what was read of each key.

@@ -143,7 +143,7 @@ class TestJoining:
             one.text for one in talk.effects if isinstance(one, Note) and one.level == "warning"
         ]
         assert said == [
-            f"has waited {waited} s for its place in the job: {missing}; 'kvps doctor' finds out why"
+            f"this worker has waited {waited} s for its place in the job: {missing}; 'kvps doctor' finds out why"
             for waited in (30, 60, 120)
         ]
         talk.hear(view(1))

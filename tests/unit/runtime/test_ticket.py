@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvps.errors import KvpsError, Timeout
-from kvps.runtime.ticket import ShortTurns, Ticket
+from kvps.runtime.ticket import Handle, ShortTurns, Ticket
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +107,13 @@ class TestTicket:
         ticket.end(1, None)
         ticket.end(2, None)
         assert ticket.wait() == 2
+
+
+def test_a_call_of_several_tickets_is_over_with_the_last_of_them() -> None:
+    tickets = [Ticket() for _ in range(3)]
+    handle, told = Handle(tickets[0], lambda: None, tickets[1:]), list[bool]()
+    handle.when_over(lambda: told.append(handle.done()))
+    for ticket in tickets:
+        assert told == []
+        ticket.end(None, None)
+    assert told == [True]

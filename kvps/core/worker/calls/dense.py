@@ -84,6 +84,10 @@ def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None
         sinks: one for each key, of the same size.
         sizes: bytes of each key.
     """
+    if len(sizes) == 1:  # usual, and all these small arrays would take longer than its message
+        if 0 < abs(values[0].data_ptr() - sinks[0].data_ptr()) < sizes[0]:
+            values[0] = values[0].clone()
+        return
     own_starts = np.fromiter(map(torch.Tensor.data_ptr, values), np.int64, len(sizes))
     starts = np.fromiter(map(torch.Tensor.data_ptr, sinks), np.int64, len(sizes))
     starts[sizes == 0] = 0  # what is empty lies nowhere

@@ -136,3 +136,20 @@ def test_an_awaited_call_ends_with_its_time(queue):
     waiting = CollectiveTicket(["a"], values.of(["a"]), WAIT_S, wait)
     assert not waiting.is_over
     gate.set()
+
+
+def test_who_wants_to_know_is_told_when_all_collectives_are_over(queue):
+    values, gate, told = LatestValues(queue), threading.Event(), threading.Event()
+    values.begin(gives(1.0, names=["a"]), 0, WAIT_S)
+    values.begin(held(gate, names=["b", "c"]), 0, WAIT_S)
+    ticket = CollectiveTicket(["a", "b", "c"], values.of(["a", "b", "c"]), WAIT_S, wait)
+    ticket.when_over(told.set)
+    assert not told.is_set()
+    gate.set()
+    assert told.wait(WAIT_S)
+    again = threading.Event()
+    ticket.when_over(again.set)
+    assert again.is_set(), "they are over"
+    none = threading.Event()
+    CollectiveTicket([], [], WAIT_S, wait).when_over(none.set)
+    assert none.is_set()

@@ -1277,6 +1277,10 @@ def test_values_are_copied_where_others_of_their_call_are_written():
     one, two, three = memory[:4], memory[4:8], memory[8:]
     empty = memory[2:2]
     for values, sinks, copied in [
+        ([one], [one], []),
+        ([one], [two], []),
+        ([one], [memory[1:5]], [0]),
+        ([two], [memory[3:7]], [0]),
         ([one, two], [one, two], []),  # each where it is
         ([one, two], [three, torch.empty(4)], []),
         ([one, two], [two, one], [0, 1]),
