@@ -86,7 +86,7 @@ def test_a_server_that_is_killed_and_returns_to_a_checkpoint(processes: Processe
         assert same(record).is_same
 
 
-def test_the_flight_recorder_of_a_scheduler_replays(processes: Processes) -> None:
+def test_the_flight_recorder_of_a_scheduler_and_a_server_replays(processes: Processes) -> None:
     """It is there without a setting; SIGUSR1 writes it, and a program shows and replays it."""
     cluster = processes.scheduler(1, 1, KVPS_INSECURE="1")
     server = cluster.server()
@@ -105,10 +105,11 @@ def test_the_flight_recorder_of_a_scheduler_replays(processes: Processes) -> Non
     (processes.folder / "go").touch()
     assert worker.wait() == 0, worker
     (scheduler,) = (processes.folder / "records").glob("scheduler-*.record")
-    (record,) = records(processes.folder, "scheduler")
-    outcome = replay(record)
-    assert outcome.is_same, outcome
-    assert outcome.states
+    for role in ("scheduler", "server"):
+        (record,) = records(processes.folder, role)
+        outcome = replay(record)
+        assert outcome.is_same, (role, outcome)
+        assert outcome.states, role
     shown = processes.start("replay", BIN / "kvps", "replay", "--show", scheduler)
     assert shown.wait() == 0, shown
     assert "Hello(" in shown.out

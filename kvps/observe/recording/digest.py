@@ -139,7 +139,9 @@ class _Walk:
         """Return the attributes of an object; of memory only what was written to."""
         match f"{type(one).__module__}.{type(one).__qualname__}":
             case "kvps.core.server.chunks.slab.Chunk":
-                return [_without_gaps(one), one.buffer.holds, *_attributes(one, {"buffer"})]
+                # The short form does not record when readers have let go of a buffer.
+                holds = one.buffer.holds if self._values else None
+                return [_without_gaps(one), holds, *_attributes(one, {"buffer"})]
             case "kvps.core.embedding.id_index.IdIndex":
                 return [one._ids[: one.used], *_attributes(one, {"_ids"})]
             case "kvps.core.embedding.table.EmbeddingRows":
