@@ -23,7 +23,7 @@ ACTIONS = {
 ENVIRONMENT = f"""\
 {flags.EXIT_CODES}
 environment, where the flag or DIR is not given:
-  KVPS_CHECKPOINT_DIR  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
+  KVPS_CHECKPOINT_DIR, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
 FOLDERS = """\
 DIR is the directory that the servers share. If each server has its own directory, give all of them:
