@@ -301,7 +301,7 @@ def test_a_key_that_had_another_shape_in_the_checkpoint(
     )
     launch.expect("three elements")
     os.kill(processes.pids(r"kvps\.cli\.server")[0], signal.SIGKILL)
-    assert launch.wait(60.0) == 0, launch
+    assert launch.wait(120.0) == 0, launch
     assert "pulled [1.0, 1.0]" in launch.out, launch
     assert "pushed [5.0, 5.0]" in launch.out, launch
 

@@ -622,7 +622,7 @@ def test_after_a_timeout_the_merge_is_waited_for_again() -> None:
             weight.grad = torch.tensor([-1.0 - rank])
             if rank == 0:
                 for call in (optimizer.step, outer.pull):
-                    with pytest.raises(kvps.Timeout, match="waits for a push of rank 1"):
+                    with pytest.raises(kvps.Timeout):
                         call()
                 kv._timeout_s = 30.0
                 both_pushed.wait(30)
