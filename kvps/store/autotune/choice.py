@@ -3,8 +3,8 @@
 A front end knows its whole model before it opens its store, whose chunk size the first OPEN fixes. So :func:`settle` has
 :class:`~kvps.store.autotune.bench.Bench` time rounds of such a model, and :class:`~kvps.core.autotune.Search` decides.
 
-All ranks take every step together, in a control store: they first meet in a round of the key ``here``, exchange
-times in rounds of ``times``, and at last rank 0 writes ``choice``. A process that finds ``choice`` takes it, as the
+All ranks take every step together, in a control store: they first meet in a round of the key ``here``, rank 0 says in
+``met`` whether all came in time, they exchange times in rounds of ``times``, and at last rank 0 writes ``choice``. A process that finds ``choice`` takes it, as the
 replacement of a lost worker does. An error ends the trials and leaves the defaults: no call of a trial lasts longer
 than 20 s, and a missing rank is waited for :data:`MEET_MAX_S`.
 """
@@ -34,8 +34,8 @@ from kvps.store.server_store import DistStore
 
 log = logging.getLogger("kvps")
 VARIABLE = "KVPS_AUTOTUNE"
-HERE, CHOICE = "here", "choice"
-"""The keys of the control store: ranks that will try, and the settings that were chosen."""
+HERE, MET, CHOICE = "here", "met", "choice"
+"""The keys of the control store: ranks that will try, whether rank 0 saw all of them, and the settings that were chosen."""
 MEET_MAX_S, LIMIT_S = 60.0, 20.0
 """Seconds that a rank waits for the others to begin, and after which nothing more is tried."""
 CHUNKS = (192 << 10, 384 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20)
@@ -114,7 +114,7 @@ def _meet(control: DistStore) -> None:
         _AloneError: if rank 0 has not come; it will find that this rank has not come.
         KvpsError: if another rank has not come, or this process replaces one that had.
     """
-    one = torch.ones(1, device="cpu")
+    one, none = torch.ones(1, device="cpu"), torch.zeros(1, device="cpu")
     try:
         control.init(HERE, one, timeout=MEET_MAX_S)
     except Timeout as error:
@@ -127,9 +127,15 @@ def _meet(control: DistStore) -> None:
     try:
         control.pull(HERE, timeout=MEET_MAX_S)
     except Timeout as error:
+        if control.rank == 0:
+            control.init(MET, none)
         raise Timeout(
             f"not all ranks have come within {MEET_MAX_S:g} s. Set {VARIABLE} on every rank"
         ) from error
+    # The push of a rank that comes late completes the round, though rank 0 waits for it no more.
+    control.init(MET, one)
+    if not control.pull(MET).item():
+        raise Timeout(f"rank 0 had waited {MEET_MAX_S:g} s for this rank, and tries nothing")
 
 
 def _try(
