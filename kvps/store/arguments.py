@@ -148,19 +148,10 @@ class KnownKeys:
         self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
         """List of keys, as a user gave it -> their names."""
         self._forms: dict[tuple[str, ...], Form] = {}
-        self._doubted: set[str] = set()
-        """Keys that may have become others."""
-
-    def doubt(self) -> None:
-        """Ask again for each key when it is used next: servers may have others of these names."""
-        self._doubted = set(self.specs)
-        self._forms.clear()
 
     def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
         """Know these keys, which may have been others before."""
-        known = dict(specs)
-        self.specs.update(known)
-        self._doubted.difference_update(known)
+        self.specs.update(specs)
         self._forms.clear()
 
     def forget(self, names: Iterable[str]) -> None:
@@ -190,7 +181,7 @@ class KnownKeys:
         """Return those that are not known."""
         if names in self._forms:
             return ()
-        return tuple(name for name in names if name not in self.specs or name in self._doubted)
+        return tuple(name for name in names if name not in self.specs)
 
     def demand(self, names: tuple[str, ...]) -> None:
         """Check that all are known.

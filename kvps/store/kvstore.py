@@ -1009,8 +1009,7 @@ class KVStore(KVStoreBase, abc.ABC):
         names, is_many = self._keys.names_of(key)
         if unknown := self._keys.unknown(names):
             specs: Any = self._call(calls.Lookup(self._name, unknown), timeout)
-            self._keys.forget(unknown)
-            self._keys.declare([(name, spec) for name, spec in specs.items() if spec is not None])
+            self._specs.update({name: spec for name, spec in specs.items() if spec is not None})
             self._keys.demand(names)
         return names, is_many
 

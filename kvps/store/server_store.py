@@ -52,8 +52,6 @@ class DistStore(KVStore):
                 "give the second store another name="
             )
         self._session = session
-        self._epoch = session.info.epoch
-        """The epoch in which its keys are known."""
         self._opened = opened
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
@@ -191,15 +189,6 @@ class DistStore(KVStore):
         return Handle(ticket, lambda: ticket.value)
 
     # --- what a kind of store does --------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        epoch = self._session.info.epoch
-        if (
-            epoch != self._epoch
-        ):  # a key of the checkpoint may be another than a later broadcast made of it
-            self._epoch = epoch
-            self._keys.doubt()
-        super()._begin()
 
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
         if preemption.asked.is_heeded and isinstance(call, calls.PushValues | calls.PushKeyRows):

@@ -273,39 +273,6 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
     assert "server 1 ended with exit code 137; starting it again (1 of 3)" in launch.err
 
 
-RESHAPED = """
-import torch, kvps
-kv = kvps.create("dist_sync", timeout=60)
-kv.init("w", torch.zeros(2))
-kv.pushpull("w", torch.ones(2))
-kv.checkpoint()
-kv.broadcast("w", torch.ones(3), out=torch.empty(3))
-print("three elements", flush=True)
-try:
-    while True:
-        kv.pushpull("w", torch.ones(3))
-except kvps.EpochChanged:
-    print("pulled", kv.pull("w").tolist(), flush=True)
-print("pushed", kv.pushpull("w", torch.full((2,), 5.0)).tolist(), flush=True)
-"""
-
-
-def test_a_key_that_had_another_shape_in_the_checkpoint(
-    processes: Processes, tmp_path: Path
-) -> None:
-    script = processes.script(RESHAPED)
-    launch = processes.kvps(
-        "launch",
-        *("-n", 1, "-s", 1, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),
-        *("--", sys.executable, script),
-    )
-    launch.expect("three elements")
-    os.kill(processes.pids(r"kvps\.cli\.server")[0], signal.SIGKILL)
-    assert launch.wait(120.0) == 0, launch
-    assert "pulled [1.0, 1.0]" in launch.out, launch
-    assert "pushed [5.0, 5.0]" in launch.out, launch
-
-
 def test_a_local_store_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
     with kvps.create("local") as kv:

@@ -26,8 +26,6 @@ class ClusterInfo:
     """Number of servers in the job; 0 until this worker has joined."""
     members: tuple[Member, ...] = ()
     """The seats of the newest view."""
-    epoch: int = 0
-    """How often the servers have rolled back, as the newest view has it."""
     joins: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Store -> number of joins that are over, as far as this worker knows."""
 

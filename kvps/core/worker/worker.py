@@ -286,9 +286,8 @@ class Worker:
         welcome, view = self.member.welcome, self.member.view
         if welcome is not None:
             members = () if view is None else view.members
-            epoch = 0 if view is None else view.epoch
             self.info = ClusterInfo(
-                self.member.rank, welcome.workers, welcome.servers, members, epoch, self.info.joins
+                self.member.rank, welcome.workers, welcome.servers, members, self.info.joins
             )
 
     def _publish_joins(self, store: WorkerStore) -> None:
