@@ -238,9 +238,9 @@ class Handle:
         return self._ticket.is_over and all(one.is_over for one in self._before)
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when :meth:`wait` would return at once: now, or in the loop's thread.
+        """Call ``tell`` when the call is over: now if it is, else in another thread, where it must not block.
 
-        It must not block there.
+        That :meth:`wait` would raise Timeout by now does not end the call of an allreduce store.
         """
         call = tell
         for ticket in (self._ticket, *self._before):

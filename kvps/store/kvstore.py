@@ -22,7 +22,7 @@ from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.placement import Part
 from kvps.core.worker import calls
-from kvps.errors import REFUSED, ConfigError, EpochChanged, KvpsError, Mismatch
+from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket, WaitTimes, timed
 from kvps.store import optimizer_state
 from kvps.store.arguments import (
@@ -350,8 +350,7 @@ class KVStore(KVStoreBase, abc.ABC):
         try:
             value = self._call(call, timeout)
         except BaseException:
-            # They may be as before, or as in this call: the next call asks.
-            self._keys.forget([name for name, _ in call.keys])
+            self._doubt([name for name, _ in call.keys])
             raise
         self._keys.declare(call.keys)
         return wanted.result(value)
@@ -780,9 +779,9 @@ class KVStore(KVStoreBase, abc.ABC):
             StorageError: if the file cannot be read.
         """
         self._begin()
-        with self._all_fail(LOAD, timeout):
-            states = optimizer_state.load(path, self._optimizer(), self._specs)
-        self.set_optimizer_states(states, timeout=timeout)
+        with self._all_fail(LOAD, self._limit(timeout)):
+            states = optimizer_state.load(path, self._optimizer())
+        self._load_states(states, path, timeout)
 
     def set_optimizer_states(
         self, states: optimizer_state.States, *, timeout: float | None = None
@@ -790,15 +789,20 @@ class KVStore(KVStoreBase, abc.ABC):
         """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts.
 
         Raises:
-            Mismatch: if a state does not fit its key or the optimizer. KeyNotFound: for an unknown key.
+            Mismatch: if a state does not fit its key or the optimizer, or is of an unknown key.
         """
         self._begin()
-        with self._all_fail(LOAD, timeout):
+        self._load_states(states, "the given dict", timeout)
+
+    def _load_states(self, states: object, source: str, timeout: float | None) -> None:
+        with self._all_fail(LOAD, self._limit(timeout)):
             self._optimizer()
             if self.rank == 0:
-                self._begin_on(list(states), timeout)  # another rank may have initialised them
-                fitting = optimizer_state.fitting(states, self._specs, "the given dict")
-                self._call(calls.LoadState(self._name, fitting), timeout)
+                plain = optimizer_state.plain(states, source)
+                with suppress(KeyNotFound):  # in which case they do not fit
+                    self._begin_on(list(plain), timeout)  # another rank may have initialised them
+                optimizer_state.demand_fit(plain, self._specs, source)
+                self._call(calls.LoadState(self._name, plain), timeout)
         self.barrier(LOAD, timeout=timeout)
 
     # --- checkpoints --------------------------------------------------------------------------------
@@ -984,13 +988,13 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._start(call, self._limit(timeout)).wait()
 
     @contextmanager
-    def _all_fail(self, barrier: str, timeout: float | None) -> Iterator[None]:
+    def _all_fail(self, barrier: str, limit_s: float) -> Iterator[None]:
         """If the block fails here, fail it on all ranks, which meet at a barrier after it."""
         try:
             yield
         except REFUSED as error:
             with suppress(KvpsError):  # the answer is this error, or another rank's
-                self._call(calls.StandAtBarrier(self._name, barrier, error), timeout)
+                self._start(calls.StandAtBarrier(self._name, barrier, error), limit_s).wait()
             raise
 
     def _optimizer(self) -> HyperParams:
@@ -999,6 +1003,10 @@ class KVStore(KVStoreBase, abc.ABC):
                 f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
             )
         return self._hyper
+
+    def _doubt(self, names: Sequence[str]) -> None:
+        """After a broadcast that failed, some keys may be as before or as it was to make them: look them up again."""
+        self._keys.forget(names)
 
     def _begin_on(self, key: object, timeout: float | None) -> tuple[tuple[str, ...], bool]:
         """Begin a call on keys that exist; return their names, and whether they came as a list.
@@ -1009,7 +1017,7 @@ class KVStore(KVStoreBase, abc.ABC):
         names, is_many = self._keys.names_of(key)
         if unknown := self._keys.unknown(names):
             specs: Any = self._call(calls.Lookup(self._name, unknown), timeout)
-            self._specs.update({name: spec for name, spec in specs.items() if spec is not None})
+            self._keys.declare([(name, spec) for name, spec in specs.items() if spec is not None])
             self._keys.demand(names)
         return names, is_many
 

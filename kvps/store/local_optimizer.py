@@ -118,7 +118,9 @@ class ServerRules:
             Mismatch: if it holds the states of another optimizer or of other keys.
         """
         specs: dict[str, Spec] = {key: spec_of(weight) for key, weight in weights.items()}
-        self.put(optimizer_state.load(path, self.hyper, specs), weights)
+        states = optimizer_state.plain(optimizer_state.load(path, self.hyper), path)
+        optimizer_state.demand_fit(states, specs, path)
+        self.put(states, weights)
 
     def put(self, found: optimizer_state.States, weights: Mapping[str, torch.Tensor]) -> None:
         """Go on with the states that :meth:`all_states` gave, for the same ``weights``."""

@@ -23,6 +23,8 @@ from kvps.tensors import as_tensor, row_of
 
 States = dict[str, tuple[int, dict[str, torch.Tensor]]]
 """key -> (step, state name -> flat tensor)."""
+STEPS_END = 1 << 63
+"""Above each number of updates that can be told to a server."""
 RESERVED = "__metadata__"
 """A name that no tensor of a safetensors file may have: such a file is written, and cannot be read."""
 
@@ -63,12 +65,12 @@ def write(path: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str])
         ) from error
 
 
-def load(path: str, hyper: HyperParams, specs: Mapping[str, Spec]) -> States:
-    """Read states from ``path`` for the optimizer and the keys of a store.
+def load(path: str, hyper: HyperParams) -> States:
+    """Read states for an optimizer from ``path``.
 
     Raises:
         StorageError: if the file cannot be read.
-        Mismatch: if it holds the states of another optimizer, or of a key that is not there.
+        Mismatch: if it holds the states of another optimizer.
     """
     tensors, steps = read(path, hyper.name, "steps")
     states: States = {key: (step, {}) for key, step in steps.items()}
@@ -76,36 +78,55 @@ def load(path: str, hyper: HyperParams, specs: Mapping[str, Spec]) -> States:
         key, _, name = title.rpartition("/")
         if key in states:
             states[key][1][name] = tensor
-    return fitting(states, specs, path)
+    return states
 
 
-def fitting(states: States, specs: Mapping[str, Spec], source: str) -> States:
+def plain(states: object, source: str) -> States:
     """Return states with each tensor flat and contiguous, in this machine's memory.
 
     Args:
         states: what was loaded, or what a script gave.
-        specs: of the keys of a store.
         source: where they come from, for people.
 
     Raises:
-        Mismatch: if a state is of a key that is not there, has another number of elements, or is no tensor of a
-            supported type; or if a number of updates is none.
+        Mismatch: for anything but a :data:`States` with a number of updates and dense tensors of each key.
     """
     flat: States = {}
-    for key, (step, rows) in states.items():
-        if type(step) is not int or step < 0:
-            raise Mismatch(
-                f"{source}: key {key!r} has {step!r:.40} updates; give a whole number, 0 or more"
-            )
+    for key, state in (states if isinstance(states, dict) else {"": states}).items():
+        match state:
+            case (int(step), dict(rows)) if (
+                type(step) is int
+                and 0 <= step < STEPS_END
+                and all(isinstance(name, str) for name in rows)
+            ):
+                flat[str(key)] = (
+                    step,
+                    {
+                        name: row_of(as_tensor(row).resolve_neg()).view(-1)
+                        for name, row in rows.items()
+                    },
+                )
+            case _:
+                raise Mismatch(
+                    f"{source} has {state!r:.60} for key {key!r}; give the number of its updates, 0 or more, and a "
+                    "dict of tensors by name, as optimizer_states() returns them"
+                )
+    return flat
+
+
+def demand_fit(states: States, specs: Mapping[str, Spec], source: str) -> None:
+    """Check that the tensors of each key are as large as the key.
+
+    Raises:
+        Mismatch: if those of one are not.
+    """
+    for key, (_, rows) in states.items():
         spec = specs.get(key)
-        plain = {name: row_of(as_tensor(row)).view(-1) for name, row in rows.items()}
-        if spec is None or any(len(row) != spec.count for row in plain.values()):
+        if spec is None or any(len(row) != spec.count for row in rows.values()):
             raise Mismatch(
                 f"{source} holds the state of key {key!r}, which the store does not have "
                 "with that size; initialise the same keys first"
             )
-        flat[key] = step, plain
-    return flat
 
 
 def read(path: str, optimizer: str, table: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.worker.calls import OpenStore
+from kvps.core.worker.calls import OpenStore, dense
 from kvps.dtypes import DTYPES
 from kvps.runtime.worker_session import WorkerSession
 
@@ -875,12 +875,14 @@ def test_when_a_worker_raises_the_others_do_not_wait_for_another():
 # --- mistakes, and memory, that must not end the worker ---------------------------------------------
 
 
-def test_a_broadcast_that_fails_leaves_each_key_as_the_servers_have_it():
+@pytest.mark.parametrize("name", ["dist_sync", "allreduce"])
+def test_a_broadcast_that_fails_leaves_each_key_as_it_was(name):
     def work(rank):
-        kv = store()
+        kv = store(name)
         kv.init("w", torch.zeros(2))
-        with pytest.raises(kvps.Mismatch, match=r"called broadcast\(\) of 'w'"):
+        with pytest.raises(kvps.Mismatch):
             kv.broadcast("w", torch.ones(3 + rank), out=torch.empty(3 + rank))
+        assert kv.pull("w").tolist() == [0, 0]
         return kv.pushpull("w", torch.ones(2)).tolist(), kv.keys()
 
     assert run(work, workers=2) == [([2, 2], ["w"])] * 2
@@ -904,6 +906,25 @@ def test_outputs_may_share_memory_with_the_values_of_other_keys(name):
             assert kv.pull("b").eq(3).all()
 
     run(work)
+
+
+def test_they_are_looked_for_where_keys_of_one_chunk_travel_in_two_forms(monkeypatch):
+    """One share, and two requests: the answer to the first may be written before the second is made."""
+    seen, unshare = [], dense.unshare
+    monkeypatch.setattr(dense, "unshare", lambda *call: [seen.append(call), unshare(*call)])
+
+    def work(rank):
+        kv = store("dist_sync")
+        kv.set_gradient_compression(
+            {"type": "none", "min_bytes": 0, "rules": [{"pattern": "a*", "type": "fp16"}]}
+        )
+        kv.init(["a", "b"], [torch.zeros(4)] * 2)
+        one, two = torch.full((4,), 1.0), torch.full((4,), 2.0)
+        kv.pushpull(["a", "b"], [one, two], out=[two, one])
+        assert (two.tolist(), one.tolist()) == ([1] * 4, [2] * 4)
+
+    run(work)
+    assert len(seen) == 1
 
 
 def test_integers_have_no_weight():
@@ -947,14 +968,20 @@ def test_optimizer_states_that_a_script_gives(name):
             ({"w": (step, {title: torch.ones(3)})}, "state of key 'w', which the store does not"),
             ({"w": (step, {title: torch.ones(4, dtype=torch.bool)})}, r"torch\.bool is not"),
             ({"w": (step, {title: [1.0] * 4})}, r"expected a torch\.Tensor"),
-            ({"w": (-1, rows)}, "key 'w' has -1 updates"),
+            ({"w": (-1, rows)}, r"has \(-1, .* for key 'w'; give the number of its updates"),
+            ({"w": (2**70, rows)}, r"for key 'w'; give the number of its updates"),
+            ({"w": (step, {3: torch.ones(4)})}, r"for key 'w'; give the number of its updates"),
+            ({"w": (step, rows, 1)}, r"for key 'w'; give the number of its updates"),
+            (None, r"the given dict has None"),
         ]:
             with pytest.raises(kvps.Mismatch, match=says):
                 kv.set_optimizer_states(wrong)
-        with pytest.raises(kvps.KeyNotFound, match="'v' was never initialised"):
+        with pytest.raises(kvps.Mismatch, match="key 'v', which the store does not have"):
             kv.set_optimizer_states({"v": (step, rows)})
         momentum = torch.arange(8.0).requires_grad_()[::2]
         kv.set_optimizer_states({"w": (step, {title: momentum})})
         assert kv.optimizer_states()["w"][1][title].tolist() == [0, 2, 4, 6]
+        kv.set_optimizer_states({"w": (step, {title: torch._neg_view(torch.ones(4))})})
+        assert kv.optimizer_states()["w"][1][title].tolist() == [-1] * 4
 
     run(work)

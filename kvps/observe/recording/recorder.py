@@ -341,7 +341,7 @@ class FullLens(RingLens):
     def dump(self, core: Core, why: str) -> Path | None:
         """Mark the state in the file; the ring has nothing more than that."""
         self.mark(core, self._clock())
-        log.warning("the record of this process (%s) is %s", why, self.path)
+        log.warning("the record of this process is %s", self.path)
         return self.path
 
 

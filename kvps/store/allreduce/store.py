@@ -112,6 +112,9 @@ class AllreduceStore(KVStore):
         """Whether the store can do ``capability``: there are no servers to run an optimizer."""
         return KVStore.is_capable(capability) and capability != KVStoreBase.OPTIMIZER
 
+    def _doubt(self, names: Sequence[str]) -> None:
+        """A collective that failed leaves its keys as they were: see :mod:`kvps.store.allreduce.latest_values`."""
+
     def stragglers(self, *, timeout: float | None = None) -> list[Straggler]:
         """Return the ranks that this one waits for in a sum that it has begun."""
         self._begin()

@@ -281,8 +281,9 @@ def _demand_others(store: Store, session: Any, *, is_late: bool, may_return: boo
     for one in missing:
         if store.check([refused := f"{REFUSED}.{one}"]):
             raise ConfigError(f"rank {one} was refused: {store.get(refused).decode()}")
-    lost = session.info.workers_in("lost") if may_return else []
-    gone = [one for one in missing if not _is_there(session, one) and one not in lost]
+    info = session.info  # one view, which the loop may replace meanwhile
+    here = {*info.workers_in("held"), *(info.workers_in("lost") if may_return else [])}
+    gone = [one for one in missing if one not in here]
     if missing and (gone or is_late):
         reason = "ended first" if gone else "did not begin in time"
         raise WorkerLost(

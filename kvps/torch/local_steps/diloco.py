@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kvps.core.nonfinite import count_nonfinite
-from kvps.errors import ConfigError, EpochChanged, NonFinite, Timeout, WorkerLost
+from kvps.errors import ConfigError, EpochChanged, NonFinite, Timeout
 from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
@@ -355,7 +355,7 @@ class DiLoCo:
         except EpochChanged as error:
             self._go_on(error)
             return
-        except (Timeout, WorkerLost):
+        except Timeout:
             self._ask_again(fragment)
             raise
         finally:

@@ -53,9 +53,8 @@ def test_a_call_waits_as_long_as_it_is_told(
 
         monkeypatch.setattr(kv, "_start", noting)
         CALLS[name](kv, path)
-        assert set(limits) == {
-            LIMIT_S
-        }  # before the end of the block, which flushes for the store's own time
+        # Before the end of the block, which flushes for the store's own time.
+        assert set(limits) == {LIMIT_S}
 
 
 @pytest.mark.parametrize("name", CALLS)

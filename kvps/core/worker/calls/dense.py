@@ -132,13 +132,14 @@ class PushValues(PushCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
-        if isinstance(self.sinks, tuple) and len(plan.shares) > 1:
+        groups = store.push_groups(plan)
+        if isinstance(self.sinks, tuple) and sum([len(one.plan.shares) for one in groups]) > 1:
             unshare(values, self.sinks, plan.sizes)
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
         requests: list[Request] = []
         with RefusalMarker(plan):
-            for group in store.push_groups(plan):
+            for group in groups:
                 own = group.numbers(numbers)
                 since = alike(group.numbers(sinces)) if store.opened.late == "next" else None
                 tracker = ReadTracker(
