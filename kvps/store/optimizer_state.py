@@ -94,7 +94,7 @@ def plain(states: object, source: str) -> States:
     flat: States = {}
     for key, state in (states if isinstance(states, dict) else {"": states}).items():
         match state:
-            case (int(step), dict(rows)) if (
+            case (step, dict(rows)) if (
                 type(step) is int
                 and 0 <= step < STEPS_END
                 and all(isinstance(name, str) for name in rows)
