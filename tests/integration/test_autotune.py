@@ -324,14 +324,18 @@ def test_a_rank_that_comes_late_takes_what_rank_0_decided(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(choice, "MEET_MAX_S", 0.2)
-    gave_up = threading.Event()
+    gave_up, knows = threading.Event(), threading.Event()
     meet = choice._meet
 
     def watched(control: Any) -> None:
         try:
             meet(control)
         except Timeout:
-            gave_up.set()
+            if control.rank == 0:
+                gave_up.set()
+                assert knows.wait(60.0), "rank 1 finds it before rank 0 has written its choice"
+            else:
+                knows.set()
             raise
 
     monkeypatch.setattr(choice, "_meet", watched)
