@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,38 +35,42 @@ CALLS: dict[str, Call] = {
 }
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "states")
+
+
+@pytest.fixture
+def kv(path: str) -> Iterator[Any]:
+    """Yield a store with an optimizer and one key, whose states are in a file."""
+    with kvps.create("local") as made:
+        made.set_optimizer("sgd", lr=0.5)
+        made.init("w", torch.zeros(2))
+        made.push("w", torch.ones(2))
+        made.save_optimizer_states(path)
+        yield made
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_waits_as_long_as_it_is_told(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kv: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tmp_path / "states")
-    with kvps.create("local") as kv:
-        kv.set_optimizer("sgd", lr=0.5)
-        kv.init("w", torch.zeros(2))
-        kv.push("w", torch.ones(2))
-        kv.save_optimizer_states(path)
-        start, limits = kv._start, []
+    start, limits = kv._start, []
 
-        def noting(call: object, limit_s: float) -> object:
-            limits.append(limit_s)
-            return start(call, limit_s)
+    def noting(call: object, limit_s: float) -> object:
+        limits.append(limit_s)
+        return start(call, limit_s)
 
-        monkeypatch.setattr(kv, "_start", noting)
-        CALLS[name](kv, path)
-        # Before the end of the block, which flushes for the store's own time.
-        assert set(limits) == {LIMIT_S}
+    monkeypatch.setattr(kv, "_start", noting)
+    CALLS[name](kv, path)
+    assert set(limits) == {LIMIT_S}
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_time_that_is_none_is_refused_by_name(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kv: Any, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = str(tmp_path / "states")
-    with kvps.create("local") as kv:
-        kv.set_optimizer("sgd", lr=0.5)
-        kv.init("w", torch.zeros(2))
-        kv.save_optimizer_states(path)
-        monkeypatch.setitem(globals(), "LIMIT_S", 0)
-        with pytest.raises(ConfigError, match="timeout=0: use a number of seconds above 0"):
-            CALLS[name](kv, path)
-        kv.pull("w")
+    monkeypatch.setitem(globals(), "LIMIT_S", 0)
+    with pytest.raises(ConfigError, match="timeout=0: use a number of seconds above 0"):
+        CALLS[name](kv, path)
+    kv.pull("w")
