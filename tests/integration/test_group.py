@@ -77,6 +77,16 @@ def test_ddp_digits_learns_what_it_learns_with_gloo(processes: Processes) -> Non
         torch.testing.assert_close(weights["kvps"][name], weight, msg=name)
 
 
+@pytest.mark.thorough
+def test_good_runs_print_no_warning(processes: Processes) -> None:
+    """Rank 0 tests alone, so either rank may be the last to end."""
+    for _ in range(8):
+        launched = launch(processes, 2, 2, DIGITS, "--epochs", 1, "--min-accuracy", 0)
+        assert launched.wait(LIMIT_S) == 0, launched
+        assert launched.err == "", launched
+        assert "[worker 1]" not in launched.out, launched
+
+
 # --- where ranks come from ----------------------------------------------------------------------
 
 ALONE = """
@@ -141,6 +151,35 @@ def test_ranks_are_those_of_the_cluster(processes: Processes) -> None:
         assert worker.wait(LIMIT_S) == 0, worker
         assert worker.out.splitlines() == [f"rank {rank} sum 6.0"] * 2
     assert cluster.process.wait() == 0
+
+
+LATE = """
+import atexit, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+import kvps.torch
+from kvps.torch.distributed import call_checker
+call_checker.EVERY_S = 60.0  # the only look at the calls of others is that at the end
+dist.init_process_group("kvps")
+dist.all_reduce(torch.ones(3))
+ends = Path("rank 0 ends")
+if dist.get_rank() == 0:
+    atexit.register(ends.touch)
+else:
+    until = time.monotonic() + 30
+    while not ends.exists() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert ends.exists()
+if sys.argv[1:] == ["destroy"]:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["destroy", "nothing"])
+def test_no_rank_asks_a_store_whose_rank_0_has_gone(processes: Processes, end: str) -> None:
+    launched = launch(processes, 2, 1, processes.script(LATE), end)
+    assert launched.wait(LIMIT_S) == 0, launched
+    assert (launched.out, launched.err) == ("", ""), launched
 
 
 def test_ranks_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,9 @@ Calls that differ do not meet, because the names of their keys differ (:mod:`kvp
 rank waits until it is told, and gets no wrong values.
 
 A message between two ranks has a log of its own at either end, and the receiver compares.
+
+torch prints a C++ stack trace when a process asks a store that is gone. So each rank writes a *goodbye* after its last
+question, and rank 0, which serves the store, waits for the goodbyes before its process ends.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import atexit
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -50,6 +53,8 @@ HEARD_MAX_S = 0.3
 """Seconds that a rank which heard of a mismatch waits for the others to hear of it."""
 END_MAX_S = 1.0
 """Seconds that the thread may take to end."""
+GOODBYES_MAX_S = 5.0
+"""Seconds that the process of rank 0 serves the store on, when it could end, for ranks that may still ask."""
 
 
 @dataclass(eq=False)
@@ -126,6 +131,7 @@ class CallChecker:
         store: torch's, the same for all ranks; None where there is only one rank.
         executor: of this process's collectives.
         is_served: says whether the process that serves the store is there.
+        rank: this process's, in the job.
     """
 
     def __init__(
@@ -133,8 +139,10 @@ class CallChecker:
         store: Store | None,
         executor: OrderedExecutor,
         is_served: Callable[[], bool] = lambda: True,
+        rank: int = 0,
     ) -> None:
         self._store = store
+        self._rank = rank
         self._is_served = is_served
         self._executor = executor
         self._checked: dict[str, CheckedCalls] = {}
@@ -184,12 +192,17 @@ class CallChecker:
             return []
 
     def close(self) -> None:
-        """Write what is not written yet, and end the thread."""
+        """Write what is not written yet, end the thread, and ask the store no more."""
         self._closing.set()
         self._news.set()
         atexit.unregister(self.close)
-        if self._thread is not None and threading.current_thread() is not self._thread:
-            self._thread.join(2 * END_MAX_S)
+        if self._thread is None or threading.current_thread() is self._thread:
+            return
+        self._thread.join(2 * END_MAX_S)
+        store, self._store = self._store, None
+        if store is not None and not self._thread.is_alive() and self._is_served():
+            with suppress(RuntimeError):  # rank 0 was killed
+                store.set(_goodbye(self._rank), "")
 
     def _write_now(self, calls: CheckedCalls) -> None:
         with suppress(RuntimeError):  # rank 0 has ended, and with it torch's store
@@ -332,9 +345,10 @@ class CallChecker:
         Raises:
             RuntimeError: if rank 0 has ended; torch would print a long warning.
         """
-        if self._store is None or not self._is_served():
+        store = self._store
+        if store is None or not self._is_served():
             raise RuntimeError("rank 0, which serves torch's store, has ended")
-        return self._store
+        return store
 
 
 def own_connection(store: Store, name: str) -> Store | None:
@@ -347,6 +361,28 @@ def own_connection(store: Store, name: str) -> Store | None:
             error,
         )
         return None
+
+
+def await_goodbyes(
+    store: Store, others: Callable[[], Iterable[int]], limit_s: float = GOODBYES_MAX_S
+) -> None:
+    """Wait until no other rank asks the store any more, or until ``limit_s`` are over.
+
+    Args:
+        store: torch's store, as the checkers have it.
+        others: returns the ranks that are still in the job, without this one.
+        limit_s: how long.
+    """
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        keys = [_goodbye(rank) for rank in others()]
+        if not keys or store.check(keys):
+            return
+        time.sleep(HASTE_S)
+
+
+def _goodbye(rank: int) -> str:
+    return f"goodbye/{rank}"
 
 
 def _ended(group: str) -> str:

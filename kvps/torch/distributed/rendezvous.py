@@ -37,9 +37,10 @@ from kvps.phrases import ranks_in_words
 from kvps.runtime import process
 from kvps.runtime.local.current import current
 from kvps.runtime.member_process import own_host
+from kvps.runtime.worker_session import ending
 from kvps.store.create import create_own
 from kvps.torch.distributed.board import Board
-from kvps.torch.distributed.call_checker import CallChecker, own_connection
+from kvps.torch.distributed.call_checker import CallChecker, await_goodbyes, own_connection
 from kvps.torch.distributed.collectives import Collectives
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.process_group import NAME, ProcessGroup
@@ -58,6 +59,22 @@ RANKS_AT_ONCE, LOOK_FOR_MISSING_S = 64, 0.2
 """Larger groups look less often, in proportion; seconds between two looks at each missing rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """torch's store of a group."""
+
+    store: Store
+    """It holds what serves the store, if this process does."""
+    calls: Store | None
+    """The part that the ranks' checkers ask; None if there is only one rank."""
+    session: Any
+
+    def others(self) -> list[int]:
+        """Return the other ranks that are in the job, by the newest view."""
+        info = self.session.info
+        return [rank for rank in info.workers_in("held") if rank != self.session.rank]
+
+
 @dataclass(slots=True)
 class _Shared:
     """The stores that the groups of this process share, from init_process_group to destroy_process_group."""
@@ -65,7 +82,7 @@ class _Shared:
     world: tuple[Board, OrderedExecutor, CallChecker] | None = None
     began: bool = False
     """Whether the session began with the rendezvous, or with the first group."""
-    served: list[Store] = field(default_factory=list)
+    served: list[_Served] = field(default_factory=list)
     """torch's stores of all groups of this process. Rank 0 serves them until it ends: others may leave a group later."""
     generations: int = 0
     """How often this process has formed the group of all ranks."""
@@ -202,10 +219,14 @@ def _made(options: Any, more: Any) -> ProcessGroup:
         tracks = OrderedExecutor()
         prefix = f"kvps.calls.{generation}"
         calls = own_connection(options.store, prefix) if size > 1 else None
-        _shared.served.append(options.store)
-        atexit.register(_shared.served.clear)  # while its threads can still end
+        _shared.served.append(_Served(options.store, calls, session))
+        atexit.unregister(_serve_to_the_end)
+        atexit.register(
+            _serve_to_the_end
+        )  # while threads can still end, and before the job is left
         board = Board(timeout_s, generation)
-        _shared.world = board, tracks, CallChecker(calls, tracks, lambda: _is_there(session, 0))
+        checker = CallChecker(calls, tracks, lambda: _is_there(session, 0), rank)
+        _shared.world = board, tracks, checker
     board, tracks, checker = _shared.world
     ranks = members or list(range(size))
     collectives = Collectives(board, str(options.group_id), ranks, timeout_s)
@@ -302,6 +323,17 @@ def _is_member(session: Any, rank: int, life: str) -> bool:
 def _is_there(session: Any, rank: int) -> bool:
     """Whether a rank is still a worker of the job, by the newest view."""
     return rank in session.info.workers_in("held")
+
+
+def _serve_to_the_end() -> None:
+    """Serve torch's stores until no other rank asks them, if this process ends well; then end them.
+
+    A rank that fails does not wait: the others shall hear of it.
+    """
+    for one in _shared.served:
+        if one.calls is not None and one.session.rank == 0 and ending.exit_code == 0:
+            await_goodbyes(one.calls, one.others)
+    _shared.served.clear()
 
 
 def _close() -> None:

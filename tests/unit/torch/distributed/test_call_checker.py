@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -11,7 +13,13 @@ from torch.distributed import HashStore, PrefixStore, Store
 from kvps.errors import Mismatch
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed import call_checker
-from kvps.torch.distributed.call_checker import CallChecker, CheckedCalls, own_connection
+from kvps.torch.distributed.call_checker import (
+    GOODBYES_MAX_S,
+    CallChecker,
+    CheckedCalls,
+    await_goodbyes,
+    own_connection,
+)
 from kvps.torch.distributed.ordered_executor import OrderedExecutor, Steps
 from kvps.torch.distributed.work import Work
 
@@ -24,7 +32,7 @@ class Rank:
     def __init__(self, store: Store | None, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.executor = OrderedExecutor()
-        self.checker = CallChecker(store, self.executor)
+        self.checker = CallChecker(store, self.executor, rank=rank)
         self.calls: CheckedCalls = self.checker.calls("g", range(size), rank)
         self.tickets: list[Ticket] = []
 
@@ -139,6 +147,30 @@ def test_torchs_store_may_end_first() -> None:
     assert one.checker.missing(one.calls) == []
     one.close()
     assert work.is_success()
+
+
+def test_rank_0_serves_the_store_until_the_others_in_the_job_have_said_goodbye() -> None:
+    store, held = HashStore(), [1, 2]
+    ranks = [Rank(store, rank, 3) for rank in range(3)]
+    ranks[0].close()
+    served_on = threading.Thread(target=await_goodbyes, args=(store, lambda: held))
+    served_on.start()
+    ranks[1].begin("a")
+    ranks[1].close()
+    assert served_on.is_alive(), "rank 2 may still ask"
+    held.remove(2)  # it was killed
+    served_on.join(GOODBYES_MAX_S)
+    assert not served_on.is_alive()
+    ranks[1].calls.add_refused(ValueError("late"))
+    assert ranks[1].checker.missing(ranks[1].calls) == [], "no question after the goodbye"
+    ranks[2].close()
+
+
+def test_rank_0_serves_the_store_for_a_limited_time() -> None:
+    store = HashStore()
+    began = time.monotonic()
+    await_goodbyes(store, lambda: [1], limit_s=0.05)
+    assert 0.05 <= time.monotonic() - began < GOODBYES_MAX_S
 
 
 def test_a_store_that_cannot_be_shared_compares_nothing() -> None:
