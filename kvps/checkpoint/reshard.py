@@ -165,6 +165,7 @@ def _later(one: SpanHistory, other: SpanHistory) -> SpanHistory:
         max(one.step, other.step),
         highest(one.pushed, other.pushed),
         highest(one.head_start, other.head_start),
+        highest(one.clock_from, other.clock_from),
     )
 
 

@@ -124,18 +124,23 @@ def _recipe(given: object) -> EmbeddingSpec:
 
 def row_of_history(history: SpanHistory) -> tuple[object, ...]:
     """Return the JSON of a history; equal ones have equal JSON."""
-    pushed, head_start = sorted(history.pushed.items()), sorted(history.head_start.items())
-    return history.version, history.step, tuple(pushed), tuple(head_start)
+    maps = [history.pushed, history.head_start]
+    if history.clock_from:
+        maps.append(history.clock_from)
+    return history.version, history.step, *(tuple(sorted(one.items())) for one in maps)
 
 
 def history_of(given: object) -> SpanHistory:
     """Return the history that JSON describes."""
-    version, step, pushed, head_start = validation.array("a history", given, 4)
+    has_clocks = isinstance(given, list) and len(given) == 5
+    entries = validation.array("a history", given, 5 if has_clocks else 4)
+    version, step, pushed, head_start = entries[:4]
     return SpanHistory(
         validation.natural("version", version),
         validation.natural("step", step),
         by_rank("pushed", pushed),
         by_rank("head_start", head_start),
+        by_rank("clock_from", entries[4]) if has_clocks else {},
     )
 
 

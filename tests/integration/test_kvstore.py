@@ -328,6 +328,28 @@ def test_barriers_make_pushes_visible():
     run(work, workers=3, servers=2)
 
 
+def test_ssp_counts_from_the_join_on():
+    """A rank with fewer batches holds nobody up once all have joined, in this epoch or the next."""
+
+    def work(rank):
+        kv = store("dist_ssp", staleness=2)
+        kv.init("w", torch.zeros(4))
+        table = kv.embedding("e", 2, optimizer="sgd", lr=1.0)
+        ids, rows = torch.tensor([7]), torch.ones(1, 2)
+        for epoch in range(2):
+            for _ in range((3, 12)[rank ^ epoch]):
+                kv.push("w", torch.ones(4))
+                table.push(ids, rows)
+                kv.pull("w")
+                table.pull(ids)
+            kv.join()
+            assert kv.pull("w", timeout=10.0).tolist() == [15.0 * (epoch + 1)] * 4
+            table.pull(ids, timeout=10.0)
+            kv.barrier()
+
+    run(work, workers=2, servers=2)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_workers_with_different_numbers_of_batches_join(name):
     def work(rank):

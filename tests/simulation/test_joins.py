@@ -255,22 +255,28 @@ def test_a_store_joins_by_itself() -> None:
         assert client.result == [2.0] * 3
 
 
-@pytest.mark.spec("R123")
+@pytest.mark.spec("R123", "R433")
 @pytest.mark.parametrize("seed", FEWER)
-def test_nobody_waits_for_the_clock_of_a_rank_that_is_away(seed: int) -> None:
+def test_nobody_waits_for_the_clock_of_a_rank_that_ran_out_of_data(seed: int) -> None:
+    """Neither while it is away, nor after the join, nor in the next epoch: its process goes on all the while."""
+    epochs = 2
+
     def script(rank: int) -> Script:
         kv = Store(mode="ssp", staleness=1)
         yield from kv.open()
         yield from kv.init({"w": torch.zeros(30)})
         yield from kv.set_optimizer("sgd", lr=1.0)
-        for _ in range(1 if rank == 0 else 6):
-            yield from kv.push({"w": -torch.ones(30)})
-            yield from kv.pull({"w": torch.zeros(30)})
-        yield from kv.join()
-        return (yield from kv.pull({"w": torch.zeros(30)}))["w"].unique().tolist()
+        for epoch in range(epochs):
+            for _ in range(1 if rank == epoch else 6):
+                yield from kv.push({"w": -torch.ones(30)})
+                yield from kv.pull({"w": torch.zeros(30)})
+            yield from kv.join()
+            pulled = yield from kv.pull({"w": torch.zeros(30)})
+            assert pulled["w"].unique().tolist() == [13.0 * (epoch + 1)]
+            yield from kv.barrier()
+        return None
 
     cluster = Cluster(3, 2, script, seed, faults_of(random.Random(seed)))
     cluster.run()
     for client in cluster.clients.values():
         assert client.error is None, client.error
-        assert client.result == [13.0]

@@ -362,6 +362,7 @@ class ServerStage:
                         span.step,
                         span.pushed,
                         span.head_start,
+                        span.clock_from,
                         [(r.number, r.ranks) for r in span.rounds],
                         [(d.number, d.ranks) for d in span.due],
                     )

@@ -45,8 +45,14 @@ def opened(store: str = "default", bound: int = BOUND) -> Open:
     return Open(store, "sync", 0, True, "wait", bound)
 
 
-def history(version: int = 5, step: int = 5, head: int = 0) -> SpanHistory:
-    return SpanHistory(version, step, {0: version, 7: version + 1}, {7: head} if head else {})
+def history(version: int = 5, step: int = 5, head: int = 0, since: int = 0) -> SpanHistory:
+    return SpanHistory(
+        version,
+        step,
+        {0: version, 7: version + 1},
+        {7: head} if head else {},
+        {0: since} if since else {},
+    )
 
 
 def values(spec: Spec, first: int = 0) -> torch.Tensor:
@@ -100,7 +106,7 @@ def _portion(
             "exp_avg_sq": weight[start:stop] * 2,
         }
     return SnapshotPart(
-        start, history(version + number, version, number), weight[start:stop], state
+        start, history(version + number, version, number, number), weight[start:stop], state
     )
 
 

@@ -334,9 +334,12 @@ class Control:
             self.end_join(store, store.joins.judge(self._context.members(store)))
 
     def end_join(self, store: ServerStore, call: int) -> None:
-        """End a join: open rounds get no more pushes, and later ones wait for all ranks."""
+        """End a join: open rounds get no more pushes, later ones wait for all ranks, and clocks start anew."""
         if not store.joins.end(call):
             return
+        for chunk in self._chunks.of_store(store.name) if store.opened.mode == "ssp" else ():
+            for span in chunk.spans:
+                span.level()
         self._look_at(store, is_all=True)
         self._context.retry()
 

@@ -314,6 +314,8 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "size": (portion(1, 3), "expected"),
     "overlap": (portion(1, 50), "expected"),
     "history": (portion(2, 99), "number of a history"),
+    "short history": (store(histories=[[1, 1, []]]), "a history"),
+    "long history": (store(histories=[[1, 1, [], [], [], []]]), "a history"),
     "form number": (portion(3, -1), "number of a form"),
 }  # fmt: skip
 

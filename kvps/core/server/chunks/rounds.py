@@ -202,6 +202,8 @@ class Span:
     """Rank -> pushes taken in: the number that it owes next."""
     head_start: dict[int, int] = field(default_factory=dict)
     """Replaced rank -> by how much its clock is ahead of its pushes."""
+    clock_from: dict[int, int] = field(default_factory=dict)
+    """Rank -> pushes that its clock leaves out: those before the end of the store's last join."""
     rounds: deque[Round] = field(default_factory=deque)
     """Open rounds, oldest first; ``rounds[i].number == version + len(due) + i``."""
     due: deque[PendingUpdate] = field(default_factory=deque)
@@ -307,7 +309,9 @@ class Span:
         clocks = [self._clock(other) for other in live if self.pushed.get(other)]
         # A head start keeps the others from waiting for what a replacement has still to push
         # again; it does not make the replacement wait for them.
-        return self.pushed.get(rank, 0) - min(clocks) if clocks else 0
+        return (
+            self.pushed.get(rank, 0) - self.clock_from.get(rank, 0) - min(clocks) if clocks else 0
+        )
 
     def slowest(self, live: frozenset[int]) -> int:
         """Return the live rank with the fewest pushes, of those that have pushed."""
@@ -317,10 +321,17 @@ class Span:
         """Let the clock of ``rank``, which a new process holds, start at that of the slowest live rank."""
         others = [self._clock(other) for other in live - {rank} if self.pushed.get(other)]
         if others and self.pushed.get(rank):
-            self.head_start[rank] = max(0, min(others) - self.pushed[rank])
+            own = self.pushed[rank] - self.clock_from.get(rank, 0)
+            self.head_start[rank] = max(0, min(others) - own)
+
+    def level(self) -> None:
+        """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes nobody a push."""
+        self.clock_from = dict(self.pushed)
+        self.head_start.clear()
 
     def _clock(self, rank: int) -> int:
-        return self.applied(rank) + self.head_start.get(rank, 0)
+        start = self.clock_from.get(rank, 0)
+        return self.applied(rank) - start + self.head_start.get(rank, 0)
 
     def cut(self, at: int) -> Span:
         """Split off the elements from ``at`` on (an index into the chunk)."""
@@ -334,6 +345,7 @@ class Span:
             self.step,
             dict(self.pushed),
             dict(self.head_start),
+            dict(self.clock_from),
             deque(round_.cut(length) for round_ in self.rounds),
             deque(replace(update, sum=halves[1]) for update, halves in due),
             self.closed_at,
@@ -353,6 +365,7 @@ class Span:
             and not right.is_open
             and self.pushed == right.pushed
             and self.head_start == right.head_start
+            and self.clock_from == right.clock_from
         )
 
     def join(self, right: Span) -> None:

@@ -16,7 +16,7 @@ from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.snapshot import capture_tables
-from kvps.core.server.snapshot.capture_tables import history_of
+from kvps.core.server.snapshot.capture_tables import history_of, put_history
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
     KeySnapshot,
@@ -191,8 +191,7 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
         for span in chunk.cut(piece.start, stop):
             span.rounds.clear()  # what was pushed to other values is void
             span.due.clear()
-            span.version, span.step = history.version, history.step
-            span.pushed, span.head_start = dict(history.pushed), dict(history.head_start)
+            put_history(span, history)
         offset += piece.size
 
 

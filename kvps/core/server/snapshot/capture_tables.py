@@ -24,7 +24,20 @@ BLOCK_ROWS = 1 << 16
 
 def history_of(span: Span) -> SpanHistory:
     """Return the history of a span."""
-    return SpanHistory(span.version, span.step, dict(span.pushed), dict(span.head_start))
+    return SpanHistory(
+        span.version,
+        span.step,
+        dict(span.pushed),
+        dict(span.head_start),
+        dict(span.clock_from),
+    )
+
+
+def put_history(span: Span, history: SpanHistory) -> None:
+    """Give a span the history of a snapshot."""
+    span.version, span.step = history.version, history.step
+    span.pushed, span.head_start = dict(history.pushed), dict(history.head_start)
+    span.clock_from = dict(history.clock_from)
 
 
 def snapshot_of(shard: Shard, chunk: Chunk) -> TableSnapshot:
@@ -93,8 +106,7 @@ def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) 
     chunk.writable()[piece.start] = len(rows)
     (span,) = chunk.spans
     span.rounds.clear()  # what was pushed to other rows is void
-    span.version, span.step = table.history.version, table.history.step
-    span.pushed, span.head_start = dict(table.history.pushed), dict(table.history.head_start)
+    put_history(span, table.history)
     return piece
 
 

@@ -33,6 +33,8 @@ class SpanHistory(NamedTuple):
     """Rank -> pushes taken in."""
     head_start: dict[int, int]
     """Replaced rank -> the pushes by which its clock is ahead."""
+    clock_from: dict[int, int]
+    """Rank -> the pushes that its clock leaves out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,6 +179,31 @@ def test_the_clock_of_one_that_is_away_does_not_count() -> None:
     assert pulled(stage.say(1, Join("kv", 1, True))) == {50: [4.0]}
 
 
+@pytest.mark.spec("R433")
+@pytest.mark.parametrize("server", [0, 1], ids=["judge", "other"])
+def test_clocks_start_anew_where_a_join_ends(server: int) -> None:
+    stage = staged(mode="ssp", staleness=1, rank=server)
+    stage.push(1, "w", [1.0], 0)
+    for number in range(6):
+        stage.push(0, "w", [1.0], number)
+    assert stage.pull(0, "w", seq=50) == []
+    stage.say(1, Join("kv", 1, server == 0))
+    stage.say(0, Join("kv", 1, server == 0))
+    for rank in (0, 1):
+        stage.say(rank, Return("kv", 1))
+    assert pulled(stage.pull(0, "w", seq=51)) == {51: [7.0]}, (
+        "rank 1 owes no push of the last epoch"
+    )
+    for number in (1, 2):
+        stage.push(1, "w", [1.0], number)
+    assert stage.pull(1, "w", seq=52) == [], "2 ahead, though it has pushed less in all"
+    assert pulled(stage.push(0, "w", [1.0], 6)) == {52: [10.0]}
+    stage.say(0, Join("kv", 1, True))
+    for number in (3, 4):
+        stage.push(1, "w", [1.0], number)
+    assert stage.pull(1, "w", seq=53) == [], "a JOIN that is over starts no clock"
+
+
 # --- who resumes ----------------------------------------------------------------------------------
 
 

@@ -228,6 +228,19 @@ def test_a_replaced_rank_starts_at_the_slowest_live_one() -> None:
     assert one.owed(1, ordered=False) == 4
 
 
+@pytest.mark.spec("R433")
+def test_after_a_join_all_clocks_start_at_0() -> None:
+    one = span(r0=7, r1=3)
+    one.replace(1, ALL)
+    one.level()
+    assert [one.ahead(rank, ALL) for rank in (0, 1)] == [0, 0]
+    for number in range(3, 8):
+        one.take((1,), number)
+    assert (one.ahead(1, ALL), one.slowest(ALL)) == (5, 0)
+    one.replace(0, ALL)
+    assert (one.ahead(1, ALL), one.ahead(0, ALL)) == (0, -5)
+
+
 @pytest.mark.parametrize(
     ("one", "rank"),
     [(span(r0=7, r1=9), 1), (span(r0=7), 1), (span(r1=3), 1)],
@@ -243,7 +256,7 @@ def test_a_replaced_rank_is_never_set_back(one: Span, rank: int) -> None:
 
 def test_both_halves_have_the_history() -> None:
     left = span(r0=1)
-    left.head_start[1] = 4
+    left.head_start[1], left.clock_from[0] = 4, 1
     left.due.append(PendingUpdate(0, (), GradientSum((DenseGradient([torch.arange(10.0)]),))))
     left.round(1, 5.0).add((0,), DenseGradient([torch.arange(10.0)]), lent=False, keep=False)
     left.take((0,), 1)
@@ -252,7 +265,7 @@ def test_both_halves_have_the_history() -> None:
     right = left.cut(4)
     for half in (left, right):
         half.check()
-        assert (half.pushed, half.head_start) == ({0: 3}, {1: 4})
+        assert (half.pushed, half.head_start, half.clock_from) == ({0: 3}, {1: 4}, {0: 1})
         assert [one.number for one in half.rounds] == [1, 2]
     assert (left.start, left.stop, right.start, right.stop) == (0, 4, 4, 10)
     assert right.due[0].sum.whole().tolist() == [4, 5, 6, 7, 8, 9]
@@ -293,6 +306,7 @@ def test_neighbours_that_differ_do_not() -> None:
         {"step": 1},
         {"pushed": {0: 2}},
         {"head_start": {0: 1}},
+        {"clock_from": {0: 1}},
         {"start": 5},
     ):
         left, right = halves(**change)

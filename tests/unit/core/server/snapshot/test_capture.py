@@ -89,6 +89,15 @@ def test_and_goes_on_alike() -> None:
     assert elements([image_of(one)]) == elements([image_of(other)])
 
 
+@pytest.mark.spec("R433")
+def test_a_cut_holds_where_clocks_started() -> None:
+    one = trained()
+    one.span("w").level()
+    other = fresh(image_of(one))
+    assert one.span("w").clock_from
+    assert other.span("w").clock_from == one.span("w").clock_from
+
+
 def test_keys_that_were_always_pushed_together_have_one_history() -> None:
     one = stage()
     one.init("a", [1.0])
