@@ -19,7 +19,6 @@ from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
 from kvps.observe import logs
-from kvps.observe.exposition import demand_library
 from kvps.observe.place import Place, as_place
 from kvps.runtime.keys import load_if_any
 
@@ -119,13 +118,14 @@ def add_checkpoint_every(parser: Parser) -> None:
     )
 
 
-def add_http(parser: Parser) -> None:
+def add_http(parser: Parser, what: str = "") -> None:
     """Add ``--http``."""
     parser.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; needs "
-        "kvps[metrics]; KVPS_HTTP (no endpoints)",
+        help=what
+        or "serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; /metrics needs "
+        "kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (no endpoints)",
     )
 
 
@@ -156,13 +156,11 @@ def http_of(parsed: argparse.Namespace) -> Place | None:
     """Return where to serve HTTP; None for nowhere.
 
     Raises:
-        ConfigError: if what is given is no address, other machines can reach it and nothing protects it, or
-            the package for metrics is missing.
+        ConfigError: if what is given is no address, or other machines can reach it and nothing protects it.
     """
     place = setting(parsed, "http", as_place, None)
     if place is not None:
         place.demand_safe(is_insecure(parsed))
-        demand_library()
     return place
 
 

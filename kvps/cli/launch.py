@@ -21,6 +21,7 @@ from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote, hostnames
 from kvps.net import descriptors
 from kvps.net.zap import keys_can_be
+from kvps.observe.place import VARIABLE, WILDCARDS, Place
 
 NAME = "kvps-launch"
 LAUNCHERS = ("local", "ssh", "slurm")
@@ -80,8 +81,8 @@ exit codes:
   any other: the exit code of the first worker that failed, or else of a server or the scheduler
 
 environment, where the flag is not given:
-  KVPS_GRACE, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also KVPS_THREADS, KVPS_MEMORY_LIMIT,
-  KVPS_LIMITS, KVPS_PLUGIN,
+  KVPS_GRACE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also
+  KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS, KVPS_PLUGIN,
   KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
   KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
   KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a
@@ -155,6 +156,11 @@ def _parser() -> flags.Parser:
     )
     flags.add_checkpoint_every(parser)
     flags.add_grace(parser)
+    flags.add_http(
+        parser,
+        "let the scheduler serve the dashboard there; port 0: any free port; servers serve /metrics on free ports, "
+        "which --log-level info shows; KVPS_HTTP (none)",
+    )
     parser.add_argument(
         "--env",
         metavar="NAME=VALUE",
@@ -217,6 +223,7 @@ def _main(argv: Sequence[str]) -> int:
         raise ConfigError(f"-n {workers}: use 1 or more workers")
     restarts = config.as_whole("--max-restarts", parsed.max_restarts)
     grace_s = flags.setting(parsed, "grace", config.as_seconds, None)
+    http = flags.http_of(parsed)
     demand_command(command)
     log_format = flags.log_format(parsed)
     screen = OutputMux(
@@ -231,12 +238,13 @@ def _main(argv: Sequence[str]) -> int:
     if parsed.timeline is not None:
         env["KVPS_TIMELINE"] = os.path.abspath(parsed.timeline)
     keys = parsed.keys or config.keys_path()
+    remote = _remote(parsed, workers, servers)
     plan = LaunchPlan(
         workers=workers,
         servers=servers,
         max_restarts=restarts,
         env=env,
-        role_env=_of_role(parsed),
+        role_env=_of_role(parsed, http, is_local=remote is None),
         command=command,
         log_level=level,
         log_format=log_format,
@@ -245,7 +253,9 @@ def _main(argv: Sequence[str]) -> int:
         keys=keys,
         is_keyless=keys is None and (flags.is_insecure(parsed) or not keys_can_be()),
         grace_s=grace_s,
-        remote=_remote(parsed, workers, servers),
+        http=parsed.http,
+        is_http_insecure=http is not None and flags.is_insecure(parsed),
+        remote=remote,
     )
     need = (2 if plan.remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
@@ -301,9 +311,17 @@ def _given(settings: Sequence[str]) -> dict[str, str]:
     return changes
 
 
-def _of_role(parsed: argparse.Namespace) -> Mapping[str, Mapping[str, str]]:
-    """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE."""
+def _of_role(
+    parsed: argparse.Namespace, http: Place | None, *, is_local: bool
+) -> Mapping[str, Mapping[str, str]]:
+    """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE.
+
+    The port of KVPS_HTTP is the scheduler's: each server takes a free one, on any host that has such an address.
+    """
     found: dict[str, dict[str, str]] = {}
+    if http is not None:
+        is_everywhere = is_local or http.is_loopback or http.host in WILDCARDS
+        found["server"] = {VARIABLE: http.of_members if is_everywhere else ""}
     for role in ("server", "worker"):
         for setting in vars(parsed)[f"env_{role}"]:
             name, separator, value = setting.partition("=" if "=" in setting else ":")

@@ -11,6 +11,7 @@ from pathlib import Path
 from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
+from kvps.observe import logs
 from kvps.runtime.scheduler_process import run_scheduler
 
 NAME = "kvps-scheduler"
@@ -75,7 +76,11 @@ def _parser() -> flags.Parser:
         "KVPS_DROP_GRACE (1)",
     )
     flags.add_limits(parser, "scheduler")
-    flags.add_http(parser)
+    flags.add_http(
+        parser,
+        "serve the dashboard there, and /livez, /readyz, /metrics and /statusz; port 0: any free port; /metrics "
+        "needs kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (none)",
+    )
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
     return parser
@@ -102,6 +107,7 @@ def _main(argv: Sequence[str]) -> int:
         keys=flags.keys_of(parsed, "scheduler"),
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
+        on_http=lambda url: _show(fd, url, flags.log_format(parsed)),
         limits=flags.limits_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(fd, f"scheduler {endpoint}"),
         on_seats=None if fd is None else lambda taken: _report(fd, f"seats {taken}"),
@@ -113,6 +119,16 @@ def _folder(name: str, given: str) -> str:
     if Path(given).exists() and not Path(given).is_dir():
         raise ConfigError(f"{name}={given!r} is not a directory")
     return given
+
+
+def _show(fd: int | None, url: str, log_format: str) -> None:
+    """Tell where the dashboard is: kvps-launch, if it listens, or else the user."""
+    if fd is not None:
+        _report(fd, f"dashboard {url}")
+        return
+    is_json = log_format == "json"
+    text = f"dashboard: {url}"
+    print(logs.line("info", text, logs.speaker(), {}) if is_json else text, file=sys.stderr)
 
 
 def _report(fd: int | None, line: str) -> None:

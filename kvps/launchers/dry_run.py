@@ -116,6 +116,11 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
             "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both roles, or set them "
             "in an overlay of kustomize"
         )
+    if parsed.http is not None:
+        raise ConfigError(
+            "--http has no manifest: set KVPS_HTTP=127.0.0.1:9464 of the scheduler in an overlay of kustomize, and read "
+            "the page by 'kubectl port-forward'"
+        )
     if parsed.insecure:
         raise ConfigError("--insecure has no manifest: jobs on Kubernetes have keys; omit it")
     workers = config.as_whole("-n", parsed.workers)
@@ -160,6 +165,7 @@ def _batch_job(parsed: argparse.Namespace, command: Sequence[str]) -> sbatch.Bat
         "--keys": parsed.keys,
         "--log-level": parsed.log_level,
         "--log-format": parsed.log_format,
+        "--http": parsed.http,
         "--rsh": parsed.rsh,
         "--python": None if parsed.python == sys.executable else parsed.python,
     }

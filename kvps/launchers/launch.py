@@ -43,7 +43,8 @@ from kvps.launchers.output import LineBuffer, OutputMux, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
 from kvps.net.memory import share_bytes
-from kvps.observe.logs import Speaker, wrapped
+from kvps.observe import logs
+from kvps.observe.logs import Speaker, speaker, wrapped
 from kvps.runtime.keys import KeyMemory, generate, text_for
 
 log = logging.getLogger("kvps")
@@ -81,6 +82,10 @@ class LaunchPlan:
     """Processes take connections by anybody."""
     grace_s: float | None = None
     """How long a command is given to leave at SIGTERM; None where it is not to leave, but to end."""
+    http: str | None = None
+    """Where the scheduler serves the dashboard, if a flag says so; KVPS_HTTP, it reads itself."""
+    is_http_insecure: bool = False
+    """Other machines may read there."""
     remote: Remote | None = None
     """Other hosts for workers and servers; None if all processes run on this machine."""
 
@@ -192,6 +197,8 @@ class Launch:
                 match line.decode().split():
                     case ["scheduler", endpoint]:
                         self._start_members(endpoint)
+                    case ["dashboard", url]:
+                        self._tell(f"dashboard: {url}")
                     case ["seats", taken]:
                         self._show_seats(int(taken))
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
@@ -222,7 +229,8 @@ class Launch:
         place = (
             ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
         )
-        self._start("scheduler", 0, life, [*sizes, *place])
+        http = [] if self._plan.http is None else ["--http", self._plan.http]
+        self._start("scheduler", 0, life, [*sizes, *place, *http])
 
     def _start_members(self, endpoint: str) -> None:
         if self._scheduler or self._stage is not LaunchStage.GOING:  # one that was started again
@@ -252,7 +260,8 @@ class Launch:
 
     def _start(self, role: str, rank: int, life: int, more: Sequence[object]) -> None:
         place = [] if role == "scheduler" else ["--scheduler", self._scheduler, "--rank", rank]
-        bare = ["--insecure"] if self._plan.is_keyless and self._plan.remote is not None else []
+        is_bare = self._plan.is_keyless and self._plan.remote is not None
+        bare = ["--insecure"] if is_bare or self._plan.is_http_insecure else []
         logged = ["--log-level", self._plan.log_level]
         if self._plan.log_format != "text":
             logged += ["--log-format", self._plan.log_format]
@@ -334,6 +343,14 @@ class Launch:
                 return
             prefix = self._screen.prefix(child.name, child.number, sink)
             self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
+        except BrokenPipeError:
+            self._stop(signal.SIGPIPE)
+
+    def _tell(self, text: str) -> None:
+        """Print a line of our own that belongs to the output, whatever the log level."""
+        shown = logs.line("info", text, speaker(), {}) if self._screen.is_json else text
+        try:
+            self._screen.write(1, b"", [shown.encode()])
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
 

@@ -9,24 +9,20 @@ from typing import Any, cast
 
 from kvps import __version__
 from kvps.core.counts import Durations, bounds_of
-from kvps.errors import ConfigError
 from kvps.observe.metrics import Metric, of_role
 from kvps.observe.sampler import Sample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MISSING = "/metrics needs the package prometheus-client: pip install 'kvps[metrics]'"
 
 
-def demand_library() -> None:
-    """Check that the package that writes the format is installed.
-
-    Raises:
-        ConfigError: if it is not.
-    """
+def has_library() -> bool:
+    """Return whether the package that writes the format is installed."""
     try:
         import prometheus_client  # noqa: F401, an extra
     except ImportError:
-        text = "--http needs the package prometheus-client: pip install 'kvps[metrics]'"
-        raise ConfigError(text) from None
+        return False
+    return True
 
 
 def text_of(role: str, sample: Sample) -> bytes:

@@ -8,6 +8,7 @@ and the dashboard's files ask for it as a bearer token.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import json
 import logging
@@ -65,6 +66,9 @@ class HttpServer(ThreadingHTTPServer):
         try:
             super().__init__((place.host, place.port), _Handler)
         except OSError as error:
+            if place.is_shared and place.port and error.errno == errno.EADDRINUSE:
+                super().__init__((place.host, 0), _Handler)
+                return
             raise ConfigError(
                 f"cannot serve HTTP at {place.host}:{place.port}: {error.strerror}. Choose another --http, or port 0 "
                 "for a free one"
@@ -123,6 +127,8 @@ class HttpServer(ThreadingHTTPServer):
         if wanted is not None and not hmac.compare_digest(wanted.encode(), token.encode()):
             return 401, PLAIN, b"a bearer token is needed\n"
         if path == "/metrics":
+            if not exposition.has_library():
+                return 501, PLAIN, f"{exposition.MISSING}\n".encode()
             return 200, exposition.CONTENT_TYPE, exposition.text_of(self.role, sample)
         if path == "/history" and self.cluster is not None:
             with sampler.changed:
@@ -228,6 +234,8 @@ def serving(
     server = HttpServer(place, role, sampler, cluster)
     host, port = server.server_address[:2]
     log.info("http at %s:%s", host, port)
+    if not exposition.has_library():
+        log.info("%s", exposition.MISSING)
     thread = threading.Thread(target=server.serve_forever, name="kvps-http", daemon=True)
     sampler.start()
     thread.start()

@@ -106,12 +106,12 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
 @contextmanager
 def serving_if_asked(
     place: Place | None, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
-) -> Iterator[None]:
-    """Serve HTTP at ``place`` as long as the block runs; without one, not even load a web server."""
+) -> Iterator[str | None]:
+    """Serve HTTP at ``place`` as long as the block runs, and yield the URL; without one, not even load a web server."""
     if place is None:
-        yield
+        yield None
         return
     from kvps.observe.http import serving
 
-    with serving(place, role, sampler, cluster):
-        yield
+    with serving(place, role, sampler, cluster) as server:
+        yield place.url(server.server_port)

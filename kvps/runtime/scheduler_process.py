@@ -185,6 +185,7 @@ def run_scheduler(
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
+    on_http: Callable[[str], None] | None = None,
     limits: Limits | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
@@ -204,7 +205,8 @@ def run_scheduler(
         on_seats: called with the number of taken seats, each time it changes until all are.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
-        http: where to serve metrics; None for nowhere.
+        http: where to serve the dashboard and metrics; None for nowhere.
+        on_http: called with the URL of the dashboard, once it can be read.
         limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
@@ -230,7 +232,7 @@ def run_scheduler(
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
         listener = _Listener(kept, on_concluded, on_seats)
-        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http)
+        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http, on_http)
 
 
 class _Listener(Listener):
@@ -263,6 +265,7 @@ def _run_scheduler(
     keys: Keys | None,
     keys_again: Callable[[], Keys | None] | None,
     http: Place | None,
+    on_http: Callable[[str], None] | None,
 ) -> int:
     transport = ZmqTransport(
         bind,
@@ -311,7 +314,7 @@ def _run_scheduler(
     )
     last = _at(signal.SIGUSR2, inbox, CoreRequest("on_conclude"))
     with (
-        serving_if_asked(http, "scheduler", sampler, cluster),
+        serving_if_asked(http, "scheduler", sampler, cluster) as url,
         again,
         last,
         on_stop(inbox, lambda number: CoreRequest("on_stop")),
@@ -321,6 +324,8 @@ def _run_scheduler(
             "scheduler of %d workers and %d servers at %s",
             *(settings.workers, settings.servers, transport.endpoint),
         )
+        if on_http is not None and url is not None:
+            on_http(url)
         if on_ready is not None:
             on_ready(transport.endpoint)
         wish = drive(core, transport, inbox, listener, lens=timeline.lens)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,31 @@ def look_key_leaves_its_place(endpoint: str, folder: Path) -> None:
     """Send by the key ``look`` a message that it may not send."""
     with pytest.raises(Unauthorized, match="may not send Evict"):
         inquire(endpoint, m.Evict(2, 0), m.Done, keys_of(folder, "look"), 10.0)
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_a_launch_prints_where_its_dashboard_is(processes: Processes, how: str) -> None:
+    """Its port is the scheduler's: a server that took it too would end, and the job with it."""
+    script = processes.script(
+        "import kvps, pathlib, time, torch\n"
+        'kv = kvps.create("dist_sync", timeout=60)\n'
+        'kv.init("w", torch.zeros(4))\n'
+        'print("ready", flush=True)\n'
+        'while not pathlib.Path("go").exists():\n'
+        "    time.sleep(0.02)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    flags, env = (["--http", place], {}) if how == "flag" else ([], {"KVPS_HTTP": place})
+    launched = processes.kvps(
+        "launch", "-n", 1, "-s", 2, *flags, "--", sys.executable, script, **env
+    )
+    assert launched.expect(r"^dashboard: (\S+)$").group(1) == f"http://{place}/"
+    launched.expect("ready")
+    until(
+        lambda: json.loads(get(f"http://{place}/statusz")[1])["phase"] == "running",
+        "sample of the job",
+    )
+    assert get(f"http://{place}/")[0] == 200
+    (processes.folder / "go").touch()
+    assert launched.wait() == 0, launched

@@ -196,6 +196,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_HTTP_TOKEN", "abc")
     assert as_place("--http", "127.0.0.1:0") == Place("127.0.0.1", 0, "abc")
     assert as_place("--http", "[::1]:80") == Place("::1", 80, "abc")
+    assert as_place("KVPS_HTTP", "[::1]:80") == Place("::1", 80, "abc", is_shared=True)
     for bad in ("", "9000", "host", "host:x", "http://host:80", "host:80/metrics"):
         with pytest.raises(
             ConfigError, match=r"--http=.* is not an address; write it as HOST:PORT"
@@ -203,11 +204,13 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
             as_place("--http", bad)
 
 
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    exposition.demand_library()
+def test_without_the_package_of_metrics_the_rest_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvps\[metrics\]'"):
-        exposition.demand_library()
+    with serving(Place("127.0.0.1", 0), "server", Loop().sampler) as server:
+        assert server.answer("/statusz", "")[0] == 200
+        status, _, text = server.answer("/metrics", "")
+    assert status == 501
+    assert b"pip install 'kvps[metrics]'" in text
 
 
 def test_a_port_in_use() -> None:
@@ -215,6 +218,20 @@ def test_a_port_in_use() -> None:
         place = Place("127.0.0.1", taken.getsockname()[1])
         with pytest.raises(ConfigError, match="cannot serve HTTP at"):
             HttpServer(place, "server", Loop().sampler)
+
+
+def test_a_port_in_use_that_all_processes_of_a_host_were_given() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = Place("127.0.0.1", taken.getsockname()[1], is_shared=True)
+        with serving(place, "server", Loop().sampler) as server:
+            assert server.server_port not in (0, place.port)
+
+
+def test_what_to_type_into_a_browser() -> None:
+    assert Place("127.0.0.1", 0).url(80) == "http://127.0.0.1:80/"
+    assert Place("::1", 0).url(80) == "http://[::1]:80/"
+    assert Place("0.0.0.0", 0).url(80) == f"http://{socket.gethostname()}:80/"
+    assert Place("10.0.0.1", 9464).of_members == "10.0.0.1:0"
 
 
 def test_over_a_socket() -> None:
