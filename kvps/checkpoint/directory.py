@@ -10,8 +10,9 @@ In a folder of one server's own, only that server's snapshot lies beside the man
 a folder write to it at the same time and never wait for each other: every file comes from a name
 that its writer alone uses, and a file that another has removed already is removed.
 
-Kept are the two newest complete cuts and all that have a tag. A cut is removed manifest first, so
-that no moment shows a manifest without its snapshots.
+:mod:`kvps.checkpoint.retention` decides which cuts are kept. A cut is removed manifest first, so that no moment shows a
+manifest without its snapshots. A file that lies there is never replaced: if the number of a cut is taken, another job
+writes into the folder.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from kvps.checkpoint.atomic_file import HashedFile, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
 from kvps.checkpoint.progress import restoring
 from kvps.checkpoint.reshard import regroup
+from kvps.checkpoint.retention import further, superfluous
 from kvps.checkpoint.verify import load_image
 from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.cut import CUT_MAX
@@ -39,8 +41,6 @@ from kvps.phrases import bytes_in_words
 
 log = logging.getLogger("kvps")
 
-KEPT = 2
-"""The number of complete cuts without a tag that are kept."""
 SPARE = 1.05
 """Free space that a snapshot needs, as a multiple of its size, which is known to the byte.
 
@@ -96,23 +96,48 @@ class CheckpointDirectory:
         """
         stream = snapshot_writer.stream(snapshot)
         folder = self.cut_folder(cut)
+        path = folder / image_name(snapshot.server, snapshot.servers)
+
+        def fill(sink: HashedFile) -> None:
+            stream.write(sink)
+            self._demand_free(path)  # again: it took a while
+
         try:
             atomic_file.make_folder(folder)
+            self._demand_free(path)
             self._remove_leftovers()
             if (
                 shutil.disk_usage(folder).free < SPARE * stream.size
             ):  # before it is full for others, too
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self._put(folder / image_name(snapshot.server, snapshot.servers), stream.write)
+            return self._put(path, fill)
         except OSError as error:
             raise self._refusal(cut, stream.size, error) from error
 
-    def commit(self, manifest: Manifest, needed: int = 0) -> None:
-        """Write the manifest, which makes a cut complete; then remove older cuts, but for the one that
-        is ``needed``: other servers may fail to complete this one.
+    def _demand_free(self, path: Path) -> None:
+        """Check that no other job has written this cut.
+
+        Raises:
+            StorageError: if a file of that name is there; it is left alone.
+        """
+        manifest = path.with_name(NAME)
+        if path.exists() or manifest.exists():
+            raise StorageError(
+                f"{path if path.exists() else manifest} is there already: does another job write its checkpoints into "
+                f"{self.folder}, too? Give each job that runs at the same time a directory of its own"
+            )
+
+    def commit(self, manifest: Manifest, common: int = 0, is_resumed: bool = True) -> None:
+        """Write the manifest, which makes a cut complete; then remove older cuts that are superfluous.
 
         Several servers may do this in one folder with equal manifests. That an older cut cannot be
         removed is logged, and no error.
+
+        Args:
+            manifest: of the cut.
+            common: the newest cut of this job that all servers have, which stays: other servers may fail to complete
+                this one; 0 for none.
+            is_resumed: whether the job continues from an older cut; if not, the log tells once of those there are.
 
         Raises:
             StorageError: if the manifest cannot be written, or the snapshot of it that should be here
@@ -130,11 +155,13 @@ class CheckpointDirectory:
         try:
             atomic_file.make_folder(folder)
             self._remove_leftovers()
+            if (folder / NAME).exists() and self.manifest(manifest.cut).job != manifest.job:
+                self._demand_free(folder / NAME)
             self._put(folder / NAME, lambda sink: sink.write(octets))
         except OSError as error:
             raise self._refusal(manifest.cut, len(octets), error) from error
         try:
-            self._tidy(needed)
+            self._tidy(common, is_resumed)
         except (OSError, StorageError) as error:
             log.warning("old checkpoints in %s could not be removed: %s", self.folder, error)
 
@@ -329,13 +356,23 @@ class CheckpointDirectory:
 
     # --- removing ---------------------------------------------------------------------------
 
-    def _tidy(self, needed: int) -> None:
+    def _tidy(self, common: int, is_resumed: bool) -> None:
         """Remove the cuts that are no longer needed."""
-        complete = [manifest.cut for manifest in self.complete(server=self.server)]
-        kept = complete[-KEPT:]
-        newest = max(complete, default=0)
+        complete = self.complete(server=self.server)
+        there = [manifest.cut for manifest in complete]
+        old = further(complete) if complete else None
+        if old is not None and not is_resumed and not self.server:
+            log.warning(
+                "checkpoint %s is the first of this job, which has not called restore(), beside checkpoint %s of an "
+                "earlier job in %s: %s. The older one is kept until this job has passed it; kv.restore(), after "
+                "set_optimizer(), continues from it",
+                *(complete[-1], old, self.folder, _compared(complete[-1], old)),
+            )
+        gone = [manifest.cut for manifest in superfluous(complete, common)] if complete else []
         for cut in self.numbers():
-            if cut < newest and cut not in (*kept, needed) and not self._has_tag(cut):
+            if cut in gone or (
+                cut not in there and cut < max(there, default=0) and not self._has_tag(cut)
+            ):
                 self._remove(self.cut_folder(cut))
 
     def _has_tag(self, cut: int) -> bool:
@@ -372,6 +409,15 @@ def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[in
 
 def _each(manifest: Manifest) -> Iterable[tuple[int, ImageFile]]:
     return enumerate(manifest.images)
+
+
+def _compared(newer: Manifest, older: Manifest) -> str:
+    """Return the versions of the stores that two cuts have in common, in words."""
+    common = [name for name in newer.stores if name in older.stores]
+    return "; ".join(
+        f"store {name!r} has version {newer.stores[name].highest} here and {older.stores[name].highest} there"
+        for name in common[:3]
+    )
 
 
 def _folder_name(cut: int) -> str:

@@ -69,7 +69,7 @@ TMPDIR, and the others do not wait for it.
 Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
 --grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
 SIGTERM, its COMMAND ends like this, and the others continue without it. With --grace and --checkpoint-dir,
-SIGTERM to kvps-launch first makes the servers write a last checkpoint.
+SIGTERM to kvps-launch, or Ctrl-C, first makes the servers write a last checkpoint.
 
 The job has its own keys, in memory: no other process can join or inspect it. --keys DIR replaces these keys,
 and --insecure turns keys off. kvps status needs --keys for such a job; --log-level info shows the directory.

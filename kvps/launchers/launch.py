@@ -10,7 +10,7 @@ the launch stands::
       │     (so a server, or            │    SIGTERM to     ▲   SIGKILL to    ▲
       │     the scheduler)              │    the workers    │   everything    │
       │                                 └── Ctrl-C, SIGTERM ┘   Ctrl-C twice ─┘
-      ├──SIGTERM, with checkpoints and a grace──► draining: stops once a last checkpoint is written
+      ├──Ctrl-C, SIGTERM, with checkpoints and a grace──► draining: stops once a last checkpoint is written
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
 The others of a failed worker are given time, since they learn of it from the scheduler and have something to
@@ -202,7 +202,8 @@ class Launch:
                     case ["seats", taken]:
                         self._show_seats(int(taken))
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
-                        log.warning("checkpoint %s is written; ending the job", number)
+                        if int(number):  # else the scheduler has said why there is none
+                            log.warning("checkpoint %s is written; ending the job", number)
                         self._stop_members(signal.SIGTERM)
                     case ["worker", pid, code] if int(pid) in self._children:
                         self._on_worker_end(self._children[int(pid)], int(code))
@@ -466,7 +467,8 @@ class Launch:
             self._enter(LaunchStage.KILLING, STOP_MAX_S)
             self._signal(signal.SIGKILL)
             return
-        if number == signal.SIGTERM and self._stage is LaunchStage.GOING:
+        is_asked = number == signal.SIGTERM or (number == signal.SIGINT and self._may_drain)
+        if is_asked and self._stage is LaunchStage.GOING:
             self._grace_until = time.monotonic() + (self._plan.grace_s or 0.0)
             if self._may_drain:
                 log.warning("asked to end: waiting for a last checkpoint")

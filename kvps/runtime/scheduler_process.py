@@ -201,7 +201,7 @@ def run_scheduler(
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
         replace_max_s: seconds for which a job with no worker left waits for the replacement of a lost one.
         on_ready: called with its address when it listens.
-        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for.
+        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for; 0 if nothing was to be kept.
         on_seats: called with the number of taken seats, each time it changes until all are.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.

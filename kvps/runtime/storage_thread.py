@@ -111,7 +111,7 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
             return SnapshotWritten(cut, written.size, written.sha256)
         case Complete():
             shelf = CheckpointDirectory(folder, order.server, tagged_max=tagged_max)
-            shelf.commit(manifest_of(order), order.commit.kept)
+            shelf.commit(manifest_of(order), order.commit.kept, order.is_resumed)
             return Completed(order.commit.cut)
         case Remove(cut, server):
             try:
@@ -122,8 +122,10 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
         case FindCuts():
             shelf = CheckpointDirectory(folder, order.server)
             complete = shelf.complete(order.job, order.server, order.servers)
-            cuts = tuple([one.cut for one in complete if order.tag in ("", one.tag)])
-            return FoundCuts(cuts, shelf.highest(), order.for_whom)
+            found = [one for one in complete if order.tag in ("", one.tag)]
+            cuts = tuple([one.cut for one in found])
+            versions = tuple([_version(one, order.store) for one in found if order.store])
+            return FoundCuts(cuts, shelf.highest(), order.for_whom, versions=versions)
         case Read():
             shelf = CheckpointDirectory(folder, order.server)
             image = shelf.load(shelf.manifest(order.cut), order.server, order.servers)
@@ -132,6 +134,12 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
                 *(image.size_bytes, order.cut, time.monotonic() - began),
             )
             return Loaded(image, order.for_whom)
+
+
+def _version(manifest: Manifest, store: str) -> int:
+    """Return one more than the highest version of a store in a cut; 0 for a cut without it."""
+    held = manifest.stores.get(store)
+    return 0 if held is None else held.highest + 1
 
 
 def refusal(order: AnyOrder, error: KvpsError) -> Answer | None:

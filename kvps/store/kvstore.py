@@ -9,6 +9,7 @@ workers.
 from __future__ import annotations
 
 import abc
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
 from kvps.store.requests import PlannedCall, Requests
 
+log = logging.getLogger("kvps")
 LOAD = "kvps.load_optimizer_states"
 """The barrier behind which all ranks have the states of a file."""
 
@@ -836,7 +838,10 @@ class KVStore(KVStoreBase, abc.ABC):
         or after; states are kept.
 
         Args:
-            tag: restore the newest checkpoint with this tag; None for the newest of all.
+            tag: restore the newest checkpoint with this tag; None for the newest that has this store. A checkpoint in
+                which the store was never pushed to counts only if there is no other, or if ``checkpoint()`` of
+                this store has written it. A checkpoint that cannot be read is passed over, too. The log tells which
+                one was taken, and of what else there is.
             timeout: see :class:`KVStore`.
 
         Raises:
@@ -844,8 +849,10 @@ class KVStore(KVStoreBase, abc.ABC):
                 cannot be read. Mismatch: if a key has another shape or type here.
         """
         self._begin()
-        cut: int = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
-        return cut
+        done: calls.Restored = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
+        if done.told:
+            log.log(logging.WARNING if done.is_odd else logging.INFO, "%s", done.told)
+        return done.cut
 
     # --- compression ------------------------------------------------------------------------------
 

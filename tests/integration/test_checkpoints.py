@@ -162,6 +162,47 @@ def test_a_table_that_was_trained_by_rows_is_restored(
         assert printed.endswith("3\n")
 
 
+BEGUN_LATE = """
+import pathlib, sys, time, torch, kvps
+
+folder, resumed = pathlib.Path(sys.argv[1]), sys.argv[2] == "resumed"
+kv = kvps.create("dist_sync", name="model")
+kv.init("w", torch.zeros(4))
+kv.set_optimizer("sgd", lr=1.0)
+if resumed:  # its data take long, and another store is pushed to meanwhile
+    other = kvps.create("dist_sync", name="other")
+    other.init("x", torch.zeros(1))
+    before = set(folder.glob("cut-*/manifest.json"))
+    deadline = time.monotonic() + 30
+    while len(set(folder.glob("cut-*/manifest.json")) - before) < 2:
+        assert time.monotonic() < deadline
+        other.pushpull("x", torch.ones(1))
+    assert before <= set(folder.glob("cut-*/manifest.json")), "they are gone"
+    kv.restore()
+for _ in range(10):
+    out = kv.pushpull("w", torch.ones(4))
+if not resumed:
+    kv.checkpoint()
+print("at", kv.version("w"), out.tolist(), flush=True)
+"""
+
+
+def test_the_checkpoint_that_a_job_came_to_resume_from_is_there_when_it_does(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script, folder = processes.script(BEGUN_LATE), tmp_path / "cuts"
+    flags = ("-n", 1, "-s", 2, "--checkpoint-dir", folder, "--checkpoint-every")
+    run = (sys.executable, script, folder)
+    first = processes.kvps("launch", *flags, 0, "--", *run, "new")
+    assert first.wait(60.0) == 0, first
+    again = processes.kvps("launch", *flags, 0.2, "--", *run, "resumed")
+    assert again.wait(60.0) == 0, again
+    assert "at 20 [-20.0, -20.0, -20.0, -20.0]" in again.out
+    assert "first of this job, which has not called restore(), beside checkpoint 1" in again.err
+    told = "continues from checkpoint 1, at version 10; passed over checkpoints ["
+    assert again.err.count(told) == 1, again
+
+
 def test_a_store_without_a_place_says_so(processes: Processes) -> None:
     script = processes.script(
         "import kvps\nkv = kvps.create('dist_sync')\n"

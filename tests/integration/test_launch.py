@@ -314,6 +314,22 @@ def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_conti
     processes.check_nothing_left()
 
 
+def test_ctrl_c_with_grace_writes_a_last_checkpoint_too(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script = processes.script(
+        SUM + "while True: kv.pushpull('w', torch.ones(4)); print('round', flush=True)"
+    )
+    flags = ("-n", 1, "-s", 1, "--grace", 30, "--checkpoint-dir", tmp_path / "cuts")
+    launched = launch(processes, script, *flags)
+    launched.expect("round")
+    launched.signal(signal.SIGINT)
+    assert launched.wait() == 130, launched
+    assert "checkpoint 1 is written; ending the job" in launched.err
+    assert len(list(tmp_path.glob("cuts/cut-*/manifest.json"))) == 1
+    processes.check_nothing_left()
+
+
 def test_a_server_that_is_lost_leaves_no_last_checkpoint(
     processes: Processes, tmp_path: Path
 ) -> None:

@@ -155,7 +155,13 @@ class Shelves:
                 return None
             case FindCuts():
                 cuts = tuple(self._complete(folder, order))
-                return FoundCuts(cuts, max(folder.images, default=0), order.for_whom)
+                held = [
+                    {one.store: one.highest for one in folder.manifests[cut][1].stores}
+                    for cut in cuts
+                ]
+                versions = tuple(one.get(order.store, -1) + 1 for one in held if order.store)
+                highest = max(folder.images, default=0)
+                return FoundCuts(cuts, highest, order.for_whom, versions=versions)
             case Read(server, servers, cut, for_whom):
                 return Loaded(copy_of(self._read(server, servers, cut)), for_whom)
 

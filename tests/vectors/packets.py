@@ -223,7 +223,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Checkpoint("weights", "best", 3), ()),
         (SCHEDULER, m.Checkpointed(42, 12), ()),
         (CREATOR, m.Revive("weights", "best", 0), ()),
-        (SERVER, m.Revived(9, (11, 12)), ()),
+        (SERVER, m.Revived(9, (11, 12), (301, 0)), ()),
         (
             WORKER,
             m.Embed(

@@ -3,7 +3,8 @@
 The moment of a cut is that of its stage ``imaging`` (:mod:`kvps.core.scheduler.cut`).
 A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
 (``kv.checkpoint()``; they have met at a barrier before). :meth:`CheckpointCoordinator.conclude` takes one more,
-and none after it: the job is to be stopped. Only one cut is taken at a time. Which cuts there
+and none after it: the job is to be stopped. Before the first push of this job only workers get a cut: a script may
+still be about to restore an older job's, and :meth:`~kvps.KVStore.restore` takes the newest. Only one cut is taken at a time. Which cuts there
 are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
 that no two have the same, and that of the newest that is complete, so that everybody can be told whether a
 lost server is a misfortune or the end.
@@ -33,6 +34,8 @@ RETRY_S = 5.0
 """How long after a cut that was given up the next is tried, at most."""
 STORES_MAX = 1024
 """Stores whose requests wait at a time, and stores whose last answer is kept for workers that ask late."""
+FIRST_PUSH_MAX_S = 2.5
+"""How long the last cut of a job that seems not to have pushed waits for a beat that says otherwise."""
 WISHES_WITHIN_S = 60.0
 """The time of the limit ``checkpoints``: so many are written because workers ask, and then a request waits."""
 
@@ -84,9 +87,13 @@ class CheckpointCoordinator:
         self.notes: list[tuple[str, str]] = []
         self.has_changed = False
         """Something that a restart must know."""
-        self.concluded = 0
-        """The cut that has concluded the job; 0 until it is complete."""
+        self.has_pushed = False
+        """A worker of this job has pushed, or continues from what another job had pushed."""
+        self.concluded: int | None = None
+        """The cut that has concluded the job, 0 where nothing was to be kept; None until it is complete."""
         self._is_concluding = False
+        self._unpushed_at = 0.0
+        """When a job that is to be stopped counts as one that has not pushed."""
         self._final = 0
         """The newest cut that was begun to conclude the job."""
         self._shelves: dict[int, Shelf] = {}
@@ -108,6 +115,7 @@ class CheckpointCoordinator:
     def resume(self, begun: int, kept: int, epoch: int, is_returning: bool) -> None:
         """Go on from what a former scheduler had."""
         self.begun, self.kept, self.epoch = begun, kept, epoch
+        self.has_pushed = bool(kept)
         if is_returning:
             self.recovery = Rollback(epoch, self._count)
         elif epoch and not kept:
@@ -120,6 +128,7 @@ class CheckpointCoordinator:
     def conclude(self, now: float) -> None:
         """Take a cut of the present state as soon as possible, and none after it: the job is to be stopped."""
         self._is_concluding, self._next_at = True, now
+        self._unpushed_at = now + FIRST_PUSH_MAX_S
         self._go_on(now)
 
     # --- who is there -------------------------------------------------------------------------
@@ -158,6 +167,12 @@ class CheckpointCoordinator:
         )
         self._again_at = now  # it has to be welcomed before it hears anything else
         return True
+
+    def pushed(self, now: float) -> None:
+        """A worker says that it has pushed."""
+        if not self.has_pushed:
+            self.has_pushed, self._next_at = True, now + self._pause_s
+            self._go_on(now)
 
     # --- what is heard ------------------------------------------------------------------------
 
@@ -246,6 +261,10 @@ class CheckpointCoordinator:
         """Begin what is due, and say again what has no answer."""
         if self._cut is not None:
             self._cut.on_time(now)
+        if self._is_unpushed and self.concluded is None and now >= self._unpushed_at:
+            self.concluded = 0
+            text = "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays as it is"
+            self.notes.append(("warning", text))
         self._go_on(now)
         if now >= self._again_at:
             self._say_again(now)
@@ -260,6 +279,7 @@ class CheckpointCoordinator:
         if not self._may_begin:
             return None
         times = [self._next_at] * self._is_timed + [self._wish_at] * bool(self._wishes)
+        times += [self._unpushed_at] * self._is_unpushed
         return min(times, default=None)
 
     @property
@@ -273,7 +293,7 @@ class CheckpointCoordinator:
         """Whether all that a cut needs is here."""
         is_whole = self._knows_all and self._keeps and len(self._servers) == self._count
         is_free = self.recovery is None and self._cut is None and not self.failure
-        is_free = is_free and not self.concluded
+        is_free = is_free and self.concluded is None
         return is_whole and self._is_running and is_free
 
     def _go_on(self, now: float) -> None:
@@ -407,7 +427,12 @@ class CheckpointCoordinator:
     @property
     def _is_timed(self) -> bool:
         """Whether a cut begins at ``_next_at`` without a worker's wish."""
-        return self._is_concluding or self._every_s > 0
+        return self.has_pushed and (self._is_concluding or self._every_s > 0)
+
+    @property
+    def _is_unpushed(self) -> bool:
+        """Whether the job is to be stopped, and no worker has pushed."""
+        return self._is_concluding and not self.has_pushed
 
     @property
     def _pause_s(self) -> float:

@@ -44,7 +44,7 @@ from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
-"""The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint."""
+"""The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint, or 0."""
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
@@ -234,6 +234,13 @@ class Job:
         self._heed_checkpoints()
         self._schedule()
 
+    def hear_of_pushes(self, now: float) -> None:
+        """A worker says that it has pushed."""
+        if not self.checkpoints.has_pushed:
+            self.checkpoints.pushed(now)
+            self._heed_checkpoints()
+            self._schedule()
+
     def conclude(self, now: float) -> None:
         """Take one more checkpoint, and none after it: the job is to be stopped."""
         self.note("info", "asked for a last checkpoint")
@@ -279,7 +286,7 @@ class Job:
         for level, text in ours.notes:
             self.note(level, text)
         self.answer(ours.answers)
-        if ours.concluded and not self._is_concluded:
+        if ours.concluded is not None and not self._is_concluded:
             self._is_concluded = True
             self._outbox.append(Finish(CONCLUDED, ours.concluded))
         self.has_changed |= ours.has_changed

@@ -305,6 +305,8 @@ class Scheduler:
             seat.figures = BeatFigures(
                 *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes)
             )
+            if beat.rounds and seat.node.role is Role.WORKER:
+                self.job.hear_of_pushes(now)
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
             if news:
                 self.job.note("info", f"{seat.node} {news}")

@@ -62,6 +62,8 @@ class SnapshotInProgress:
     kept: p.ImageKept | None = None
     committed: p.Committed | None = None
     is_committing: bool = False
+    is_resumed: bool = False
+    """A store in it was restored from an older cut."""
     began: float = 0.0
     """When it was ordered."""
 
@@ -143,6 +145,7 @@ class Checkpointer:
             return
         snapshot, taking.release = control.snapshot()
         taking.taken, taking.stores = True, _sums(snapshot)
+        taking.is_resumed = control.is_resumed
         self._say(p.ImageTaken(taking.cut))
         self._order(Write(taking.cut, snapshot))
 
@@ -182,13 +185,14 @@ class Checkpointer:
         elif not taking.is_committing:
             taking.is_committing = True
             seat = self._member.seat
-            self._order(Complete(self._member.job, seat.rank, seat.workers, commit))
+            job, is_resumed = self._member.job, taking.is_resumed
+            self._order(Complete(job, seat.rank, seat.workers, commit, is_resumed))
 
     def _give_up(self, cut: int) -> None:
         taking = self.taking
         if cut and taking.cut == cut and taking.committed is None:
             self._let_go()
-            if taking.taken:
+            if taking.taken and not (taking.kept is not None and taking.kept.error):
                 self._order(Remove(cut, self._member.rank))
             self.taking = replace(taking, taken=True, kept=None, release=None)
             self.taking.kept = p.ImageKept(cut, 0, "", (), "it was abandoned")
@@ -198,14 +202,16 @@ class Checkpointer:
             self.taking.release()
             self.taking.release = None
 
-    def _look(self, job: bytes | None, tag: str = "", for_whom: object = None) -> FindCuts:
+    def _look(
+        self, job: bytes | None, tag: str = "", for_whom: object = None, store: str = ""
+    ) -> FindCuts:
         seat = self._member.seat
-        return FindCuts(seat.rank, seat.servers, job, tag, for_whom)
+        return FindCuts(seat.rank, seat.servers, job, tag, for_whom, store)
 
     def _read(self, cut: int, for_whom: object) -> Read:
         return Read(self._member.seat.rank, self._member.seat.servers, cut, for_whom)
 
-    def ask(self, tag: str, cut: int, for_whom: object) -> Disk:
+    def ask(self, wish: p.Revive, for_whom: object) -> Disk:
         """Return the order that reads a cut for one store of this job, or lists the cuts.
 
         Raises:
@@ -216,9 +222,9 @@ class Checkpointer:
                 f"server {self._member.rank} has no directory for checkpoints: start every kvps-server "
                 "with --checkpoint-dir, or set KVPS_CHECKPOINT_DIR"
             )
-        if not cut:
-            return Disk(self._look(None, tag, for_whom))
-        return Disk(self._read(cut, for_whom))
+        if not wish.cut:
+            return Disk(self._look(None, wish.tag, for_whom, wish.store))
+        return Disk(self._read(wish.cut, for_whom))
 
     # --- returning ----------------------------------------------------------------------------
 

@@ -96,6 +96,11 @@ class Control:
             span.is_open for chunk in self._chunks.by_number.values() for span in chunk.spans
         )
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a store was restored from a cut."""
+        return any(store.restored for store in self._context.stores.values())
+
     def snapshot(self) -> tuple[Snapshot, Callable[[], None]]:
         """Return the contents of all stores, and a function that releases them."""
         chunks = self._chunks

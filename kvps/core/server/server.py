@@ -455,7 +455,7 @@ class Server:
             raise ProtocolError(f"rank {session.rank} may not restore a store; only rank 0 may")
         if seq in session.pending:
             return  # it is being read
-        order = self.checkpointer.ask(message.tag, message.cut, Reviving(session, seq, message))
+        order = self.checkpointer.ask(message, Reviving(session, seq, message))
         session.pending[seq] = PendingRequest(
             lambda: None, lambda _: "it is being read from the disk"
         )
@@ -471,7 +471,7 @@ class Server:
             if answer.error is not None:
                 raise answer.error
             if isinstance(answer, FoundCuts):
-                reply = p.Revived(seq, answer.cuts)
+                reply = p.Revived(seq, answer.cuts, answer.versions)
             else:
                 assert answer.snapshot is not None
                 self.control.revive(message.store, answer.snapshot)

@@ -56,6 +56,8 @@ class WorkerStore:
     """This rank took another's place, and does not know which calls and barriers its predecessor has made."""
     restored: int = 0
     """The checkpoint from which the store was restored last; 0 for none."""
+    checkpointed: int = 0
+    """The last checkpoint that this rank has asked for; 0 for none."""
     was_pushed_to: bool = False
     """The servers have taken a push of this rank in."""
     joins: int = 0

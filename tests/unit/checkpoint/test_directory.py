@@ -636,3 +636,85 @@ def test_a_disk_is_not_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         CheckpointDirectory(tmp_path, 0).write(1, snapshots.image(0, 1))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+# --- the cuts of earlier jobs -------------------------------------------------------------------
+
+
+def commit(
+    folder: Path, cut: int, job: int, version: int, common: int = 0, store: str = "default"
+) -> None:
+    """Write a cut of a job, whose only server has one store with keys."""
+    shelf = CheckpointDirectory(folder, 0)
+    image = snapshots.image(0, 1, version=version, store=store)
+    manifest = replace(snapshots.manifest_of(cut, [shelf], [image]), job=bytes([job]) * 16)
+    shelf.commit(manifest, common, is_resumed=False)
+
+
+@pytest.mark.spec("R414")
+def test_cuts_of_an_earlier_job_stay_until_this_job_has_passed_them(tmp_path: Path) -> None:
+    for cut, version in [(1, 500), (2, 900), (3, 1000)]:
+        commit(tmp_path, cut, 1, version, common=cut - 1)
+    shelf = CheckpointDirectory(tmp_path)
+    assert shelf.numbers() == [2, 3]
+    for cut in range(4, 9):
+        commit(tmp_path, cut, 2, 0, common=cut - 1 if cut > 4 else 0)
+    assert shelf.numbers() == [2, 3, 7, 8]
+    commit(tmp_path, 9, 2, 950, common=8)
+    assert shelf.numbers() == [2, 3, 8, 9], "not all servers are known to have it"
+    commit(tmp_path, 10, 2, 1000, common=9)
+    assert shelf.numbers() == [3, 9, 10]
+    commit(tmp_path, 11, 2, 1001, common=10)
+    assert shelf.numbers() == [10, 11]
+
+
+@pytest.mark.spec("R414")
+def test_cuts_of_stores_that_this_job_lacks_stay(tmp_path: Path) -> None:
+    commit(tmp_path, 1, 1, 5, store="other")
+    for cut in range(2, 6):
+        commit(tmp_path, cut, 2, 100 * cut, common=cut - 1 if cut > 2 else 0)
+    assert CheckpointDirectory(tmp_path).numbers() == [1, 4, 5]
+
+
+@pytest.mark.spec("R414")
+def test_two_jobs_in_one_directory_do_not_replace_each_others_files(tmp_path: Path) -> None:
+    shelves = [CheckpointDirectory(tmp_path, 0) for _ in range(2)]
+    first, second = (snapshots.image(0, 1, version=version) for version in (5, 7))
+    manifest = snapshots.manifest_of(1, [shelves[0]], [first])
+    with pytest.raises(StorageError, match=r"server-0-of-1.* is there already: does another job"):
+        shelves[1].write(1, second)
+    shelves[0].commit(manifest)
+    with pytest.raises(StorageError, match="is there already"):
+        shelves[1].write(1, snapshots.image(0, 3))
+    with pytest.raises(StorageError, match="is there already"):
+        shelves[1].commit(replace(manifest, job=bytes(16)))
+    assert snapshots.same(shelves[1].load(manifest, 0, 1), first)
+
+
+def test_a_file_that_comes_while_a_snapshot_is_written_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cut-00000001" / image_name(0, 1)
+    write = atomic_file.HashedFile.write
+
+    def slow(self: atomic_file.HashedFile, octets: object) -> None:
+        path.write_bytes(b"another's")
+        write(self, octets)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(atomic_file.HashedFile, "write", slow)
+    with pytest.raises(StorageError, match="is there already"):
+        CheckpointDirectory(tmp_path, 0).write(1, snapshots.image(0, 1))
+    assert path.read_bytes() == b"another's"
+    assert files(tmp_path / "cut-00000001") == {path.name}
+
+
+def test_a_job_that_begins_beside_an_older_one_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit(tmp_path, 1, 1, 1000)
+    commit(tmp_path, 2, 1, 1000, store="other")
+    for cut in (3, 4):
+        commit(tmp_path, cut, 2, 12)
+    (text,) = caplog.messages
+    assert "checkpoint 3 is the first of this job, which has not called restore()" in text
+    assert "store 'default' has version 14 here and 1002 there" in text

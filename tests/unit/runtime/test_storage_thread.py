@@ -223,3 +223,11 @@ def test_orders_are_carried_out_in_turn_and_all_of_them_before_the_end(tmp_path:
     ]
     assert loop.answers[-1] == FoundCuts((), 2)
     assert not archive._thread.is_alive()
+
+
+def test_the_versions_of_a_store_are_listed_with_the_cuts(tmp_path: Path) -> None:
+    snapshots.put(tmp_path, 1, version=7)
+    for store, versions in [("default", (10,)), ("other", (0,)), ("", ())]:
+        found = carry_out(str(tmp_path), FindCuts(0, 2, store=store))
+        assert isinstance(found, FoundCuts)
+        assert found.versions == versions

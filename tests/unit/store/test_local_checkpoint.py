@@ -182,7 +182,7 @@ class TestRefused:
     ) -> None:
         kv = store()
 
-        def refuse(self: CheckpointDirectory, manifest: object, needed: int) -> None:
+        def refuse(self: CheckpointDirectory, *commit: object) -> None:
             raise StorageError("no room for the manifest")
 
         with monkeypatch.context() as patched:

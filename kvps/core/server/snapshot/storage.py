@@ -41,6 +41,8 @@ class Complete(Order):
     server: int
     workers: int
     commit: Commit
+    is_resumed: bool = True
+    """A store of this server was restored from an older cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class FindCuts(Order):
     """Only cuts with this tag; "" for any."""
     for_whom: object = None
     """Returned with the answer."""
+    store: str = ""
+    """The store whose versions are wanted; "" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class FoundCuts:
     highest: int = 0
     for_whom: object = None
     error: KvpsError | None = None
+    versions: tuple[int, ...] = ()
+    """As in REVIVED; empty if no store is named."""
 
 
 @dataclass(frozen=True, slots=True)

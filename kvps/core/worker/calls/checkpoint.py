@@ -3,12 +3,17 @@
 Either call begins at a barrier: before it, all pushes of all ranks are in. The scheduler is told by
 every rank, so that each waits for the checkpoint to be complete; a rank that comes late, or asks
 again, is answered with the one that was taken. A store is restored by rank 0, between two barriers.
+
+:func:`candidates` decides which checkpoint that is: the newest that has the store. A checkpoint in which the store was
+never pushed to is passed over for one in which it was, unless this job has asked for it: a job that is about to restore
+its store may have written it, for the sake of another store.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
@@ -39,14 +44,25 @@ class TakeCheckpoint(Call):
         number = store.barriers[CHECKPOINT]
         (answer,) = yield [Request(None, p.Checkpoint(store.name, self.tag, number))]
         assert isinstance(answer.message, p.Checkpointed)
+        store.checkpointed = answer.message.cut
         return answer.message.cut
+
+
+class Restored(NamedTuple):
+    """The checkpoint that a store was restored from."""
+
+    cut: int
+    told: str = ""
+    """The choice in words, on the rank that has chosen; "" on others."""
+    is_odd: bool = False
+    """There is a newer checkpoint, or one of a higher version."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheckpoint(Call):
     """Give the store the values of the newest checkpoint of ``tag`` that all servers have, together with all ranks.
 
-    Finishes with its number.
+    Finishes with a :class:`Restored`.
     """
 
     title = "restore()"
@@ -57,19 +73,39 @@ class RestoreCheckpoint(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from barrier(store, RESTORE, f"restore({self.tag!r})")
+        told, is_odd = "", False
         if store.rank == 0:
             try:
                 servers = range(store.servers)
-                listing, name = p.Revive(store.name, self.tag, 0), store.name
+                listing = p.Revive(store.name, self.tag, 0)
                 answers = yield [Request(server, listing) for server in servers]
-                cut = _common(self.tag, [_cuts(answer) for answer in answers])
-                yield [Request(server, p.Revive(name, self.tag, cut)) for server in servers]
+                there = _common(self.tag, answers)
+                told, is_odd = yield from self._revive(store, there)
             except REFUSED as error:
                 yield from barrier(store, RESTORE, failure=error)
                 raise
         yield from barrier(store, RESTORE)
         yield from recount(store, tuple(store.keys))
-        return store.restored
+        return Restored(store.restored, told, is_odd)
+
+    def _revive(
+        self, store: WorkerStore, there: dict[int, int]
+    ) -> Generator[Step, list[Packet], tuple[str, bool]]:
+        """Have the servers take the first candidate that all of them can read; return what to tell."""
+        taken = candidates(there, is_any=bool(self.tag) or store.checkpointed in there)
+        damaged: list[int] = []
+        while True:
+            cut, *older = taken
+            try:
+                order = p.Revive(store.name, self.tag, cut)
+                yield [Request(server, order) for server in range(store.servers)]
+            except StorageError:
+                if self.tag or not older or there[cut] < 0:
+                    raise
+                damaged.append(cut)
+                taken = older
+                continue
+            return _told(store.name, cut, there, damaged)
 
 
 def recount(
@@ -92,25 +128,54 @@ def recount(
     return versions
 
 
-def _cuts(answer: Packet) -> frozenset[int]:
-    assert isinstance(answer.message, p.Revived)
-    return frozenset(answer.message.cuts)
-
-
-def _common(tag: str, cuts: list[frozenset[int]]) -> int:
-    """Return the newest cut that all servers have.
+def _common(tag: str, answers: list[Packet]) -> dict[int, int]:
+    """Return the cuts that all servers have, and for each the version of the store; -1 if it lacks the store.
 
     Raises:
         StorageError: if there is none.
     """
-    common = frozenset.intersection(*cuts)
+    found: list[dict[int, int]] = []
+    for answer in answers:
+        assert isinstance(answer.message, p.Revived)
+        held = [version - 1 for version in answer.message.versions]
+        found.append(dict(zip(answer.message.cuts, held, strict=True)))
+    common = frozenset[int].intersection(*map(frozenset, found))
     if not common:
         wanted = f"no checkpoint with tag {tag!r}" if tag else "no checkpoint"
         raise StorageError(
-            f"{wanted} is complete on all {len(cuts)} servers; `kvps checkpoint list DIR` shows "
+            f"{wanted} is complete on all {len(answers)} servers; `kvps checkpoint list DIR` shows "
             "what is there"
         )
-    return max(common)
+    return {cut: found[0][cut] for cut in sorted(common)}
+
+
+def candidates(there: dict[int, int], *, is_any: bool) -> list[int]:
+    """Return the cuts to restore a store from, the best first; at least one.
+
+    Args:
+        there: cut -> the version of the store in it, -1 for a cut without the store.
+        is_any: whether a cut will do in which the store was never pushed to.
+    """
+    least = max(there.values()) if max(there.values()) < 1 else 0 if is_any else 1
+    return sorted([cut for cut, version in there.items() if version >= least], reverse=True)
+
+
+def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tuple[str, bool]:
+    """Return a line on the choice of ``cut``, and whether there is something odd about it."""
+    text = f"store {store!r} continues from checkpoint {cut}, at version {there[cut]}"
+    newer = [one for one in there if one > cut and one not in damaged]
+    higher = [one for one, version in there.items() if version > there[cut] and one not in damaged]
+    if damaged:
+        text += f"; checkpoints {damaged} could not be read"
+    if newer:
+        text += f"; passed over checkpoints {newer}, which do not have the store or no push to it"
+    if higher:
+        versions = ", ".join(f"{one} (version {there[one]})" for one in higher[:4])
+        text += f"; an older checkpoint is further: {versions}. Give it a tag, or remove the newer ones, to take it"
+    older = [one for one in there if one < cut and one not in higher and there[one] >= 0]
+    if older:
+        text += f"; older checkpoints: {older[-4:]}"
+    return text, bool(damaged or newer or higher)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,13 @@ EVERY_S = 60.0
 class Desk:
     """Checkpoints, a clock, and what was said since the last look."""
 
-    def __init__(self, every_s: float = EVERY_S, shelves: bool = True) -> None:
+    def __init__(
+        self, every_s: float = EVERY_S, shelves: bool = True, has_pushed: bool = True
+    ) -> None:
         self.core = CheckpointCoordinator(WORKERS, SERVERS)
         self.now = 100.0
+        if has_pushed:
+            self.core.pushed(self.now)
         self.meet()
         if shelves:
             self.shelve(every_s=every_s)
@@ -132,6 +136,23 @@ class TestByTheClock:
         desk = Desk(shelves=False)
         desk.hear((S0, Shelf(0, True, 30.0, (), 0)), (S1, Shelf(0, True, 0.0, (), 0)))
         assert desk.core.due == desk.now + 30.0
+
+    @pytest.mark.spec("R413")
+    def test_none_is_begun_before_a_worker_has_pushed(self) -> None:
+        desk = Desk(has_pushed=False)
+        assert desk.core.due is None
+        assert desk.wait(3 * EVERY_S) == []
+        desk.core.pushed(desk.now)
+        assert desk.core.due == desk.now + EVERY_S, "the interval begins with the first push"
+        assert desk.wait(EVERY_S) == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        desk.core.pushed(desk.now)
+        assert desk.letters() == []
+
+    @pytest.mark.spec("R413")
+    def test_workers_get_one_that_they_ask_for_before_they_push(self) -> None:
+        desk = Desk(has_pushed=False)
+        desk.ask(0)
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     def test_nobody_wants_any(self) -> None:
         desk = Desk(every_s=0.0)
@@ -226,13 +247,35 @@ class TestByTheClock:
 
 
 class TestTheLast:
+    @pytest.mark.spec("R413")
+    def test_a_job_that_has_not_pushed_has_none(self) -> None:
+        desk = Desk(has_pushed=False)
+        desk.core.conclude(desk.now)
+        assert desk.core.due == desk.now + module.FIRST_PUSH_MAX_S
+        assert desk.wait(module.FIRST_PUSH_MAX_S - 0.1) == []
+        assert desk.core.concluded is None
+        assert desk.wait(0.1) == []
+        assert desk.core.concluded == 0
+        assert "no worker has pushed yet" in desk.notes()[0]
+        desk.core.pushed(desk.now)
+        assert desk.wait(EVERY_S) == []
+        assert desk.notes() == []
+
+    @pytest.mark.spec("R413")
+    def test_it_begins_with_the_push_that_a_late_beat_tells_of(self) -> None:
+        desk = Desk(has_pushed=False)
+        desk.core.conclude(desk.now)
+        desk.wait(1.0)
+        desk.core.pushed(desk.now)
+        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+
     @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
     def test_it_begins_at_once_and_none_follows(self, every_s: float) -> None:
         desk = Desk(every_s=every_s)
         desk.core.conclude(desk.now)
         assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
         desk.take(until="kept")
-        assert desk.core.concluded == 0
+        assert desk.core.concluded is None
         desk.hear((S0, Committed(1)), (S1, Committed(1)))
         assert desk.core.concluded == 1
         assert desk.core.due is None
@@ -245,7 +288,7 @@ class TestTheLast:
         desk.take(until="kept")
         said = desk.hear((S0, Committed(1)), (S1, Committed(1)))
         assert said == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
-        assert desk.core.concluded == 0
+        assert desk.core.concluded is None
         desk.take(2)
         assert desk.core.concluded == 2
 

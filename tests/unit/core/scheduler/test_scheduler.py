@@ -729,6 +729,7 @@ class TestCuts:
     def concluded(self, stage: Stage, worker: str) -> bool:
         """Conclude a job of one worker; return whether the last checkpoint is reported."""
         stage.shelf("s0", keeps=True)
+        stage.say(worker, Beat(1, rounds=1))
         (halt,) = sent(stage.conclude(), Halt)
         cut = halt.cut
         stage.say(worker, Halted(cut, {"kv": 5}))
@@ -743,6 +744,16 @@ class TestCuts:
         over = stage.leave("w0")
         assert not [one for one in over if isinstance(one, Finish)]
         assert stage.conclude() == [], "the job is over"
+
+    @pytest.mark.spec("R413")
+    def test_there_is_none_while_no_worker_has_pushed(self) -> None:
+        stage = running(1, 1)
+        stage.shelf("s0", keeps=True)
+        stage.say("s0", Beat(1, rounds=1))
+        assert not sent(stage.conclude(), Halt)
+        over = stage.wait(3.0, beating=["s0", "w0"])
+        assert Finish(CONCLUDED, 0) in over
+        assert not sent(over, Halt)
 
     def test_the_next_job_has_a_last_one_of_its_own(self) -> None:
         stage = running(1, 1, keep_alive=True)

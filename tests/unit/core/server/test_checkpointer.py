@@ -197,7 +197,7 @@ class TestCommit:
         one = self.written()
         assert order(one, self.COMMIT) == []
         assert order(one, self.COMMIT) == []
-        assert one.orders() == [Complete(JOB, 0, 2, self.COMMIT)]
+        assert one.orders() == [Complete(JOB, 0, 2, self.COMMIT, is_resumed=False)]
         assert done(one, Completed(5)) == [Committed(5)]
         assert order(one, self.COMMIT) == [Committed(5)]
         assert one.orders() == []

@@ -97,10 +97,79 @@ class TestCheckpoint:
 
 
 class TestRestore:
-    def revive(self, one: Bench, *cuts: tuple[int, ...]) -> None:
-        """Let each server say which cuts it has."""
+    def revive(self, one: Bench, *cuts: tuple[int, ...], **versions: int) -> None:
+        """Let each server say which cuts it has, each at version 5 unless it is named as cNUMBER=."""
         for server, some in enumerate(cuts):
-            one.server(server, Revived(one.seqs(Revive, server)[-1], some))
+            at = tuple(versions.get(f"c{cut}", 5) + 1 for cut in some)
+            one.server(server, Revived(one.seqs(Revive, server)[-1], some, at))
+
+    def restored(self, one: Bench, tag: str, **versions: int) -> tuple[int, bool, str]:
+        """Restore where these cuts are; return the one that was taken, and what is told of it."""
+        ticket = one.call(calls.RestoreCheckpoint("kv", tag))
+        meet(one)
+        cuts = tuple(int(name[1:]) for name in versions)
+        self.revive(one, cuts, cuts, **versions)
+        return self.finished(one, ticket)
+
+    def finished(self, one: Bench, ticket: int) -> tuple[int, bool, str]:
+        cut = one.sent(Revive)[-1].cut
+        self.revive(one, (cut,), (cut,))
+        meet(one)
+        for server in (0, 1):
+            one.server(server, told(one.seqs(History, server)[-1], restored=cut))
+        done = one.finish(ticket)
+        assert done is not None
+        assert isinstance(done.value, calls.Restored)
+        return done.value.cut, done.value.is_odd, done.value.told
+
+    @pytest.mark.spec("R415")
+    def test_one_in_which_the_store_was_never_pushed_to_is_passed_over(self) -> None:
+        cut, is_odd, text = self.restored(bench(), "", c3=900, c4=1000, c6=0, c7=-1)
+        assert (cut, is_odd) == (4, True)
+        assert "checkpoint 4, at version 1000; passed over checkpoints [6, 7]" in text
+        assert "older checkpoints: [3]" in text
+
+    @pytest.mark.spec("R415")
+    @pytest.mark.parametrize("tag", ["", "best"])
+    def test_but_not_if_this_job_has_asked_for_it_or_it_has_the_tag(self, tag: str) -> None:
+        one = bench()
+        if not tag:
+            ticket = one.call(TAKE)
+            meet(one)
+            one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 6))
+            assert one.is_done(ticket)
+            for name in ("kvps.checkpoint", "kvps.restore"):
+                one.core.stores["kv"].barriers.pop(name, None)
+        cut, is_odd, text = self.restored(one, tag, c4=1000, c6=0)
+        assert (cut, is_odd) == (6, True)
+        assert "an older checkpoint is further: 4 (version 1000)" in text
+
+    @pytest.mark.spec("R415")
+    def test_where_there_is_no_other_it_is_taken(self) -> None:
+        assert self.restored(bench(), "", c4=0, c6=0)[:2] == (6, False)
+        assert self.restored(bench(), "", c4=-1, c6=-1)[:2] == (6, False)
+
+    @pytest.mark.spec("R415")
+    def test_one_that_cannot_be_read_is_passed_over(self) -> None:
+        one = bench()
+        ticket = one.call(calls.RestoreCheckpoint("kv", ""))
+        meet(one)
+        self.revive(one, (3, 7), (3, 7))
+        damaged = Error(one.seqs(Revive, 1)[-1], StorageError.code, "damaged")
+        one.server(1, damaged)
+        cut, is_odd, text = self.finished(one, ticket)
+        assert (cut, is_odd) == (3, True)
+        assert "checkpoints [7] could not be read" in text
+
+    @pytest.mark.spec("R415")
+    @pytest.mark.parametrize(("tag", "cuts"), [("best", (3, 7)), ("", (7,))])
+    def test_the_last_that_cannot_be_read_is_an_error(self, tag: str, cuts: tuple[int]) -> None:
+        one = bench()
+        one.call(calls.RestoreCheckpoint("kv", tag))
+        meet(one)
+        self.revive(one, cuts, cuts)
+        one.server(1, Error(one.seqs(Revive, 1)[-1], StorageError.code, "damaged"))
+        assert one.sent(Barrier)[-1].code == StorageError.code
 
     @pytest.mark.spec("R147")
     def test_rank_0_takes_the_newest_that_all_servers_have(self) -> None:
@@ -117,7 +186,7 @@ class TestRestore:
         for server in (0, 1):
             one.server(server, told(one.seqs(History, server)[-1], restored=7))
         assert one.is_done(ticket)
-        assert one.finish(ticket).value == 7  # type: ignore[union-attr]
+        assert one.finish(ticket).value.cut == 7  # type: ignore[union-attr]
 
     @pytest.mark.parametrize(
         ("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")]
