@@ -33,10 +33,12 @@ class KvpsError(Exception):
     Attributes:
         reason: the label of the refusal in the metrics, where it is more than the class; empty in a process that
             was told of the refusal.
+        exit_code: of a process that ends by this error.
     """
 
     code: ClassVar[int] = 1
     reason: str = ""
+    exit_code: int = 1
 
     def __str__(self) -> str:
         # KeyError prints the repr of its argument; an error text is a sentence, not a repr.

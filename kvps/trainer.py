@@ -158,6 +158,10 @@ class Trainer:
         if kv is not None:
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             self._model.spread(buffers, hyper if on_store else None)
+        self._in_store = Trainer._make_step
+        if self._model.is_behind:
+            self._in_store = Trainer._pass_over
+            self._take_batch()
         self.batch_size: float | None = None
         """The batch size for which gradients are scaled that are pushed during backward (``overlap``)."""
         self._exchange: GradientSync | None = None
@@ -204,7 +208,37 @@ class Trainer:
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size, ignore_stale_grad)
             return
+        self._in_store(self, batch_size, ignore_stale_grad)
+
+    def _make_step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         self._model.survive(lambda: self._step(batch_size, ignore_stale_grad), is_step=True)
+
+    def _pass_over(self, batch_size: float, ignore_stale_grad: bool) -> None:
+        """Make no step: the lost worker, which this one replaces, has made it."""
+        if self._model.is_behind:
+            _positive(batch_size)
+            if self._exchange is not None:
+                self._exchange.begin()
+                for param in self._params.values():
+                    param.grad = None  # as behind a step that is made
+            assert self._model.hyper is not None
+            self._model.pass_over(self._model.hyper)
+        else:  # the script has called resume()
+            self._make_step(batch_size, ignore_stale_grad)
+        if not self._model.is_behind:
+            self._in_store = Trainer._make_step
+
+    def resume(self) -> int:
+        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
+
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
+        otherwise computed again and passed over. Call it once, before the first step.
+
+        Example:
+            >>> start = trainer.resume()  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        return self._model.resume()
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         batch = _positive(batch_size)
@@ -422,9 +456,20 @@ class Trainer:
         self._kv.pull(BATCH_KEY, out=shared)
         self._batch = float(shared)
         if self._batch != 1.0:
-            rescale = hyper.number("rescale_grad") / self._batch
-            self._model.install(replace(hyper, values={**hyper.values, "rescale_grad": rescale}))
+            self._model.install(self._rescaled(hyper))
         return self._batch
+
+    def _take_batch(self) -> None:
+        """Learn which batch size was agreed on before this worker replaced a lost worker."""
+        shared = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._kv.pull(BATCH_KEY, out=shared)
+        self._batch = float(shared)
+        assert self._model.hyper is not None
+        self._model.hyper = self._rescaled(self._model.hyper)
+
+    def _rescaled(self, hyper: HyperParams) -> HyperParams:
+        rescale = hyper.number("rescale_grad") / (self._batch or 1.0)
+        return replace(hyper, values={**hyper.values, "rescale_grad": rescale})
 
     def _with_gradients(self, ignore_stale_grad: bool) -> list[str]:
         """Return the names of the trained parameters."""

@@ -303,6 +303,8 @@ class ExitStatus:
 
     def __init__(self) -> None:
         self.exit_code = 0
+        self.is_own = False
+        """Python would end the process with another code."""
         self._hooks: tuple[object, object] = (None, None)
         """The newest that were set here, of exceptions and of exits."""
 
@@ -312,7 +314,9 @@ class ExitStatus:
 
         # Functions of this call, and not methods: a script may have hooked behind an earlier watch(), and calls it.
         def on_exception(*exception: Any) -> None:
-            self.exit_code = 1
+            error = exception[1]
+            self.exit_code = error.exit_code if isinstance(error, KvpsError) else 1
+            self.is_own = self.exit_code != 1
             excepthook(*exception)
 
         def on_exit(status: Any = None) -> NoReturn:
@@ -354,7 +358,7 @@ def leave_at_exit(session: WorkerSession, is_guarded: bool, timeout_s: float) ->
                 log.error("at exit: %s", error)  # the text says all
                 code = 1
         session.leave(code == 0, code, "", say=not is_guarded)
-        if code != ending.exit_code:
+        if code != ending.exit_code or ending.is_own:
             end_process(code)
 
     atexit.register(end)

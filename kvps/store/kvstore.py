@@ -37,6 +37,7 @@ from kvps.store.arguments import (
     weight_of,
 )
 from kvps.store.base import KVStoreBase
+from kvps.store.catch_up import CatchUp
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
@@ -89,6 +90,8 @@ class KVStore(KVStoreBase, abc.ABC):
         self._requests = Requests(name, self._keys, kind.on_device, self.knows_changes)
         """How calls are made of a user's arguments; a kind of store may have its own."""
         self._tables: dict[str, EmbeddingTable] = {}
+        self.catch_up: CatchUp | None = None
+        """The steps that a front end passes over in the script of a replacement; None where that is none or over."""
         self._is_closed = False
         self.waits = {kind: WaitTimes() for kind in ("push", "pull")}
         """The waiting times of calls, by kind."""
@@ -525,6 +528,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         self._begin()
         names, _ = names_of(keys)
+        self.catch_up = None
         owed: int = self._call(calls.ResumeKeys(self._name, names), timeout)
         return owed
 

@@ -19,6 +19,7 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.ticket import Handle, Ticket, timed
+from kvps.store.catch_up import CatchUp, refuse
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
@@ -96,6 +97,33 @@ class DistStore(KVStore):
     def num_dead_nodes(self) -> int:
         """The number of workers and servers that are lost."""
         return sum(member.state in ("lost", "gone") for member in self._session.info.members)
+
+    def take_place(self, keys: Sequence[str]) -> calls.Place:
+        """Find where this process begins, for a front end whose steps push all of ``keys``.
+
+        The script of a replacement then replays, unless :meth:`resume` follows: its calls pass at once until
+        :meth:`end_replay`, and ``catch_up`` counts its steps.
+        """
+        place: calls.Place = self._call(calls.TakePlace(self._name, tuple(keys)))
+        if place.is_replacement and place.owed > 0:
+            self.catch_up = CatchUp(place, self._epoch)
+        return place
+
+    def end_replay(self) -> None:
+        """Go on where the others are.
+
+        Raises:
+            ConfigError: if the servers returned to a checkpoint meanwhile.
+        """
+        assert self.catch_up is not None
+        if self.catch_up.epoch != self._epoch:
+            refuse("the servers returned to a checkpoint meanwhile", "lose one process at a time")
+        self._call(calls.EndReplay(self._name))
+        self.catch_up = None
+
+    @property
+    def _epoch(self) -> int:
+        return int(self._session.figures(self._name)["epoch"])
 
     @property
     def joins(self) -> int:

@@ -36,6 +36,7 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store import residual_state
 from kvps.store.autotune.workload import Workload
+from kvps.store.catch_up import refuse
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
@@ -155,6 +156,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is_released=overlap_forward,
         )
         self._exchange.is_held = self._on_store  # until it is known that no scaler is used
+        self._in_store = DistributedOptimizer._step_in_store
+        if self._model.is_behind:
+            self._in_store = DistributedOptimizer._pass_over
+            if find_unused:
+                refuse(
+                    "with find_unused=True, steps push other parameters", "do without find_unused"
+                )
         self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
         self._overflow: Agreement | None = None
         self._is_synchronized = False
@@ -187,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._step_in_store()
+            self._in_store(self)
             return loss
         if closure is None:
             if not self._is_synchronized:
@@ -241,6 +249,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
             param.grad = None  # it holds weights, or nothing
         self._exchange.begin()
         self._exchange.is_held = found is not None
+
+    def _pass_over(self) -> None:
+        """Make no step: the lost worker, which this one replaces, has made it."""
+        if self._model.is_behind:
+            if "found_inf" in vars(self):
+                refuse("a GradScaler may have dropped steps", "use bfloat16, which needs no scaler")
+            vars(self._inner)["_opt_called"] = True
+            for param in self._model.params.values():
+                param.grad = None
+            self._exchange.begin()
+            self._model.pass_over(self._hyper())
+        else:  # the script has called resume()
+            self._step_in_store()
+        if not self._model.is_behind:
+            self._in_store = DistributedOptimizer._step_in_store
+
+    def resume(self) -> int:
+        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
+
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
+        otherwise computed again and passed over. Call it once, before the first step.
+
+        Example:
+            >>> start = optimizer.resume()  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        return self._model.resume()
 
     def _is_infinite(self, found: torch.Tensor) -> bool:
         """Whether any worker's gradient is infinite; if not, all are unscaled."""

@@ -52,6 +52,10 @@ class WorkerStore:
     """The last calls of set_optimizer and set_learning_rate."""
     broadcasts: int = 0
     """Number of broadcasts made here; all ranks make the same ones."""
+    rate: float = 0.0
+    """The learning rate that the servers had when this rank took another's place, if ``rated`` says that it was set."""
+    is_replaying: bool = False
+    """A script that took another's place runs again from its beginning, and is not yet where its predecessor was."""
     is_resumed: bool = False
     """This rank took another's place, and does not know which calls and barriers its predecessor has made."""
     restored: int = 0
@@ -209,7 +213,7 @@ class WorkerStore:
         self._plans.clear()
         self.optimized = self.rated = NONE
         self.broadcasts = self.joins = 0
-        self.is_resumed = self.is_away = self.was_pushed_to = False
+        self.is_resumed = self.is_replaying = self.is_away = self.was_pushed_to = False
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:
         """Return which elements of a key belong on which server."""

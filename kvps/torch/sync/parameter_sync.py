@@ -26,8 +26,10 @@ from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.store.autotune.choice import settle
 from kvps.store.autotune.workload import Workload
 from kvps.store.base import KVStoreBase
+from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
+from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
 
 log = logging.getLogger("kvps")
@@ -66,8 +68,8 @@ class ParameterSync:
     def spread(self, buffers: Mapping[str, torch.Tensor], hyper: HyperParams | None) -> None:
         """Give every worker rank 0's values, and the store its optimizer, if it has one.
 
-        It makes the calls that all make at the beginning before it resumes: from there on a
-        replacement's calls are those of the others' present step.
+        A replacement that comes behind a step makes the calls that all make at the beginning, and then runs
+        again, or resumes: see :mod:`kvps.store.catch_up`.
 
         Args:
             buffers: name -> tensor, of those that take rank 0's values once, too.
@@ -79,12 +81,14 @@ class ParameterSync:
         tensors = {**self.params, **buffers}
         names = list(tensors)
         values = [carried(one) for one in tensors.values()]
-        replaces = False
         if isinstance(self.kv, KVStore):
             self.kv.init(names, values)
             if hyper is not None:
                 self.install(hyper)
-            replaces = self.kv.resume(self.trained) > 0
+            if isinstance(self.kv, DistStore):
+                self.kv.take_place(self.trained)
+            else:
+                self.kv.resume(self.trained)
             self.kv.pull(names, out=values)
         else:
             for name, value in zip(names, values, strict=True):
@@ -94,11 +98,41 @@ class ParameterSync:
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
                 tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
-        if replaces and hyper is None:
-            raise ConfigError(
-                "this worker replaces a lost worker. With update_on_kvstore=False, only "
-                "the other workers have the weights: restart the job, or use update_on_kvstore=True"
+        if self.is_behind and hyper is None:
+            refuse(
+                "with update_on_kvstore=False, only the other workers have the weights",
+                "use update_on_kvstore=True",
             )
+
+    # --- the place of a lost worker -----------------------------------------------------------------
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this worker replaces a lost worker, and its script runs again towards the step of the others."""
+        return isinstance(self.kv, KVStore) and self.kv.catch_up is not None
+
+    def resume(self) -> int:
+        """Return the number of steps that this rank has made, where the script then begins."""
+        return self.kv.resume(self.trained) if isinstance(self.kv, KVStore) else 0
+
+    def pass_over(self, hyper: HyperParams) -> None:
+        """Count a step that the lost worker made; behind the last, take the weights.
+
+        Args:
+            hyper: what the script wants of the optimizer at this step.
+
+        Raises:
+            ConfigError: if the step of the others cannot be known.
+        """
+        catch_up = self.kv.catch_up
+        catch_up.step()
+        self.hyper = hyper
+        if catch_up.is_over:
+            if self.kv.rank == 0:  # what the others want of the optimizer does not count
+                catch_up.check_rate(hyper.number("lr"))
+            self.kv.end_replay()
+            self.pull()
+            log.warning("this worker has reached the others at step %d", catch_up.done)
 
     def pull(self) -> None:
         """Take the weights that the store has now."""

@@ -15,7 +15,6 @@ from kvps.core.worker.calls.dense import (
     Locate,
     PullValues,
     PushValues,
-    ResumeKeys,
     Sinks,
     Versions,
     Views,
@@ -38,4 +37,5 @@ from kvps.core.worker.calls.optimizer import (
     SetRate,
 )
 from kvps.core.worker.calls.refresh import Fresh, Refresh
+from kvps.core.worker.calls.resume import EndReplay, Place, ResumeKeys, TakePlace
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows

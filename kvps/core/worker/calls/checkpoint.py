@@ -18,8 +18,8 @@ from typing import NamedTuple
 from kvps import protocol as p
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
 from kvps.core.worker.calls.collective import barrier
-from kvps.core.worker.calls.dense import inherit
 from kvps.core.worker.calls.keys import lookup
+from kvps.core.worker.calls.resume import inherit
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, read_versions
 from kvps.core.worker.store import WorkerStore
@@ -41,7 +41,8 @@ class TakeCheckpoint(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from barrier(store, CHECKPOINT, f"checkpoint({self.tag!r})")
-        number = store.barriers[CHECKPOINT]
+        # A replacement may pass without a number: it asks for the newest checkpoint that was granted.
+        number = store.barriers.get(CHECKPOINT, 0)
         (answer,) = yield [Request(None, p.Checkpoint(store.name, self.tag, number))]
         assert isinstance(answer.message, p.Checkpointed)
         store.checkpointed = answer.message.cut
@@ -72,7 +73,8 @@ class RestoreCheckpoint(Call):
     tag: str
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        yield from barrier(store, RESTORE, f"restore({self.tag!r})")
+        if (yield from barrier(store, RESTORE, f"restore({self.tag!r})")):
+            return Restored(store.restored)  # a predecessor made this call, and the job went on
         told, is_odd = "", False
         if store.rank == 0:
             try:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from kvps import protocol as p
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import (
-    AwaitAcks,
-)
+from kvps.core.worker.consistent_read import AwaitAcks, Step
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, KvpsError
+from kvps.protocol.envelope import Packet
 
 TEXT_MAX = 1000
 """Most characters of the reason for a failed call that the other ranks are told."""
@@ -34,8 +34,8 @@ class Flush(Call):
 
 def barrier(
     store: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
-) -> Operation:
-    """Flush, then wait for the others.
+) -> Generator[Step, list[Packet], bool]:
+    """Flush, then wait for the others; return whether only a predecessor of this process stood there.
 
     Args:
         store: the keys and counters.
@@ -45,6 +45,10 @@ def barrier(
     """
     yield AwaitAcks()
     title = "" if name is None else name
+    if store.is_replaying and title != BROADCAST:
+        if not store.ordered:
+            store.barriers[title] = store.barriers.get(title, 0) + 1
+        return True
     waits, after = store.waits_for_lost, store.pushed
     code, text = (0, "") if failure is None else (failure.code, str(failure)[:TEXT_MAX])
     is_lost = store.is_resumed and store.ordered and title != BROADCAST
@@ -56,7 +60,7 @@ def barrier(
         assert isinstance(released, p.Released)
         if released.number is not None:
             store.barriers[title] = released.number + 1
-        return None
+        return released.number is None
     number = store.barriers.get(title, 0)
     store.barriers[title] = number + 1
     kind = p.Barrier, title
@@ -71,7 +75,7 @@ def barrier(
         if isinstance(error, REFUSED):
             store.attempts.refuse(kind, number)
         raise
-    return None
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class StandAtBarrier(Call):
     failure: KvpsError | None = None
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        return (yield from barrier(store, self.name, failure=self.failure))
+        yield from barrier(store, self.name, failure=self.failure)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

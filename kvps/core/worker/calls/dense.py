@@ -22,18 +22,14 @@ from kvps.core.worker.calls.base import (
     number_push,
     numbered,
 )
-from kvps.core.worker.calls.collective import BROADCAST
-from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request, route_of
 from kvps.core.worker.consistent_read import (
-    AwaitAcks,
     HeldValues,
     PieceSink,
     ReadTracker,
     ReplySink,
     RowSink,
     Sink,
-    Steps,
     own_sink,
     read,
     read_versions,
@@ -47,7 +43,7 @@ from kvps.core.worker.plan import (
     TransferPlan,
     alike,
 )
-from kvps.core.worker.store import Made, WorkerStore
+from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 
 
@@ -288,70 +284,3 @@ class Versions(Call):
         return [
             min((version for version, _ in parts.values()), default=0) for parts in read.by_key()
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class ResumeKeys(Call):
-    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part; finishes with it."""
-
-    title = "resume()"
-    on_timeout = OnTimeout.RETRY
-
-    keys: tuple[str, ...]
-
-    def run(self, store: WorkerStore, values: Values) -> Operation:
-        yield AwaitAcks()
-        specs = yield from lookup(store, self.keys)
-        plan = store.plan(tuple(name for name in self.keys if specs[name] is not None))
-        read = yield from read_versions(store, plan, 0, 0)
-        owed = min((owed for parts in read.by_key() for _, owed in parts.values()), default=0)
-        if len(plan.keys) < len(self.keys):
-            owed = 0  # of a key that is not there yet, all pushes are owed
-        for key in plan.keys:
-            key.number, key.since, key.is_refused = owed, 0, False
-            key.heard = max(key.heard, owed)  # what was dropped before, a predecessor was told of
-        yield from _history(store)
-        return owed
-
-
-def _history(store: WorkerStore) -> Steps:
-    """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
-    pushed = store.pushed if store.ordered else None
-    (answer,) = yield [Request(None, p.Resume(store.name, pushed))]
-    resumed = answer.message
-    assert isinstance(resumed, p.Resumed)
-    if not resumed.replaced:
-        return
-    yield from inherit(store)
-    store.is_resumed = True
-    met = {name: store.barriers[name] for name in (BROADCAST,) if name in store.barriers}
-    # A name mostly stands for one moment: a rank that is not sure whether its predecessor stood there stands
-    # there again, and passes if it did. Barriers without a name are counted.
-    again = {name: number - bool(name) for name, number in resumed.barriers.items()}
-    store.barriers = again | met
-
-
-def inherit(store: WorkerStore) -> Steps:
-    """Count the calls of all ranks from what the servers know of them."""
-    answers = yield [Request(server, p.History(store.name)) for server in range(store.servers)]
-    known = [answer.message for answer in answers if isinstance(answer.message, p.HistoryIs)]
-    newest = max(known, key=lambda history: history.rate_calls)
-    # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every
-    # server has it: rank 0 may be ahead of them in a new epoch, and be setting it again.
-    furthest = max if store.rank == 0 else min
-    optimized = furthest(known, key=lambda history: history.optimize_calls)
-    joins = max(history.joins for history in known)
-    missed = [server for server, history in enumerate(known) if history.joins < joins]
-    # A predecessor may have ended before its join was heard by all: nobody returns from a join not made.
-    yield [Request(server, p.Join(store.name, joins, False)) for server in missed]
-    yield [Request(server, p.Return(store.name, joins)) for server in missed]
-    if store.rank == 0:  # a call that was heard by some is made with all
-        calls = [history.rate_calls for history in known]
-        behind = [server for server, made in enumerate(calls) if made < newest.rate_calls]
-        rate = p.Rate(store.name, newest.rate_calls, True, newest.lr, newest.rate_after)
-        yield [Request(server, rate) for server in behind]
-    store.joins = joins
-    store.restored = max(history.restored for history in known)
-    store.is_away = any(history.joined and history.joins == joins for history in known)
-    store.rated = Made(newest.rate_calls, newest.rate_after, is_inherited=True)
-    store.optimized = Made(optimized.optimize_calls, optimized.optimize_after, is_inherited=True)

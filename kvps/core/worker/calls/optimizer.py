@@ -36,6 +36,8 @@ class SetOptimizer(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from settle(store, tuple(store.keys))
+        if store.is_replaying:
+            return None  # a predecessor made it
         hyper, before = self.hyper, store.optimized
         store.optimized = store.next_call(before)
         number, after, _ = store.optimized
@@ -75,6 +77,8 @@ class SetRate(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from settle(store, tuple(store.keys))
+        if store.is_replaying:
+            return None  # a predecessor made it
         before = store.rated
         store.rated = store.next_call(before)
         number, after, _ = store.rated

@@ -33,6 +33,8 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.Locate("kv", ()), "placement()", RETRY),
     (calls.Versions("kv", ()), "version()", RETRY),
     (calls.ResumeKeys("kv", ()), "resume()", RETRY),
+    (calls.TakePlace("kv", ()), "resume()", RETRY),
+    (calls.EndReplay("kv"), "the end of a replay", RETRY),
     (calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})), "set_optimizer()", RESUME),
     (calls.SetRate("kv", 0.1), "set_learning_rate()", RESUME),
     (calls.StandAtBarrier("kv", None), "barrier()", RESUME),

@@ -1,0 +1,159 @@
+"""A training script that loses a worker: one process kills itself once, at a named moment, and is started again.
+
+    kvps-launch -n 2 -s 2 --max-restarts 1 -- python tests/integration/replacement_worker.py FRONT RANK MOMENT FOLDER
+
+It makes the collective calls of a usual script: a learning rate for each epoch, a barrier, a checkpoint where there is
+a place for it. Each rank prints its weights at the end; ``resume`` behind FOLDER lets it ask where to begin.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvps
+import kvps.mx as mx
+import kvps.torch
+
+EPOCHS, STEPS = 4, 3
+LR = 0.1
+EPOCH = 2
+"""In which a worker dies."""
+MOMENTS = (
+    *("start", "init", "epoch", "step", "pushed"),
+    *("evaluation", "barrier", "checkpoint", "checkpointed"),
+)
+Die = Callable[[str, int], None]
+
+
+class Front:
+    """A model with the front end that trains it."""
+
+    def __init__(self, name: str) -> None:
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
+        )
+        self.name = name
+        self.scheduler: Any = None
+        parameters = self.model.parameters()
+        kv: Any = kvps.create("dist_sync")
+        with torch.no_grad():
+            for index, param in enumerate(self.model.parameters()):
+                param.copy_(torch.linspace(-1.0, 1.0 + index, param.numel()).view(param.shape))
+        if name.startswith("trainer"):
+            numbers = {"lr": LR, "momentum": 0.9}
+            overlap = name.endswith("overlap")
+            self.front: Any = kvps.Trainer(self.model, "sgd", numbers, kv, overlap=overlap)
+        elif name == "gluon":
+            numbers = {"learning_rate": LR, "momentum": 0.9}
+            self.front = mx.gluon.Trainer(self.model, "sgd", numbers, kv)
+        else:
+            sgd = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
+            self.scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda epoch: 1 / (1 + epoch))
+            if name == "shard":
+                self.front = kvps.torch.shard(self.model, optimizer=sgd)
+                self.inner: Any = sgd
+                kv = self.front.kvstore
+            else:
+                self.front = kvps.torch.DistributedOptimizer(
+                    *(sgd, self.model),
+                    update_on_kvstore=name != "optimizer-here",
+                    overlap_forward=name.endswith("forward"),
+                )
+                kv = self.front.kvstore
+        self.kv: Any = kv
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Set the learning rate of an epoch."""
+        if self.scheduler is None:
+            self.front.set_learning_rate(LR / (1 + epoch))
+
+    def end_epoch(self) -> None:
+        """Let a scheduler go on."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Make a step."""
+        if self.scheduler is None:
+            self.model.zero_grad()
+            self.front.batch_size = 2
+            loss.backward()
+            self.front.step(2)
+        else:
+            if self.name != "shard":
+                self.front.zero_grad()
+            loss.backward()
+            self.front.step()
+
+    def weights(self) -> list[float]:
+        """Return all weights."""
+        values = self.front.state_dict() if self.name == "shard" else self.model.state_dict()
+        return torch.cat([value.detach().flatten() for value in values.values()]).tolist()
+
+
+def batches(rank: int, epoch: int) -> Iterator[torch.Tensor]:
+    """Yield the batches of a rank."""
+    for step in range(epoch * STEPS, (epoch + 1) * STEPS):
+        yield torch.randn(5, 3, generator=torch.Generator().manual_seed(2 * step + rank))
+
+
+def train(
+    name: str, die: Die = lambda moment, epoch: None, *, resumes: bool = False, saves: bool = False
+) -> list[float]:
+    """Train with a front end; return the weights."""
+    die("start", EPOCH)
+    one = Front(name)
+    die("init", EPOCH)
+    start = one.front.resume() if resumes else 0
+    rank = one.kv.rank
+    for _ in range(start // STEPS):
+        one.end_epoch()
+    for epoch in range(start // STEPS, EPOCHS):
+        die("epoch", epoch)
+        one.begin_epoch(epoch)
+        for step, batch in enumerate(batches(rank, epoch)):
+            if epoch * STEPS + step >= start:
+                if step == 1:
+                    die("step", epoch)
+                one.step(one.model(batch).square().mean())
+                if step == 1:
+                    die("pushed", epoch)
+        with torch.no_grad():
+            one.model(batch)
+            die("evaluation", epoch)
+        one.end_epoch()
+        die("barrier", epoch)
+        one.kv.barrier()
+        die("checkpoint", epoch)
+        if saves:
+            one.kv.checkpoint()
+        die("checkpointed", epoch)
+    weights = one.weights()
+    (one.front if hasattr(one.front, "close") else one.kv).close()
+    return weights
+
+
+def main(name: str, rank: str, moment: str, folder: str, *more: str) -> None:
+    """Train; die at the moment, unless a process has."""
+    mark = Path(folder) / "died"
+
+    def die(at: str, epoch: int) -> None:
+        if (at, epoch) == (moment, EPOCH) and os.environ["KVPS_RANK"] in rank and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    saves = "KVPS_CHECKPOINT_DIR" in os.environ
+    weights = train(name, die, resumes="resume" in more, saves=saves)
+    sys.stdout.write(f"weights {weights}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Workers that are killed at every moment of a script, and replaced: each front end goes on, or says why not."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import kvps
+from tests.integration.processes import Process, Processes
+from tests.integration.replacement_worker import MOMENTS, train
+
+WORKER = Path(__file__).with_name("replacement_worker.py")
+FRONTS = ("trainer", "trainer-overlap", "gluon", "optimizer", "optimizer-forward")
+
+
+@cache
+def undisturbed(front: str) -> list[float]:
+    """Return the weights of a job that loses nobody."""
+    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+        first, second = cluster.run(lambda rank: train(front))
+    assert first == second
+    return first
+
+
+def launched(
+    processes: Processes,
+    front: str,
+    rank: str,
+    moment: str,
+    *more: str,
+    flags: tuple[object, ...] = (),
+) -> Process:
+    command = (sys.executable, WORKER, front, rank, moment, processes.folder, *more)
+    launch = ("-n", 2, "-s", 2, "--max-restarts", 1, *flags)
+    return processes.kvps("launch", *launch, "--", *command)
+
+
+def weights_of(job: Process) -> list[list[float]]:
+    found = re.findall(r"weights \[(.*)\]", job.out)
+    return [[float(one) for one in line.split(",")] for line in found]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_script_that_runs_again_arrives_where_the_others_are(
+    processes: Processes, front: str, rank: int
+) -> None:
+    job = launched(processes, front, str(rank), "epoch")
+    assert job.wait(60.0) == 0, job
+    assert weights_of(job) == [undisturbed(front)] * 2
+    assert "its first 6 steps are passed over" in job.err
+    assert (processes.folder / "died").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("way", ["again", "resume"])
+def test_at_every_moment_of_a_script(
+    processes: Processes, front: str, moment: str, rank: str, way: str
+) -> None:
+    flags = ("--checkpoint-dir", processes.folder / "cuts")
+    job = launched(processes, front, rank, moment, way, flags=flags)
+    assert job.wait(60.0) == 0, job
+    assert weights_of(job) == [undisturbed(front)] * 2
+    assert (processes.folder / "died").exists()
+
+
+@pytest.mark.parametrize("front", ["optimizer-here"])
+def test_a_front_end_with_state_on_the_workers_is_refused_once(
+    processes: Processes, front: str
+) -> None:
+    job = launched(processes, front, "1", "epoch")
+    assert job.wait(60.0) != 0, job
+    assert job.err.count("this worker replaces a lost worker") == 1, job
+    assert "use update_on_kvstore=True" in job.err
