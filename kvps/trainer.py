@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -46,8 +47,10 @@ from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.sync.arguments import check_plain
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.gradient_sync import GradientSync
+from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -65,6 +68,15 @@ Params: TypeAlias = (
 BATCH_KEY = "kvps.batch_size"
 """The key of rank 0's first batch size."""
 
+IN_STORE = (
+    "step() of the torch optimizer was called, but its steps are made in the store: it would change the weights of this "
+    "worker alone. Call trainer.step(batch_size)"
+)
+NOT_SUMMED = (
+    "step() of the torch optimizer was called, but gradients are not summed over the workers yet: it would change the "
+    "weights of this worker alone. Call trainer.step(batch_size), or trainer.allreduce_grads() before step()"
+)
+
 
 class Trainer:
     """Applies an optimizer to parameters, with gradients summed over all workers.
@@ -79,8 +91,9 @@ class Trainer:
         params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter with two names
             counts once.
         optimizer: a name (``"sgd"``, ``"adam"``, ...) or a torch optimizer over these parameters.
-            Servers use its class and hyper-parameters, which are read once; its groups may differ in ``lr``
-            and ``weight_decay``. With ``update_on_kvstore=False`` the optimizer itself is used.
+            Servers use its class and hyper-parameters, also when a scheduler changes them; its groups may differ in
+            ``lr`` and ``weight_decay``. With ``update_on_kvstore=False`` the optimizer itself is used. Its hooks are
+            called in each :meth:`step`; its own ``step()`` is refused, unless :meth:`allreduce_grads` was called.
         optimizer_params: hyper-parameters for a name, such as ``{"lr": 0.1, "momentum": 0.9}``,
             also ``lr_mult`` and ``wd_mult``, by parameter name.
         kvstore: the name of a store, which is then the Trainer's own; a store, which then serves
@@ -145,6 +158,15 @@ class Trainer:
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
+        self._owned: OwnedSteps | None = None
+        """The steps of a torch optimizer whose gradients a store sums up."""
+        self._described: Described | None = None
+        """The numbers of a torch optimizer that runs in the store, which a scheduler may change."""
+        if isinstance(optimizer, torch.optim.Optimizer) and kv is not None:
+            self._owned = OwnedSteps(
+                optimizer, self, IN_STORE if on_store else NOT_SUMMED, may_evaluate=not on_store
+            )
+            self._described = Described(optimizer, self._params) if on_store else None
         if on_store:
             hyper = self._store_rule(optimizer, hyper, True)
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
@@ -208,7 +230,10 @@ class Trainer:
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size, ignore_stale_grad)
             return
-        self._in_store(self, batch_size, ignore_stale_grad)
+        if self._owned is None:
+            self._in_store(self, batch_size, ignore_stale_grad)
+        else:
+            self._owned.run(lambda: self._in_store(self, batch_size, ignore_stale_grad))
 
     def _make_step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         self._model.survive(lambda: self._step(batch_size, ignore_stale_grad), is_step=True)
@@ -221,8 +246,7 @@ class Trainer:
                 self._exchange.begin()
                 for param in self._params.values():
                     param.grad = None  # as behind a step that is made
-            assert self._model.hyper is not None
-            self._model.pass_over(self._model.hyper)
+            self._model.pass_over(self._wanted())
         else:  # the script has called resume()
             self._make_step(batch_size, ignore_stale_grad)
         if not self._model.is_behind:
@@ -248,6 +272,7 @@ class Trainer:
             return
         gradients = [self._gradient(name) for name in names]
         factor = self._agreed_batch(batch) / batch
+        self._send_rates()
         if factor != 1.0:
             with torch.no_grad():
                 gradients = [gradient * factor for gradient in gradients]
@@ -285,6 +310,18 @@ class Trainer:
         if self._local is None and self._exchange is not None:
             assert self.batch_size is not None
             self._exchange.scale = self._agreed_batch(self.batch_size) / self.batch_size
+            self._send_rates()
+
+    def _send_rates(self) -> None:
+        """Send the store what a scheduler has changed in the torch optimizer."""
+        if self._described is not None:
+            self._model.want(self._wanted())
+
+    def _wanted(self) -> HyperParams:
+        """Return the hyper-parameters that the script wants of the store's optimizer now."""
+        hyper = self._model.hyper
+        assert hyper is not None
+        return hyper if self._described is None else self._described.scaled_as(hyper)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Put the sum over all workers into every ``.grad``: the first half of :meth:`step`.
@@ -297,6 +334,8 @@ class Trainer:
         for name in names:
             if self._params[name].grad is None:
                 self._params[name].grad = torch.zeros_like(self._params[name])
+        if self._owned is not None:
+            self._owned.let_pass()
         if self._exchange is not None:
             exchange = self._exchange
             exchange.complete()
@@ -343,7 +382,7 @@ class Trainer:
             return
         names = self._with_gradients(ignore_stale_grad)
         present = [name for name in names if self._params[name].grad is not None]
-        with torch.no_grad():
+        with torch.no_grad(), self._owned or nullcontext():
             local.step(present, 1.0 / batch)
 
     def join(self) -> None:
@@ -386,6 +425,8 @@ class Trainer:
         """The optimizer's learning rate; with several groups, that of the first."""
         if self._local is not None:
             return self._local.learning_rate
+        if self._described is not None:
+            return self._described.now().number("lr")
         assert self._model.hyper is not None
         return self._model.hyper.number("lr")
 
@@ -401,6 +442,9 @@ class Trainer:
             self._local.set_learning_rate(lr)
             return
         self._model.set_rate(lr)
+        if self._described is not None:
+            assert self._model.hyper is not None
+            self._described.set_rate(self._model.hyper)
 
     def save_states(self, path: str) -> None:
         """Write the optimizer's states (momenta, step counts) to a safetensors file.
@@ -548,6 +592,7 @@ def _checked(
             "optimizer_params needs the name of an optimizer; a torch optimizer gets its "
             "hyper-parameters when you create it"
         )
+    check_plain(optimizer, "Trainer")
     check_groups(optimizer, params)
     return None
 

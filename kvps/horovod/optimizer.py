@@ -187,6 +187,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     is_many = mine.size > 1 or config.switch("HOROVOD_ELASTIC")
     kind = DistributedAdasum if op == Adasum and mine.size > 1 else Distributed
     cls: Any = type(optimizer.__class__.__name__, (kind, optimizer.__class__), {})
+    vars(kind.step)["hooked"] = True  # torch need not: the given class's step() calls hooks
     found = cls.__new__(cls)
     found.__dict__.update(optimizer.__dict__)
     found.__dict__.pop("step", None)  # a scheduler's wrapper around the given optimizer's

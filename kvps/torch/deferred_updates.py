@@ -48,6 +48,9 @@ class DeferredUpdates:
             for param in group["params"]
         }
         self._group_of = {name: number_of.get(one, 0) for name, one in model.params.items()}
+        step = type(optimizer).step
+        # Hooks were called when the script made the step: this is one of its parts.
+        self._plain_step: Any = getattr(step, "__wrapped__", step)
         self._ahead = ForwardOverlap(module, model.params, self._update)
 
     def learns(self) -> bool:
@@ -107,7 +110,7 @@ class DeferredUpdates:
             {**self._rates[number], "params": params} for number, params in groups.items()
         ]
         try:
-            self._optimizer.step()
+            self._plain_step(self._optimizer)
         finally:
             self._optimizer.param_groups = whole
             for param, gradient in before.items():

@@ -32,7 +32,6 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from kvps.core.optim.from_torch import describe
-from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store import residual_state
 from kvps.store.autotune.workload import Workload
@@ -40,8 +39,9 @@ from kvps.store.catch_up import refuse
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
-from kvps.torch.sync.arguments import buffers_of, divisor_of, is_free, numbered
+from kvps.torch.sync.arguments import buffers_of, check_plain, divisor_of, is_free, numbered
 from kvps.torch.sync.gradient_sync import GradientSync
+from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -54,6 +54,10 @@ from kvps.torch.sync.state_dict import from_torch, to_torch
 
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
+NOT_OURS = (
+    "step() of the wrapped optimizer was called, but the DistributedOptimizer makes its steps: this one would change the "
+    "weights of this worker alone. Call step() of the DistributedOptimizer"
+)
 RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
 
@@ -117,6 +121,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer: give a torch optimizer, got {type(optimizer).__name__}")
+        if isinstance(optimizer, DistributedOptimizer):
+            check_plain(optimizer, "DistributedOptimizer")
         if op not in OPS:
             raise ConfigError(f"op={op!r}: use one of {', '.join(OPS)}")
         self._inner = optimizer
@@ -138,11 +144,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
+        self._described = Described(optimizer, params)
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")
         self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
-        self._model.spread(buffers, self._hyper() if self._on_store else None)
+        self._model.spread(buffers, self._described.now() if self._on_store else None)
         self._exchange = GradientSync(
             self._model,
             backward_passes_per_step,
@@ -156,6 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is_released=overlap_forward,
         )
         self._exchange.is_held = self._on_store  # until it is known that no scaler is used
+        self._owned = OwnedSteps(optimizer, self, NOT_OURS)
         self._in_store = DistributedOptimizer._step_in_store
         if self._model.is_behind:
             self._in_store = DistributedOptimizer._pass_over
@@ -188,15 +196,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             KvpsError: the error of a push or pull of a gradient.
         """
         if self._late is not None and self._may_put_off(self._late, closure):
-            self._put_off(self._late)
+            late = self._late
+            self._owned.run(lambda: self._put_off(late))
             return None
         if self._on_store:
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._in_store(self)
-            return loss
+            given = () if closure is None else (closure,)
+            return self._owned.run(self._step_on_store, *given)
         if closure is None:
             if not self._is_synchronized:
                 self.synchronize()
@@ -222,10 +227,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         }
         vars(self._inner).update(scaling)  # a scaler has left them here for a fused step
         try:
-            return self._inner.step() if closure is None else self._inner.step(closure)
+            with self._owned:
+                return self._inner.step() if closure is None else self._inner.step(closure)
         finally:
             for name in scaling:
                 del vars(self._inner)[name]
+
+    def _step_on_store(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._in_store(self)
+        return loss
 
     def _step_in_store(self) -> None:
         found = vars(self).get("found_inf")
@@ -234,9 +248,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "a GradScaler now steps this optimizer, but the gradients have already been pushed: "
                 "use the scaler from the first step, or update_on_kvstore=False"
             )
-        vars(self._inner)["_opt_called"] = (
-            True  # what a scheduler looks at that was made before this
-        )
         try:
             if found is None or not self._is_infinite(found):
                 self._exchange.complete()
@@ -255,11 +266,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._model.is_behind:
             if "found_inf" in vars(self):
                 refuse("a GradScaler may have dropped steps", "use bfloat16, which needs no scaler")
-            vars(self._inner)["_opt_called"] = True
             for param in self._model.params.values():
                 param.grad = None
             self._exchange.begin()
-            self._model.pass_over(self._hyper())
+            self._model.pass_over(self._described.now())
         else:  # the script has called resume()
             self._step_in_store()
         if not self._model.is_behind:
@@ -296,12 +306,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether this step can be deferred to the next forward pass."""
         is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
-        is_bound = self._is_synchronized or self._exchange.is_held
+        is_bound = self._is_synchronized or self._exchange.is_held or self._owned.has_pre_hooks
         return not (is_first or is_scaled or is_bound or closure)
 
     def _put_off(self, late: DeferredUpdates) -> None:
         late.finish()  # what no module has asked for since
-        vars(self._inner)["_opt_called"] = True  # as a step in the store has it
         try:
             if self._model.is_given_up:
                 self._model.is_given_up = False
@@ -429,13 +438,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --- rates ------------------------------------------------------------------------------------
 
-    def _hyper(self) -> HyperParams:
-        return describe(self._inner, {param: name for name, param in self._model.params.items()})
-
     def _send_rates(self) -> None:
         """Send the store the rates that a scheduler has changed."""
         if self._on_store:
-            self._model.want(self._hyper())
+            self._model.want(self._described.now())
 
     # --- what every optimizer has -----------------------------------------------------------------
 
@@ -490,6 +496,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._late.close()
         self._exchange.discard()
         self._exchange.hooks.close()
+        self._owned.close()
         self._model.kv.close()
 
     def state_dict(self) -> dict[str, Any]:

@@ -479,7 +479,8 @@ def test_outside_the_context_steps_do_not_count() -> None:
     model = net()
     optimizer = inner(model)
     outer = DiLoCo(model, optimizer, sync_every=1)
-    step(model, optimizer, 0, 0)
+    with pytest.warns(UserWarning, match="stepped outside the DiLoCo"):
+        step(model, optimizer, 0, 0)
     assert outer.syncs == 0
     with outer:
         step(model, optimizer, 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -52,6 +53,47 @@ def outer_of(outer: object, lr: float, momentum: float, mode: str = "sync") -> H
     if outer == DELAYED:
         return resolve(DELAYED, {"lr": lr, "momentum": momentum})
     return resolve("sgd", {"lr": lr, "momentum": momentum, "nesterov": outer == "nesterov"})
+
+
+class OuterNumbers:
+    """The numbers of an outer torch optimizer, which servers have read once."""
+
+    def __init__(self, outer: object) -> None:
+        self._given = outer if isinstance(outer, torch.optim.Optimizer) else None
+        self._read = None if self._given is None else describe(self._given)
+
+    def check(self) -> None:
+        """Check that the numbers are still those that servers have.
+
+        Raises:
+            ConfigError: if the script, perhaps by a scheduler, has changed them since.
+        """
+        if (
+            self._given is None
+            or self._read is None
+            or (now := describe(self._given)) == self._read
+        ):
+            return
+        raise ConfigError(
+            f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, but servers have "
+            f"lr={self._read.number('lr'):g}, which they read once. Leave the outer optimizer as it is, and call "
+            "set_learning_rate() of each store in stores, on every worker"
+        )
+
+
+def warn_unless_entered(optimizer: torch.optim.Optimizer, owner: str) -> Any:
+    """Have the first step of an inner optimizer warn that it does not count; return the handle that prevents this."""
+
+    def warn(*_: object) -> None:
+        handle.remove()
+        warnings.warn(
+            f"the inner optimizer was stepped outside the {owner}, so the step does not count, and nothing is merged: "
+            f"train inside `with {owner}(...):`",
+            stacklevel=3,
+        )
+
+    handle = optimizer.register_step_post_hook(warn)
+    return handle
 
 
 def store_type(mode: object) -> str:

@@ -39,18 +39,20 @@ from kvps.store import residual_state
 from kvps.store.create import create_own
 from kvps.torch.local_steps.arguments import (
     DELAYED,
+    OuterNumbers,
     Weight,
     has_means,
     is_dynamic,
     outer_of,
     share_of,
     store_type,
+    warn_unless_entered,
 )
 from kvps.torch.local_steps.fragments import fragments_of
 from kvps.torch.local_steps.mean import MeanStore
 from kvps.torch.local_steps.pace import Pace
 from kvps.torch.local_steps.schedule import Schedule
-from kvps.torch.sync.arguments import buffers_of
+from kvps.torch.sync.arguments import buffers_of, check_plain
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
 
 log = logging.getLogger("kvps")
@@ -157,6 +159,7 @@ class DiLoCo:
             raise ConfigError(
                 f"inner_optimizer: give a torch optimizer, got {type(inner_optimizer).__name__}"
             )
+        check_plain(inner_optimizer, self.__class__.__name__)
         params = named(model)
         check_groups(inner_optimizer, params)
         self._params = {name: param for name, param in params.items() if param.requires_grad}
@@ -168,6 +171,7 @@ class DiLoCo:
         is_mean = has_means(mode, late)
         self._weight = Weight(weight, len(self._fragments), is_mean)
         self._hyper = outer_of(outer, lr, momentum, mode)
+        self._outer = OuterNumbers(outer)
         self._inner = inner_optimizer
         self._hook: Any = None
         self._away: FragmentInFlight | None = None
@@ -201,6 +205,7 @@ class DiLoCo:
         self._rescale = 1.0 if is_mean else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
+        self._unentered = warn_unless_entered(inner_optimizer, type(self).__name__)
 
     @property
     def stores(self) -> tuple[Any, ...]:
@@ -217,6 +222,7 @@ class DiLoCo:
     def __enter__(self) -> Self:
         if self._hook is not None:
             raise ConfigError(f"this {type(self).__name__} is entered already")
+        self._unentered.remove()
         self._hook = self._inner.register_step_post_hook(lambda *_: self._on_step())
         if self._pace is not None:
             self._pace.begin_turn()
@@ -305,8 +311,9 @@ class DiLoCo:
 
         Raises:
             NonFinite: if a weight is not finite. Nothing was sent, and the fragment is due again after the next step.
-            ConfigError: without tokens, if these are the weight.
+            ConfigError: without tokens, if these are the weight; or if the outer torch optimizer was changed.
         """
+        self._outer.check()
         fragment = self._schedule.next
         names = self._fragments[fragment]
         deltas = [

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError, EpochChanged, ServerLost
 from kvps.phrases import names_in_words
+from kvps.torch.sync.arguments import check_plain
+from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
 
 
@@ -55,14 +56,16 @@ class RemoteOptimizer(ParameterSync):
                 f"{', '.join(sorted(numbers))}: the optimizer has its own hyper-parameters; give "
                 "these only with a name"
             )
+        check_plain(self._optimizer, "shard()")
         check_groups(self._optimizer, params)
+        self._described = Described(self._optimizer, params)
         self._given = self.wanted()
 
     def wanted(self) -> HyperParams:
         """Return what the script wants now."""
         if self._optimizer is None:
             return self._given
-        return describe(self._optimizer, self.key_of)
+        return self._described.now()
 
     def want_rate(self, lr: float) -> None:
         """Want another learning rate from the next step on.
@@ -84,11 +87,6 @@ class RemoteOptimizer(ParameterSync):
             Mismatch: if rank 0 wants something else. EpochChanged: at a return.
         """
         self.want(self.wanted())
-
-    def note_step(self) -> None:
-        """Have a scheduler that looks whether its optimizer was stepped see that it was."""
-        if self._optimizer is not None:
-            vars(self._optimizer)["_opt_called"] = True
 
     def _take_up(self, error: EpochChanged) -> None:
         """Go on with the weights of the checkpoint: they are where they belong."""

@@ -19,7 +19,7 @@ the next forward pass has the weights of the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -142,6 +142,8 @@ class Sharded:
             self._on_forward,
             self._gradients.end_pass,
         )
+        self._step: Callable[[], object] = self._end_step
+        """Ends a step, by that of the torch optimizer if there is one, which calls the script's hooks, too."""
         self._hooks = self._watch(optimizer)
 
     def _begin(self) -> int:
@@ -164,7 +166,9 @@ class Sharded:
                 hooks.append(one.register_state_dict_post_hook(partial(self._put_weights)))
                 hooks.append(one.register_load_state_dict_pre_hook(_refuse_to_load))
         if isinstance(optimizer, torch.optim.Optimizer):
-            hooks.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+            # Before it, so that it finds no gradients, and changes nothing.
+            hooks.append(optimizer.register_step_pre_hook(lambda *_: self._end_step()))
+            self._step = lambda: optimizer.step()  # a scheduler may wrap it later
         return hooks
 
     # --- a step -----------------------------------------------------------------------------------
@@ -178,9 +182,11 @@ class Sharded:
             ConfigError: naming parameters that have no gradient.
             KvpsError: the error of a push of a gradient.
         """
+        self._step()
+
+    def _end_step(self) -> None:
         is_given_up = self._gradients.is_given_up
         self._gradients.step()
-        self._rule.note_step()
         self._steps += 1
         if is_given_up:
             self._weights.forget()

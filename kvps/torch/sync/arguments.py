@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvps.errors import Mismatch
+from kvps.errors import ConfigError, Mismatch
 from kvps.store.kvstore import KVStore
 
 
@@ -18,6 +18,19 @@ def numbered(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]
         names = group.get("param_names") or [f"{number}.{place}" for place in range(len(params))]
         found += zip(names, params, strict=True)
     return found
+
+
+def check_plain(optimizer: torch.optim.Optimizer, owner: str) -> None:
+    """Check that an optimizer of another front end was not given.
+
+    Raises:
+        ConfigError: if its step() exchanges gradients itself.
+    """
+    if hasattr(optimizer, "skip_synchronize"):
+        raise ConfigError(
+            f"optimizer: got a DistributedOptimizer, which exchanges gradients itself; give {owner} the torch optimizer "
+            "that it wraps, and use only one of the two"
+        )
 
 
 def buffers_of(given: object) -> dict[str, torch.Tensor]:
