@@ -296,6 +296,8 @@ IN_ORDER = (
     *("member", "state", "where", "heard", "rounds", "rounds/s", "in", "out", "late", "memory"),
     "status",
 )
+YIELDING = frozenset({"status", "where", "store", "key", "waits for"})
+"""Columns that a narrow screen cuts; the others keep their width."""
 NUMBERS = frozenset({"heard", "rounds", "rounds/s", "in", "out", "late", "memory", "round"})
 
 
@@ -318,11 +320,18 @@ def _table(heads: Sequence[str]) -> Table:
         table.add_column(
             head,
             justify="right" if head in NUMBERS else "left",
-            no_wrap=True,
+            no_wrap=head not in YIELDING,  # rich narrows those that may wrap first; see _cut()
             overflow="ellipsis",
             min_width=COLUMNS["member"] if head == "member" else None,
         )
     return table
+
+
+def _cut(text: str) -> RenderableType:
+    """Return the text of a cell in a yielding column: one line, which ends with an ellipsis if it is too long."""
+    from rich.text import Text
+
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _members(members: Sequence[MemberLine], width: int) -> RenderableType:
@@ -341,11 +350,11 @@ def _cells(one: MemberLine) -> dict[str, RenderableType]:
     cells: dict[str, RenderableType] = {
         "member": str(one.node),
         "state": sight.state,
-        "status": sight.presence,
+        "status": _cut(sight.presence),
     }
     if not one.is_held:
         return cells
-    cells["where"], cells["heard"] = f"{sight.host}:{sight.pid}", f"{sight.heard_s:.1f} s"
+    cells["where"], cells["heard"] = _cut(f"{sight.host}:{sight.pid}"), f"{sight.heard_s:.1f} s"
     cells["in"], cells["out"] = _speed(one.in_s), _speed(one.out_s)
     if one.node.role is Role.WORKER:
         cells["rounds"], cells["rounds/s"] = f"{figures.rounds:,}", f"{one.rounds_s:.1f}"
@@ -374,8 +383,8 @@ def _speed(bytes_s: float) -> str:
 def _rounds(picture: Picture, rounds: Sequence[OldRound]) -> RenderableType:
     table = _table(("store", "key", "round", "open for", "waits for"))
     for one in rounds:
-        who = picture.waits_for(one)
-        table.add_row(one.store, one.key[:KEY_SHOWN], str(one.number), f"{one.age_s:.0f} s", who)
+        store, key, who = map(_cut, (one.store, one.key[:KEY_SHOWN], picture.waits_for(one)))
+        table.add_row(store, key, str(one.number), f"{one.age_s:.0f} s", who)
     return table
 
 

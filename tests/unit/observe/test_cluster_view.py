@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
 from kvps.cli import top
@@ -108,3 +109,18 @@ def test_a_narrow_screen_leaves_out_what_matters_least() -> None:
     )
     assert "worker 0" in text
     assert max(map(len, text.splitlines())) <= 60
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_heads_and_numbers_are_whole_on_a_narrow_screen(width: int) -> None:
+    busy = Sight(2, 0, 1, "held", "a.example.org", 4, "", 0.5, "alive, but no progress for 42 s")
+    waits = OldRound(0, "spirals", "layers.0.attention.query.weight", 7, (0,), 12.0)
+    pairs = ((busy, figures(123_456, 0, 12.34)), (SERVER, figures(0, 1 << 30)))
+    text = drawn(ClusterView().take(JOB, seen(*pairs, rounds=(waits,)), 0.0), width=width)
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert max(map(len, text.splitlines())) <= width
+    assert lines["member"].split() == top.columns_for(width)
+    assert "12.34 s" in lines["worker 0"]
+    assert " held " in lines["worker 0"]
+    assert "open for" in text
+    assert " 12 s " in text
