@@ -11,6 +11,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from kvps.backend_name import register_with_torch
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -122,3 +124,6 @@ def _imported(home: str) -> ModuleType:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+register_with_torch()

@@ -117,6 +117,32 @@ def test_a_process_without_a_cluster_is_a_world_of_one(processes: Processes) -> 
     assert process.out.splitlines() == ["[1.0, 1.0, 1.0] ['me']"] * 2
 
 
+NAME_ALONE = """
+{imports}
+dist.init_process_group("kvps")
+one = torch.ones(3)
+dist.all_reduce(one)
+assert one.tolist() == [1.0] * 3
+dist.destroy_process_group()
+print("done")
+"""
+
+
+@pytest.mark.usefixtures("fresh_interpreters")
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import kvps\nimport torch\nimport torch.distributed as dist",
+        "import torch\nimport torch.distributed as dist\nimport kvps",
+    ],
+    ids=["kvps first", "torch first"],
+)
+def test_import_kvps_makes_the_backend_known(processes: Processes, imports: str) -> None:
+    process = processes.python(processes.script(NAME_ALONE.format(imports=imports)))
+    assert process.wait(LIMIT_S) == 0, process
+    assert process.out == "done\n", process
+
+
 OTHERS = """
 import os
 import torch, torch.distributed as dist

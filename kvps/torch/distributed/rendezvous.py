@@ -93,7 +93,7 @@ _shared = _Shared()
 
 def register() -> None:
     """Make the backend "kvps" known to torch.distributed."""
-    dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
     of_torch = _rendezvous_handlers["env"]
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:
@@ -187,7 +187,7 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
     return session
 
 
-def _make(options: Any, more: Any) -> ProcessGroup:
+def make(options: Any, more: Any) -> ProcessGroup:
     """Return a process group; torch calls this. Tell other ranks, which wait for this one, if it is refused."""
     try:
         with DisableTorchFunction():  # a default device of the script's is not that of our tensors
