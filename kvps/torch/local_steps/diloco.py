@@ -213,6 +213,11 @@ class DiLoCo:
         return self._stores
 
     @property
+    def kvstore(self) -> Any:
+        """The store of the first fragment, for its ``rank``, ``num_workers`` and ``barrier()``."""
+        return self._stores[0]
+
+    @property
     def sync_every(self) -> int:
         """The steps of this worker between two merges of a parameter, in the turn that has begun."""
         return self._schedule.period * self._schedule.fragments
