@@ -14,6 +14,7 @@ sections; so does the memory in which a job keeps keys of its own.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import stat
 import time
@@ -31,6 +32,8 @@ PUBLIC = "public"
 SESSION = "session"
 """In place of a role: a session key, for the command that a guardian runs."""
 FILE_BYTES_MAX = 1 << 20
+_LAUNCHS = re.compile(r"/proc/(\d+)/fd/\d+")
+"""The path of keys that only live in the memory of a process, such as kvps-launch."""
 
 
 class Section(NamedTuple):
@@ -151,9 +154,13 @@ def _read(path: Path, is_public: bool = False) -> list[Section]:
             (_demand_own if is_public else _demand_secret)(path, os.fstat(file.fileno()))
             text = file.read(FILE_BYTES_MAX).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the key {path}: {error}. Make keys with 'kvps keygen DIR', and give --keys DIR"
-        ) from error
+        next_step = "Make keys with 'kvps keygen DIR', and give --keys DIR"
+        if (launch := _LAUNCHS.fullmatch(str(path))) and isinstance(error, FileNotFoundError):
+            next_step = (
+                f"The kvps-launch that held it, process {launch[1]}, has ended, and its job with it: unset "
+                "KVPS_KEYS and KVPS_SCHEDULER, or set them to those of the job that runs now"
+            )
+        raise ConfigError(f"cannot read the key {path}: {error}. {next_step}") from error
     return parse(text, str(path))
 
 

@@ -33,7 +33,7 @@ PROSE = re.compile(r"kvps [a-z]+ [a-z]+ [a-z]+ [a-z]+")
 OUTPUT = frozenset({"python", "text", "yaml", "abnf", "dockerfile", "ini", "json"})
 SYSTEMS = frozenset(MEASURED)
 """Rows of the benchmark's table: "kvps fp16" is no command."""
-OTHERS = {"tools/launch.py", "train.py", "use.py"}
+OTHERS = {"tools/launch.py", "train.py", "survive.py", "use.py"}
 """Scripts that are the reader's, or another project's."""
 
 

@@ -111,6 +111,11 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         load(str(tmp_path / "nowhere"), "worker")
 
 
+def test_keys_of_a_launch_that_has_ended() -> None:
+    with pytest.raises(ConfigError, match=r"process 4194305, has ended, .*: unset KVPS_KEYS and"):
+        load("/proc/4194305/fd/7", "look")  # Linux has no process of this number
+
+
 @pytest.mark.parametrize(
     "text",
     [
