@@ -264,6 +264,15 @@ class WorkerSession(Listener):
         self._inbox.put(lambda core, now: iter((Exit(0, "left"),)))
         self._thread.join(LEAVE_MAX_S)
 
+    def give_up(self, error: KvpsError) -> None:
+        """End the loop; its calls, and all later ones, raise ``error``."""
+
+        def end(core: Worker, now: float) -> Effects:
+            raise error
+            yield  # a generator, as every request to a core
+
+        self._inbox.put(end)
+
     def flush(self, timeout_s: float) -> None:
         """Wait until every push of every store is acknowledged.
 

@@ -95,3 +95,66 @@ def test_a_rank_that_was_refused_may_make_the_right_call_and_the_round_closes() 
 
     with kvps.LocalCluster(2, 1) as cluster:
         assert cluster.run(work) == [[1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "allreduce"])
+@pytest.mark.parametrize("ends", ["raises", "returns", "times out"])
+def test_nobody_waits_for_a_worker_that_ended_before_it_had_a_store(kind: str, ends: str) -> None:
+    told: list[str] = []
+    first = threading.Event()
+
+    def work(rank: int) -> None:
+        if rank == 1 and ends == "raises":
+            raise ValueError("no")
+        if rank == 1 and ends == "returns":
+            return
+        if rank == 2:  # it comes late
+            first.wait(60)
+        try:
+            kvps.create(kind, timeout=0.5 if rank == 1 else 300)
+        except kvps.WorkerLost as error:
+            told.append(str(error))
+            first.set()
+
+    with kvps.LocalCluster(3, 1) as cluster:
+        if ends == "returns":
+            cluster.run(work)
+        else:
+            with pytest.raises(ValueError if ends == "raises" else kvps.Timeout):
+                cluster.run(work)
+    assert len(told) == 2
+    for text in told:  # the scheduler may be faster
+        if ends == "times out":
+            assert "raised Timeout" in text
+        else:
+            reason = "raised ValueError" if ends == "raises" else "returned"
+            assert f"worker 1 of this LocalCluster {reason} before the job began" in text
+
+
+def test_a_run_without_stores_may_precede_a_run_with_stores() -> None:
+    with kvps.LocalCluster(2, 1) as cluster:
+        assert cluster.run(lambda rank: rank) == [0, 1]
+        cluster.run(lambda rank: kvps.create("dist_sync").barrier())
+
+
+def test_of_clusters_that_start_at_once_all_but_the_first_are_refused() -> None:
+    begin, entered = threading.Barrier(8), threading.Event()
+    told: list[str] = []
+
+    def one() -> None:
+        begin.wait()
+        try:
+            with kvps.LocalCluster(1, 1) as cluster:
+                cluster.run(lambda rank: kvps.create("dist_sync").barrier())
+                entered.wait(60)
+        except kvps.KvpsError as error:
+            told.append(str(error))
+            if len(told) == 7:
+                entered.set()
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert told == ["a LocalCluster is already active in this process; leave it first"] * 7

@@ -6,8 +6,10 @@ the rules of schedulers and servers to hear that there is none.
 
 from __future__ import annotations
 
+import threading
 from typing import Any, Protocol
 
+from kvps.errors import ConfigError
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.worker_session import WorkerSession
 
@@ -32,7 +34,9 @@ class CurrentCluster(Protocol):
 
 
 class _Current:
-    cluster: CurrentCluster | None = None
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.cluster: CurrentCluster | None = None
 
 
 _current = _Current()
@@ -43,6 +47,18 @@ def current() -> CurrentCluster | None:
     return _current.cluster
 
 
-def enter(cluster: CurrentCluster | None) -> None:
-    """Be inside of this cluster from now on; None for none."""
-    _current.cluster = cluster
+def enter(cluster: CurrentCluster) -> None:
+    """Be inside of this cluster from now on.
+
+    Raises:
+        ConfigError: if this process is inside of a cluster already.
+    """
+    with _current.lock:
+        if _current.cluster is not None:
+            raise ConfigError("a LocalCluster is already active in this process; leave it first")
+        _current.cluster = cluster
+
+
+def leave() -> None:
+    """Be inside of no cluster from now on."""
+    _current.cluster = None

@@ -23,7 +23,7 @@ from kvps import config
 from kvps.core.effects import Core, Exit
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
-from kvps.errors import ConfigError, KvpsError, Timeout
+from kvps.errors import ConfigError, KvpsError, Timeout, WorkerLost
 from kvps.net import descriptors
 from kvps.net.driver import CoreRequest, Inbox, Lens, drive
 from kvps.net.memory import share_bytes
@@ -34,7 +34,7 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
 from kvps.runtime.lenses import Timeline, member_lens
-from kvps.runtime.local.current import current, enter
+from kvps.runtime.local import current
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS
@@ -79,6 +79,8 @@ class LocalCluster:
         self._workers: list[ThreadPoolExecutor] = []
         """A thread for each worker, since the first :meth:`run`."""
         self._has_failed = False
+        self._shortage: WorkerLost | None = None
+        """Why the job never gets all of its workers in this run; None while it may."""
         self.keys = ""
         """The path of the cluster's keys, inside the ``with`` block; empty if this system has none."""
         self._sections: list[Section] = []
@@ -108,14 +110,17 @@ class LocalCluster:
         return mine
 
     def __enter__(self) -> LocalCluster:
-        if current() is not None:
-            raise ConfigError("a LocalCluster is already active in this process; leave it first")
-        self.start()
-        enter(self)
+        with self._lock:  # a thread that creates a store waits for the start
+            current.enter(self)
+            try:
+                self.start()
+            except BaseException:
+                current.leave()
+                raise
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        enter(None)
+        current.leave()
         self.close(done=error is None)
 
     def start(self) -> None:
@@ -171,11 +176,14 @@ class LocalCluster:
 
         Raises:
             ConfigError: if all workers are taken by other threads.
+            WorkerLost: if another worker has ended without a store, so that the job never begins.
         """
         mine: WorkerSession | None = getattr(self._mine, "session", None)
         if mine is not None and not mine.is_over:
             return mine
         with self._lock:
+            if self._shortage is not None:
+                raise self._shortage
             taken = len(self._sessions)
             if taken >= self.workers:
                 raise ConfigError(
@@ -212,12 +220,17 @@ class LocalCluster:
         def work_as(rank: int) -> T:
             self._mine.rank = rank
             try:
-                return work(rank, *args)
+                result = work(rank, *args)
             except BaseException as error:
                 errors.append(error)  # before the others can have one for that reason
-                self._leave(done=False, reason=f"raised {type(error).__name__}")
+                reason = f"raised {type(error).__name__}"
+                self._check_joined(rank, reason)
+                self._leave(done=False, reason=reason)
                 raise
+            self._check_joined(rank, "returned")
+            return result
 
+        self._shortage = None
         if not self._workers:
             self._workers = [
                 ThreadPoolExecutor(1, thread_name_prefix=f"worker {rank}")
@@ -229,6 +242,22 @@ class LocalCluster:
             self._has_failed = True
             raise errors[0]
         return [future.result() for future in futures]
+
+    def _check_joined(self, rank: int, reason: str) -> None:
+        """Let nobody wait for the calling thread's worker if it ends before it has joined the job."""
+        mine: WorkerSession | None = getattr(self._mine, "session", None)
+        if mine is not None and mine.info.workers:
+            return
+        with self._lock:
+            if self._shortage is None:
+                self._shortage = WorkerLost(
+                    f"worker {rank} of this LocalCluster {reason} before the job began: a job begins when all of "
+                    f"its workers ({self.workers}) have created a dist store. Create one in each worker, or use "
+                    "LocalCluster(workers=...) with fewer workers"
+                )
+            for session in self._sessions.values():
+                if not session.info.workers:
+                    session.give_up(self._shortage)
 
     def leave(self) -> None:
         """Flush and leave as the calling thread's worker; rounds close without it."""
@@ -257,7 +286,8 @@ class LocalCluster:
                 with suppress(KvpsError):
                     session.flush(TIMEOUT_S)
             session.leave(done, 0 if done else 1, "the cluster is closed")
-        unfinished = len(self._sessions) < self.workers or not done
+        joined = [session for session in self._sessions.values() if session.info.workers]
+        unfinished = len(joined) < self.workers or not done
         if unfinished:
             for stop in self._stops:
                 stop()
