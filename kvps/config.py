@@ -664,14 +664,14 @@ def bigarray_bound(given: int | None, default: int) -> int:
     """Return the elements from which a key is cut over all servers.
 
     Raises:
-        ConfigError: unless it is a whole number from 1 on.
+        ConfigError: unless it is a whole number, 1 to 2**63 - 1.
     """
     for name in BIGARRAY_VARIABLES:
         if given is None:
             given = whole(name)
     bound = default if given is None else given
-    if type(bound) is not int or bound < 1:
-        raise ConfigError(f"bigarray_bound={bound!r}: use a whole number of elements, 1 or more")
+    if type(bound) is not int or not 1 <= bound < 1 << 63:
+        raise ConfigError(f"bigarray_bound={bound!r}: use a number of elements, 1 to 2**63 - 1")
     return bound
 
 

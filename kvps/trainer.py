@@ -49,7 +49,7 @@ from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.sync.arguments import check_plain
 from kvps.torch.sync.gradient_memory import GradientMemory
-from kvps.torch.sync.gradient_sync import GradientSync
+from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
@@ -64,6 +64,12 @@ from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
+)
+ADVICE = Advice(
+    "call step() in between; if a step has several backward passes, or activation checkpointing with "
+    "use_reentrant=True uses the parameter several times, create the Trainer with overlap=False",
+    "create the Trainer with overlap=False to change gradients (and with update_on_kvstore=False, to change "
+    "their sum between allreduce_grads() and update())",
 )
 BATCH_KEY = "kvps.batch_size"
 """The key of rank 0's first batch size."""
@@ -192,7 +198,9 @@ class Trainer:
                 raise ConfigError(
                     f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in"
                 )
-            self._exchange = GradientSync(self._model, before=self._scale, brings_weights=on_store)
+            self._exchange = GradientSync(
+                self._model, before=self._scale, brings_weights=on_store, advice=ADVICE
+            )
             self._exchange.is_held = on_store  # until a batch size is known
         self._memory = GradientMemory(kv if self._exchange is None else None, self._params)
         self._memory.watch()

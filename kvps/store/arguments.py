@@ -469,6 +469,6 @@ def version_of(min_version: int | None) -> int:
     """
     if min_version is None:
         return 0
-    if type(min_version) is not int or min_version < 0:
-        raise ConfigError(f"min_version={min_version!r}: use a whole number, 0 or more")
+    if type(min_version) is not int or not 0 <= min_version < 1 << 63:
+        raise ConfigError(f"min_version={min_version!r}: use a whole number, 0 to 2**63 - 1")
     return min_version

@@ -228,8 +228,8 @@ def _opened(
     if staleness is not None and kind.mode != "ssp":
         raise ConfigError(f"staleness= is an option of dist_ssp, not of {kind.type}")
     bound = STALENESS if staleness is None else staleness
-    if type(bound) is not int or bound < 0:
-        raise ConfigError(f"staleness={staleness!r}: use a whole number of pushes, 0 or more")
+    if type(bound) is not int or not 0 <= bound < 1 << 63:
+        raise ConfigError(f"staleness={staleness!r}: use a number of pushes, 0 to 2**63 - 1")
     if on_worker_lost not in POLICIES:
         raise ConfigError(f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}")
     if average and kind.mode != "sync":
@@ -265,7 +265,7 @@ def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: 
         return opened
     if kind.mode != "sync":
         raise ConfigError(f"quorum= is an option of dist_sync, not of {kind.type}")
-    if type(quorum) is not int or quorum < 1:
+    if type(quorum) is not int or not 1 <= quorum < 1 << 32:
         raise ConfigError(f"quorum={quorum!r:.40}: use a number of workers, 1 or more")
     is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
     if grace != "auto" and not (is_number and 0 <= grace < 1e9):  # type: ignore[operator]  # it is a number

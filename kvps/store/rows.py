@@ -206,7 +206,13 @@ def ids_of(name: str, spec: Spec | None, given: object) -> torch.Tensor:
     if isinstance(given, torch.Tensor | np.ndarray):
         ids = torch.as_tensor(given, device="cpu")
     elif isinstance(given, list | tuple | range):
-        ids = torch.tensor(list(given), dtype=torch.int64 if not len(given) else None, device="cpu")
+        dtype = torch.int64 if not len(given) else None
+        try:
+            ids = torch.tensor(list(given), dtype=dtype, device="cpu")
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+            raise Mismatch(
+                f"key {name!r}: row_ids must be whole numbers of 64 bits, got {given!r:.60}: {error}"
+            ) from None
     else:
         raise Mismatch(
             f"key {name!r}: row_ids must be a tensor, an array or a list of whole numbers, got "

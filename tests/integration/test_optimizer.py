@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.checkpoint import checkpoint
 
 import kvps
 from kvps.torch import DistributedOptimizer, broadcast_optimizer_state
@@ -773,6 +774,41 @@ def test_a_second_gradient_before_the_step_is_refused() -> None:
             loss_of(model, slice(24)).backward()
         optimizer.close()
         loss_of(model, slice(24)).backward()
+
+
+@pytest.mark.parametrize("on_store", [False, True])
+def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None:
+    """Each of them runs a backward of its own within backward, and so adds a gradient of the layer."""
+
+    def work(rank: int) -> list[torch.Tensor]:
+        layer = torch.nn.Linear(4, 4)
+        torch.nn.init.eye_(layer.weight)
+        sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(sgd, layer, update_on_kvstore=on_store)
+
+        def backward() -> None:
+            x = torch.ones(2, 4, requires_grad=True)
+            for _ in range(2):
+                x = checkpoint(layer, x, use_reentrant=True)
+            x.sum().backward()
+
+        def step() -> None:
+            backward()
+            optimizer.step()
+
+        if on_store:  # the first step sends nothing before step()
+            step()
+            optimizer.zero_grad()
+        with pytest.raises(kvps.ConfigError, match=r"use_reentrant=True.*no_sync\(\) around the"):
+            step()
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            backward()
+        optimizer.step()
+        return [param.detach().clone() for param in layer.parameters()]
+
+    results = run(2, work)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_the_newest_optimizer_has_the_gradients() -> None:

@@ -133,6 +133,30 @@ def test_batches_may_change_and_be_uneven(on_store: bool, overlap: bool) -> None
     assert_all(run(2, work), alone("sgd", sizes))
 
 
+@pytest.mark.parametrize("on_store", [True, False])
+def test_with_overlap_gradients_come_once_and_stay_as_they_are(on_store: bool) -> None:
+    def begun() -> tuple[torch.nn.Module, kvps.Trainer]:
+        model = net()
+        trainer = kvps.Trainer(
+            model, "sgd", {"lr": 0.1}, "dist_sync", update_on_kvstore=on_store, overlap=True
+        )
+        backward(model, slice(24))
+        trainer.step(24)
+        backward(model, slice(24))
+        return model, trainer
+
+    def work(rank: int) -> None:
+        model, trainer = begun()
+        with pytest.raises(kvps.ConfigError, match=r"call step\(\).*with overlap=False$"):
+            cross_entropy(model(INPUTS), LABELS).backward()
+        model, trainer = begun()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(kvps.ConfigError, match=r"was changed.*with overlap=False to change"):
+            trainer.step(24)
+
+    run(1, work)
+
+
 @pytest.mark.parametrize("kind", ["store", "rules", "torch"])
 def test_workers_may_have_more_batches_than_others(kind: str) -> None:
     """Behind join() all have the weights and the momenta of who came last."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -197,8 +198,11 @@ def new_file(folder: Path, role: str) -> tuple[Path, BinaryIO]:
     folder.mkdir(0o700, parents=True, exist_ok=True)
     if folder.stat().st_uid != os.geteuid():
         raise PermissionError(f"{folder} belongs to another user")
-    old = sorted(folder.glob("*.record"), key=lambda path: path.stat().st_mtime)
-    for path in old[: max(0, len(old) - FILES_MAX + 1)]:
+    old = []
+    for path in folder.glob("*.record"):
+        with suppress(FileNotFoundError):  # another process may remove the same files
+            old.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(old)[: max(0, len(old) - FILES_MAX + 1)]:
         path.unlink(missing_ok=True)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     for number in range(1000):

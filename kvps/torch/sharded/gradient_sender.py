@@ -79,7 +79,10 @@ class GradientHooks:
             )
         if name in self._left:
             param.grad = None
-            raise second_gradient(name, "step()")
+            raise second_gradient(
+                name,
+                "call step() in between; if a step has several backward passes, use backward_passes_per_step=",
+            )
         is_last = self.hooks.count(name)
         self._done.add(name)
         self._free([name])

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -41,6 +41,23 @@ from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.sparse_gradients import SparseGradients
 
 
+class Advice(NamedTuple):
+    """What a front end's user can do about the two mistakes that gradients on their way rule out."""
+
+    passes: str
+    """A parameter got two gradients in one step."""
+    change: str
+    """A gradient was changed after it had left."""
+
+
+OPTIMIZERS = Advice(
+    "call step() or the optimizer's zero_grad() in between; if a step has several backward passes, use "
+    "backward_passes_per_step=, or no_sync() around all but the last; if activation checkpointing with "
+    "use_reentrant=True uses the parameter several times, no_sync() around the whole backward()",
+    "call synchronize() first, which waits for it",
+)
+
+
 class GradientSync:
     """The gradients of a model on their way through a store.
 
@@ -53,6 +70,7 @@ class GradientSync:
         brings_weights: what comes back does not belong into ``.grad``.
         is_awaited: backward returns when everything is back.
         is_released: what is away may be waited for in the next step (:meth:`release`).
+        advice: for the front end's user.
     """
 
     def __init__(
@@ -66,6 +84,7 @@ class GradientSync:
         brings_weights: bool = False,
         is_awaited: bool = False,
         is_released: bool = False,
+        advice: Advice = OPTIMIZERS,
     ) -> None:
         self._model = model
         self._divisor = divisor
@@ -96,6 +115,9 @@ class GradientSync:
         self._arranged: list[str] = []
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: KvpsError | None = None
+        self._collected: set[str] = set()
+        """The parameters whose gradients backward has handed to the buckets in this step."""
+        self._advice = advice
         self._is_begun = False
         self._is_rung = False
         """It will be told of the end of backward."""
@@ -116,6 +138,8 @@ class GradientSync:
         gradient = self._model.params[name].grad
         if name in self.values:
             self._check_fresh(name, gradient)
+        elif name in self._collected and self._failure is None:
+            raise second_gradient(name, self._advice.passes)
         self._memory.take(name)
         is_last = self.hooks.count(name)
         if self._is_local or self.is_held or not is_last:
@@ -123,6 +147,7 @@ class GradientSync:
         if not self._is_rung:
             self._is_rung = True
             torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        self._collected.add(name)
         self._leave(self._buckets.add(name))
 
     def _on_end(self) -> None:
@@ -141,11 +166,7 @@ class GradientSync:
             ConfigError: if it was.
         """
         if gradient is not None and self._is_there(name, gradient):
-            raise second_gradient(
-                name,
-                "step() or the optimizer's zero_grad()",
-                ", or no_sync() around all but the last",
-            )
+            raise second_gradient(name, self._advice.passes)
         del self.values[name]  # what comes back has no place any more
         self.wait([name])
 
@@ -273,8 +294,7 @@ class GradientSync:
         if changed:
             raise ConfigError(
                 f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
-                "while the mean was "
-                "being computed: call synchronize() first, which waits for it"
+                f"while it was on its way: {self._advice.change}"
             )
         left = [
             name
@@ -368,6 +388,7 @@ class GradientSync:
         self._away.clear()
         self._arrived.clear()
         self.values.clear()
+        self._collected.clear()
         self._failure = None
         self._is_begun = self._is_rung = False
 

@@ -122,15 +122,13 @@ class ParameterHooks:
         )
 
 
-def second_gradient(name: str, between: str, more: str = "") -> ConfigError:
+def second_gradient(name: str, instead: str) -> ConfigError:
     """Return the error for a parameter that got a gradient after its gradient of this step had left.
 
     Args:
         name: the parameter.
-        between: the calls that begin another step.
-        more: what else to do if several passes make up a step.
+        instead: what to do about it.
     """
     return ConfigError(
-        f"parameter {name!r} got another gradient after the first was pushed, and before step(): call "
-        f"{between} in between; if a step has several backward passes, use backward_passes_per_step={more}"
+        f"parameter {name!r} got another gradient after the first was pushed, and before step(): {instead}"
     )

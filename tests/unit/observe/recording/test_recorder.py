@@ -130,6 +130,16 @@ def test_files_do_not_pile_up(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == recorder.FILES_MAX
 
 
+def test_two_processes_may_remove_the_same_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone.record"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
+    path, file = new_file(tmp_path, "server")
+    file.close()
+    assert path.exists()
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_a_directory_of_another_user_is_not_used(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)

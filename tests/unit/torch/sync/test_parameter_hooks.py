@@ -72,5 +72,5 @@ def test_parameters_without_a_gradient_are_named() -> None:
         "no gradient for 'b', of 2 parameters: no backward() has reached them since zero_grad(). Use them"
     )
     assert "'a' got another gradient after the first was pushed" in str(
-        second_gradient("a", "step()")
+        second_gradient("a", "call step()")
     )
