@@ -42,7 +42,7 @@ from kvps.torch.sync.sparse_gradients import SparseGradients
 
 
 class Advice(NamedTuple):
-    """What a front end's user can do about the two mistakes that gradients on their way rule out."""
+    """The advice to users of a front end, for the two mistakes that gradients on their way rule out."""
 
     passes: str
     """A parameter got two gradients in one step."""
