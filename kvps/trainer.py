@@ -60,6 +60,7 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
+from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
 
 Params: TypeAlias = (
@@ -185,6 +186,7 @@ class Trainer:
         )
         if kv is not None:
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
+            demand_same(kv, "Trainer", self._params, buffers, update_on_kvstore=on_store)
             self._model.spread(buffers, hyper if on_store else None)
         self._in_store = Trainer._make_step
         if self._model.is_behind:

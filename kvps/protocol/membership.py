@@ -115,6 +115,14 @@ class Left(Message):
     """Scheduler to member: your leaving is known."""
 
 
+class Trait(NamedTuple):
+    """A thing that must be the same on every worker."""
+
+    name: str
+    """Its name, such as that of a parameter, for people."""
+    value: str
+
+
 @tag(7)
 class Barrier(Message):
     """Worker to scheduler: I stand at this barrier."""
@@ -135,6 +143,8 @@ class Barrier(Message):
     text: str = ""
     refused: int = 0
     """How often the sender was refused at this barrier before."""
+    traits: tuple[Trait, ...] = ()
+    """What the workers compare here, where they do."""
 
 
 @tag(8)

@@ -22,6 +22,7 @@ from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.core.placement import Part
+from kvps.core.traits import traits_of
 from kvps.core.worker import calls
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket, WaitTimes, timed
@@ -973,6 +974,21 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def __repr__(self) -> str:
         return f"<KVStore {self.type} {self._name!r} rank {self.rank} of {self.num_workers}>"
+
+    # --- for front ends ---------------------------------------------------------------------------
+
+    def demand_same(self, what: str, traits: Mapping[str, str]) -> None:
+        """Wait for the other ranks, and compare what each is about to make.
+
+        Args:
+            what: is made, for people.
+            traits: name -> value of all that must be the same.
+
+        Raises:
+            Mismatch: on every rank, naming what differs.
+        """
+        self._begin()
+        self._call(calls.Compare(self._name, what, traits_of(traits)))
 
     # --- the steps that calls have in common ----------------------------------------------------------
 

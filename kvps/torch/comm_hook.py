@@ -29,6 +29,7 @@ from kvps.store.autotune.workload import Workload
 from kvps.store.kvstore import KVStore
 from kvps.store.names import kind_of
 from kvps.torch.sync.parameter_sync import named, store_of
+from kvps.torch.sync.same_model import demand_same
 
 OWNER = "torch.comm_hook"
 KINDS = ("dist_sync", "dist_sync_device")
@@ -72,6 +73,7 @@ class CommState:
         )
         self._kv = _checked(store_of(wanted, OWNER, average=True, work=work))
         residual_state.compress(self._kv, compression, "compression")
+        demand_same(self._kv, "CommState", given, {})
 
     @property
     def kvstore(self) -> KVStore:

@@ -50,6 +50,7 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
+from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import from_torch, to_torch
 
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -148,6 +149,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")
+        demand_same(
+            *(kv, "DistributedOptimizer", params, buffers),
+            update_on_kvstore=self._on_store,
+            find_unused=find_unused,
+            op=op,
+        )
         self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._described.now() if self._on_store else None)
         self._exchange = GradientSync(

@@ -22,6 +22,9 @@ A replacement does not know the numbers. It *resumes* after some round, and has 
 come after no more rounds than that: no rank waits for it there, and it passes them. Its first barrier behind
 them is the first that comes after as many rounds as its own; if no rank stands there yet, it *floats*
 until a rank does.
+
+At a barrier with *traits*, ranks compare what they have made, such as a model. All are told what differs. A
+replacement is told at once: the others may have compared long ago.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from typing import NamedTuple
 from kvps.core.effects import Route
 from kvps.core.limits import TABLE, remedy
 from kvps.core.refusals import Attempt, RefusedCall
+from kvps.core.traits import not_the_same
 from kvps.errors import (
     BY_CODE,
     REFUSED,
@@ -43,7 +47,7 @@ from kvps.errors import (
     WorkerLost,
 )
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import Barrier, Error, Released
+from kvps.protocol.membership import Barrier, Error, Released, Trait
 
 NAME_MAX = 256
 """Characters of one name."""
@@ -52,6 +56,7 @@ OPEN_MAX = 64
 
 Name = tuple[str, str]
 """A store, and a name within it."""
+Traits = tuple[Trait, ...]
 
 
 class Float(NamedTuple):
@@ -118,6 +123,8 @@ class Barriers:
         self.floating: dict[Name, dict[int, Float]] = {}
         self.refused: dict[Name, RefusedCall] = {}
         """Barriers that are not passed, as the call that all make there has failed."""
+        self.compared: dict[Name, tuple[int, Traits]] = {}
+        """By barrier, the rank that came last, and its traits, which are those of all that stand there."""
 
     def stand(self, rank: int, waiter: Waiter, at: Barrier) -> list[RoutedMessage]:
         """Let a rank stand at a barrier; return the answers that are due by that."""
@@ -138,6 +145,8 @@ class Barriers:
         if not at.waits:
             self.hasty.add(name)
         waiter = waiter._replace(what=at.what)
+        if at.traits:
+            self.compared[name] = rank, at.traits
         if number is None:
             self.floating.setdefault(name, {})[rank] = Float(waiter, at.after)
         else:
@@ -145,6 +154,29 @@ class Barriers:
             self.open.setdefault(name, {})[number] = standing
             self.after.setdefault(name, {}).setdefault(number, at.after)
         return self._look_at(name) if number is None else self._land(name, number)
+
+    def compare(self, rank: int, waiter: Waiter, at: Barrier) -> list[RoutedMessage]:
+        """Let the replacement of a lost rank compare, and go on: the others may have been here, or be yet to come."""
+        name = (at.store, at.name)
+        other = self.compared.get(name)
+        # Its own predecessor, which nobody has met, may have had another model.
+        counts = other is not None and (other[0] != rank or name in self.released)
+        if other is not None and counts and other[1] != at.traits:
+            raise Mismatch(_differs(at, rank, *other))
+        self.compared[name] = rank, at.traits
+        answers = [RoutedMessage(waiter.route, Released(waiter.seq))]
+        open_ = self.open.get(name, {})
+        number = next((one for one in sorted(open_) if rank not in open_[one]), None)
+        if number is None:
+            if open_ or name in self.released:
+                return answers
+            self._admit(name, 0)
+            number = at.number
+        if not at.waits:
+            self.hasty.add(name)
+        self.open.setdefault(name, {}).setdefault(number, {})[rank] = None
+        self.after.setdefault(name, {}).setdefault(number, at.after)
+        return answers + self._look_at(name)
 
     def _refuse(
         self, rank: int, waiter: Waiter, at: Barrier, number: int | None
@@ -164,6 +196,9 @@ class Barriers:
             ),
             None,
         )
+        met = self.compared.get(name) if standing else None
+        if not code and met is not None and met[0] != rank and met[1] != at.traits:
+            code, text = Mismatch.code, _differs(at, rank, *met)
         if not code and other is not None:
             code = Mismatch.code
             text = (
@@ -367,8 +402,10 @@ class Barriers:
         """Forget everything: another job begins."""
         self.required, self.gone, self.lost = set(required), {}, set()
         self.released.clear()
-        for kept in (self.open, self.hasty, self.after, self.resumed, self.floating, self.refused):
+        self.hasty.clear()
+        for kept in (self.open, self.after, self.resumed, self.floating, self.refused):
             kept.clear()
+        self.compared.clear()
 
     def check(self, alive: set[int]) -> None:
         """Assert the invariants; ``alive`` are the ranks that may be waiting."""
@@ -394,3 +431,9 @@ class Barriers:
 
 def _shown(store: str, name: str) -> str:
     return f"{name!r:.60} of store {store!r:.60}"
+
+
+def _differs(at: Barrier, rank: int, other: int, traits: Traits) -> str:
+    """Say what two ranks do not have in common."""
+    (first, firsts), (second, seconds) = sorted([(rank, at.traits), (other, traits)])
+    return not_the_same(at.store, at.what, first, dict(firsts), second, dict(seconds))

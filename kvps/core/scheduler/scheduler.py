@@ -399,7 +399,10 @@ class Scheduler:
             return  # its sender is still in the former epoch, and will not wait for an answer
         barriers, rank, name = self.job.barriers, seat.node.rank, (barrier.store, barrier.name)
         before, stood = barriers.released.get(name), barriers.missing(rank, barrier)
-        self.job.answer(barriers.stand(rank, Waiter(route, envelope.seq, barrier.resumed), barrier))
+        waiter = Waiter(route, envelope.seq, barrier.resumed)
+        is_late = seat.is_replacement and bool(barrier.traits)
+        stand = barriers.compare if is_late else barriers.stand
+        self.job.answer(stand(rank, waiter, barrier))
         self.job.has_changed |= barriers.released.get(name) != before
         if stood and (missing := barriers.missing(rank, barrier)):  # it asks again
             seats = self.job.seats.by_node

@@ -7,6 +7,7 @@ nothing was added. The groups are the store's own, so those of ``init_process_gr
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -14,11 +15,14 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import msgpack
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from kvps.core.traits import not_the_same
 from kvps.errors import KvpsError, Mismatch, WorkerLost
+from kvps.protocol.membership import Trait
 from kvps.store.allreduce.rendezvous import Rendezvous
 
 FOREVER = timedelta(days=30)
@@ -96,6 +100,32 @@ class CollectiveGroup:
             "kind of device; "
             "dist_sync does not need an order"
         )
+
+    def compare(self, what: str, traits: tuple[Trait, ...]) -> list[torch.Tensor]:
+        """Check that all ranks are about to make the same front end; return nothing.
+
+        Raises:
+            Mismatch: naming what differs, at every rank.
+            WorkerLost: if a rank ended.
+        """
+        self.number += 1
+        if self._is_alone:
+            return []
+        packed = msgpack.packb([what, *traits])
+        digest = hashlib.sha256(packed).digest()[:16]
+        sizes = self._gathered(torch.tensor([len(packed)]))
+        digests = self._gathered(torch.frombuffer(bytearray(digest), dtype=torch.int64))
+        if all(torch.equal(row, digests[0]) for row in digests):
+            return []
+        longest = max(int(size) for size in sizes)
+        padded = bytearray(packed.ljust(longest))
+        rows = self._gathered(torch.frombuffer(padded, dtype=torch.uint8))
+        other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0]))
+        found = [
+            dict(msgpack.unpackb(rows[rank].numpy().tobytes()[: int(sizes[rank])])[1:])
+            for rank in (0, other)
+        ]
+        raise Mismatch(not_the_same(self._name, what, 0, found[0], other, found[1]))
 
     def sum(self, flats: Sequence[torch.Tensor]) -> None:
         """Put the sum over all ranks into each of these flat tensors, on one device.

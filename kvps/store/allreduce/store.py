@@ -149,6 +149,9 @@ class AllreduceStore(KVStore):
                 self._broadcast(call, limit_s)
             case calls.StandAtBarrier():
                 self._stand(call, limit_s)
+            case calls.Compare():
+                compare = Collective(call.what, lambda: self._ring.compare(call.what, call.traits))
+                self.wait(self._queue.add(compare, limit_s), limit_s, limit_s)
             case calls.Allocate():
                 specs = [self._specs[name] for name in call.keys]
                 return finished(

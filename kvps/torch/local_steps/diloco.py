@@ -54,6 +54,7 @@ from kvps.torch.local_steps.pace import Pace
 from kvps.torch.local_steps.schedule import Schedule
 from kvps.torch.sync.arguments import buffers_of, check_plain
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
+from kvps.torch.sync.same_model import demand_same
 
 log = logging.getLogger("kvps")
 
@@ -202,6 +203,14 @@ class DiLoCo:
         if may_adapt:
             device = next(iter(self._params.values())).device
             self._pace = Pace(self._OWNER, timeout, sync_every, self._schedule.delay + 1, device)
+        demand_same(
+            self._stores[0],
+            type(self).__name__,
+            params,
+            buffers_of(model),
+            fragments=len(self._fragments),
+            **({"sync_every": sync_every, "delay": delay} if self._has_common_start else {}),
+        )
         self._rescale = 1.0 if is_mean else 1 / self._stores[0].num_workers
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)

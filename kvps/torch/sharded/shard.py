@@ -38,6 +38,7 @@ from kvps.torch.sharded.param_groups import cut
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
 from kvps.torch.sharded.residency import Residency
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
+from kvps.torch.sync.same_model import demand_same
 
 
 def shard(
@@ -114,6 +115,7 @@ class Sharded:
         kv = _checked_store(kvstore)
         be_tight()
         check_free(kv, params, "sharded model")
+        demand_same(kv, "shard", params, dict(module.named_buffers()))
         self._kv = kv
         self._rule = RemoteOptimizer(kv, params, optimizer, hyper)
         self._forms = {

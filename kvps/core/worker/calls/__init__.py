@@ -9,7 +9,7 @@ from kvps.core.worker.calls.checkpoint import (
     Restored,
     TakeCheckpoint,
 )
-from kvps.core.worker.calls.collective import AskStatus, Flush, JoinStore, StandAtBarrier
+from kvps.core.worker.calls.collective import AskStatus, Compare, Flush, JoinStore, StandAtBarrier
 from kvps.core.worker.calls.dense import (
     Allocate,
     Locate,

@@ -18,6 +18,8 @@ TEXT_MAX = 1000
 """Most characters of the reason for a failed call that the other ranks are told."""
 BROADCAST = "kvps.broadcast"
 """The barrier at which broadcasts meet."""
+SAME = "kvps.same"
+"""The barrier at which front ends are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,11 @@ class Flush(Call):
 
 
 def barrier(
-    store: WorkerStore, name: str | None, what: str = "", failure: KvpsError | None = None
+    store: WorkerStore,
+    name: str | None,
+    what: str = "",
+    failure: KvpsError | None = None,
+    traits: tuple[p.Trait, ...] = (),
 ) -> Generator[Step, list[Packet], bool]:
     """Flush, then wait for the others; return whether only a predecessor of this process stood there.
 
@@ -42,6 +48,7 @@ def barrier(
         name: of the barrier.
         what: the call that begins here; all fail where it is not the same on every worker.
         failure: why this worker does not pass; the others fail by it, too, and this worker by the answer.
+        traits: what all workers have in common, or fail.
     """
     yield AwaitAcks()
     title = "" if name is None else name
@@ -51,7 +58,7 @@ def barrier(
         return True
     waits, after = store.waits_for_lost, store.pushed
     code, text = (0, "") if failure is None else (failure.code, str(failure)[:TEXT_MAX])
-    is_lost = store.is_resumed and store.ordered and title != BROADCAST
+    is_lost = store.is_resumed and store.ordered and title not in (BROADCAST, SAME)
     if is_lost and title not in store.barriers:
         (answer,) = yield [
             Request(None, p.Barrier(store.name, title, 0, waits, after, True, what, code, text))
@@ -67,7 +74,7 @@ def barrier(
     refused = store.attempts.count(kind, number)
     try:
         message = p.Barrier(
-            store.name, title, number, waits, after, False, what, code, text, refused
+            store.name, title, number, waits, after, False, what, code, text, refused, traits
         )
         yield [Request(None, message)]
     except BaseException as error:  # a barrier that was not passed is not counted
@@ -90,6 +97,22 @@ class StandAtBarrier(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from barrier(store, self.name, failure=self.failure)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Compare(Call):
+    """Wait for the others, and fail on all ranks if they are not about to make the same front end."""
+
+    title = "the comparison of models"
+    on_timeout = OnTimeout.RESUME
+
+    what: str
+    """What is made."""
+    traits: tuple[p.Trait, ...]
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield from barrier(store, SAME, self.what, traits=self.traits)
         return None
 
 

@@ -38,6 +38,7 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})), "set_optimizer()", RESUME),
     (calls.SetRate("kv", 0.1), "set_learning_rate()", RESUME),
     (calls.StandAtBarrier("kv", None), "barrier()", RESUME),
+    (calls.Compare("kv", "Trainer()", ()), "the comparison of models", RESUME),
     (calls.JoinStore("kv"), "join()", RESUME),
     (calls.Flush("kv"), "the flush of earlier pushes", RETRY),
     (calls.AskStatus("kv"), "status", RETRY),

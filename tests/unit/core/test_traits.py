@@ -1,0 +1,35 @@
+"""Traits: what travels of a model, and the text that says where two models differ."""
+
+from __future__ import annotations
+
+from kvps.core.traits import NAME_MAX, TRAITS_MAX, differences, traits_of
+from kvps.protocol.membership import Trait
+
+
+def test_a_name_on_one_worker_only_is_told_with_its_value() -> None:
+    found = differences(0, {}, 1, {"parameter 'w'": "float32[2]"})
+    assert found == "worker 1 has parameter 'w' (float32[2]), and worker 0 does not"
+    found = differences(0, {"parameter 'w'": "float32[2]"}, 3, {})
+    assert found == "worker 0 has parameter 'w' (float32[2]), and worker 3 does not"
+
+
+def test_some_of_many_differences_are_told() -> None:
+    found = differences(0, {f"w{index}": "a" for index in range(9)}, 1, {"w0": "a"})
+    assert found.count("worker 0 has") == 5
+    assert found.endswith(" and 3 more")
+
+
+def test_a_large_model_ends_with_a_digest_of_the_whole() -> None:
+    model = {f"w{index:05}": "float32[2]" for index in range(TRAITS_MAX + 5)}
+    traits = traits_of(model)
+    assert len(traits) == TRAITS_MAX + 1
+    assert traits[-1].name == "the whole"
+    other = traits_of(model | {f"w{TRAITS_MAX + 4:05}": "float32[3]"})
+    assert other[:-1] == traits[:-1]
+    assert other[-1] != traits[-1]
+
+
+def test_long_names_are_cut_and_still_compared() -> None:
+    first, second = (traits_of({"w" * NAME_MAX + end: "float32[2]"}) for end in ("a", "b"))
+    assert first[0] == second[0] == Trait("w" * NAME_MAX, "float32[2]")
+    assert first[1] != second[1]
