@@ -144,7 +144,7 @@ class Barrier(Message):
     refused: int = 0
     """How often the sender was refused at this barrier before."""
     traits: tuple[Trait, ...] = ()
-    """What the workers compare here, where they do."""
+    """The things that the workers compare here, where they do."""
 
 
 @tag(8)

@@ -108,7 +108,7 @@ class Compare(Call):
     on_timeout = OnTimeout.RESUME
 
     what: str
-    """What is made."""
+    """The front end that is made."""
     traits: tuple[p.Trait, ...]
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
