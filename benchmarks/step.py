@@ -10,7 +10,8 @@ between workers. The ways:
     ddp gloo         DistributedDataParallel on torch's gloo
     ddp kvps         the same on init_process_group("kvps")
     optimizer        kvps.torch.DistributedOptimizer; the update is torch's
-    on servers       the same with update_on_kvstore=True
+    on servers       the same with update_on_kvstore=True: gradients leave in step()
+    servers early    the same with overlap_backward=True
     trainer          kvps.Trainer with overlap=True; the update is torch's
     trainer late     the same without overlap
     trainer servers  with overlap, and with update_on_kvstore=True
@@ -40,7 +41,7 @@ from torch import nn
 WIDTH, LAYERS, ROWS = 1024, 24, 2
 SEED = 7
 WAYS = (
-    *("alone", "ddp gloo", "ddp kvps", "optimizer", "on servers"),
+    *("alone", "ddp gloo", "ddp kvps", "optimizer", "on servers", "servers early"),
     *("trainer", "trainer late", "trainer servers"),
 )
 
@@ -77,9 +78,12 @@ def stepper(way: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
     if way.startswith("ddp"):
         torch.distributed.init_process_group(way.split()[1])
         model = nn.parallel.DistributedDataParallel(model)
-    elif way in ("optimizer", "on servers"):
+    elif way != "alone":
         optimizer = kvps.torch.DistributedOptimizer(
-            optimizer, model, update_on_kvstore=way == "on servers"
+            optimizer,
+            model,
+            update_on_kvstore=way != "optimizer",
+            overlap_backward=way == "servers early",
         )
 
     def by_optimizer(batch: torch.Tensor) -> None:

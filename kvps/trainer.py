@@ -16,7 +16,7 @@ before it pushes them. So batch sizes may change, and differ between workers.
 With ``overlap=True`` gradients leave while backward is running (:mod:`kvps.torch.sync.gradient_sync`), and
 ``step()`` waits for those that are still in flight. With the optimizer in the store they leave before
 ``step(batch_size)`` has been called: they are scaled for the batch size of the step before, or for
-``trainer.batch_size`` if that was set.
+``trainer.batch_size`` if that was set; and it is an error to discard them, since the store has used them.
 
 Sparse gradients, of an ``Embedding(sparse=True)``, are pushed as rows to a store that has the optimizer,
 which then updates only these rows. With the optimizer here, the gradients and their sums are sparse again.
@@ -71,6 +71,7 @@ ADVICE = Advice(
     "use_reentrant=True uses the parameter several times, create the Trainer with overlap=False",
     "create the Trainer with overlap=False to change gradients (and with update_on_kvstore=False, to change "
     "their sum between allreduce_grads() and update())",
+    "create the Trainer with overlap=False, then gradients leave in step()",
 )
 BATCH_KEY = "kvps.batch_size"
 """The key of rank 0's first batch size."""
@@ -111,9 +112,9 @@ class Trainer:
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
             else False. It must be True for dist_async and dist_ssp. A sparse gradient travels as rows, and
             the result is the rows that any worker has updated, or their sum.
-        overlap: push gradients as soon as backward computes them. Then a step has one backward pass, nothing
-            may change a gradient in between, and with the optimizer in the store ``.grad`` is None after
-            :meth:`step`.
+        overlap: push gradients as soon as backward computes them, so that it hides the transfer between hosts.
+            Then a step has one backward pass, nothing may change a gradient in between, and with the
+            optimizer in the store no gradient may be discarded, and ``.grad`` is None after :meth:`step`.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -292,7 +293,7 @@ class Trainer:
     def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
         """Make a step whose gradients may have been pushed already."""
         if exchange.values and batch != self.batch_size:
-            exchange.discard()
+            exchange.abandon()
             raise ConfigError(
                 f"batch_size={batch:g}, but gradients were already pushed with the scale "
                 f"of {self.batch_size:g}, and the servers used them in this step. Set "
@@ -300,20 +301,26 @@ class Trainer:
             )
         self.batch_size = batch
         try:
-            self._bring(exchange, names)
+            self._exchanged(exchange, names)
+            exchange.bring_weights()
         finally:
             exchange.begin()
             exchange.is_held = False
             for name in names:
                 self._params[name].grad = None  # it holds weights
 
-    def _bring(self, exchange: GradientSync, names: list[str]) -> None:
+    def _exchanged(self, exchange: GradientSync, names: list[str]) -> None:
+        """Let what has not left leave, and wait for all."""
+        exchange.drop_discarded()
+        self._fill(names)
+        exchange.complete()
+        exchange.wait()
+
+    def _fill(self, names: list[str]) -> None:
+        """Let gradients that are missing be 0."""
         for name in names:
             if self._params[name].grad is None:
                 self._params[name].grad = torch.zeros_like(self._params[name])
-        exchange.complete()
-        exchange.wait()
-        exchange.bring_weights()
 
     def _scale(self) -> None:
         """Scale gradients for their batch before they are pushed."""
@@ -341,17 +348,14 @@ class Trainer:
         """
         self._needs_local("allreduce_grads")
         names = self._with_gradients(ignore_stale_grad)
-        for name in names:
-            if self._params[name].grad is None:
-                self._params[name].grad = torch.zeros_like(self._params[name])
         if self._owned is not None:
             self._owned.let_pass()
         if self._exchange is not None:
             exchange = self._exchange
-            exchange.complete()
-            self._model.survive(exchange.wait, is_step=True)
+            self._model.survive(lambda: self._exchanged(exchange, names), is_step=True)
             exchange.begin()
             return
+        self._fill(names)
         if self._kv is None:
             return
         self._model.survive(lambda: self._sum_up(names), is_step=True)

@@ -78,8 +78,7 @@ class KvpsStrategy(DDPStrategy):
         if self._is_on_kvstore and trainer.gradient_clip_val:
             raise ConfigError(
                 f"gradient_clip_val={trainer.gradient_clip_val} clips gradients here, and with update_on_kvstore=True "
-                "the servers have them: let the servers clip (clip_gradient of the optimizer), or use "
-                "KvpsStrategy(update_on_kvstore=False)"
+                "the servers have their mean: use KvpsStrategy(update_on_kvstore=False)"
             )
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers)
         self.optimizers = [self._distributed(one, len(optimizers) == 1) for one in optimizers]

@@ -11,13 +11,14 @@ and closures work as usual. The additions are around it:
 
 With ``update_on_kvstore=True`` the store runs the optimizer: it returns weights, the state is only in the
 store, and only ``step()`` waits. Rates that a scheduler has changed are sent before the first gradient of the
-next step.
+next step. A gradient that has been pushed updates the weights, and cannot be taken back. So gradients
+leave in ``step()``: those of a ``backward()`` that is followed by ``zero_grad()`` never do. With
+``overlap_backward=True`` they leave during backward, and it is an error to discard them.
 
 A GradScaler looks at gradients before it steps, through ``param_groups``. If the optimizer runs here, these
-are the means, so all workers see the same, and the scaler needs nothing else. If it runs in the store, a
-gradient that has been pushed cannot be withdrawn. So with a scaler (which is known from the first step on, in
-which nothing is pushed early) gradients wait for ``step()``, and the workers first agree whether any of them
-is infinite.
+are the means, so all workers see the same, and the scaler needs nothing else. If it runs in the store,
+the workers first agree whether any of their gradients is infinite. So with ``overlap_backward`` gradients wait for
+``step()``, too, if a scaler is used, which is known from the first step on, in which nothing is pushed early.
 
 With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
 pass (:mod:`kvps.torch.forward_overlap`).
@@ -25,6 +26,7 @@ pass (:mod:`kvps.torch.forward_overlap`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
@@ -33,6 +35,7 @@ import torch
 
 from kvps.core.optim.from_torch import describe
 from kvps.errors import ConfigError, EpochChanged
+from kvps.phrases import names_in_words
 from kvps.store import residual_state
 from kvps.store.autotune.workload import Workload
 from kvps.store.catch_up import refuse
@@ -40,7 +43,7 @@ from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
 from kvps.torch.sync.arguments import buffers_of, check_plain, divisor_of, is_free, numbered
-from kvps.torch.sync.gradient_sync import GradientSync
+from kvps.torch.sync.gradient_sync import OPTIMIZERS, Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
@@ -53,11 +56,23 @@ from kvps.torch.sync.parameter_sync import (
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import from_torch, to_torch
 
+log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
 NOT_OURS = (
     "step() of the wrapped optimizer was called, but the DistributedOptimizer makes its steps: this one would change the "
     "weights of this worker alone. Call step() of the DistributedOptimizer"
+)
+EARLY = Advice(
+    "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or no_sync() around "
+    "all but the last, or leave out overlap_backward=True",
+    "the servers update the weights with the gradient that was pushed; to clip the mean, use update_on_kvstore=False",
+    "leave out overlap_backward=True, then gradients leave in step()",
+)
+CLIPPED = (
+    "between backward() and step(). With update_on_kvstore=True the servers average the gradients that the workers push, "
+    "and the mean of clipped gradients is not the clipped mean. To clip or change the mean, use update_on_kvstore=False, "
+    "with which .grad is the mean; to scale gradients, scale the loss"
 )
 RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
@@ -82,7 +97,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed.
         op: ``"average"`` divides by the number of workers in a round: workers that are lost, have left or
             have joined do not count. ``"sum"`` does not divide.
-        update_on_kvstore: run the optimizer in the store. ``.grad`` is None after ``step()``.
+        update_on_kvstore: run the optimizer in the store. Gradients leave in ``step()``, and ``.grad`` is None
+            after it.
         find_unused: parameters may have no gradient in some steps; a parameter without a gradient on any
             worker does not change. This costs a round trip in ``step()``, and the mean is in ``.grad`` only
             after :meth:`synchronize`: call it before you clip gradients.
@@ -90,6 +106,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None after
             ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you read
             parameters other than by modules or ``state_dict()``.
+        overlap_backward: with ``update_on_kvstore``, push gradients during backward, so that it hides the
+            transfer between hosts. Then each ``backward()`` belongs to a step: ``zero_grad()`` or another
+            ``backward()`` before ``step()`` is an error, since the servers have used the gradients. (With the
+            optimizer on the workers, gradients always leave during backward, and may be discarded.)
         bucket_bytes: bytes of gradients that are pushed together; None for the best size for the store.
 
     Raises:
@@ -118,6 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         find_unused: bool = False,
         overlap_forward: bool = False,
+        overlap_backward: bool = False,
         bucket_bytes: int | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -146,6 +167,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
         self._described = Described(optimizer, params)
+        if overlap_backward and not self._on_store:
+            raise ConfigError(
+                "overlap_backward=True is for update_on_kvstore=True; with the optimizer on the workers, gradients "
+                "leave during backward anyway"
+            )
+        self._is_late = self._on_store and not overlap_backward
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")
@@ -162,6 +189,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             backward_passes_per_step,
             bucket_bytes,
             divisor=divisor_of(kv, op),
+            advice=EARLY if self._on_store else OPTIMIZERS,
             before=self._send_rates,
             brings_weights=self._on_store,
             # Where workers use different parameters, one's backward would wait for what another sends
@@ -169,7 +197,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is_awaited=not (self._on_store or overlap_forward or find_unused),
             is_released=overlap_forward,
         )
-        self._exchange.is_held = self._on_store  # until it is known that no scaler is used
+        # With overlap_backward, until it is known that no scaler is used.
+        self._exchange.is_held = self._on_store
         self._owned = OwnedSteps(optimizer, self, NOT_OURS)
         self._in_store = DistributedOptimizer._step_in_store
         if self._model.is_behind:
@@ -245,6 +274,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_unchanged()
         self._in_store(self)
         return loss
 
@@ -253,7 +283,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if found is not None and not self._exchange.is_held:
             raise ConfigError(
                 "a GradScaler now steps this optimizer, but the gradients have already been pushed: "
-                "use the scaler from the first step, or update_on_kvstore=False"
+                "use the scaler from the first step, or leave out overlap_backward=True"
             )
         try:
             if found is None or not self._is_infinite(found):
@@ -266,7 +296,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for param in self._model.params.values():
             param.grad = None  # it holds weights, or nothing
         self._exchange.begin()
-        self._exchange.is_held = found is not None
+        self._exchange.is_held = self._is_late or found is not None
+
+    def _check_unchanged(self) -> None:
+        """Check that gradients of which the store will take the mean are those that backward has made.
+
+        Raises:
+            ConfigError: if some were changed, and not to 0.
+        """
+        if not self._exchange.is_held:
+            return
+        kv = self._model.kv
+        changed = [
+            name
+            for name in self._exchange.changed(self._model.params)
+            if bool(self._exchange.gradient(name).any())
+        ]
+        if changed and not is_free(str(kv.type)) and kv.num_workers > 1:
+            raise ConfigError(
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) {CLIPPED}"
+            )
 
     def _pass_over(self) -> None:
         """Make no step: the lost worker, which this one replaces, has made it."""
@@ -313,10 +362,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether this step can be deferred to the next forward pass."""
         is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
-        is_bound = self._is_synchronized or self._exchange.is_held or self._owned.has_pre_hooks
+        has_more = self._model.is_behind or self._owned.has_pre_hooks
+        is_bound = self._is_synchronized or has_more
         return not (is_first or is_scaled or is_bound or closure)
 
     def _put_off(self, late: DeferredUpdates) -> None:
+        self._check_unchanged()
         late.finish()  # what no module has asked for since
         try:
             if self._model.is_given_up:
@@ -346,7 +397,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._on_store:
             raise ConfigError(
                 "synchronize() waits for the mean of gradients, but with update_on_kvstore=True the servers "
-                "return weights: let the servers clip (clip_gradient), or use update_on_kvstore=False"
+                "return weights: to read or clip the mean, use update_on_kvstore=False"
             )
         try:
             self._exchange.complete()
@@ -492,7 +543,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._inner, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; a step that was begun but not made is abandoned."""
+        """Reset the gradients; a step that was begun but not made is abandoned.
+
+        Raises:
+            ConfigError: with ``overlap_backward``, if gradients were pushed since the last step.
+        """
         self._exchange.discard()
         self._is_synchronized = False
         self._inner.zero_grad(set_to_none)
@@ -501,7 +556,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Finish pending calls, release the parameters, and close the store."""
         if self._late is not None:
             self._late.close()
-        self._exchange.discard()
+        if self._on_store and self._exchange.values:
+            log.warning(
+                "%r was closed after a backward() without a step(), whose gradients the servers have used",
+                self._model.kv.name,
+            )
+        self._exchange.abandon()
         self._exchange.hooks.close()
         self._owned.close()
         self._model.kv.close()

@@ -56,7 +56,9 @@ def front_end(name: str, model: torch.nn.Module) -> tuple[Any, Callable[[], None
         )
         return trainer, lambda: trainer.step(2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = DistributedOptimizer(sgd, model, update_on_kvstore="servers" in name)
+    optimizer = DistributedOptimizer(
+        sgd, model, update_on_kvstore="servers" in name, overlap_backward="overlap" in name
+    )
     return optimizer, optimizer.step
 
 
@@ -189,7 +191,7 @@ def test_servers_read_what_was_pushed_although_the_call_failed() -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("name", ["optimizer servers", "trainer servers overlap"])
+@pytest.mark.parametrize("name", ["optimizer servers overlap", "trainer servers overlap"])
 def test_weights_of_servers_are_not_written_before_the_step(name: str) -> None:
     """Backward may read weights after the last gradient of theirs has left."""
 

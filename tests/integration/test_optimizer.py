@@ -349,7 +349,7 @@ def test_a_scaler_that_comes_late_is_refused() -> None:
     with kvps.LocalCluster():
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=True)
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=True, overlap_backward=True)
         loss_of(model, slice(24)).backward()
         optimizer.step()
         scaler = torch.amp.GradScaler("cpu")
@@ -676,7 +676,7 @@ def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
         optimizer.zero_grad()
         loss_of(model, slice(24)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(kvps.ConfigError, match=r"was changed .* call synchronize\(\) first"):
+        with pytest.raises(kvps.ConfigError, match=r"was changed .* call synchronize\(\) before"):
             optimizer.step()
 
 
@@ -853,6 +853,7 @@ def test_a_step_may_be_skipped() -> None:
         ({"kvstore": None}, "kvstore: give the name of a store"),
         ({"kvstore": "dist_async"}, "use update_on_kvstore=True, or dist_sync"),
         ({"overlap_forward": True}, "pass the module as named_parameters"),
+        ({"overlap_backward": True}, "overlap_backward=True is for update_on_kvstore=True"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], told: str) -> None:

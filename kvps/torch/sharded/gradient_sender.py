@@ -11,6 +11,12 @@ from kvps.torch.sharded.in_flight import GradientSender
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
 
+REMEDY = (
+    "call step() after each backward(): gradients of a sharded model leave during backward, and cannot be discarded. To "
+    "skip a batch, look at its loss before backward(); to train another model with a loss, set "
+    "requires_grad_(False) on this one meanwhile; for several passes in a step, use backward_passes_per_step="
+)
+
 
 class GradientHooks:
     """The gradients of one step.
@@ -62,9 +68,8 @@ class GradientHooks:
         if name in self._left:
             raise ConfigError(
                 f"backward needs the weight {name!r} again, but its gradient has already been pushed in "
-                "this step: shard() does not support retain_graph=True with a second backward(); "
-                "add up the losses, "
-                "or use backward_passes_per_step="
+                f"this step, and the servers update the weight with it: {REMEDY}, or add up the losses "
+                "(retain_graph=True is not supported)"
             )
 
     def _on_gradient(self, name: str) -> None:
@@ -79,10 +84,7 @@ class GradientHooks:
             )
         if name in self._left:
             param.grad = None
-            raise second_gradient(
-                name,
-                "call step() in between; if a step has several backward passes, use backward_passes_per_step=",
-            )
+            raise second_gradient(name, REMEDY)
         is_last = self.hooks.count(name)
         self._done.add(name)
         self._free([name])

@@ -14,7 +14,10 @@ over, the rest leaves. So between two steps a gradient is in one of these states
 Gradients lie where servers read them, if these share memory (:mod:`kvps.torch.sync.gradient_memory`). The store's
 answer is written where the gradient was, so that nothing is allocated, and it must not be touched while it is away.
 Where it is no sum but weights, it stays in the servers' memory until :meth:`GradientSync.bring_weights`: backward may
-read the weights of now until it ends. A sparse gradient leaves as rows, where the store knows what changed: then rows
+read the weights of now until it ends. Then the servers have used a gradient that has left, and it cannot be taken back.
+So it is an error to discard it (by ``zero_grad()``, ``.grad = None`` or another pass). A front end whose
+scripts may discard gradients keeps them until :meth:`GradientSync.complete` (:attr:`GradientSync.is_held`).
+A sparse gradient leaves as rows, where the store knows what changed: then rows
 of the sum come back, or those that are new of the weight, which are written when they are waited for. An error of the
 store does not end backward, whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
 """
@@ -42,19 +45,21 @@ from kvps.torch.sync.sparse_gradients import SparseGradients
 
 
 class Advice(NamedTuple):
-    """The advice to users of a front end, for the two mistakes that gradients on their way rule out."""
+    """The advice to users of a front end, for the mistakes that gradients on their way rule out."""
 
     passes: str
     """A parameter got two gradients in one step."""
     change: str
     """A gradient was changed after it had left."""
+    discard: str = ""
+    """A gradient was discarded after the servers had it."""
 
 
 OPTIMIZERS = Advice(
     "call step() or the optimizer's zero_grad() in between; if a step has several backward passes, use "
     "backward_passes_per_step=, or no_sync() around all but the last; if activation checkpointing with "
     "use_reentrant=True uses the parameter several times, no_sync() around the whole backward()",
-    "call synchronize() first, which waits for it",
+    "call synchronize() before you change it, which waits for the mean",
 )
 
 
@@ -91,6 +96,7 @@ class GradientSync:
         self._before = before
         self._brings_weights = brings_weights
         self.is_awaited = is_awaited
+        self._is_released = is_released
         self.scale = 1.0
         """The factor of gradients before they leave."""
         self.is_held = False
@@ -108,8 +114,8 @@ class GradientSync:
         self._away: dict[str, InFlight] = {}
         self.values: dict[str, torch.Tensor] = {}
         """Name -> the tensor of a gradient that has left in this step, and of the value that came back."""
-        self._touched: dict[str, int] = {}
-        """Name -> the number of writes to a gradient, as torch counts them, when it left."""
+        self._made: dict[str, tuple[torch.Tensor, int]] = {}
+        """Name -> ``.grad`` as backward has left it, and the number of writes to it, as torch counts them."""
         self._arrived: list[InFlight] = []
         """Those of this step that are back, in the order in which they left."""
         self._arranged: list[str] = []
@@ -140,8 +146,10 @@ class GradientSync:
             self._check_fresh(name, gradient)
         elif name in self._collected and self._failure is None:
             raise second_gradient(name, self._advice.passes)
+        self._made.pop(name, None)  # a discarded gradient holds its place in memory no more
         self._memory.take(name)
         is_last = self.hooks.count(name)
+        self._note(name)
         if self._is_local or self.is_held or not is_last:
             return
         if not self._is_rung:
@@ -160,15 +168,36 @@ class GradientSync:
                 self._failure = error
 
     def _check_fresh(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A second gradient in a step must not be added to a pushed gradient.
+        """A second gradient in a step must not be added to a pushed gradient, nor take its place on the servers.
 
         Raises:
-            ConfigError: if it was.
+            ConfigError: if it was, or would.
         """
-        if gradient is not None and self._is_there(name, gradient):
+        if gradient is not None and self._is_added(name, gradient):
             raise second_gradient(name, self._advice.passes)
-        del self.values[name]  # what comes back has no place any more
-        self.wait([name])
+        self._drop([name])
+
+    def drop_discarded(self) -> None:
+        """Forget the sums of gradients that were discarded: others will leave in their place.
+
+        Raises:
+            ConfigError: where they cannot be taken back. KvpsError: as :meth:`wait`.
+        """
+        self._drop([name for name in self.values if self._model.params[name].grad is None])
+
+    def _drop(self, names: list[str]) -> None:
+        if names and self._brings_weights:
+            raise self._taken_back(names)
+        for name in names:
+            del self.values[name]  # what comes back has no place any more
+        self.wait(names)
+
+    def _is_added(self, name: str, gradient: torch.Tensor) -> bool:
+        """Whether backward has added ``gradient`` to the pushed gradient, as far as can be told."""
+        made, _ = self._made[name]
+        # Torch adds elsewhere with create_graph=True, and where a dense gradient meets a sparse one.
+        is_elsewhere = gradient.requires_grad or gradient.layout is not made.layout
+        return gradient is made or is_elsewhere or self._is_there(name, gradient)
 
     def _is_there(self, name: str, gradient: torch.Tensor) -> bool:
         """Whether ``gradient`` is the pushed gradient (a view of it would have its memory)."""
@@ -177,15 +206,28 @@ class GradientSync:
             gradient.numel() > 0 and gradient.data_ptr() == left.data_ptr()
         )
 
+    def _note(self, name: str) -> None:
+        """Note a gradient as it is now, to notice what is done to it."""
+        gradient = self._model.params[name].grad
+        if gradient is not None:
+            self._made[name] = gradient, gradient._version
+
+    def _taken_back(self, names: list[str]) -> ConfigError:
+        """Return the error for gradients that were discarded after they were pushed."""
+        return ConfigError(
+            f"the gradient of {names_in_words(names)} was discarded before step(), but backward() had already pushed "
+            f"it, and the servers update the weights with it: {self._advice.discard}"
+        )
+
     # --- out and back -----------------------------------------------------------------------------
 
     def _leave(self, names: list[str]) -> None:
         if not names or self._failure is not None:
             return
         number = self._buckets.number
-        sparse = {name for name in names if self._grad(name).layout is not torch.strided}
+        sparse = {name for name in names if self.gradient(name).layout is not torch.strided}
         tables = {
-            name for name in sparse if self._tables is not None and has_rows(self._grad(name))
+            name for name in sparse if self._tables is not None and has_rows(self.gradient(name))
         }
         try:
             if not self._is_begun:
@@ -233,7 +275,7 @@ class GradientSync:
         """Push a gradient's rows."""
         param = self._model.params[name]
         assert self._tables is not None
-        gradient = self._grad(name).detach().to(param.dtype)
+        gradient = self.gradient(name).detach().to(param.dtype)
         value = self.values[name] = param if self._brings_weights else gradient
         if self.scale != 1.0:
             gradient = gradient * self.scale
@@ -243,7 +285,7 @@ class GradientSync:
     def _has_left(self, name: str, away: InFlight) -> None:
         self.hooks.leave(name)
         self._away[name] = away
-        self._touched[name] = _touches(self._model.params[name])
+        self._note(name)
 
     def nothing_for(self, name: str) -> torch.Tensor:
         """Return a gradient of 0 for a parameter, in the layout in which its gradients leave."""
@@ -252,7 +294,8 @@ class GradientSync:
             return torch.zeros_like(param, requires_grad=False, layout=torch.sparse_coo)
         return torch.zeros_like(param, requires_grad=False)
 
-    def _grad(self, name: str) -> torch.Tensor:
+    def gradient(self, name: str) -> torch.Tensor:
+        """Return a gradient that is here."""
         gradient = self._model.params[name].grad
         assert gradient is not None
         return gradient
@@ -282,28 +325,45 @@ class GradientSync:
         """Let every gradient leave that is here.
 
         Raises:
-            ConfigError: if a pushed gradient was changed.
+            ConfigError: if a pushed gradient was changed, or was discarded where it cannot be taken back.
         """
         self.hooks.watch()
-        changed = [
-            name
-            for name in self._away
-            if self._model.params[name].grad is not None
-            and _touches(self._model.params[name]) != self._touched[name]
-        ]
+        discarded = [name for name in self.values if self._model.params[name].grad is None]
+        if discarded and self._brings_weights:
+            raise self._taken_back(discarded)
+        if self._is_released:
+            for name in discarded:
+                self._away.pop(name, None)
+        changed = self.changed(self._away)
         if changed:
             raise ConfigError(
-                f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
-                f"while it was on its way: {self._advice.change}"
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) after it was pushed: "
+                f"{self._advice.change}"
             )
         left = [
             name
-            for name in self._model.trained
+            for name in reversed(self._model.trained)  # as backward makes them
             if name not in self.values and self._model.params[name].grad is not None
         ]
         for name in left:
             self._leave(self._buckets.add(name))
         self._leave(self._buckets.flush())
+
+    def changed(self, names: Iterable[str]) -> list[str]:
+        """Return those of the parameters whose ``.grad`` is no longer what backward, or the push, has left there.
+
+        A GradScaler's unscaling is not seen, as torch does not count its writes.
+        """
+        found = []
+        for name in names:
+            gradient = self._model.params[name].grad
+            if gradient is None or name not in self._made:
+                continue
+            made, version = self._made[name]
+            is_other = gradient is not made and gradient.layout is made.layout
+            if is_other or gradient._version != version:
+                found.append(name)
+        return found
 
     def wait(self, names: Iterable[str] | None = None) -> None:
         """Wait until gradients are back in ``.grad``.
@@ -349,6 +409,7 @@ class GradientSync:
             elif not self._is_there(name, param.grad):
                 with torch.no_grad():
                     param.grad.copy_(value)
+            self._note(name)
 
     def bring_weights(self) -> None:
         """Write what is back to the parameters."""
@@ -371,7 +432,18 @@ class GradientSync:
         return away
 
     def discard(self) -> None:
-        """Give up what is under way, and begin anew.
+        """Let the user give up the gradients of this step.
+
+        Raises:
+            ConfigError: if some have left that cannot be taken back. KvpsError: as :meth:`wait`.
+        """
+        gone = list(self.values) if self._brings_weights else []
+        self.abandon()
+        if gone:
+            raise self._taken_back(gone)
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and begin anew.
 
         Raises:
             KvpsError: as :meth:`wait`.
@@ -389,6 +461,7 @@ class GradientSync:
         self._arrived.clear()
         self.values.clear()
         self._collected.clear()
+        self._made.clear()
         self._failure = None
         self._is_begun = self._is_rung = False
 
@@ -400,8 +473,3 @@ def holder_of(kv: Any) -> DistStore | None:
     """
     is_sync = isinstance(kv, DistStore) and kv.type.startswith("dist_sync")
     return kv if is_sync else None
-
-
-def _touches(param: torch.Tensor) -> int:
-    """Return how often the gradient of ``param`` was written to."""
-    return -1 if param.grad is None else param.grad._version
