@@ -29,6 +29,8 @@ class CatchUp:
     place: Place
     epoch: int
     """How often the servers had returned to a checkpoint when this process began."""
+    unit: str = "steps"
+    """The name of the steps, each of which pushes all keys once."""
     done: int = 0
     """Steps that were passed over."""
 
@@ -77,13 +79,15 @@ class CatchUp:
                 "are frozen for some steps, or unused), so the steps of its predecessor are not known"
             )
         log.warning(
-            "this worker replaces a lost worker: its script runs again, and its first %d steps are passed over. To "
-            "begin at step %d at once, call resume() of the Trainer or optimizer, which returns this number",
-            *(place.owed, place.owed),
+            "this worker replaces a lost worker: its script runs again, and its first %d %s are passed over. To begin "
+            "where the others are at once, call resume() of the front end, which returns the step",
+            *(place.owed, self.unit),
         )
 
 
-def refuse(why: str, remedy: str = "call resume() of the Trainer or optimizer") -> NoReturn:
+def refuse(
+    why: str, remedy: str = "have the script call resume() of its front end, and begin at that step"
+) -> NoReturn:
     """Refuse to replace a lost worker; a launcher does not start this process again.
 
     Args:

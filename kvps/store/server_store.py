@@ -98,15 +98,15 @@ class DistStore(KVStore):
         """The number of workers and servers that are lost."""
         return sum(member.state in ("lost", "gone") for member in self._session.info.members)
 
-    def take_place(self, keys: Sequence[str]) -> calls.Place:
-        """Find where this process begins, for a front end whose steps push all of ``keys``.
+    def take_place(self, keys: Sequence[str], unit: str = "steps") -> calls.Place:
+        """Find where this process begins, for a front end each of whose steps (``unit``) pushes all of ``keys``.
 
         The script of a replacement then replays, unless :meth:`resume` follows: its calls pass at once until
         :meth:`end_replay`, and ``catch_up`` counts its steps.
         """
         place: calls.Place = self._call(calls.TakePlace(self._name, tuple(keys)))
         if place.is_replacement and place.owed > 0:
-            self.catch_up = CatchUp(place, self._epoch)
+            self.catch_up = CatchUp(place, self._epoch, unit)
         return place
 
     def end_replay(self) -> None:

@@ -53,12 +53,24 @@ class Front:
         elif name == "gluon":
             numbers = {"learning_rate": LR, "momentum": 0.9}
             self.front = mx.gluon.Trainer(self.model, "sgd", numbers, kv)
+        elif name == "kvstore":
+            self.names = [name for name, _ in self.model.named_parameters()]
+            self.values = [one.detach() for one in self.model.parameters()]
+            kv.init(self.names, self.values)
+            kv.set_optimizer("sgd", lr=LR, momentum=0.9)
+            self.front = kv
+        elif name == "diloco":
+            self.inner: Any = torch.optim.SGD(parameters, lr=LR)
+            self.front = kvps.torch.DiLoCo(
+                self.model, self.inner, sync_every=STEPS, on_worker_lost="wait"
+            )
+            self.front.__enter__()
+            kv = self.front.stores[0]
         else:
             sgd = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda epoch: 1 / (1 + epoch))
             if name == "shard":
                 self.front = kvps.torch.shard(self.model, optimizer=sgd)
-                self.inner: Any = sgd
                 kv = self.front.kvstore
             else:
                 self.front = kvps.torch.DistributedOptimizer(
@@ -71,17 +83,37 @@ class Front:
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the learning rate of an epoch."""
-        if self.scheduler is None:
+        if self.name == "diloco":
+            self.inner.param_groups[0]["lr"] = LR / (1 + epoch)
+        elif self.scheduler is None:
             self.front.set_learning_rate(LR / (1 + epoch))
 
     def end_epoch(self) -> None:
         """Let a scheduler go on."""
         if self.scheduler is not None:
             self.scheduler.step()
+        if self.name == "diloco":
+            self.front.average()
+
+    def close(self) -> None:
+        """Close the front end, or its store."""
+        if self.name == "diloco":
+            self.front.__exit__(None, None, None)
+        elif self.name in ("gluon", "kvstore") or self.name.startswith("trainer"):
+            self.kv.close()
+        else:
+            self.front.close()
 
     def step(self, loss: torch.Tensor) -> None:
         """Make a step."""
-        if self.scheduler is None:
+        if self.name == "diloco":
+            self.inner.zero_grad()
+            loss.backward()
+            self.inner.step()
+        elif self.name == "kvstore":
+            gradients = list(torch.autograd.grad(loss, list(self.model.parameters())))
+            self.kv.pushpull(self.names, gradients, out=self.values)
+        elif self.scheduler is None:
             self.model.zero_grad()
             self.front.batch_size = 2
             loss.backward()
@@ -91,6 +123,14 @@ class Front:
                 self.front.zero_grad()
             loss.backward()
             self.front.step()
+
+    def resume(self) -> int:
+        """Ask where to begin."""
+        if self.name != "kvstore":
+            return int(self.front.resume())
+        start: int = self.kv.resume(self.names)
+        self.kv.pull(self.names, out=self.values)
+        return start
 
     def weights(self) -> list[float]:
         """Return all weights."""
@@ -111,7 +151,7 @@ def train(
     die("start", EPOCH)
     one = Front(name)
     die("init", EPOCH)
-    start = one.front.resume() if resumes else 0
+    start = one.resume() if resumes else 0
     rank = one.kv.rank
     for _ in range(start // STEPS):
         one.end_epoch()
@@ -136,7 +176,7 @@ def train(
             one.kv.checkpoint()
         die("checkpointed", epoch)
     weights = one.weights()
-    (one.front if hasattr(one.front, "close") else one.kv).close()
+    one.close()
     return weights
 
 

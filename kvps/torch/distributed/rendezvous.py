@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.rendezvous import _rendezvous_handlers  # torch has no door to change one
 
 from kvps import config
+from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError, KvpsError, WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.runtime import process
@@ -263,11 +264,17 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
             others = strange or [
                 one for one in range(size) if not store.check([f"kvps.{generation}.{one}"])
             ]
-            raise WorkerLost(
+            error = WorkerLost(
                 f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank {rank} within "
                 f"{min(timeout_s, ALL_HERE_MAX_S):g} s. All ranks of a group begin together: when a rank was "
                 "started again, start the others again, too, as torchrun does"
             )
+            info = session.info
+            if all(info.incarnation(one) < info.incarnation(rank) for one in others):
+                error.exit_code = (
+                    EXIT_CONFIG  # they go on in an older group: another attempt would end so, too
+                )
+            raise error
         time.sleep(LOOK_EVERY_S)
 
 

@@ -27,6 +27,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -36,6 +37,7 @@ from kvps.errors import ConfigError, EpochChanged, NonFinite, Timeout
 from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
+from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
 from kvps.torch.local_steps.arguments import (
     DELAYED,
@@ -215,6 +217,7 @@ class DiLoCo:
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
         self._unentered = warn_unless_entered(inner_optimizer, type(self).__name__)
+        self._leave = DiLoCo._pass_over if self._is_behind else DiLoCo._send
 
     @property
     def stores(self) -> tuple[Any, ...]:
@@ -266,7 +269,7 @@ class DiLoCo:
             first = others if kv is self._stores[0] else {}
             kv.init([*names, *first], [*[wide[name] for name in names], *first.values()])
             self._install(kv)
-        self._begin_turn()
+        self._begin()
         if others:
             self._stores[0].pull(list(others), out=list(others.values()))
         for name, value in others.items():
@@ -285,12 +288,41 @@ class DiLoCo:
             own["period"] = kv.num_workers
         kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **own})
 
-    def _begin_turn(self) -> None:
-        """Begin with the fragment whose round the other workers come to next."""
+    def _begin(self) -> None:
+        """Begin where the other workers are, or, with a script that took another's place, run again until there."""
+        if self._pace is None:  # else the steps between two merges are not known
+            for kv, names in zip(self._stores, self._fragments, strict=True):
+                kv.take_place(names, "merges")
+        if not self._is_behind:
+            self._begin_turn()
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether this worker replaces a lost worker, and its script runs again towards the merges of the others."""
+        return any(kv.catch_up is not None for kv in self._stores)
+
+    def _begin_turn(self) -> int:
+        """Begin with the fragment whose round the other workers come to next; return the merges of this worker."""
         rounds = [
             kv.resume(list(names)) for kv, names in zip(self._stores, self._fragments, strict=True)
         ]
         self._schedule.begin_at(rounds)
+        return sum(rounds)
+
+    def resume(self) -> int:
+        """Return the number of local steps that this worker has merged: where a replacement of a lost worker begins.
+
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
+        otherwise made again, without merges. Call it once, before the first step. With ``dynamic_sync_every``, it is
+        the number that the fastest worker would have made.
+
+        Example:
+            >>> start = outer.resume()  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        merges = self._begin_turn()
+        self._mean.resume()
+        return merges * self._schedule.period
 
     def _bring(self, start: dict[str, torch.Tensor]) -> None:
         """Take the servers' weights, and begin from there."""
@@ -319,8 +351,32 @@ class DiLoCo:
         if self._pace is not None:
             self._pace.begin_step()
 
-    @torch.no_grad()
     def _push(self) -> None:
+        """Let the next fragment leave."""
+        self._leave(self)
+
+    def _pass_over(self) -> None:
+        """Push nothing: the lost worker, which this one replaces, has; behind the last merge, take the weights."""
+        if not self._is_behind:  # the script has called resume()
+            self._leave = DiLoCo._send
+            self._send()
+            return
+        fragment = self._schedule.next
+        self._stores[fragment].catch_up.step()
+        self._weight.left(fragment)
+        self._schedule.left()
+        self._schedule.taken()
+        waiting = [kv for kv in self._stores if kv.catch_up is not None]
+        if all(kv.catch_up.is_over for kv in waiting):
+            for kv in waiting:
+                kv.end_replay()
+            self._leave = DiLoCo._send
+            with torch.no_grad():
+                self._begin_again()
+            log.warning("this worker has reached the others")
+
+    @torch.no_grad()
+    def _send(self) -> None:
         """Send the pseudo-gradients of the next fragment.
 
         Raises:
@@ -459,7 +515,7 @@ class DiLoCo:
         Call it to go on from weights that are not finite.
         """
         self._take()
-        self._survive(self._begin_again)
+        self._survive(partial(self._bring, self._start) if self._is_behind else self._begin_again)
 
     def add_tokens(self, count: float) -> None:
         """Count ``count`` tokens, of any unit, towards this worker's weight.
@@ -516,6 +572,8 @@ class DiLoCo:
 
         Each store tells of it once, by the next call that is made of it.
         """
+        if self._is_behind:
+            refuse("the servers returned to a checkpoint meanwhile", "lose one process at a time")
         log.warning("%s", error)
         self._away = None
         self._schedule.taken()

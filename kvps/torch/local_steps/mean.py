@@ -32,7 +32,13 @@ class MeanStore:
             on_worker_lost=on_worker_lost,
             timeout_s=timeout,
         )
+        self._lost: int | None = None
+        """Means of the lost worker that this one replaces, which its script has still to pass; None if unknown."""
         residual_state.compress(self._kv, compression, "compression")
+
+    def resume(self) -> None:
+        """Begin with the next mean of the others: the script of this replacement does not run again."""
+        self._lost = 0
 
     def close(self) -> None:
         """Close the store."""
@@ -54,7 +60,13 @@ class MeanStore:
         while True:
             try:
                 self._kv.init(names, [torch.zeros_like(value) for value in values])
+                if self._lost is None:
+                    place = self._kv.take_place(names)
+                    self._lost = place.owed if place.is_replacement else 0
                 self._kv.resume(names)
+                if self._lost > 0:
+                    self._lost -= 1
+                    return dict(tensors)
                 means = [torch.empty_like(value) for value in values]
                 self._kv.pushpull(names, values, out=means, weight=weight)
             except EpochChanged as error:

@@ -85,3 +85,14 @@ class GradientSender:
         self._away.clear()
         self._away_bytes = 0
         self.begin()
+
+
+class ReplayingSender(GradientSender):
+    """The sender of a replacement: it drops the gradients of steps that the lost worker has made."""
+
+    def _send(self, names: list[str]) -> None:
+        if self._kv.catch_up is None:
+            super()._send(names)
+            return
+        for name in names:
+            del self._collected[name]

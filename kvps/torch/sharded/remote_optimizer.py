@@ -88,6 +88,9 @@ class RemoteOptimizer(ParameterSync):
         """
         self.want(self.wanted())
 
+    def pull(self) -> None:
+        """Take no weights: each comes when it is needed."""
+
     def _take_up(self, error: EpochChanged) -> None:
         """Go on with the weights of the checkpoint: they are where they belong."""
         lost = [name for name in self.params if name not in error.after]

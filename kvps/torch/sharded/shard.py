@@ -32,7 +32,7 @@ from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.torch.sharded.gradient_sender import GradientHooks
 from kvps.torch.sharded.hooks import GroupHooks, graph_task
-from kvps.torch.sharded.in_flight import GradientSender
+from kvps.torch.sharded.in_flight import GradientSender, ReplayingSender
 from kvps.torch.sharded.initial_upload import Init, check_init, upload
 from kvps.torch.sharded.param_groups import cut
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
@@ -126,16 +126,18 @@ class Sharded:
         upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
         sizes = {name: param.numel() * param.element_size() for name, param in params.items()}
         largest = max(sum(sizes[name] for name in block.names) for block in self._blocks)
+        self._side: Any = None
+        """The store for buffers, if there are any."""
+        self._steps = self._begin()
+        self._in_store = Sharded._pass_over if self._rule.is_behind else Sharded._make_step
+        sender = ReplayingSender if self._rule.is_behind else GradientSender
         self._gradients = GradientHooks(
             self._rule,
-            GradientSender(kv, sizes, largest),
+            sender(kv, sizes, largest),
             passes,
             self._weights.free,
             self._rule.go_on,
         )
-        self._side: Any = None
-        """The store for buffers, if there are any."""
-        self._steps = self._begin()
         self._passes = GroupHooks(
             self._blocks,
             params,
@@ -158,7 +160,8 @@ class Sharded:
             for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
                 _write(one, found)
         self._rule.install(self._rule.wanted())
-        return int(self._kv.resume(self._rule.trained))
+        place = self._kv.take_place(self._rule.trained)
+        return 0 if self._rule.is_behind else int(place.owed)
 
     def _watch(self, optimizer: torch.optim.Optimizer | str) -> list[Any]:
         hooks: list[Any] = []
@@ -187,6 +190,9 @@ class Sharded:
         self._step()
 
     def _end_step(self) -> None:
+        self._in_store(self)
+
+    def _make_step(self) -> None:
         is_given_up = self._gradients.is_given_up
         self._gradients.step()
         self._steps += 1
@@ -194,10 +200,33 @@ class Sharded:
             self._weights.forget()
         self._passes.expect_first()
 
+    def _pass_over(self) -> None:
+        """Make no step: the lost worker, which this one replaces, has made it."""
+        is_behind = self._rule.is_behind
+        self._make_step()
+        if is_behind:
+            self._rule.pass_over(self._rule.wanted())
+        if not self._rule.is_behind:
+            self._weights.forget()
+            self._in_store = Sharded._make_step
+
+    def resume(self) -> int:
+        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
+
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
+        otherwise computed again and passed over. Call it once, before the first step.
+
+        Example:
+            >>> start = sharded.resume()  # doctest: +SKIP
+            >>> for step in range(start, steps): ...  # doctest: +SKIP
+        """
+        self._steps = self._rule.resume()
+        return self._steps
+
     @property
     def steps(self) -> int:
-        """The number of completed steps; the replacement of a lost worker continues from its predecessor's number."""
-        return self._steps
+        """The number of completed steps, as :meth:`resume` returns it before the first step of a replacement."""
+        return self.resume() if self._steps == 0 and self._rule.is_behind else self._steps
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, of an optimizer that was given by name.
