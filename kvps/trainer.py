@@ -43,6 +43,7 @@ from kvps.store import residual_state
 from kvps.store.autotune.choice import keeps_priorities
 from kvps.store.autotune.workload import LEVELS, Workload
 from kvps.store.base import KVStoreBase
+from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.store.rows import has_rows
@@ -115,6 +116,9 @@ class Trainer:
         overlap: push gradients as soon as backward computes them, so that it hides the transfer between hosts.
             Then a step has one backward pass, nothing may change a gradient in between, and with the
             optimizer in the store no gradient may be discarded, and ``.grad`` is None after :meth:`step`.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
+            that ``kvstore`` names; None for the defaults. The Trainer's other stores (of :meth:`join`) take the same
+            options, or those of a store that is passed.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -138,6 +142,8 @@ class Trainer:
         compression_params: str | Mapping[str, Any] | None = None,
         update_on_kvstore: bool | None = None,
         overlap: bool = False,
+        *,
+        kvstore_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._params = named(params)
         tensors = dict(self._params)
@@ -147,6 +153,7 @@ class Trainer:
         kv = store_of(
             kvstore,
             "trainer",
+            kvstore_options,
             work=Workload(
                 str(kvstore),
                 self._params,
@@ -426,11 +433,13 @@ class Trainer:
         if self._local is None:
             self._model.pull()
             return
-        broadcast_parameters(self._params, last)
+        options = options_of(self._kv)
+        broadcast_parameters(self._params, last, kvstore_options=options)
         if isinstance(self._local, TorchOptimizer):
-            broadcast_optimizer_state(self._local.optimizer, last)
+            broadcast_optimizer_state(self._local.optimizer, last, kvstore_options=options)
         else:
-            self._local.put(broadcast_object(self._local.all_states(), last))
+            states = self._local.all_states()
+            self._local.put(broadcast_object(states, last, kvstore_options=options))
 
     # --- the optimizer ------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class KvpsStrategy(DDPStrategy):
         *,
         update_on_kvstore: bool = True,
         compression: str | Mapping[str, Any] | None = None,
+        kvstore_options: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> None:
         ddp = [name for name in more if name.startswith("ddp_") or name in DDP_ARGUMENTS]
@@ -64,6 +65,7 @@ class KvpsStrategy(DDPStrategy):
         self._kvstore = kvstore
         self._is_on_kvstore = bool(update_on_kvstore)
         self._compression = compression
+        self._options = kvstore_options
 
     def configure_ddp(self) -> None:
         """Leave the model as it is."""
@@ -94,6 +96,7 @@ class KvpsStrategy(DDPStrategy):
             self._kvstore,
             self._compression,
             update_on_kvstore=self._is_on_kvstore,
+            kvstore_options=self._options,
         )
 
     @contextmanager

@@ -23,15 +23,14 @@ from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
 from kvps.store.allreduce.store import AllreduceStore
-from kvps.store.arguments import seconds
 from kvps.store.base import KVStoreBase
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.kvstore import KVStore
 from kvps.store.names import Kind, kind_of
+from kvps.store.options import WORKER_GRACE_S, StoreOptions
 from kvps.store.server_store import DistStore
 
 log = logging.getLogger("kvps")
-WORKER_GRACE_S = 240.0
 NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES = 384 << 10, 8 << 20
 SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 32 << 20, 4 << 20
 """Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where fewer messages are
@@ -120,7 +119,7 @@ def create(
         raise ConfigError(
             f"create({store!r}) has no option {', '.join(sorted(options))}; see help(kvps.create)"
         )
-    timeout_s = seconds("timeout", timeout)
+    shared = StoreOptions.of(timeout, on_worker_lost, worker_grace)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
     if kind.mode == "local":  # one worker: its sum is the mean
@@ -130,7 +129,7 @@ def create(
         from kvps.runtime.local.in_process import InProcessSession
 
         here = InProcessSession(config.checkpoint_dir())
-        return DistStore(kind, here, named, timeout_s, WORKER_GRACE_S, DeviceCodec())
+        return DistStore(kind, here, named, shared, DeviceCodec())
     if kind.mode == "allreduce":
         _refuse_servers_options(
             staleness=staleness,
@@ -141,7 +140,8 @@ def create(
             average=average or None,
             quorum=quorum,
         )
-        return _ring(kind, None if name is None else _checked_name(name), "allreduce", timeout_s)
+        own = None if name is None else _checked_name(name)
+        return _ring(kind, own, "allreduce", shared.timeout_s)
     opened = _opened(
         kind,
         staleness,
@@ -153,19 +153,17 @@ def create(
         average,
     )
     opened = _with_quorum(opened, kind, quorum, grace, late)
-    grace_s = seconds("worker_grace", worker_grace)
-    session = process.session(timeout_s)
+    session = process.session(shared.timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=default_chunk_bytes(session))
-    return DistStore(kind, session, named, timeout_s, grace_s)
+    return DistStore(kind, session, named, shared)
 
 
 def create_own(
     store: str,
     owner: str,
+    options: StoreOptions,
     *,
     average: bool = False,
-    on_worker_lost: str = POLICIES[0],
-    timeout_s: float = TIMEOUT_S,
     quorum: int | None = None,
     grace: float | str = "auto",
     late: str = LATE[0],
@@ -177,21 +175,31 @@ def create_own(
         store: as in :func:`create`.
         owner: the front end. Its name and the order of creation make the name of the store, which no store of
             a user can have.
-        average, on_worker_lost, timeout_s, quorum, grace, late: as in :func:`create`.
+        options: those that all stores of the front end have.
+        average, quorum, grace, late: as in :func:`create`.
         chunk_bytes: the size of a chunk; None for the default.
     """
     logs.begin_in_script()
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
     if kind is not None and kind.mode == "allreduce":
-        return _ring(kind, None, RESERVED + owner, TIMEOUT_S)
+        if options.on_worker_lost == "shrink":
+            _refuse_servers_options(on_worker_lost=options.on_worker_lost)
+        return _ring(kind, None, RESERVED + owner, options.timeout_s)
     if kind is None or not kind.is_distributed:
         return create(store)
-    opened = _opened(kind, None, on_worker_lost, False, None, None, ACTIONS[0], average)
+    opened = _opened(kind, None, options.on_worker_lost, False, None, None, ACTIONS[0], average)
     opened = _with_quorum(opened, kind, quorum, grace, late)
-    session = process.session(timeout_s)
+    session = process.session(options.timeout_s)
     name = session.next_name(RESERVED + owner)
     named = replace(opened, store=name, chunk_bytes=chunk_bytes or default_chunk_bytes(session))
-    return DistStore(kind, session, named, timeout_s, WORKER_GRACE_S)
+    return DistStore(kind, session, named, options)
+
+
+def options_of(kv: Any) -> StoreOptions:
+    """Return the options of a store, which the other stores of its front end take."""
+    if isinstance(kv, DistStore):
+        return kv.options
+    return StoreOptions(kv.timeout_s) if isinstance(kv, AllreduceStore) else StoreOptions()
 
 
 def _ring(kind: Kind, name: str | None, prefix: str, timeout_s: float) -> AllreduceStore:
@@ -230,8 +238,6 @@ def _opened(
     bound = STALENESS if staleness is None else staleness
     if type(bound) is not int or not 0 <= bound < 1 << 63:
         raise ConfigError(f"staleness={staleness!r}: use a number of pushes, 0 to 2**63 - 1")
-    if on_worker_lost not in POLICIES:
-        raise ConfigError(f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}")
     if average and kind.mode != "sync":
         raise ConfigError(
             f"average= is an option of dist_sync, not of {kind.type}: it applies each push by itself"

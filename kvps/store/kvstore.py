@@ -1007,6 +1007,11 @@ class KVStore(KVStoreBase, abc.ABC):
                 error.was_raised = True
                 raise error
 
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that a call may take, unless it is given another ``timeout``."""
+        return self._timeout_s
+
     def _limit(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else seconds("timeout", timeout)
 

@@ -25,6 +25,7 @@ from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
 from kvps.store.metrics import Straggler, of_servers
 from kvps.store.names import Kind
+from kvps.store.options import StoreOptions
 from kvps.store.requests import ServerRequests
 from kvps.store.session import Session
 
@@ -41,11 +42,12 @@ class DistStore(KVStore):
         kind: Kind,
         session: Session,
         opened: Open,
-        timeout_s: float,
-        worker_grace_s: float,
+        options: StoreOptions,
         codec: DeviceCodec | None = None,
     ) -> None:
-        super().__init__(kind, opened.store, timeout_s)
+        super().__init__(kind, opened.store, options.timeout_s)
+        self.options = options
+        """Those that the other stores of a front end take from this one."""
         known = session.names.setdefault(opened.store, kind.type)
         if known != kind.type:
             raise Mismatch(
@@ -61,7 +63,8 @@ class DistStore(KVStore):
             *(codec, session.staging, self._allocate),
         )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
-        session.call(calls.OpenStore(opened.store, opened, worker_grace_s), timeout_s).wait()
+        opening = calls.OpenStore(opened.store, opened, options.worker_grace_s)
+        session.call(opening, options.timeout_s).wait()
 
     @property
     def session(self) -> Session:

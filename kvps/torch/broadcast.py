@@ -19,7 +19,7 @@ from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.serialization import bits, pack, unpack
-from kvps.torch.sync.shared_stores import own_store
+from kvps.torch.sync.shared_stores import Options, own_store
 
 OWNER = "broadcast"
 
@@ -29,6 +29,7 @@ def broadcast_parameters(
     root_rank: int = 0,
     *,
     kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> None:
     """Set every worker's tensors to the root's present values, in place.
 
@@ -37,6 +38,8 @@ def broadcast_parameters(
             the same names, types and shapes on every worker.
         root_rank: the rank that has the values.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Raises:
         ConfigError: for an object that is not a tensor, or a rank that does not exist.
@@ -48,7 +51,7 @@ def broadcast_parameters(
         >>> kvps.torch.broadcast_parameters(model)  # doctest: +SKIP
     """
     named = _named(params)
-    kv = _store(kvstore, root_rank)
+    kv = _store(kvstore, root_rank, kvstore_options)
     if kv.num_workers > 1 and named:
         _send(kv, [f"parameters/{name}"[:256] for name in named], list(named.values()), root_rank)
 
@@ -58,6 +61,7 @@ def broadcast_optimizer_state(
     root_rank: int = 0,
     *,
     kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> None:
     """Set every worker's optimizer to the root's present state: momenta, step counts, and rates of groups.
 
@@ -69,6 +73,8 @@ def broadcast_optimizer_state(
             DistributedOptimizer; its states in the store are already the same for all workers.
         root_rank: the rank that has the state.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Raises:
         ConfigError: for a state that is not plain data.
@@ -82,7 +88,7 @@ def broadcast_optimizer_state(
     if not isinstance(given, torch.optim.Optimizer):
         raise ConfigError(f"optimizer: give a torch.optim.Optimizer, got {type(given).__name__}")
     optimizer = getattr(optimizer, "wrapped", optimizer)  # a DistributedOptimizer says so
-    kv = _store(kvstore, root_rank)
+    kv = _store(kvstore, root_rank, kvstore_options)
     tensors: list[torch.Tensor] = []
     if kv.rank == root_rank:
         _send_packed(kv, "optimizer", lambda: pack(optimizer.state_dict(), tensors), root_rank)
@@ -108,6 +114,7 @@ def broadcast_object(
     name: str | None = None,
     *,
     kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> Any:
     """Return the root's ``obj`` on every worker.
 
@@ -117,6 +124,8 @@ def broadcast_object(
         root_rank: the rank that has the object.
         name: pairs this call with calls of that name only.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Raises:
         ConfigError: on every worker, if the root's object contains anything else; the text names its type and place.
@@ -124,7 +133,7 @@ def broadcast_object(
     Example:
         >>> start = kvps.torch.broadcast_object({"epoch": 3, "seed": 7})  # doctest: +SKIP
     """
-    kv = _store(kvstore, root_rank)
+    kv = _store(kvstore, root_rank, kvstore_options)
     is_root = kv.rank == root_rank
     packed = _send_packed(
         kv, f"object/{name or ''}"[:240], (lambda: pack(obj)) if is_root else None, root_rank
@@ -173,8 +182,8 @@ def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], ro
             tensor.detach().copy_(values)
 
 
-def _store(kvstore: str | KVStore, root: int) -> KVStore:
-    kv = own_store(OWNER, kvstore)
+def _store(kvstore: str | KVStore, root: int, options: Options) -> KVStore:
+    kv = own_store(OWNER, kvstore, options)
     if type(root) is not int or not 0 <= root < kv.num_workers:
         raise ConfigError(
             f"root_rank={root!r}: there are {kv.num_workers} workers, so use 0 to {kv.num_workers - 1}"

@@ -46,6 +46,8 @@ class CommState:
             then serves nothing else; None for ``"dist_sync"``.
         named_parameters: a module, or its ``named_parameters()``: the patterns of ``rules`` match these
             names. None numbers the parameters in the order of their first gradients.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -61,6 +63,8 @@ class CommState:
         compression: str | Mapping[str, Any] | None,
         kvstore: str | KVStore | None = None,
         named_parameters: torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None = None,
+        *,
+        kvstore_options: Mapping[str, Any] | None = None,
     ) -> None:
         wanted = KINDS[0] if kvstore is None else kvstore
         if isinstance(wanted, str) and kind_of(wanted).type not in KINDS:
@@ -71,7 +75,7 @@ class CommState:
         work = (
             Workload(str(wanted), given, average=True, compression=compression) if given else None
         )
-        self._kv = _checked(store_of(wanted, OWNER, average=True, work=work))
+        self._kv = _checked(store_of(wanted, OWNER, kvstore_options, average=True, work=work))
         residual_state.compress(self._kv, compression, "compression")
         demand_same(self._kv, "CommState", given, {})
 

@@ -14,13 +14,17 @@ import torch
 from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
 from kvps.torch.serialization import pack, unpack
-from kvps.torch.sync.shared_stores import own_store
+from kvps.torch.sync.shared_stores import Options, own_store
 
 OWNER = "gather"
 
 
 def all_gather_object(
-    obj: Any, name: str | None = None, *, kvstore: str | KVStore = "dist_sync"
+    obj: Any,
+    name: str | None = None,
+    *,
+    kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> list[Any]:
     """Return the objects of all workers, by rank, on every worker.
 
@@ -29,6 +33,8 @@ def all_gather_object(
             those. Tensors of other workers arrive on the CPU.
         name: pairs this call with calls of that name only.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Returns:
         One object for each rank; None for a worker that has left.
@@ -40,7 +46,7 @@ def all_gather_object(
     Example:
         >>> losses = kvps.torch.all_gather_object({"loss": 0.5})  # doctest: +SKIP
     """
-    found = _gather(obj, name, None, kvstore)
+    found = _gather(obj, name, None, own_store(OWNER, kvstore, kvstore_options))
     assert found is not None
     return found
 
@@ -51,6 +57,7 @@ def gather_object(
     name: str | None = None,
     *,
     kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> list[Any] | None:
     """Return the objects of all workers, by rank, on the root; None on the other workers.
 
@@ -58,7 +65,7 @@ def gather_object(
         obj: as in :func:`all_gather_object`.
         root_rank: the rank that receives the objects.
         name: as in :func:`all_gather_object`.
-        kvstore: as in :func:`all_gather_object`.
+        kvstore, kvstore_options: as in :func:`all_gather_object`.
 
     Raises:
         ConfigError: as in :func:`all_gather_object`, or for a rank that does not exist.
@@ -67,14 +74,11 @@ def gather_object(
     Example:
         >>> losses = kvps.torch.gather_object({"loss": 0.5})  # doctest: +SKIP
     """
-    return _gather(obj, name, root_rank, kvstore)
+    return _gather(obj, name, root_rank, own_store(OWNER, kvstore, kvstore_options))
 
 
 @torch.no_grad()
-def _gather(
-    obj: Any, name: str | None, root: int | None, kvstore: str | KVStore
-) -> list[Any] | None:
-    kv = own_store(OWNER, kvstore)
+def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[Any] | None:
     count, rank = kv.num_workers, kv.rank
     if root is not None and (type(root) is not int or not 0 <= root < count):
         raise ConfigError(f"root_rank={root!r}: there are {count} workers, so use 0 to {count - 1}")

@@ -11,7 +11,7 @@ import torch
 
 from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
-from kvps.torch.sync.shared_stores import own_store
+from kvps.torch.sync.shared_stores import Options, own_store
 
 
 def average(
@@ -20,6 +20,7 @@ def average(
     weight: float = 1.0,
     *,
     kvstore: str | KVStore = "dist_sync",
+    kvstore_options: Options = None,
 ) -> Any:
     """Return the mean of ``value`` over all workers; every worker calls.
 
@@ -31,6 +32,8 @@ def average(
         name: pairs this call with calls of that name only.
         weight: the weight of this worker's value, such as the number of its examples.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Returns:
         A float for a number; for a tensor, a new tensor on its device, of its type if that is floating point,
@@ -58,7 +61,7 @@ def average(
     )
     if not weight:
         flat.zero_()  # also where the value is not finite
-    kv = own_store("average", kvstore)
+    kv = own_store("average", kvstore, kvstore_options)
     if kv.num_workers > 1:
         said = repr([(str(key), tuple(row.shape)) for key, row in zip(order, rows, strict=True)])
         digest = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()

@@ -39,6 +39,7 @@ from kvps.phrases import names_in_words
 from kvps.store import residual_state
 from kvps.store.autotune.workload import Workload
 from kvps.store.catch_up import refuse
+from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
@@ -111,6 +112,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ``backward()`` before ``step()`` is an error, since the servers have used the gradients. (With the
             optimizer on the workers, gradients always leave during backward, and may be discarded.)
         bucket_bytes: bytes of gradients that are pushed together; None for the best size for the store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
+            that ``kvstore`` names; None for the defaults. The optimizer's other stores (for ``find_unused``, a
+            GradScaler, :meth:`join`) take the same options, or those of a store that is passed.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -140,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap_forward: bool = False,
         overlap_backward: bool = False,
         bucket_bytes: int | None = None,
+        kvstore_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"optimizer: give a torch optimizer, got {type(optimizer).__name__}")
@@ -162,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 else None
             ),
         )
-        kv = store_of(kvstore, "optimizer", average=not is_summed, work=work)
+        kv = store_of(kvstore, "optimizer", kvstore_options, average=not is_summed, work=work)
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
@@ -207,7 +212,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 refuse(
                     "with find_unused=True, steps push other parameters", "do without find_unused"
                 )
-        self._used = Agreement(kv.num_workers, len(params)) if find_unused else None
+        self._used = None
+        if find_unused:
+            self._used = Agreement(kv.num_workers, len(params), options_of(kv))
         self._overflow: Agreement | None = None
         self._is_synchronized = False
         self._late: DeferredUpdates | None = None
@@ -347,7 +354,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Whether any worker's gradient is infinite; if not, all are unscaled."""
         if self._overflow is None:
             alone = is_free(str(self._model.kv.type))
-            self._overflow = Agreement(1 if alone else self._model.kv.num_workers, 1)
+            kv = self._model.kv
+            self._overflow = Agreement(1 if alone else kv.num_workers, 1, options_of(kv))
         if bool(self._overflow.any(found.reshape(1) > 0)):
             return True
         scale = vars(self).get("grad_scale")
@@ -464,8 +472,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._on_store:
             self._model.pull()
             return
-        broadcast_parameters(self._model.params, last)
-        broadcast_optimizer_state(self._inner, last)
+        options = options_of(self._model.kv)
+        broadcast_parameters(self._model.params, last, kvstore_options=options)
+        broadcast_optimizer_state(self._inner, last, kvstore_options=options)
 
     def _add_unused(self) -> None:
         """Include parameters that have a gradient on another worker but not here.

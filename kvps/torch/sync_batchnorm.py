@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
-from kvps.torch.sync.shared_stores import own_store
+from kvps.torch.sync.shared_stores import Options, own_store
 
 PREFIX = "kvps.batchnorm/"
 """The prefix of the keys."""
@@ -43,6 +43,8 @@ class SyncBatchNorm(_BatchNorm):
         device: of parameters and statistics.
         dtype: of parameters and statistics.
         kvstore: a kind of store that sums, or such a store.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
+            ``kvstore`` that is named.
 
     Raises:
         ConfigError: in a forward pass, for an input of fewer than 2 dimensions, or if there is one value
@@ -66,11 +68,12 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
         *,
         kvstore: str | KVStore = "dist_sync",
+        kvstore_options: Options = None,
     ) -> None:
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
-        self._kvstore = kvstore
+        self._kvstore, self._options = kvstore, kvstore_options
         self._exchange: StatisticsExchange | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # torch's name
@@ -106,7 +109,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _found_exchange(self) -> Exchange | None:
         """Return the exchange of this layer's sums; None if there is one worker."""
-        kv = own_store("batchnorm", self._kvstore)
+        kv = own_store("batchnorm", self._kvstore, self._options)
         if kv.num_workers == 1:
             return None
         if self._exchange is None or self._exchange.kv is not kv:
@@ -119,7 +122,11 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: torch.nn.Module, *, kvstore: str | KVStore = "dist_sync"
+        cls,
+        module: torch.nn.Module,
+        *,
+        kvstore: str | KVStore = "dist_sync",
+        kvstore_options: Options = None,
     ) -> torch.nn.Module:
         """Return ``module`` with each BatchNorm in it replaced by one of these, values kept.
 
@@ -128,18 +135,21 @@ class SyncBatchNorm(_BatchNorm):
         if isinstance(module, cls):
             return module
         if isinstance(module, _BatchNorm):
-            return cls._converted(module, kvstore)
+            return cls._converted(module, kvstore, kvstore_options)
         for name, child in module.named_children():
-            new = cls.convert_sync_batchnorm(child, kvstore=kvstore)
+            new = cls.convert_sync_batchnorm(
+                child, kvstore=kvstore, kvstore_options=kvstore_options
+            )
             if new is not child:
                 setattr(module, name, new)
         return module
 
     @classmethod
-    def _converted(cls, old: _BatchNorm, kvstore: str | KVStore) -> SyncBatchNorm:
+    def _converted(cls, old: _BatchNorm, kvstore: str | KVStore, options: Options) -> SyncBatchNorm:
         new = cls(
             *(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats),
             kvstore=kvstore,
+            kvstore_options=options,
         )
         new.training = old.training
         if old.affine:

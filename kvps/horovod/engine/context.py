@@ -69,11 +69,12 @@ class Context:
         with self._lock:
             if self.engine is not None:
                 return
-            session = process.session(TIMEOUT_S)
+            limits = _limits()
+            session = process.session(limits.timeout_s)
             generation = self._generation(session)
             try:
-                board = Board(TIMEOUT_S, f"horovod.{generation}", _chunk_bytes())
-                engine = Engine(board, _limits())
+                board = Board(limits.timeout_s, f"horovod.{generation}", _chunk_bytes())
+                engine = Engine(board, limits)
             except WorkerLost as error:
                 raise HorovodInternalError(str(error)) from error
             self._session, self.engine = session, engine
@@ -215,7 +216,7 @@ def _limits() -> Limits:
     return Limits(
         stall_warn_s=0.0 if is_off else warn_s or 0.0,
         stall_fail_s=0.0 if is_off else fail_s or 0.0,
-        timeout_s=TIMEOUT_S,
+        timeout_s=config.number("HOROVOD_GLOO_TIMEOUT_SECONDS") or TIMEOUT_S,
     )
 
 

@@ -20,6 +20,7 @@ from kvps.runtime.worker_session import WorkerSession
 from kvps.store import residual_state
 from kvps.store.autotune.workload import LEVELS, Workload
 from kvps.store.create import create_own
+from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 
 OWNER = "autotune"
@@ -175,9 +176,8 @@ class Bench:
         kv = create_own(
             self._work.store,
             f"{OWNER}.{self._count}",
+            StoreOptions(CALL_MAX_S, "fail"),
             average=self._work.average,
-            on_worker_lost="fail",
-            timeout_s=CALL_MAX_S,
             chunk_bytes=chunk_bytes,
         )
         self._count += 1

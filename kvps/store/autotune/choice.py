@@ -30,6 +30,7 @@ from kvps.store.autotune.workload import Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.create import create_own, default_chunk_bytes, share_memory
 from kvps.store.names import kind_of
+from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 
 log = logging.getLogger("kvps")
@@ -76,7 +77,7 @@ def keeps_priorities(kv: Any) -> bool:
 def _agree(session: WorkerSession, work: Workload) -> Settings:
     """Return the settings of the job: those that it has chosen before, or those that are best by trial."""
     defaults = Settings(default_chunk_bytes(session), UPLINK_BYTES, 0, True)
-    control = create_own("dist_sync", OWNER)
+    control = create_own("dist_sync", OWNER, StoreOptions())
     known = session.call(calls.Lookup(control.name, (CHOICE,)), TIMEOUT_S).wait()
     assert isinstance(known, dict)
     text = "this job has chosen before"

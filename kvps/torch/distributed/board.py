@@ -18,6 +18,7 @@ from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.runtime.ticket import Ticket
 from kvps.store.create import create_own
+from kvps.store.options import StoreOptions
 from kvps.store.session import Session
 from kvps.tensors import NAMES
 
@@ -38,10 +39,9 @@ class Board:
 
     def __init__(self, timeout_s: float, generation: str, chunk_bytes: int | None = None) -> None:
         owner = f"{OWNER}.{generation}"
-        self._sums = create_own(
-            "dist_sync", owner, on_worker_lost="fail", timeout_s=timeout_s, chunk_bytes=chunk_bytes
-        )
-        self._posts = create_own("dist_async", owner, on_worker_lost="fail", timeout_s=timeout_s)
+        options = StoreOptions(timeout_s, "fail")
+        self._sums = create_own("dist_sync", owner, options, chunk_bytes=chunk_bytes)
+        self._posts = create_own("dist_async", owner, options)
         self._posts.set_optimizer("assign")
         self._session: Session = self._sums.session
         self._made: set[str] = set()

@@ -39,6 +39,7 @@ from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
+from kvps.store.options import WORKER_GRACE_S, StoreOptions
 from kvps.torch.local_steps.arguments import (
     DELAYED,
     OuterNumbers,
@@ -105,7 +106,7 @@ class DiLoCo:
         weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
             :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a mean.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
-        grace, on_worker_lost: as in :func:`kvps.create`.
+        grace, on_worker_lost, worker_grace: as in :func:`kvps.create`.
         late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as one part of
             the number of workers in the job, as with ``mode="async"``; those that are lost meanwhile still count.
         backup_device: where the weights of the last merge are kept; None for each parameter's own device.
@@ -157,6 +158,7 @@ class DiLoCo:
         on_worker_lost: str = "shrink",
         backup_device: torch.device | str | None = None,
         timeout: float = TIMEOUT_S,
+        worker_grace: float = WORKER_GRACE_S,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer):
             raise ConfigError(
@@ -179,14 +181,14 @@ class DiLoCo:
         self._hook: Any = None
         self._away: FragmentInFlight | None = None
         self.syncs, self.wait_s, self.age = 0, 0.0, 0
+        options = StoreOptions.of(timeout, on_worker_lost, worker_grace)
         self._stores = tuple(
             [
                 create_own(
                     store,
                     self._OWNER,
+                    options,
                     average=is_mean,
-                    on_worker_lost=on_worker_lost,
-                    timeout_s=timeout,
                     quorum=quorum,
                     grace=grace,
                     late=late,
@@ -199,12 +201,12 @@ class DiLoCo:
         # Only where each merge is one of all workers do their weights have the same start.
         self._has_common_start = mode == "sync" and quorum is None
         self._mean = MeanStore(
-            self._OWNER, on_worker_lost, timeout, compression if self._has_common_start else None
+            self._OWNER, options, compression if self._has_common_start else None
         )
         self._pace: Pace | None = None
         if may_adapt:
             device = next(iter(self._params.values())).device
-            self._pace = Pace(self._OWNER, timeout, sync_every, self._schedule.delay + 1, device)
+            self._pace = Pace(self._OWNER, options, sync_every, self._schedule.delay + 1, device)
         demand_same(
             self._stores[0],
             type(self).__name__,

@@ -11,6 +11,7 @@ import torch
 from kvps.errors import EpochChanged
 from kvps.store import residual_state
 from kvps.store.create import create_own
+from kvps.store.options import StoreOptions
 
 log = logging.getLogger("kvps")
 
@@ -20,18 +21,12 @@ class MeanStore:
 
     Args:
         owner: the front end.
-        on_worker_lost, timeout: as in :func:`kvps.create`.
+        options: those of the front end's stores.
         compression: as :meth:`kvps.KVStore.set_gradient_compression`; None for none.
     """
 
-    def __init__(self, owner: str, on_worker_lost: str, timeout: float, compression: Any) -> None:
-        self._kv = create_own(
-            "dist_sync",
-            f"{owner}.mean",
-            average=True,
-            on_worker_lost=on_worker_lost,
-            timeout_s=timeout,
-        )
+    def __init__(self, owner: str, options: StoreOptions, compression: Any) -> None:
+        self._kv = create_own("dist_sync", f"{owner}.mean", options, average=True)
         self._lost: int | None = None
         """Means of the lost worker that this one replaces, which its script has still to pass; None if unknown."""
         residual_state.compress(self._kv, compression, "compression")

@@ -14,6 +14,7 @@ import torch
 from kvps.errors import EpochChanged
 from kvps.runtime.ticket import Handle
 from kvps.store.create import create_own
+from kvps.store.options import StoreOptions
 from kvps.torch.local_steps.dynamic import DynamicSteps, Report
 from kvps.torch.local_steps.step_timer import StepTimer
 
@@ -26,16 +27,16 @@ class Pace:
 
     Args:
         owner: the front end.
-        timeout: as in :func:`kvps.create`.
+        options: those of the front end's stores.
         sync_every: steps of the fastest worker.
         least: the fewest steps of a turn.
         device: where the parameters are.
     """
 
     def __init__(
-        self, owner: str, timeout: float, sync_every: int, least: int, device: torch.device
+        self, owner: str, options: StoreOptions, sync_every: int, least: int, device: torch.device
     ) -> None:
-        self._kv = create_own("dist_async", f"{owner}.pace", timeout_s=timeout)
+        self._kv = create_own("dist_async", f"{owner}.pace", options)
         self._rank: int = self._kv.rank
         self._timer = StepTimer(device)
         self._steps = DynamicSteps(sync_every, least, self._rank)

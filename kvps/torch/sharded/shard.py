@@ -28,7 +28,7 @@ import torch
 
 from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.net.memory import be_tight
-from kvps.store.create import create_own
+from kvps.store.create import create_own, options_of
 from kvps.store.kvstore import KVStore
 from kvps.torch.sharded.gradient_sender import GradientHooks
 from kvps.torch.sharded.hooks import GroupHooks, graph_task
@@ -50,6 +50,7 @@ def shard(
     init: Init | None = None,
     device: torch.device | str | None = None,
     backward_passes_per_step: int = 1,
+    kvstore_options: Mapping[str, Any] | None = None,
     **hyper: Any,
 ) -> Sharded:
     """Move a model to the servers; its weights are pulled when they are needed.
@@ -72,6 +73,8 @@ def shard(
         device: the device for the weights of a model on the meta device; None for torch's default device.
         backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed,
             which takes memory for all gradients.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
+            that ``kvstore`` names; None for the defaults.
         **hyper: hyper-parameters for the name of an optimizer, as ``set_optimizer`` takes them.
 
     Raises:
@@ -87,7 +90,8 @@ def shard(
         >>> sharded.step()
     """
     return Sharded(
-        module, kvstore, optimizer, blocks, init, device, backward_passes_per_step, hyper
+        *(module, kvstore, optimizer, blocks, init, device),
+        *(backward_passes_per_step, hyper, kvstore_options),
     )
 
 
@@ -104,6 +108,7 @@ class Sharded:
         device: torch.device | str | None,
         passes: int,
         hyper: Mapping[str, object],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise ConfigError(f"module: give a torch module, got {type(module).__name__}")
@@ -112,7 +117,7 @@ class Sharded:
         params = named(module)
         self._blocks = cut(module, params, blocks)
         check_init(self._blocks, init)
-        kv = _checked_store(kvstore)
+        kv = _checked_store(kvstore, options)
         be_tight()
         check_free(kv, params, "sharded model")
         demand_same(kv, "shard", params, dict(module.named_buffers()))
@@ -155,7 +160,7 @@ class Sharded:
         buffers = dict(self.module.named_buffers())
         if buffers:
             # Of their own: a store that takes means has no integers, such as a count of batches.
-            self._side = create_own(self._kv.type, "shard.buffers")
+            self._side = create_own(self._kv.type, "shard.buffers", options_of(self._kv))
             self._side.init(list(buffers), [carried(buffer) for buffer in buffers.values()])
             for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
                 _write(one, found)
@@ -383,7 +388,7 @@ class Sharded:
         return f"Sharded over {self._kv!r}: {named_blocks} blocks and the rest"
 
 
-def _checked_store(kvstore: Any) -> Any:
+def _checked_store(kvstore: Any, options: Mapping[str, Any] | None) -> Any:
     """Return the store of a sharded model.
 
     Raises:
@@ -397,7 +402,7 @@ def _checked_store(kvstore: Any) -> Any:
         )
     if kind.startswith("allreduce"):
         raise Mismatch(f"store {kind!r} has no servers to keep the weights; use dist_sync")
-    kv = store_of(kvstore, "shard", average=True)
+    kv = store_of(kvstore, "shard", options, average=True)
     if not isinstance(kv, KVStore):
         raise ConfigError("kvstore: give 'dist_sync', or a store of that kind")
     if is_distributed(kv) and kv.num_workers > 1 and not kv.average:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kvps.store.create import create_own
+from kvps.store.options import StoreOptions
 
 
 class Agreement:
@@ -21,12 +22,13 @@ class Agreement:
     Args:
         workers: how many there are.
         count: how many flags.
+        options: those of the front end's store.
     """
 
-    def __init__(self, workers: int, count: int) -> None:
+    def __init__(self, workers: int, count: int, options: StoreOptions) -> None:
         self._kv: Any = None
         if workers > 1:
-            self._kv = create_own("dist_sync", "agreement")
+            self._kv = create_own("dist_sync", "agreement", options)
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:

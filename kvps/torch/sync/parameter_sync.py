@@ -29,6 +29,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
+from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
 
@@ -298,13 +299,19 @@ def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Te
 
 
 def store_of(
-    kvstore: object, owner: str, *, average: bool = False, work: Workload | None = None
+    kvstore: object,
+    owner: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    average: bool = False,
+    work: Workload | None = None,
 ) -> Any:
     """Return the store of a front end: its own, by a name; or the one it was given.
 
     Args:
         kvstore: the name of a store, a store, or None.
         owner: which front end.
+        options: of its own store, as the user gave them.
         average: whether its own store takes means.
         work: what its own store is for, where settings are tried (KVPS_AUTOTUNE); None for defaults.
 
@@ -313,7 +320,13 @@ def store_of(
     """
     if isinstance(kvstore, str):
         chunk_bytes = None if work is None else settle(work)
-        return create_own(kvstore, owner, average=average, chunk_bytes=chunk_bytes)
+        shared = StoreOptions.given(options)
+        return create_own(kvstore, owner, shared, average=average, chunk_bytes=chunk_bytes)
+    if options is not None:
+        raise ConfigError(
+            "kvstore_options= is for a store that is created here: give the options to kvps.create(), which "
+            "creates the store that you pass as kvstore="
+        )
     if kvstore is None or isinstance(kvstore, KVStoreBase):
         return kvstore
     raise ConfigError(

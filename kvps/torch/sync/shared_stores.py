@@ -7,26 +7,37 @@ in the same order, and so make their stores in the same order.
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from kvps.errors import ConfigError
 from kvps.runtime.local.current import current
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
+from kvps.store.options import StoreOptions
 
 SUMMING = ("dist_sync", "dist_sync_device", "allreduce")
 """Stores whose push without an optimizer gives the sum of a round."""
 
-_of_process: dict[tuple[str, str], KVStore] = {}
+Options: TypeAlias = StoreOptions | Mapping[str, Any] | None
+"""The options of a store: those of a front end, or as a user gave them."""
+_Stores: TypeAlias = dict[tuple[str, str, StoreOptions], KVStore]
+_of_process: _Stores = {}
 _of_thread = threading.local()
 _lock = threading.Lock()
 
 
-def own_store(owner: str, kvstore: str | KVStore) -> KVStore:
+def own_store(
+    owner: str,
+    kvstore: str | KVStore,
+    options: Options = None,
+) -> KVStore:
     """Return the store for one purpose.
 
     Args:
         owner: the purpose.
         kvstore: the name of a kind of store, or a store of the user's, which is returned as it is.
+        options: of the store, if it is made here: those of a front end, or as the user gave them.
 
     Raises:
         ConfigError: for one that does not sum, or that has an optimizer.
@@ -38,20 +49,26 @@ def own_store(owner: str, kvstore: str | KVStore) -> KVStore:
                 f"{' with an optimizer' if kvstore.has_optimizer else ''}, but sums are needed; give "
                 f"one of {', '.join(SUMMING)} without an optimizer"
             )
+        if options is not None:
+            raise ConfigError(
+                f"kvstore_options= is for a store that is created here, but kvstore is the store {kvstore.name!r}: "
+                "give the options to the kvps.create() that made it"
+            )
         return kvstore
     if kvstore not in SUMMING:
         raise ConfigError(f"kvstore={kvstore!r}: use one of {', '.join(SUMMING)}")
+    shared = options if isinstance(options, StoreOptions) else StoreOptions.given(options)
     if current() is None:
         with _lock:
-            return _made(_of_process, owner, kvstore)
-    stores: dict[tuple[str, str], KVStore] | None = getattr(_of_thread, "stores", None)
+            return _made(_of_process, owner, kvstore, shared)
+    stores: _Stores | None = getattr(_of_thread, "stores", None)
     if stores is None:
         stores = _of_thread.stores = {}
-    return _made(stores, owner, kvstore)
+    return _made(stores, owner, kvstore, shared)
 
 
-def _made(stores: dict[tuple[str, str], KVStore], owner: str, kind: str) -> KVStore:
-    store = stores.get((owner, kind))
+def _made(stores: _Stores, owner: str, kind: str, options: StoreOptions) -> KVStore:
+    store = stores.get((owner, kind, options))
     if store is None or store.is_over:
-        store = stores[owner, kind] = create_own(kind, owner)
+        store = stores[owner, kind, options] = create_own(kind, owner, options)
     return store
