@@ -39,6 +39,10 @@ environment, where the flag is not given:
 """
 
 
+WHY_MAX = 1000
+"""Characters of the reason that kvps-launch is told: a pipe takes a short text as a whole."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
     return flags.run(NAME, argv, _main)
@@ -112,6 +116,7 @@ def _main(argv: Sequence[str]) -> int:
         on_ready=lambda endpoint: _report(fd, f"scheduler {endpoint}"),
         on_seats=None if fd is None else lambda taken: _report(fd, f"seats {taken}"),
         on_concluded=lambda cut: _report(fd, f"checkpoint {cut}"),
+        on_end=None if fd is None else lambda why: _report(fd, f"ended {why[:WHY_MAX]}"),
     )
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import os
 import selectors
 import signal
@@ -38,10 +39,11 @@ from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.launchers.children import Child, start_here
 from kvps.launchers.foothold import Foothold
-from kvps.launchers.frames import REPORT
+from kvps.launchers.frames import ERROR, REPORT
 from kvps.launchers.output import LineBuffer, OutputMux, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
+from kvps.launchers.tracebacks import TracebackFolder, Who
 from kvps.net.memory import share_bytes
 from kvps.observe import logs
 from kvps.observe.logs import Speaker, speaker, wrapped
@@ -137,6 +139,8 @@ class Launch:
         self._selector = selectors.DefaultSelector()
         self._report = os.pipe()
         self._reported = LineBuffer()
+        self._folder = TracebackFolder()
+        self._why_scheduler_ended = ""
         self._waker, self._woken = socket.socketpair()
 
     def run(self) -> int:
@@ -163,6 +167,7 @@ class Launch:
                 child.abandon()
                 child.process.wait()
                 self._leash.forget(child.process.pid)
+            self._show_held(math.inf)
             self._screen.close()
             if self._foothold is not None:
                 self._foothold.close()
@@ -176,10 +181,12 @@ class Launch:
         self._selector.register(fd, selectors.EVENT_READ, heed)
 
     def _turn(self) -> None:
-        left_s = None if self._next_at is None else max(0.0, self._next_at - time.monotonic())
+        times = [at for at in (self._next_at, self._folder.due()) if at is not None]
+        left_s = max(0.0, min(times) - time.monotonic()) if times else None
         for key, _ in self._selector.select(left_s):
             if self._selector.get_map().get(key.fd) is key:  # else it was closed just now
                 key.data()
+        self._show_held(time.monotonic())
         if self._next_at is not None and time.monotonic() >= self._next_at:
             self._go_on()
 
@@ -201,6 +208,8 @@ class Launch:
                         self._tell(f"dashboard: {url}")
                     case ["seats", taken]:
                         self._show_seats(int(taken))
+                    case ["ended", *words]:
+                        self._why_scheduler_ended = f": {' '.join(words)}"
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
                         if int(number):  # else the scheduler has said why there is none
                             log.warning("checkpoint %s is written; ending the job", number)
@@ -268,7 +277,7 @@ class Launch:
             logged += ["--log-format", self._plan.log_format]
         words = [*place, *bare, *logged, *more]
         remote = None if role == "scheduler" else self._plan.remote
-        number = rank if role == "worker" else self._plan.workers + rank
+        number = self._number(role, rank)
         if remote is None:
             process = self._started_here(role, [str(word) for word in words])
             child = Child(role, rank, number, process, life)
@@ -285,6 +294,10 @@ class Launch:
         self._children[process.pid] = child
         for fd in child.fds:
             self._listen(fd, self._reader(child, fd))
+
+    def _number(self, role: str, rank: int) -> int:
+        """Return the number of a process's colour."""
+        return rank if role == "worker" else self._plan.workers + rank
 
     def _started_here(self, role: str, words: Sequence[str]) -> subprocess.Popen[bytes]:
         flags, fds = [], []
@@ -342,10 +355,22 @@ class Launch:
                 stream = ("stdout", "stderr")[sink]
                 self._screen.write(sink, b"", [wrapped(line, who, stream) for line in lines])
                 return
+            if sink == ERROR:
+                lines = self._folder.feed(_who(child), lines, time.monotonic())
             prefix = self._screen.prefix(child.name, child.number, sink)
             self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
+
+    def _show_held(self, now: float) -> None:
+        """Show what was held back because another process had printed it, and how many have."""
+        for shown in self._folder.on_time(now):
+            role, rank, _ = shown.whose[0]
+            prefix = self._screen.prefix(shown.name, self._number(role, rank), ERROR)
+            try:
+                self._screen.write(ERROR, prefix, shown.lines)
+            except BrokenPipeError:
+                self._stop(signal.SIGPIPE)
 
     def _tell(self, text: str) -> None:
         """Print a line of our own that belongs to the output, whatever the log level."""
@@ -364,6 +389,8 @@ class Launch:
                 self._selector.unregister(fd)
         for sink, lines in enumerate(child.lines):
             self._show(child, sink, lines.end())
+        rest = self._folder.end(_who(child), time.monotonic())
+        self._screen.write(ERROR, self._screen.prefix(child.name, child.number, ERROR), rest)
         child.close()
 
     # --- how they end -------------------------------------------------------------------------
@@ -443,10 +470,10 @@ class Launch:
         if self._stage is LaunchStage.DRAINING:
             self._give_up_draining(f"{child.name} ended with exit code {code}")
         elif self._stage is LaunchStage.GOING:
-            hint = ""
+            hint = self._why_scheduler_ended if child.role == "scheduler" else ""
             is_final = bool(self._plan.max_restarts) or code == EXIT_CONFIG
             if child.role == "scheduler" and not is_final:
-                hint = " (with --max-restarts it would have been started again)"
+                hint += " (with --max-restarts it would have been started again)"
             log.error("%s ended with exit code %d; ending the job%s", child.name, code, hint)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
 
@@ -527,3 +554,7 @@ class Launch:
         for child in self._children.values():
             if role in (None, child.role):
                 child.signal(number)
+
+
+def _who(child: Child) -> Who:
+    return Who(child.role, child.rank, child.life)

@@ -80,9 +80,15 @@ def own_host(scheduler: str, patience_s: float) -> str:
         time.sleep(RESOLVE_EVERY_S)
 
 
-def report(who: str, wish: Exit) -> int:
-    """Say in the log why a process ends; return its exit code."""
-    level = logging.INFO if wish.code == 0 else logging.ERROR
+def report(who: str, wish: Exit, *, is_told: bool = False) -> int:
+    """Say in the log why a process ends; return its exit code.
+
+    Args:
+        who: the process.
+        wish: its exit code and the reason.
+        is_told: it ends because others ended, who have said why.
+    """
+    level = logging.INFO if wish.code == 0 or is_told else logging.ERROR
     log.log(level, "%s ends: %s", who, wish.reason)
     return wish.code
 

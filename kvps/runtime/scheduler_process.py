@@ -186,6 +186,7 @@ def run_scheduler(
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
     on_http: Callable[[str], None] | None = None,
+    on_end: Callable[[str], None] | None = None,
     limits: Limits | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
@@ -207,6 +208,7 @@ def run_scheduler(
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve the dashboard and metrics; None for nowhere.
         on_http: called with the URL of the dashboard, once it can be read.
+        on_end: called with the reason for the end of the job; the log has it as an error only without.
         limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
@@ -232,7 +234,9 @@ def run_scheduler(
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
         listener = _Listener(kept, on_concluded, on_seats)
-        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http, on_http)
+        return _run_scheduler(
+            settings, bind, listener, on_ready, keys, keys_again, http, on_http, on_end
+        )
 
 
 class _Listener(Listener):
@@ -266,6 +270,7 @@ def _run_scheduler(
     keys_again: Callable[[], Keys | None] | None,
     http: Place | None,
     on_http: Callable[[str], None] | None,
+    on_end: Callable[[str], None] | None,
 ) -> int:
     transport = ZmqTransport(
         bind,
@@ -335,7 +340,9 @@ def _run_scheduler(
     transport.close(1.0)
     if listener.kept is not None:
         listener.kept.remove()
-    return report("scheduler", wish)
+    if on_end is not None:
+        on_end(wish.reason)
+    return report("scheduler", wish, is_told=on_end is not None)
 
 
 @contextmanager

@@ -141,7 +141,8 @@ def run_server(
     if archive is not None:
         archive.close()
     transport.close(0.5)
-    return report(f"server {core.member.rank}" if core.member.welcome else "server", wish)
+    who = f"server {core.member.rank}" if core.member.welcome else "server"
+    return report(who, wish, is_told=core.member.stopped is not None)
 
 
 def _reachable(endpoint: str, scheduler: str, advertise: str | None, join_max_s: float) -> str:

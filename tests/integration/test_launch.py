@@ -143,7 +143,8 @@ def test_a_server_that_is_killed_ends_everything(processes: Processes) -> None:
     until(lambda: launched.out.count("sum") == 2, "both sums")
     (server,) = processes.pids(r"kvps\.cli\.server .*--rank 1")
     os.kill(server, signal.SIGKILL)
-    launched.expect(r"\[worker 0\] kvps.errors.ServerLost: server 1")
+    launched.expect(r"\[worker (\d)\] kvps.errors.ServerLost: server 1")
+    launched.expect(r"\[worker \d\] the same traceback as that of worker \d above")
     assert launched.wait() == 1, "the workers' exit code"
     assert "kvps-launch: error: server 1 ended with exit code 137" in launched.err
     assert "still running" not in launched.err, "they were told at once"
@@ -267,7 +268,8 @@ def test_ctrl_c_and_sigterm_end_everything(processes: Processes, number: int, co
     until(lambda: launched.out.count("sum") == 2, "both sums")
     launched.signal(number)
     assert launched.wait() == code
-    assert launched.err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
+    told = launched.err.count("KeyboardInterrupt") + launched.err.count("the same traceback as")
+    assert told == (2 if number == signal.SIGINT else 0), launched
     assert "still running" not in launched.err
     processes.check_nothing_left()
 
@@ -488,6 +490,22 @@ def test_a_wrong_configuration_is_not_started_again(processes: Processes) -> Non
     launched = launch(processes, script, "-n", 1, "--max-restarts", 5)
     assert launched.wait() == 78
     assert "starting it again" not in launched.err
+
+
+def test_one_wrong_line_is_told_once(processes: Processes) -> None:
+    """The traceback of four workers, whose they are, and the exit code: nothing else of six other processes."""
+    script = processes.script(SUM + "kv.push('w', torch.zeros(5))\n")
+    launched = launch(processes, script, "-n", 4, "-s", 2)
+    assert launched.wait(60.0) == 1
+    told = [line.partition("] ")[2] or line for line in launched.err.splitlines()]
+    assert told.count("Traceback (most recent call last):") == 1, launched
+    assert sum(line.startswith("kvps.errors.Mismatch: key 'w'") for line in told) == 1, launched
+    same = [line for line in told if line.startswith("the same traceback as that of worker ")]
+    own = [line for line in told if line.startswith("kvps-")]
+    assert 1 <= len(same) <= 3, launched
+    assert len(own) == 1, launched
+    assert own[0].startswith("kvps-launch: error: worker ")
+    assert len([one for one in told if not one.startswith("  ")]) == 3 + len(same), launched
 
 
 def test_progress_bars_are_lines(processes: Processes) -> None:

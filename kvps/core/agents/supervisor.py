@@ -30,7 +30,12 @@ import enum
 import signal
 
 from kvps.core.effects import Core, Effects, Exit, Finish, Note, Route
-from kvps.core.membership_client import EXIT_TEMPORARY, Identity, MembershipClient
+from kvps.core.membership_client import (
+    EXIT_CONFIG,
+    EXIT_TEMPORARY,
+    Identity,
+    MembershipClient,
+)
 from kvps.protocol.envelope import Packet, Role
 
 START, ASK, KILL = 1, 2, 3
@@ -115,8 +120,12 @@ class Supervisor(Core):
         self._leave_until = now + LEAVE_MAX_S
         yield from self._end()
         if not self.member.stopped:
-            is_done = exit_code == 0
-            yield from self.member.leave(is_done, exit_code, self._is_replaceable, reason)
+            is_done, is_final = (
+                exit_code == 0,
+                exit_code == EXIT_CONFIG,
+            )  # another would end like it
+            is_replaceable = self._is_replaceable and not is_final
+            yield from self.member.leave(is_done, exit_code, is_replaceable, reason)
 
     def on_timer(self, now: float) -> Effects:
         """Beat, ask or kill the command, say again how it ended, or give up saying it."""

@@ -332,9 +332,8 @@ class Scheduler:
         is_new = self.job.stop is None and seat.leave(leave, now)
         self.job.send(route, p.Left())
         if is_new:
-            level = "info" if seat.state is State.LEFT else "warning"
             text = f"{seat.node} {seat.state.value}: {seat.reason}"
-            self.job.note(level, text, member=str(seat.node), state=seat.state.value)
+            self.job.note("info", text, member=str(seat.node), state=seat.state.value)
             if seat.state is not State.LEFT:
                 self.job.fault_log.lost(seat.node, seat.reason, now)
             if seat.state is not State.LOST:

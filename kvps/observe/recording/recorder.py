@@ -123,7 +123,7 @@ class RingLens(Lens):
                 packet = effect.packet
                 self.ring.add((What.SENT, now, effect.to, packet.envelope, packet.message))
             elif isinstance(effect, Exit) and effect.code not in EXPECTED:
-                self.dump_once(core, effect.reason)
+                self.dump_once(core, effect.reason, logging.INFO)
             yield effect
 
     def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
@@ -142,14 +142,20 @@ class RingLens(Lens):
     def close(self, core: Core) -> None:
         """The loop has ended."""
 
-    def dump_once(self, core: Core, why: str) -> None:
+    def dump_once(self, core: Core, why: str, level: int = logging.WARNING) -> None:
         """Write the ring to a file, unless that was done for an earlier error."""
         if not self._has_dumped:
             self._has_dumped = True
-            self.dump(core, why)
+            self.dump(core, why, level)
 
-    def dump(self, core: Core, why: str) -> Path | None:
-        """Write the ring to a file; return its name, None if that failed."""
+    def dump(self, core: Core, why: str, level: int = logging.WARNING) -> Path | None:
+        """Write the ring to a file; return its name, None if that failed.
+
+        Args:
+            core: whose state goes to the end of it.
+            why: stands at its beginning.
+            level: of the line in the log.
+        """
         header = {**self._header, "why": why, "dropped": self.ring.dropped, "is_full": False}
         try:
             path, file = new_file(self._folder, self._header["role"])
@@ -163,7 +169,7 @@ class RingLens(Lens):
         except OSError as error:
             log.error("cannot write the flight recorder to %s: %s", self._folder, error)
             return None
-        log.warning("wrote the flight recorder to %s", path)
+        log.log(level, "wrote the flight recorder to %s", path)
         return path
 
 
@@ -342,10 +348,10 @@ class FullLens(RingLens):
         """Write the digest of the state."""
         self.note(What.DIGEST, now, digest(core).encode(), digest(core, values=False).encode())
 
-    def dump(self, core: Core, why: str) -> Path | None:
+    def dump(self, core: Core, why: str, level: int = logging.WARNING) -> Path | None:
         """Mark the state in the file; the ring has nothing more than that."""
         self.mark(core, self._clock())
-        log.warning("the record of this process is %s", self.path)
+        log.log(level, "the record of this process is %s", self.path)
         return self.path
 
 

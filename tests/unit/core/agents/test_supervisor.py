@@ -133,6 +133,10 @@ class TestRunning:
             assert leaves(stage.end(3, "why")) == [Leave(False, 3, is_replaceable, "why")]
             assert stage.hear(Left()) == [Exit(3, "why")]
 
+    def test_a_wrong_configuration_is_not_replaced(self) -> None:
+        """Another start would end like this one: nobody has to wait for it."""
+        assert leaves(running(True).end(78, "why")) == [Leave(False, 78, False, "why")]
+
     def test_says_it_again_but_not_for_ever(self) -> None:
         stage = running()
         stage.end(3)

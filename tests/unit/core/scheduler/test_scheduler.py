@@ -428,7 +428,7 @@ class TestLeave:
     @pytest.mark.spec("R32")
     def test_badly(self) -> None:
         stage = running(3)
-        assert "warning: worker 1 lost: exit code 3" in notes(stage.leave("w1", done=False, code=3))
+        assert "info: worker 1 lost: exit code 3" in notes(stage.leave("w1", done=False, code=3))
         assert stage.states()["worker 1"] == "lost"
         stage.leave("w2", done=False, replaceable=False)
         assert stage.states()["worker 2"] == "gone"
