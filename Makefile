@@ -85,8 +85,8 @@ soak: .venv/.installed  ## play many more faults, and longer: half an hour of on
 	KVPS_KILLS=$(KVPS_KILLS) $(BIN)/python -m pytest -q --log-cli-level=info tests/faults/test_soak.py
 	$(BIN)/python -m pytest -q -m slow tests/faults
 
-bench: .venv/.installed  ## measure kvps beside its peers, and print a table
-	$(BIN)/kvps bench
+bench: .venv/.installed  ## measure kvps beside its peers, and print a table: ten minutes
+	$(BIN)/kvps bench --full
 
 docs: .venv/.installed-docs  ## build the documentation into docs/_build
 	$(BIN)/sphinx-build -n -W --keep-going -q -b html docs docs/_build

@@ -16,7 +16,7 @@ from benchmarks.compare.systems import NETWORKED, chosen, interpreters_of, versi
 from kvps import config
 from kvps.bench import plan
 from kvps.bench.figures import Case
-from kvps.bench.plan import USUAL_COUNT, USUAL_WORKLOADS, Plan, count
+from kvps.bench.plan import FULL_REPEAT, USUAL_COUNT, USUAL_WORKLOADS, Plan, count
 from kvps.bench.systems import System
 from kvps.bench.workloads import FLOAT_BYTES
 from kvps.errors import ConfigError
@@ -53,7 +53,7 @@ def plan_of(parsed: argparse.Namespace) -> Comparison:
     sweep = _sweep(parsed.sweep) if parsed.sweep else None
     cases = _cases(parsed, sweep, hosts)
     rounds = count("--rounds", parsed.rounds)
-    repeat = count("--repeat", parsed.repeat)
+    repeat = count("--repeat", parsed.repeat or FULL_REPEAT)
     json, plot = plan.file_of(parsed.json), _folder(parsed.plot)
     if hosts is not None:
         demand_root()

@@ -19,6 +19,8 @@ from kvps.errors import ConfigError
 
 USUAL_WORKLOADS = ("resnet50", "big", "small")
 USUAL_COUNT = "2"
+QUICK_SYSTEMS = ("kvps", "gloo")
+QUICK_REPEAT, FULL_REPEAT = "1", "3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,10 @@ def plan_of(parsed: argparse.Namespace) -> Plan:
     workloads = workloads_of(parsed.workloads or USUAL_WORKLOADS)
     return Plan(
         cases=[Case(workload, workers, servers) for workload in workloads],
-        systems=chosen(parsed.systems),
+        systems=chosen(parsed.systems or (None if parsed.full else QUICK_SYSTEMS)),
         rounds=count("--rounds", parsed.rounds),
-        repeat=count("--repeat", parsed.repeat),
-        has_limits=not parsed.no_limits,
+        repeat=count("--repeat", parsed.repeat or (FULL_REPEAT if parsed.full else QUICK_REPEAT)),
+        has_limits=parsed.full and not parsed.no_limits,
         json=file_of(parsed.json),
     )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn
 
 from kvps.bench import figures, hardware, limits, local, tables
 from kvps.bench.figures import Case, Measurement, TrialTimes
@@ -19,6 +21,8 @@ from kvps.errors import StorageError
 
 WIDTH = 120
 """Columns of a table that goes into a file."""
+SAY_EVERY_S = 15.0
+"""How often a line says how far it is, where no terminal shows a bar."""
 REFRESH_PER_S = 1
 """Updates of the bar in a second: it shares the cores with the measured systems."""
 
@@ -39,6 +43,8 @@ def perform(plan: Plan, leash: Leash) -> None:
     console.print(tables.table_of(rows))
     if limit:
         console.print(tables.table_of_limits(limit))
+    else:
+        console.print("All systems, in turns, and the limits of this machine: kvps bench --full")
     if plan.json is not None:
         settings: dict[str, object] = {"rounds": plan.rounds, "repeat": plan.repeat}
         write(plan.json, figures.document(rows, machine, settings, limit))
@@ -53,29 +59,52 @@ def rows_of(plan: Plan, measure: Callable[[System, Case], TrialTimes]) -> list[M
     """Measure all systems in all cases, in turns, beside a bar that shows how far that is."""
     by_name = {system.name: system for system in plan.systems}
     screen = Console(stderr=True)
+    begin = said_at = time.monotonic()
+    done, total = 0, len(plan.cases) * plan.repeat * len(by_name)
     with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} trials{task.fields[left]}"),
         console=screen,
         transient=True,
         disable=not screen.is_terminal,
         refresh_per_second=REFRESH_PER_S,
     ) as progress:
-        task = progress.add_task("", total=len(plan.cases) * plan.repeat * len(by_name))
+        task = progress.add_task("", total=total, left="")
 
         def trial_of(case: Case, name: str) -> TrialTimes:
+            nonlocal done, said_at
             progress.update(task, description=f"{case.workload}: {name}")
             trial = measure(by_name[name], case)
-            progress.advance(task)
+            done, now = done + 1, time.monotonic()
+            left = time_left((now - begin) / done * (total - done))
+            progress.update(task, advance=1, left=left)
+            if not screen.is_terminal and done < total and now >= said_at + SAY_EVERY_S:
+                said_at = now
+                screen.print(f"{done} of {total} trials{left}", soft_wrap=True, highlight=False)
             return trial
 
         return figures.alternate(plan.cases, list(by_name), plan.repeat, trial_of)
 
 
+def time_left(seconds: float) -> str:
+    """Return how long the rest takes, for the end of a line; empty for nothing.
+
+    Example:
+        >>> time_left(200), time_left(7), time_left(0)
+        (', about 3 min left', ', about 10 s left', '')
+    """
+    if seconds <= 0:
+        return ""
+    minutes = round(seconds / 60)
+    what = f"{minutes} min" if minutes >= 2 else f"{10 * math.ceil(seconds / 10)} s"
+    return f", about {what} left"
+
+
 def caption(plan: Plan, what: str) -> str:
     """Return the line above a table of what was measured."""
-    return (
-        f"{what}; ms of a push and pull of all arrays: median of {plan.rounds} rounds, then of "
-        f"trials in turns ({plan.repeat}); ratios below 1 beat gloo"
-    )
+    trials = f", then of trials in turns ({plan.repeat})" if plan.repeat > 1 else ""
+    return f"{what}; ms of a push and pull of all arrays: median of {plan.rounds} rounds{trials}; ratios below 1 beat gloo"
 
 
 def sizes(case: Case, grown: str = "") -> str:

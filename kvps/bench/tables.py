@@ -24,15 +24,20 @@ def table_of(rows: Sequence[Measurement]) -> Table:
     """Return all systems, workload by workload."""
     table = Table()
     for name in ("workload", "arrays", "MB", "system"):
-        table.add_column(name, justify="right" if name in ("arrays", "MB") else "left")
-    add_time_columns(table)
+        is_number = name in ("arrays", "MB")
+        # In a narrow terminal the headings of the times are wrapped, and not these.
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    has_trials = any(len(row.trials) > 1 for row in rows)
+    add_time_columns(table, has_trials)
     for number, row in enumerate(rows):
         is_new = number == 0 or rows[number - 1].case != row.case
         is_last = number + 1 == len(rows) or rows[number + 1].case != row.case
         megabytes = row.case.payload_bytes / 1e6
         what = (row.case.workload, f"{row.case.arrays:,}", f"{megabytes:.1f}")
         cells = what if is_new else ("", "", "")
-        table.add_row(*cells, row.system, *times_of(row, rows), end_section=is_last)
+        median, trials, ratio = times_of(row, rows)
+        times = (median, trials, ratio) if has_trials else (median, ratio)
+        table.add_row(*cells, row.system, *times, end_section=is_last)
     return table
 
 
@@ -45,9 +50,10 @@ def table_of_limits(limits: Mapping[str, float]) -> Table:
     return table
 
 
-def add_time_columns(table: Table) -> None:
-    """Add the columns that :func:`times_of` fills."""
-    for name in ("median ms", "trials from .. to", "ratio to gloo"):
+def add_time_columns(table: Table, has_trials: bool = True) -> None:
+    """Add the columns that :func:`times_of` fills; without the range of the trials where there is one of each."""
+    trials = ("trials from .. to",) if has_trials else ()
+    for name in ("median ms", *trials, "ratio to gloo"):
         table.add_column(name, justify="right")
 
 

@@ -24,8 +24,8 @@ of a trial, then of the trials. Compare times of the same call only, because the
 changes from day to day. Run nothing else on the machine during a measurement."""
 MORE = f"""\
 examples:
-  kvps bench                                      the whole table: 2 workers, 2 servers
-  kvps bench --workloads small --rounds 2 --repeat 1   a quick try, in a minute
+  kvps bench                    a table in a minute: kvps beside gloo, 2 workers, 2 servers
+  kvps bench --full             all systems, three trials each, and the limits of this machine: ten minutes
   kvps bench --systems kvps "kvps sgd" gloo --workloads transformer
   kvps bench --systems kvps gloo --workloads keys:10000 --workers 4 --json bench.json
 
@@ -59,6 +59,11 @@ def parser() -> flags.Parser:
     """Return the parser of its flags."""
     found = flags.Parser(NAME, WHAT, MORE)
     found.usage = "%(prog)s [flags]"
+    found.add_argument(
+        "--full",
+        action="store_true",
+        help="measure all systems, each in three trials, and the limits of the machine",
+    )
     add_flags(found)
     for flag in MOVED:
         found.add_argument(flag, nargs="*", help=argparse.SUPPRESS)
@@ -69,11 +74,16 @@ def add_flags(parser: flags.Parser) -> None:
     """Add the flags that :data:`COMPARE` has, too."""
     add = parser.add_argument
     add("--workloads", metavar="W", nargs="+", help="the arrays to push (resnet50 big small)")
-    add("--systems", metavar="S", nargs="+", help="the rows of the table to measure (see below)")
+    add(
+        "--systems",
+        metavar="S",
+        nargs="+",
+        help="the rows of the table to measure (kvps gloo; see below)",
+    )
     add("--workers", metavar="N", help="number of workers (2)")
     add("--servers", metavar="S", help="number of servers (2)")
     add("--rounds", metavar="R", default="10", help="measured rounds per trial (10)")
-    add("--repeat", metavar="K", default="3", help="trials of each system, in turns (3)")
+    add("--repeat", metavar="K", help="trials of each system, in turns (1; with --full 3)")
     add("--no-limits", action="store_true", help="do not measure the limits of the machine")
     add("--json", metavar="FILE", help="write all figures to FILE")
 

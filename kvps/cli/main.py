@@ -34,7 +34,7 @@ examples:
   kvps top
   kvps doctor --scheduler tcp://10.0.0.1:9091
   kvps trace --seconds 10
-  kvps bench --workloads small
+  kvps bench
   kvps bench --help
   kvps checkpoint list /ckpt
 

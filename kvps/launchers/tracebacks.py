@@ -32,7 +32,7 @@ LINES_MAX = 1000
 MESSAGE_MAX = 20
 """Lines of a message; what follows is other output."""
 _RANK = re.compile(rb"^\[rank\d+\]: ?")
-"""What torch.distributed puts before each line of a traceback."""
+"""The prefix that torch.distributed gives each line of a traceback."""
 
 
 class Who(NamedTuple):
@@ -55,7 +55,7 @@ class Shown(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What stands before each line, as ``workers 1-3``."""
+        """The prefix of each line, as ``workers 1-3``."""
         role, ranks = self.whose[0].role, sorted({who.rank for who in self.whose})
         return f"{role}{'s' if len(ranks) > 1 else ''} {', '.join(_spans(ranks))}"
 

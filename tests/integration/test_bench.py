@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -88,11 +89,14 @@ def test_a_wrong_flag_is_named(processes: Processes, flags: list[str], told: str
 
 @pytest.mark.timeout(240)
 def test_the_table(processes: Processes, tmp_path: Path) -> None:
-    bench = called(processes, "bench", *QUICK, "--json", "figures.json")
+    bench = called(processes, "bench", "--full", *QUICK, "--json", "figures.json")
     assert bench.wait(200) == 0, bench
     for part in ("2 workers, 2 servers", "│ small ", "│ kvps sgd ", "│ gloo in place ", "loopback"):
         assert part in bench.out
-    assert bench.err == ""
+    lines = bench.err.splitlines()
+    assert all(re.fullmatch(r"\d+ of 7 trials, about \d+ (s|min) left", one) for one in lines), (
+        bench
+    )
     found = json.loads((tmp_path / "figures.json").read_text())
     assert {row["system"] for row in found["rows"]} >= {"kvps", "kvps sgd", "kvps tcp", "gloo"}
     assert all(len(row["trials"][0]["rounds_ms"]) == 2 for row in found["rows"])

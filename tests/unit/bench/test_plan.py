@@ -25,7 +25,15 @@ def test_the_usual_plan() -> None:
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
         *(("resnet50", 2, 2), ("big", 2, 2), ("small", 2, 2)),
     ]
+    assert (found.rounds, found.repeat, found.has_limits) == (10, 1, False)
+    assert names(found) == ["kvps", "gloo"]
+
+
+def test_the_full_plan() -> None:
+    found = planned("--full")
+    assert found.cases == planned().cases
     assert (found.rounds, found.repeat, found.has_limits) == (10, 3, True)
+    assert not planned("--full", "--no-limits").has_limits
     assert {"kvps", "kvps sgd", "kvps tcp", "gloo", "gloo in place"} <= set(names(found))
 
 
@@ -43,7 +51,7 @@ def test_flags_change_it(tmp_path: Path) -> None:
 
 
 def test_all_systems_but_the_compressed_ones() -> None:
-    assert names(planned()) == [name for name in SYSTEMS if name not in NAMED_ONLY]
+    assert names(planned("--full")) == [name for name in SYSTEMS if name not in NAMED_ONLY]
     assert names(planned("--systems", *SYSTEMS)) == list(SYSTEMS)
 
 

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from kvps.bench import tables
 from kvps.bench.figures import Case, Measurement, TrialTimes
+from kvps.bench.run import time_left
 
 SMALL = Case("small", 2, 2)
 
@@ -16,9 +17,9 @@ def row(case: Case, system: str, *medians: float) -> Measurement:
     return Measurement(case, system, [TrialTimes((one,)) for one in medians])
 
 
-def cells(table: Table) -> list[list[str]]:
+def cells(table: Table, width: int = 120) -> list[list[str]]:
     """Return what a table shows, row by row."""
-    console = Console(width=120)
+    console = Console(width=width)
     with console.capture() as shown:
         console.print(table)
     lines = [line for line in shown.get().splitlines() if "│" in line or "┃" in line]
@@ -39,6 +40,20 @@ def test_a_table_has_ratios_to_gloo() -> None:
 
 def test_a_table_without_gloo_has_no_ratio() -> None:
     assert cells(tables.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
+
+
+def test_the_quick_table_fits_a_narrow_terminal() -> None:
+    rows = [row(Case("resnet50", 2, 2), "kvps", 406.0), row(Case("resnet50", 2, 2), "gloo", 602.0)]
+    *_, first, second = cells(tables.table_of(rows), width=60)
+    assert first == ["resnet50", "161", "102.2", "kvps", "406", "0.67"], "one trial has no range"
+    assert second == ["", "", "", "gloo", "602", "1.00"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(200, ", about 3 min left"), (61, ", about 70 s left"), (0, "")]
+)
+def test_the_time_that_is_left(seconds: float, text: str) -> None:
+    assert time_left(seconds) == text
 
 
 @pytest.mark.parametrize(
