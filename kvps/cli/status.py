@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvps.cli import flags
 from kvps.inquiry import inquire
 from kvps.observe.cluster_view import UNKNOWN
+from kvps.observe.judgement import problems_of
 from kvps.observe.scheduler_state import as_json
 from kvps.phrases import bytes_in_words, ranks_in_words
 from kvps.protocol.envelope import Role
@@ -71,7 +72,10 @@ def screen(job: bytes, seen: Seen) -> str:
             ("store", "key", "round", "open for", "waits for"),
             [_round(one, presence) for one in seen.rounds],
         )
-    else:
+    problems = problems_of(seen)
+    for one in problems:
+        lines += ["", f"problem: {one.text}", f"  -> {one.advice}"]
+    if not seen.rounds and not problems:
         lines += ["", "no round has been open for long"]
     return "\n".join(lines)
 

@@ -248,6 +248,7 @@ def rendered(picture: Picture, complaint: str, width: int, height: int | None) -
     parts: list[RenderableType] = [_title(picture)]
     if complaint:
         parts.append(Text(complaint, style="bold red"))
+    parts += [Text(f"{one.text}: {one.advice}", style="bold red") for one in picture.problems]
     parts.append(Text(""))
     room = None if height is None else max(MEMBERS_MIN, height - OWN_LINES - len(parts))
     rounds = picture.rounds if room is None else picture.rounds[: max(1, room // 4)]
@@ -262,7 +263,10 @@ def rendered(picture: Picture, complaint: str, width: int, height: int | None) -
     if left:
         parts.append(Text(f"and {left} more members", style="dim"))
     parts.append(Text(""))
-    parts.append(_rounds(picture, rounds) if rounds else Text("no round has been open for long"))
+    if rounds:
+        parts.append(_rounds(picture, rounds))
+    elif not picture.problems:
+        parts.append(Text("no round has been open for long"))
     return Group(*parts)
 
 

@@ -14,6 +14,8 @@ SILENCE_MAX_S = 12.0
 """Seconds without a beat after which a member counts as lost, unless the operator set another limit."""
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
+WAITS_AFTER_S = 3.0
+"""Seconds without a new call after which a script is said to wait: a busy one is in some call whenever it is asked."""
 HANGS_AFTER_S = 10.0
 """Seconds without a call after which a live rank that others wait for may hang."""
 
@@ -62,11 +64,16 @@ class Progress:
             return f"alive, but has made no call for {now - self.moved_at:.0f} s"
         return "calls again"
 
+    def waited_s(self, now: float) -> float | None:
+        """Return the seconds in which its script has waited in one call; None if it does not wait."""
+        quiet_s = now - self.moved_at
+        return quiet_s if self.waits_in and quiet_s >= WAITS_AFTER_S else None
+
     def words(self, now: float) -> str:
         """Say how the script of a member that beats stands."""
         quiet_s = now - self.moved_at
         if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
             return f"hangs: its kvps-worker is alive, its process has been silent for {now - self.heard_at:.0f} s"
-        if self.waits_in:
+        if self.waited_s(now) is not None:
             return f"alive, has waited in {self.waits_in} for {quiet_s:.0f} s"
         return quiet_in_words(quiet_s, "call") if self.calls else "alive, has made no call yet"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvps.observe.judgement import Problem, problems_of
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Figures, OldRound, Seen, Sight
@@ -58,6 +59,8 @@ class Picture:
     workers: tuple[MemberLine, ...]
     servers: tuple[MemberLine, ...]
     rounds: tuple[OldRound, ...]
+    problems: tuple[Problem, ...] = ()
+    """Why the job does not go on."""
 
     @property
     def rounds_s(self) -> float:
@@ -123,6 +126,7 @@ class ClusterView:
             tuple([one for one in lines if one.node.role is Role.WORKER]),
             tuple([one for one in lines if one.node.role is Role.SERVER]),
             seen.rounds,
+            tuple(problems_of(seen)),
         )
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvps import __version__
 from kvps.core.liveness import SILENT_AFTER_S
 from kvps.net import descriptors
+from kvps.observe.judgement import problems_of
 from kvps.phrases import bytes_in_words, some_of
 from kvps.protocol.envelope import PROTOCOL, Node, Role
 from kvps.protocol.membership import Seen, Sight
@@ -125,6 +126,7 @@ def diagnose(m: Measurements) -> list[CheckResult]:
         "answer": _answer,
         "versions": _versions,
         "members": _members,
+        "progress": _progress,
         "round trip": _round_trip,
         "bandwidth": _bandwidth,
         "clock": _clock,
@@ -263,6 +265,15 @@ def _members(m: Measurements) -> Findings:
         figure = f"not joined yet: {some_of(told, MEMBERS_SHOWN)}"
         found.append((Level.WARN, figure, advice))
     return found or [(Level.OK, f"all {len(m.seen.members)} members are well", "")]
+
+
+def _progress(m: Measurements) -> Findings:
+    if m.seen is None:
+        return []
+    return [
+        (Level.FAIL if one.is_certain else Level.WARN, one.text, one.advice)
+        for one in problems_of(m.seen)
+    ] or [(Level.OK, "no worker waits for long", "")]
 
 
 def _round_trip(m: Measurements) -> Findings:

@@ -74,7 +74,14 @@ def _faults(document: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Name the workers that the oldest open rounds wait for."""
+    """Say why the job does not go on; before that is known, name the workers that the oldest open rounds wait for."""
+    problems = document.get("problems", ())
+    for one in problems:
+        text = f"{one['text'][:1].upper()}{one['text'][1:]}. {one['advice'][:1].upper()}{one['advice'][1:]}."
+        member = f"worker {one['ranks'][0]}" if len(one["ranks"]) == 1 else ""
+        yield Finding(BAD, "workers", text, member)
+    if problems:
+        return
     for worker in document["workers"]:
         waited_s = worker["waited_s"]
         if waited_s is not None and waited_s >= WAIT_S and worker["state"] in ("held", "lost"):

@@ -9,6 +9,7 @@ from kvps.core.scheduler.job import Job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import State as SeatState
+from kvps.observe.judgement import problems_of
 from kvps.observe.sampler import State
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Seen
@@ -64,6 +65,8 @@ def as_json(job: bytes, seen: Seen) -> dict[str, object]:
         "checkpoint": seen.checkpoint,
         "members": members,
         "rounds": [one._asdict() for one in seen.rounds],
+        "waits": [one._asdict() for one in seen.waits],
+        "problems": [one._asdict() for one in problems_of(seen)],
     }
 
 

@@ -332,6 +332,17 @@ class Figures(NamedTuple):
     """Seconds by which the pushes of a worker come after the first of their round, at the server where most."""
 
 
+class Wait(NamedTuple):
+    """A call in which a worker waits."""
+
+    rank: int
+    call: str
+    waited_s: float
+    """Since its script has made a call last."""
+    ranks: tuple[int, ...]
+    """The workers that it waits for; none if that is not known."""
+
+
 @tag(79)
 class Seen(Answer):
     """Answer to LOOK."""
@@ -349,6 +360,8 @@ class Seen(Answer):
     """The newest complete checkpoint; 0 for none."""
     figures: tuple[Figures, ...] = ()
     """In the order of ``members``."""
+    waits: tuple[Wait, ...] = ()
+    """The calls in which workers have waited for some seconds."""
 
 
 @tag(130)

@@ -190,6 +190,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 2,
                 12,
                 (m.Figures("0.1.0", 200, 4096, 2048, 0, 0, 0.25),),
+                (m.Wait(3, "push()", 12.5, (2, 5)),),
             ),
             (),
         ),

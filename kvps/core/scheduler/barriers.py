@@ -248,6 +248,15 @@ class Barriers:
             return ()
         return tuple(sorted(self._needed(name, at.after) - standing.keys()))
 
+    def lacking(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks without which a rank that waits at a barrier cannot go on; none if it waits at none."""
+        for name, numbers in self.open.items():
+            for number, standing in numbers.items():
+                if standing.get(rank) is not None:
+                    needed = self._needed(name, self.after[name][number])
+                    return tuple(sorted(needed - standing.keys()))
+        return ()
+
     # --- those who do not know the number -----------------------------------------------------
 
     def _number(self, at: Barrier) -> int | None:

@@ -45,7 +45,7 @@ def assess(
             return Phase.FORMING, _waiting(missing, settings)
         return Phase.RUNNING, f"all {len(seats)} seats are taken"
     if any(seat.state is State.HELD for seat in workers):
-        return Phase.RUNNING, told(absent) if absent else "all is well"
+        return Phase.RUNNING, told(absent) if absent else "every member is here"
     absent = [seat for seat in absent if seat.node.role is Role.WORKER]
     if any(seat.may_be_replaced(settings, now) for seat in absent):
         return Phase.RUNNING, (

@@ -26,7 +26,7 @@ from kvps import protocol as p
 from kvps.core.effects import Effects, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
-from kvps.core.scheduler.figures.status import figures, sights
+from kvps.core.scheduler.figures.status import figures, sights, waits
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
@@ -446,16 +446,18 @@ class Scheduler:
     def seen(self, seq: int, now: float) -> p.Seen:
         """Return the answer to a status query."""
         job, seats, report = self.job, self.job.seats.by_node, self.job.status_report
+        rounds = report.rounds(seats, now)
         return p.Seen(
             seq,
             job.phase.value,
             job.reason,
             sights(seats.values(), now),
-            report.rounds(seats, now),
+            rounds,
             self._process.software,
             job.checkpoints.epoch,
             job.checkpoints.kept,
             figures(seats, report, now),
+            waits(seats, job.barriers, rounds, now),
         )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:

@@ -42,7 +42,7 @@ def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
 def test_one_whose_process_says_nothing_any_more_hangs() -> None:
     script = Progress(0, 0.0)
     script.beat(7, "barrier()", 1.0)
-    assert script.words(3.0) == "alive, has waited in barrier() for 2 s"
+    assert script.words(3.0) == "alive, last call 2 s ago"  # a busy one is in some call, too
     assert (
         script.words(43.0)
         == "hangs: its kvps-worker is alive, its process has been silent for 42 s"

@@ -46,7 +46,16 @@ def test_all_is_well() -> None:
     assert not [one for one in findings if one.advice]
     assert exit_code(findings) == 0
     assert [one.name for one in findings] == [
-        *("address", "connection", "keys", "answer", "versions", "members", "round trip"),
+        *(
+            "address",
+            "connection",
+            "keys",
+            "answer",
+            "versions",
+            "members",
+            "progress",
+            "round trip",
+        ),
         *("bandwidth", "clock", "shared memory", "file descriptors"),
     ]
 
@@ -55,7 +64,16 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
     findings = diagnose(Measurements("tcp://head:9091", resolve_error="unknown", software="1.0"))
     levels = {one.name: one.level for one in findings}
     assert levels["address"] is Level.FAIL
-    skipped = ("connection", "keys", "answer", "versions", "members", "round trip", "bandwidth")
+    skipped = (
+        "connection",
+        "keys",
+        "answer",
+        "versions",
+        "members",
+        "progress",
+        "round trip",
+        "bandwidth",
+    )
     assert {levels[name] for name in (*skipped, "clock")} == {Level.SKIP}
     assert exit_code(findings) == 1
 

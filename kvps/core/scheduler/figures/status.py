@@ -6,16 +6,21 @@ few seconds; after that, a silent server counts as having none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from kvps.core.membership_client import BeatFigures
+from kvps.core.scheduler.barriers import Barriers
 from kvps.core.scheduler.seat import Seat, State
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Figures, OldRound, Sight
+from kvps.protocol.membership import Figures, OldRound, Sight, Wait
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
+SET_BY_RANK_0 = ("init()", "set_optimizer()", "set_learning_rate()")
+"""Calls in which the other ranks wait until rank 0 has made them."""
+WAITS_MAX, RANKS_MAX = 1024, 64
+"""Waits, and ranks of each, in one answer."""
 NOBODY_LATE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -70,6 +75,29 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
         numbers = seat.figures if is_held else BeatFigures()
         shown.append(Figures(seat.software, *numbers, late_s))
     return tuple(shown)
+
+
+def waits(
+    seats: Mapping[Node, Seat], barriers: Barriers, rounds: Sequence[OldRound], now: float
+) -> tuple[Wait, ...]:
+    """Return the calls in which workers wait, and the ranks that each waits for, as far as the scheduler knows.
+
+    A worker that stands at no barrier waits for rank 0, if that sets what the others expect, or for those
+    whose push an open round lacks.
+    """
+    found = []
+    for seat in in_order(seats.values()):
+        waited_s = seat.progress.waited_s(now)
+        if seat.state is not State.HELD or waited_s is None:
+            continue
+        rank, call = seat.node.rank, seat.progress.waits_in
+        ranks = barriers.lacking(rank)
+        if not ranks and call in SET_BY_RANK_0 and rank:
+            ranks = (0,)
+        if not ranks:
+            ranks = tuple(sorted({one for each in rounds for one in each.missing} - {rank}))
+        found.append(Wait(rank, call, waited_s, ranks[:RANKS_MAX]))
+    return tuple(found[:WAITS_MAX])
 
 
 def in_order(seats: Iterable[Seat]) -> list[Seat]:

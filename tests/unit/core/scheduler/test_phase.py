@@ -47,7 +47,7 @@ def test_before_the_job_has_formed(workers: str, servers: str, phase: str, reaso
 @pytest.mark.parametrize(
     ("workers", "servers", "phase", "reason"),
     [
-        ("hf", "h", "running", "all is well"),
+        ("hf", "h", "running", "every member is here"),
         ("hl", "g", "running", "server 0 is gone (why), worker 1 is lost (why)"),
         (
             "h" + "g" * 10,
