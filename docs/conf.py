@@ -47,6 +47,7 @@ html_show_sphinx = False
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["kvps.css"]
+html_search_scorer = str(Path(__file__).with_name("_static") / "scorer.js")
 html_copy_source = False
 html_theme_options = {
     "light_css_variables": {
