@@ -95,6 +95,9 @@ def update_rows(
 def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | None) -> None:
     """Make ``rows`` the value of a table in place: where no row is given, it is 0 from here on.
 
+    A given row may be 0, too, for example where the gradients of two ranks cancel. The first element of
+    such a row becomes -0: an optimizer with momenta has to update that row, and none that was not given.
+
     Args:
         weights: the table, [n, width].
         ids: which rows are given, int64 [k], each once, all in [0, n).
@@ -113,4 +116,7 @@ def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | Non
         weights.zero_()
     else:
         weights.index_fill_(0, before, 0)
-    weights.index_copy_(0, ids, rows.to(weights.dtype))
+    values = rows.to(weights.dtype)
+    weights.index_copy_(0, ids, values)
+    if weights.is_floating_point():
+        weights[:, 0].index_fill_(0, ids[~values.any(1)], -0.0)

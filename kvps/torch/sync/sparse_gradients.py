@@ -2,7 +2,8 @@
 
 Where the store has the optimizer, the weight is refreshed by the rows that any rank's gradient has changed. Where
 it has none, a key is the sum of the last round. What changed in it are the rows of that round and those of
-the round before, which are 0 again: so what changed, without the rows that are 0, is the sum.
+the round before, which are 0 again. A row of that round may be 0, too: then its first element is -0, and
+the optimizer here has to update it. So what changed, without the rows that are 0 and not -0, is the sum.
 """
 
 from __future__ import annotations
@@ -70,9 +71,13 @@ class SparseGradients:
 
 
 def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a sparse tensor of those ``rows`` that are not 0, as sparse optimizers want it."""
+    """Return a sparse tensor of those ``rows`` that some rank has used, as sparse optimizers want it.
+
+    A row of zeros was used if its first element is -0.
+    """
     ids = ids.to(rows.device)
-    some = rows.unsqueeze(-1).flatten(1).ne(0).any(1)
+    flat = rows.unsqueeze(-1).flatten(1)
+    some = flat.ne(0).any(1) | flat[:, :1].signbit().any(1)
     if not some.all():
         ids, rows = ids[some], rows[some]
     return torch.sparse_coo_tensor(

@@ -199,3 +199,24 @@ def test_assigned_rows_are_all_that_is_not_zero(before: torch.Tensor | None) -> 
     sparse_update.assign_rows(weights, torch.tensor([1, 2]), torch.full((2, 2), 5.0), before)
     first = 1.0 if before is not None and 0 not in before else 0.0  # not known to have a value
     assert weights.tolist() == [[first, first], [5.0, 5.0], [5.0, 5.0]]
+
+
+@pytest.mark.spec("R423")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_given_row_of_zeros_can_be_told_from_a_row_that_is_not_given(dtype: torch.dtype) -> None:
+    weights = torch.ones(4, 2, dtype=dtype)
+    rows = torch.tensor([[0.0, 0.0], [-0.0, 3.0], [-0.0, -0.0]])
+    sparse_update.assign_rows(weights, torch.tensor([0, 2, 3]), rows, None)
+    assert weights.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 3.0], [0.0, 0.0]]
+    assert weights[:, 0].signbit().tolist() == [True, False, True, True]
+    sparse_update.assign_rows(
+        weights, torch.tensor([1]), torch.zeros(1, 2), torch.tensor([0, 2, 3])
+    )
+    assert weights[:, 0].signbit().tolist() == [False, True, False, False]
+
+
+def test_integers_have_no_negative_zero() -> None:
+    weights = torch.ones(2, 2, dtype=torch.int32)
+    rows = torch.zeros(1, 2, dtype=torch.int32)
+    sparse_update.assign_rows(weights, torch.tensor([1]), rows, None)
+    assert weights.tolist() == [[0, 0], [0, 0]]
