@@ -62,7 +62,7 @@ from kvps.torch.sync.parameter_sync import (
     store_of,
 )
 from kvps.torch.sync.same_model import demand_same
-from kvps.torch.sync.sparse_gradients import SparseGradients, sparse_of
+from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -372,7 +372,7 @@ class Trainer:
         gradients = {name: self._gradient(name) for name in names}
         waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
         dense = {
-            name: one.to_dense() if one.is_sparse else one
+            name: dense_of(one) if one.is_sparse else one
             for name, one in gradients.items()
             if name not in waits
         }
@@ -385,7 +385,7 @@ class Trainer:
             if name in sums:
                 param.grad = sums[name]
             elif gradient.is_sparse:
-                param.grad = sparse_of(torch.arange(len(param), device="cpu"), dense[name], param)
+                param.grad = sum_of(dense[name], param, is_marked=adds_plainly(self._kv))
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.

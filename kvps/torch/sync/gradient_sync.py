@@ -41,7 +41,7 @@ from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.in_flight import GradientBucket, HeldBucket, InFlight, SparseBucket
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync
-from kvps.torch.sync.sparse_gradients import SparseGradients
+from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of
 
 
 class Advice(NamedTuple):
@@ -266,7 +266,11 @@ class GradientSync:
                 names, values, out=values, priority=number, async_op=True
             )
             bucket = GradientBucket(
-                by_name, cast("Handle", handle), self._divisor, sparse & by_name.keys()
+                by_name,
+                cast("Handle", handle),
+                self._divisor,
+                sparse & by_name.keys(),
+                is_marked=adds_plainly(self._model.kv),
             )
         for name in names:
             self._has_left(name, bucket)
@@ -305,7 +309,7 @@ class GradientSync:
         param = self._model.params[name]
         assert param.grad is not None
         if param.grad.layout is not torch.strided:
-            return param.grad.detach().to_dense()
+            return dense_of(param.grad.detach())
         if param.grad.dtype != param.dtype:
             return param.grad.detach().to(param.dtype)
         place = self._memory.sent(name)

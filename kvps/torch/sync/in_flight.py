@@ -13,7 +13,7 @@ import torch
 
 from kvps.core.worker.consistent_read import HeldValues
 from kvps.runtime.ticket import Handle
-from kvps.torch.sync.sparse_gradients import sparse_of
+from kvps.torch.sync.sparse_gradients import sum_of
 
 
 class InFlight(Protocol):
@@ -44,15 +44,23 @@ class GradientBucket:
         handle: of the store's call.
         divisor: what comes back is divided by it.
         sparse: those of them that were sparse, and shall be.
+        is_marked: as :func:`~kvps.torch.sync.sparse_gradients.sum_of` has it.
     """
 
     def __init__(
-        self, values: dict[str, torch.Tensor], handle: Handle, divisor: int, sparse: set[str]
+        self,
+        values: dict[str, torch.Tensor],
+        handle: Handle,
+        divisor: int,
+        sparse: set[str],
+        *,
+        is_marked: bool,
     ) -> None:
         self.values = values
         self._handle = handle
         self._divisor = divisor
         self._sparse = sparse
+        self._is_marked = is_marked
 
     def wait(self) -> None:
         """Wait until they are back.
@@ -69,11 +77,7 @@ class GradientBucket:
     def gradient(self, name: str) -> torch.Tensor:
         """Return what came back, in the layout in which the gradient left."""
         value = self.values[name]
-        return (
-            sparse_of(torch.arange(len(value), device="cpu"), value, value)
-            if name in self._sparse
-            else value
-        )
+        return sum_of(value, value, is_marked=self._is_marked) if name in self._sparse else value
 
     def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
         """Write weights from where the gradients were."""

@@ -80,6 +80,10 @@ def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torc
     some = flat.ne(0).any(1) | flat[:, :1].signbit().any(1)
     if not some.all():
         ids, rows = ids[some], rows[some]
+    return _sparse(ids, rows, like)
+
+
+def _sparse(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.sparse_coo_tensor(
         ids[None].to(like.device),
         rows.to(like.device),
@@ -88,3 +92,37 @@ def sparse_of(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torc
         check_invariants=False,
         device="cpu",
     )
+
+
+def adds_plainly(kv: object) -> bool:
+    """Whether a store's sum of whole tensors is that of their elements, so that -0 and -0 give -0."""
+    return isinstance(kv, KVStore) and kv.type.startswith("allreduce")
+
+
+def dense_of(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a sparse gradient as a dense one, for stores that add up whole tensors.
+
+    A row that it does not have begins with -0, and any other row of zeros with +0. In a sum of several ranks, -0 is
+    left only where no rank has the row.
+    """
+    dense = gradient.to_dense()
+    has = torch.zeros(len(dense), dtype=torch.bool, device=dense.device)
+    has[gradient._indices()[0]] = True
+    first = dense.unsqueeze(-1).flatten(1)[:, :1]
+    first.copy_(torch.where(has[:, None], first + 0.0, -0.0))
+    return dense
+
+
+def sum_of(dense: torch.Tensor, like: torch.Tensor, *, is_marked: bool) -> torch.Tensor:
+    """Return a sum of such gradients as a sparse tensor.
+
+    Args:
+        dense: the sum.
+        like: the parameter.
+        is_marked: whether the store adds as the processor does; if not, rows of zeros are left out.
+    """
+    flat = dense.unsqueeze(-1).flatten(1)
+    some = flat.ne(0).any(1)
+    if is_marked:
+        some |= ~flat[:, :1].signbit().any(1)
+    return _sparse(some.nonzero()[:, 0], dense[some], like)
