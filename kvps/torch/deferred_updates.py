@@ -1,7 +1,6 @@
 """Updates deferred into the next forward pass: their values, parameters and learning rates.
 
-:mod:`kvps.torch.forward_overlap` says which module waits for which parameter. This file says what then happens:
-it waits for the bucket, and takes the weights that came back; or it lets the optimizer step those
+:mod:`kvps.torch.forward_overlap` says who waits for a parameter. This file says what then happens: it waits for the bucket, and takes the weights that came back; or it lets the optimizer step those
 parameters alone, as if its groups had no others, with the rates that held when ``step()`` was called.
 """
 
@@ -21,8 +20,10 @@ from kvps.torch.sync.parameter_sync import ParameterSync
 class DeferredUpdates:
     """The updates that are left to do of a step that has returned.
 
+    They may be made in the middle of anything that reads a parameter: under autocast, or in inference mode, for example.
+
     Args:
-        module: the model, whose modules wait.
+        module: the model, whose parameters wait.
         model: its parameters in the store.
         optimizer: over them.
         on_store: what comes back are weights.
@@ -53,12 +54,10 @@ class DeferredUpdates:
         self._plain_step: Any = getattr(step, "__wrapped__", step)
         self._ahead = ForwardOverlap(module, model.params, self._update)
 
-    def learns(self) -> bool:
-        """Learn from the first forward pass; return whether this was it."""
-        is_first = not self._ahead.is_known
-        if is_first:
-            self._ahead.learn()
-        return is_first
+    @property
+    def may_defer(self) -> bool:
+        """Whether updates may be deferred: not once torch has compiled something."""
+        return not self._ahead.is_compiled
 
     def put_off(self, buckets: dict[str, InFlight]) -> None:
         """Let each of these parameters be updated when its module needs it."""
@@ -90,11 +89,13 @@ class DeferredUpdates:
             self._ahead.forget()
             self._model.go_on(error)
             return  # an optimizer here skips the next step: modules have computed with other weights
-        if self._on_store:
-            for name, bucket in buckets.items():
-                bucket.bring([name], self._model.params)
-        else:
-            self._step(buckets)
+        device = next(iter(self._model.params.values())).device.type
+        with torch.inference_mode(mode=False), torch.autocast(device, enabled=False):
+            if self._on_store:
+                for name, bucket in buckets.items():
+                    bucket.bring([name], self._model.params)
+            else:
+                self._step(buckets)
 
     def _step(self, buckets: Mapping[str, InFlight]) -> None:
         """Let the optimizer step these parameters alone."""

@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
-computes. With it, ``step()`` takes the gradients away from their parameters and returns. A hook before
-each module's ``forward()`` waits for the parameters of that module alone and updates them, in the order
-in which they are needed, which is the order in which they come back (:mod:`kvps.torch.sync.buckets`)::
+computes. With it, ``step()`` takes the gradients away from their parameters and returns. Each parameter is then
+*pending*: its first reader waits for its update, in the order in which a forward pass needs them, which is the
+order in which they come back (:mod:`kvps.torch.sync.buckets`)::
 
     backward 1            step  forward 2             backward 2
     ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
@@ -14,26 +14,88 @@ in which they are needed, which is the order in which they come back (:mod:`kvps
 So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time, with the
 rates that held when ``step()`` was called, even if a scheduler has changed them since.
 
-The first forward pass shows which module waits for a parameter: its own module, or, if that is never called
-(``MultiheadAttention`` reads the weight of its ``out_proj`` and does not call it), the nearest enclosing
-module that is called. Call ``synchronize()`` before you read parameters elsewhere.
+A pending parameter has another class, :class:`PendingParameter`, which torch asks before it hands the parameter to
+any of its functions. So it does not matter who reads it: a module, another module, a hook, an average of weights,
+``state_dict()``, a copy. A hook before each ``forward()`` brings the parameters of one module together, and those
+that a module gives to C++ code, which asks nobody.
+
+Compiled code checks the class of each parameter and would be compiled again for every other class. So when torch
+begins to compile, all updates are made, and no later update is deferred.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
+
+from kvps.errors import ConfigError
+
+_ATTRIBUTES = "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"
+_METHODS = "size dim numel stride element_size is_contiguous is_floating_point"
+_GRAD: Any = torch.Tensor.grad
+_UNREAD = frozenset(
+    [
+        *[getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()],
+        *[getattr(torch.Tensor, name) for name in _METHODS.split()],
+        _GRAD.__set__,
+        _GRAD.__delete__,
+    ]
+)
+"""Functions of a tensor that do not read its elements: ``zero_grad()`` must not wait."""
+
+
+class PendingParameter(torch.nn.Parameter):
+    """A parameter whose update was deferred; it is an ordinary parameter again before anybody reads it."""
+
+    _kvps_owner: ForwardOverlap
+    """Makes the update."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func not in _UNREAD and _bring(tree_leaves((args, options))):
+            return func(*args, **options)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **options)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _bring([self])
+        return self.__deepcopy__(memo)  # that of the class which it has now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _bring([self])
+        return self.__reduce_ex__(protocol)
+
+
+def _bring(values: Iterable[Any]) -> bool:
+    """Make the updates of pending parameters among ``values``; return whether there was any."""
+    pending = [one for one in values if type(one) is PendingParameter]
+    for owner in {one._kvps_owner for one in pending}:  # of two optimizers, for example
+        owner.finish_of([one for one in pending if vars(one).get("_kvps_owner") is owner])
+    return bool(pending)
+
+
+def _bring_own(module: torch.nn.Module, _: Any) -> None:
+    """Make the updates of a module's own parameters."""
+    _bring(module._parameters.values())
 
 
 class ForwardOverlap:
-    """Parameters with a deferred update, and the modules that wait for it.
+    """Parameters with a deferred update, each of which waits for its first reader.
 
     Args:
         module: the model.
         params: name -> parameter of the model.
         update: updates these parameters when all of their gradients have arrived.
+
+    Raises:
+        ConfigError: for a scripted model, whose code reads parameters without asking.
     """
 
     def __init__(
@@ -42,49 +104,54 @@ class ForwardOverlap:
         params: Mapping[str, torch.Tensor],
         update: Callable[[list[str]], None],
     ) -> None:
+        if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+            raise ConfigError(
+                "overlap_forward=True: a scripted module reads its weights before their update is in; use the "
+                "module that was scripted, or overlap_forward=False"
+            )
+        self._params = params
+        self._names = {param: name for name, param in params.items()}
         self._update = update
-        self._waits = _own(module, params)
-        """Module -> the parameters that it waits for."""
-        self._called: set[str] = set()
-        self.is_known = False
-        """Whether the first forward pass has shown which modules are called."""
-        self._pending: dict[str, None] = {}
-        self._hooks: list[Any] = [
-            one.register_forward_pre_hook(lambda *_, path=path: self._on_forward(path))
-            for path, one in module.named_modules()
+        self._pending: set[str] = set()
+        self.is_compiled = False
+        """Torch has compiled something since this was made."""
+        self._hooks = [
+            one.register_forward_pre_hook(_bring_own, prepend=True)
+            for one in module.modules()
+            if any(True for _ in one.parameters(recurse=False))
         ]
-        root: Any = module  # torch gives this method no types
-        self._hooks.append(root.register_state_dict_pre_hook(lambda *_: self.finish()))
-
-    def learn(self) -> None:
-        """A forward pass is over: let modules wait for the parameters of inner modules that are not called."""
-        for path in [waiting for waiting in self._waits if waiting not in self._called]:
-            around = path
-            while around and around not in self._called:
-                around = around.rpartition(".")[0]
-            self._waits.setdefault(around, []).extend(self._waits[path])
-        self.is_known = True
+        self._compilations = Compilations(self)
+        self._compilations.watch()
 
     def put_off(self, names: Iterable[str]) -> None:
-        """Defer the update of these parameters until a module needs them. Parameters that no module waits for
-        are updated now.
-        """
-        self._pending.update(dict.fromkeys(names))
-        awaited = {name for path in self._called for name in self._waits.get(path, ())}
-        self.finish([name for name in self._pending if name not in awaited])
+        """Defer the update of these parameters until somebody reads them."""
+        self._compilations.watch()
+        now = []
+        for name in names:
+            param = self._params[name]
+            self._pending.add(name)
+            if type(param) is torch.nn.Parameter:
+                param.__class__ = PendingParameter
+                cast("PendingParameter", param)._kvps_owner = self
+            else:
+                now.append(name)
+        self.finish(now)
 
     def finish(self, names: Iterable[str] | None = None) -> None:
         """Make the updates of these parameters now, or all deferred updates."""
-        wanted = list(self._pending) if names is None else names
+        wanted = list(self._params) if names is None else names
         due = [name for name in wanted if name in self._pending]
-        for name in due:
-            self._pending.pop(name, None)
+        self._settle(due)
         if due:
             self._update(due)
 
+    def finish_of(self, params: Iterable[torch.Tensor]) -> None:
+        """Make the updates of these parameters now."""
+        self.finish([self._names[param] for param in params])
+
     def forget(self) -> None:
         """Drop the updates that were deferred."""
-        self._pending.clear()
+        self._settle(list(self._pending))
 
     def close(self) -> None:
         """Make all updates, and remove the hooks."""
@@ -92,20 +159,53 @@ class ForwardOverlap:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._compilations.close()
 
-    def _on_forward(self, path: str) -> None:
-        if not self.is_known:
-            self._called.add(path)
-        elif self._pending:
-            self.finish(self._waits.get(path, ()))
+    def _settle(self, names: Iterable[str]) -> None:
+        """Let these be ordinary parameters."""
+        for name in names:
+            self._pending.discard(name)
+            param = self._params[name]
+            if type(param) is PendingParameter:
+                del vars(param)["_kvps_owner"]
+                cast("torch.Tensor", param).__class__ = torch.nn.Parameter
+
+    def compile(self) -> None:
+        """Torch begins to compile: make all updates."""
+        self.is_compiled = True
+        self.finish()
 
 
-def _own(module: torch.nn.Module, params: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Return the parameters that each module owns; a shared parameter belongs to each of its modules."""
-    names = {id(one): name for name, one in params.items()}
-    own: dict[str, list[str]] = {}
-    for path, one in module.named_modules():
-        found = [names[id(param)] for param in one.parameters(recurse=False) if id(param) in names]
-        if found:
-            own[path] = found
-    return own
+class Compilations:
+    """Tells a ForwardOverlap when torch begins to compile."""
+
+    def __init__(self, overlap: ForwardOverlap) -> None:
+        from torch._dynamo.callback import (
+            callback_handler,
+        )  # as the first step of an optimizer does
+
+        self._callbacks = callback_handler.start_callbacks
+        reference = weakref.ref(overlap)
+
+        def begin(_: object) -> None:
+            one = reference()
+            if one is not None:
+                one.compile()
+
+        self._begin = begin
+        self._end = weakref.finalize(overlap, _drop, self._callbacks, begin)
+        self._end.atexit = False
+
+    def watch(self) -> None:
+        """Watch from now on, and after torch._dynamo.reset(), which forgets who watches."""
+        if self._begin not in self._callbacks:
+            self._callbacks.append(self._begin)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._end()
+
+
+def _drop(callbacks: list[Any], one: Any) -> None:
+    if one in callbacks:
+        callbacks.remove(one)

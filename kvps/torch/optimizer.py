@@ -20,8 +20,8 @@ are the means, so all workers see the same, and the scaler needs nothing else. I
 the workers first agree whether any of their gradients is infinite. So with ``overlap_backward`` gradients wait for
 ``step()``, too, if a scaler is used, which is known from the first step on, in which nothing is pushed early.
 
-With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; modules do, in the next forward
-pass (:mod:`kvps.torch.forward_overlap`).
+With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; the next reader of a parameter does, such as
+the next forward pass (:mod:`kvps.torch.forward_overlap`).
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         find_unused: parameters may have no gradient in some steps; a parameter without a gradient on any
             worker does not change. This costs a round trip in ``step()``, and the mean is in ``.grad`` only
             after :meth:`synchronize`: call it before you clip gradients.
-        overlap_forward: let ``step()`` return at once, and each module wait for its own parameters
-            in the next forward pass. ``named_parameters`` is the module then. ``.grad`` is None after
-            ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you read
-            parameters other than by modules or ``state_dict()``.
+        overlap_forward: let ``step()`` return at once, and each parameter wait for its update until it is
+            read, in the next forward pass or elsewhere. ``named_parameters`` is the module then. ``.grad`` is None
+            after ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you read memory
+            that a parameter shares with a view of your own.
         overlap_backward: with ``update_on_kvstore``, push gradients during backward, so that it hides the
             transfer between hosts. Then each ``backward()`` belongs to a step: ``zero_grad()`` or another
             ``backward()`` before ``step()`` is an error, since the servers have used the gradients. (With the
@@ -238,10 +238,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ConfigError: naming parameters that have no gradient, without ``find_unused``.
             KvpsError: the error of a push or pull of a gradient.
         """
-        if self._late is not None and self._may_put_off(self._late, closure):
+        if self._late is not None:
             late = self._late
-            self._owned.run(lambda: self._put_off(late))
-            return None
+            if self._may_put_off(late, closure):
+                self._owned.run(lambda: self._put_off(late))
+                return None
+            late.finish()
         if self._on_store:
             given = () if closure is None else (closure,)
             return self._owned.run(self._step_on_store, *given)
@@ -368,11 +370,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _may_put_off(self, late: DeferredUpdates, closure: object) -> bool:
         """Whether this step can be deferred to the next forward pass."""
-        is_first = late.learns()
         is_scaled = "found_inf" in vars(self)
         has_more = self._model.is_behind or self._owned.has_pre_hooks
         is_bound = self._is_synchronized or has_more
-        return not (is_first or is_scaled or is_bound or closure)
+        return late.may_defer and not (is_scaled or is_bound or closure)
 
     def _put_off(self, late: DeferredUpdates) -> None:
         self._check_unchanged()
@@ -399,9 +400,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         :meth:`no_sync`, or of fewer passes than ``backward_passes_per_step``. Afterwards call step() under
         :meth:`skip_synchronize`, or step() itself, which then has nothing to wait for.
 
+        With ``overlap_forward``, it also makes the deferred updates. Between step() and backward() that is all it does.
+
         Raises:
             ConfigError: with ``update_on_kvstore=True``, where sums are never returned; or as step().
         """
+        if self._late is not None:
+            self._late.finish()
+            if all(param.grad is None for param in self._model.params.values()):
+                return  # between step() and backward(), it is the weights that a script waits for
         if self._on_store:
             raise ConfigError(
                 "synchronize() waits for the mean of gradients, but with update_on_kvstore=True the servers "
@@ -462,10 +469,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step. Give all "
                 "workers equally many batches, as kvps.data_sampler does"
             )
-        if self._late is not None:
-            self._late.finish()
+        self._finish()
         self._exchange.discard()
         self._model.survive(self._join)
+
+    def _finish(self) -> None:
+        """Make all deferred updates."""
+        if self._late is not None:
+            self._late.finish()
 
     def _join(self) -> None:
         last = self._model.kv.join()
@@ -535,6 +546,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state of the wrapped optimizer; empty if it is in the store."""
+        self._finish()
         return self._inner.state
 
     @property
@@ -580,6 +592,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         call by one worker is enough. The residuals of this worker's compressed gradients are in the entry
         ``"compression"``: to keep these, too, save a state on each worker.
         """
+        self._finish()
         owed = residual_state.state_of(self._model.kv)
         more = {RESTS: owed} if owed else {}
         if not self._on_store:
@@ -595,6 +608,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Every worker calls; for state in the store, rank 0's call counts. A worker loads residuals only if
         they are of its rank; otherwise its residuals start at zero.
         """
+        self._finish()
         whole = {name: one for name, one in state_dict.items() if name != RESTS}
         if not self._on_store:
             self._inner.load_state_dict(whole)

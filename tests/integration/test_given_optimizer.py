@@ -198,7 +198,7 @@ def test_a_hook_after_the_step_reads_new_weights() -> None:
         return means
 
     expected = averaged(None)
-    for name in ("servers", "trainer"):
+    for name in ("servers", "servers, overlap_forward", "workers, overlap_forward", "trainer"):
         with kvps.LocalCluster():
             torch.testing.assert_close(averaged(FRONT_ENDS[name]), expected)
 

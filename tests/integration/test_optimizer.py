@@ -737,6 +737,45 @@ def test_modules_wait_for_what_they_read(on_store: bool) -> None:
     assert_all(run(2, work), expected)
 
 
+def clamp(part: torch.nn.Module, _: Any) -> None:
+    """A hook that reads and writes a weight."""
+    part.weight.data.clamp_(-0.3, 0.3)  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("on_store", [True, False])
+def test_reads_between_two_steps_find_new_weights(on_store: bool) -> None:
+    """A part's state, a copy, a penalty, a view that was taken long before; and a hook that reads and writes weights."""
+
+    def work(overlap: bool) -> list[torch.Tensor]:
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if not on_store:  # servers would not learn of it
+            model[2].register_forward_pre_hook(clamp)
+        optimizer = DistributedOptimizer(
+            sgd, model, update_on_kvstore=on_store, overlap_forward=overlap
+        )
+        found: list[torch.Tensor] = []
+        view = model[2].weight.detach()
+        readers: list[Callable[[], Any]] = [
+            lambda: model[0].state_dict()["weight"],
+            lambda: copy.deepcopy(model)[2].weight,
+            lambda: torch.stack([param.square().sum() for param in model.parameters()]),
+            lambda: loss_of(model, slice(24)),
+            lambda: (optimizer.synchronize() if overlap else None, view)[1],
+            lambda: optimizer.state_dict()["state"][0]["momentum_buffer"],
+        ]
+        for read in [*readers, *readers]:
+            loss_of(model, slice(24)).backward()
+            optimizer.step()
+            found.append(read().detach().clone())
+            optimizer.zero_grad()
+        optimizer.close()
+        return [*found, *weights(model)]
+
+    with kvps.LocalCluster():
+        assert all(map(torch.equal, work(True), work(False)))
+
+
 def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
     """Worker 0 steps, and only then lets worker 1 begin its backward pass."""
     stepped = threading.Event()
