@@ -34,10 +34,14 @@ class Loop(NamedTuple):
 
 
 def net() -> Model:
-    torch.manual_seed(0)
-    return Model(
+    model = Model(
         torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 1)
     )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(generator=generator)
+    return model
 
 
 def groups(model: Model, lr: float = 0.1) -> list[dict[str, Any]]:
