@@ -48,6 +48,7 @@ from kvps.net.memory import share_bytes
 from kvps.observe import logs
 from kvps.observe.logs import Speaker, speaker, wrapped
 from kvps.runtime.keys import KeyMemory, generate, text_for
+from kvps.runtime.signals import handle
 
 log = logging.getLogger("kvps")
 OTHERS_MAX_S = 10.0
@@ -151,7 +152,7 @@ class Launch:
         self._listen(self._woken.fileno(), self._on_signals)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)  # the loop reads them from the pipe
+            handle(number, lambda *_: None)  # the loop reads them from the pipe
         try:
             if self._plan.max_restarts:
                 self._foothold = Foothold(self._leash, self._host)

@@ -23,6 +23,7 @@ from kvps.observe.cluster import ClusterHistory
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler
 from kvps.protocol.envelope import Role
+from kvps.runtime.signals import handle
 
 log = logging.getLogger("kvps")
 RESOLVE_EVERY_S = 0.5
@@ -95,13 +96,16 @@ def report(who: str, wish: Exit, *, is_told: bool = False) -> int:
 
 @contextmanager
 def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
-    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs."""
+    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs.
+
+    A signal that was ignored before stays so.
+    """
 
     def put(number: int, frame: object) -> None:
         inbox.put(stop(number))
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(one, put) for one in numbers]
+    before = [handle(one, put) for one in numbers]
     try:
         yield
     finally:

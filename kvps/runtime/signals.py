@@ -8,12 +8,27 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from types import FrameType
+from typing import NoReturn, TypeAlias
 
 AGAIN_S = 0.05
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+
+
+def handle(number: int, handler: Handler) -> Handler:
+    """Install a handler, unless the process was started with the signal ignored; return the one before.
+
+    nohup, and ``trap '' INT`` in a shell, start a process so: the signal is not meant for it.
+    """
+    before = signal.getsignal(number)
+    if before is not signal.SIG_IGN:
+        signal.signal(number, handler)
+    return before
 
 
 class Stopped(SystemExit):
@@ -23,6 +38,8 @@ class Stopped(SystemExit):
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
     """Within the block, the first signal of ``NUMBERS`` raises :class:`Stopped`, and later ones nothing.
+
+    One that was ignored before stays so.
 
     Call it in the main thread.
     """
@@ -41,7 +58,7 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(one, signal.SIG_IGN)
         _stop(128 + number)
 
-    before = {one: signal.signal(one, on_signal) for one in NUMBERS}
+    before = {one: handle(one, on_signal) for one in NUMBERS}
     sys.unraisablehook = on_dropped
     try:
         yield

@@ -274,6 +274,31 @@ def test_ctrl_c_and_sigterm_end_everything(processes: Processes, number: int, co
     processes.check_nothing_left()
 
 
+@pytest.mark.usefixtures("fresh_interpreters")
+def test_signals_that_were_ignored_before_stay_so(processes: Processes) -> None:
+    """As under nohup, and in a script that traps Ctrl-C."""
+    script = processes.script(
+        SUM + "import pathlib, time\nwhile not pathlib.Path('end').exists(): time.sleep(0.01)"
+    )
+    ignoring = [
+        "sh",
+        "-c",
+        "trap '' INT HUP; exec \"$@\"",
+        "sh",
+        sys.executable,
+        "-m",
+        "kvps.cli.launch",
+    ]
+    launched = processes.start("launch", *ignoring, "-n", 1, "--", sys.executable, script)
+    launched.expect("sum")
+    for number in (signal.SIGHUP, signal.SIGINT):
+        for pid in (launched.pid, *processes.pids(r"kvps\.cli\.worker")):
+            os.kill(pid, number)
+    (processes.folder / "end").touch()
+    assert launched.wait() == 0
+    processes.check_nothing_left()
+
+
 def test_sigterm_with_grace_lets_everybody_finish_a_round(processes: Processes) -> None:
     script = processes.script(
         SUM + "try:\n"

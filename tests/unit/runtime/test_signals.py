@@ -6,13 +6,23 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvps.runtime.signals import stopped_by_signals
 
 LIMIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def _not_ignored() -> Iterator[None]:
+    """Let the tests of signals pass under nohup, too."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def code_of(command: Callable[[], None]) -> object:
@@ -43,6 +53,21 @@ def test_a_signal_raises_where_the_command_is(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     assert code_of(command) == 128 + number
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_was_ignored_before_stays_so(number: signal.Signals) -> None:
+    def command() -> None:
+        os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_IGN
+
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with stopped_by_signals():
+            command()
+        command()
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_second_one_does_not_disturb_the_cleaning_up() -> None:
