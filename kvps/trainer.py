@@ -48,7 +48,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.sync.arguments import check_plain
+from kvps.torch.sync.arguments import check_norms, check_plain
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
@@ -166,6 +166,8 @@ class Trainer:
         is_alone = isinstance(kv, KVStore) and not is_distributed(kv)
         if is_alone and not on_store and compression_params is None:
             kv = None  # one process, and nothing to do for its store
+        if kv is not None and (on_store or kv.num_workers > 1):
+            check_norms(params, "Trainer")
         check_free(kv, tensors, "Trainer")
         residual_state.compress(kv, compression_params, "compression_params")
         self._kv: Any = kv

@@ -28,7 +28,8 @@ class Embedding(torch.nn.Module):
     DistributedOptimizer trains the other parameters of the model. ``state_dict`` does not contain the table;
     checkpoints and :meth:`kvps.EmbeddingTable.export` save it. Under ``torch.no_grad()``, and in ``eval()``,
     it only pulls. In a synchronous store every rank must push equally often: if a backward did not reach the
-    module, call ``table.push([], [])``.
+    module, call ``table.push([], [])``. A deep copy of the module, as in torch's ``AveragedModel``, has the same
+    table: it shows the newest rows, not their average.
 
     Args:
         table: from :meth:`kvps.KVStore.embedding`.

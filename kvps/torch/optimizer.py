@@ -43,7 +43,14 @@ from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement
-from kvps.torch.sync.arguments import buffers_of, check_plain, divisor_of, is_free, numbered
+from kvps.torch.sync.arguments import (
+    buffers_of,
+    check_norms,
+    check_plain,
+    divisor_of,
+    is_free,
+    numbered,
+)
 from kvps.torch.sync.gradient_sync import OPTIMIZERS, Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
@@ -178,6 +185,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "leave during backward anyway"
             )
         self._is_late = self._on_store and not overlap_backward
+        if self._on_store or kv.num_workers > 1:
+            check_norms(named_parameters, "DistributedOptimizer")
         buffers = buffers_of(named_parameters)
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")

@@ -850,6 +850,33 @@ def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("on_store", [False, True])
+@pytest.mark.parametrize("front_end", ["DistributedOptimizer", "Trainer", "sharded model"])
+def test_a_weight_that_forward_passes_change_is_refused(front_end: str, on_store: bool) -> None:
+    def work(rank: int) -> None:
+        bag = torch.nn.EmbeddingBag(5, 2, max_norm=1.0)
+        model = torch.nn.Sequential(bag, torch.nn.Linear(2, 1))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        where = {"update_on_kvstore": on_store}
+        make: dict[str, Any] = {
+            "DistributedOptimizer": lambda: DistributedOptimizer(sgd, model, **where),
+            "Trainer": lambda: kvps.Trainer(model, sgd, kvstore="dist_sync", **where),
+            "sharded model": lambda: kvps.torch.shard(model, optimizer=sgd),
+        }
+        with pytest.raises(kvps.ConfigError, match=rf"^0: EmbeddingBag\(max_norm=1\).*{front_end}"):
+            make[front_end]()
+        bag.weight.requires_grad_(False)  # each row is rescaled once, and all workers see the same
+        kvps.Trainer(model, "sgd", {"lr": 0.1}, "dist_sync", **where)
+
+    run(2, work)
+
+
+def test_one_process_may_rescale_rows_in_forward_passes() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2, max_norm=1.0))
+    kvps.Trainer(model, "sgd", {"lr": 0.1})
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")
+
+
 def test_the_newest_optimizer_has_the_gradients() -> None:
     with kvps.LocalCluster():
         model = net()

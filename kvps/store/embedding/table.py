@@ -90,6 +90,10 @@ class EmbeddingTable:
         (2, 1)
     """
 
+    def __deepcopy__(self, memo: object) -> EmbeddingTable:
+        """Return the table itself: its rows are in the store, and a copy of a module looks at the same."""
+        return self
+
     def __init__(self, store: Owner, name: str, recipe: EmbeddingSpec) -> None:
         self.store = store
         self.name = name

@@ -37,6 +37,7 @@ from kvps.torch.sharded.initial_upload import Init, check_init, upload
 from kvps.torch.sharded.param_groups import cut
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
 from kvps.torch.sharded.residency import Residency
+from kvps.torch.sync.arguments import check_norms
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 from kvps.torch.sync.same_model import demand_same
 
@@ -117,6 +118,7 @@ class Sharded:
         params = named(module)
         self._blocks = cut(module, params, blocks)
         check_init(self._blocks, init)
+        check_norms(module, "sharded model")
         kv = _checked_store(kvstore, options)
         be_tight()
         check_free(kv, params, "sharded model")

@@ -38,6 +38,25 @@ def buffers_of(given: object) -> dict[str, torch.Tensor]:
     return dict(given.named_buffers()) if isinstance(given, torch.nn.Module) else {}
 
 
+def check_norms(given: object, owner: str) -> None:
+    """Check that no embedding that is trained writes to its weight in forward passes.
+
+    Raises:
+        ConfigError: if one has ``max_norm``: it rescales the rows of a worker's own batch, on that worker alone.
+    """
+    if not isinstance(given, torch.nn.Module):
+        return
+    for path, one in given.named_modules():
+        is_table = isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if is_table and one.max_norm is not None and one.weight.requires_grad:
+            raise ConfigError(
+                f"{path or 'the module'}: {type(one).__name__}(max_norm={one.max_norm:g}) rescales rows of its weight in "
+                f"each forward pass, other rows on each worker, so that the weights of a {owner} would differ between "
+                "workers. Create it without max_norm, and limit norms with the optimizer on the workers: after step(), "
+                f"call weight.data.renorm_({one.norm_type:g}, 0, {one.max_norm:g}) on every worker"
+            )
+
+
 def divisor_of(kv: Any, op: str) -> int:
     """Return by what a worker divides what comes back, as the store does not.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import kvps
 import kvps.torch
@@ -103,6 +105,17 @@ def test_the_row_of_padding_is_zero_for_ever(table: kvps.EmbeddingTable) -> None
     assert table.version() == 2
     assert "'t', 3, padding_idx=0" in repr(module)
     assert "padding" not in repr(Embedding(table))
+
+
+def test_copies_of_a_module_have_its_table(table: kvps.EmbeddingTable) -> None:
+    model = torch.nn.Sequential(kvps.torch.Embedding(table), torch.nn.Linear(table.dim, 1))
+    mean = AveragedModel(model)
+    ids = torch.tensor([5, 7])
+    model(ids).sum().backward()
+    mean.update_parameters(model)
+    for one in (mean.module, copy.deepcopy(model)):
+        assert one[0].table is table
+        assert torch.equal(one[0](ids), table.pull(ids))
 
 
 def test_it_has_no_parameters(table: kvps.EmbeddingTable) -> None:
