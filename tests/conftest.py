@@ -20,7 +20,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import claims, pairwise, tiers
+from tests.support import claims, pairwise, summary, tiers
 
 TESTS = Path(__file__).resolve().parent
 OTHERS_VARIABLES = (
@@ -75,10 +75,25 @@ def pytest_configure(config: pytest.Config) -> None:
     tiers.configure(config)
 
 
-def pytest_report_header() -> str:
+def pytest_sessionstart(session: pytest.Session) -> None:
+    tiers.pin_terminal(session.config)
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[tiers.FAILED] = session.testsfailed > 0
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     if tiers.plays_all():
-        return "kvps: all tests, all seeds"
-    return f"kvps: the everyday tests, and the seeds of KVPS_DAY={tiers.day()}; --all runs the rest"
+        tier = ["kvps: all tests, all seeds: half an hour or more"]
+    else:
+        tier = [
+            f"kvps: the everyday tests, and the seeds of KVPS_DAY={tiers.day()}",
+            "kvps: left out: what is marked thorough (make test-all), slow (-m slow) or docker (make test-docker)",
+        ]
+        if is_whole_suite(config):
+            tier[0] += f": {summary.expected(os.cpu_count() or 1)}"
+    return tier
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from kvps import __version__, config
+from kvps.cli.help_text import HelpFormatter
 from kvps.core.limits import TABLE, Limits
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
             prog=name,
             description=what,
             epilog=more,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
         self.add_argument(

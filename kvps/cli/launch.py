@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
-    parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG ...]"
+    parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG...]"
     parser.add_argument(
         "-n",
         "--workers",

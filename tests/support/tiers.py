@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -19,11 +20,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forkserver
+from tests.support import forkserver, summary
 
 SECONDS_OF_A_DAY = 86_400
 ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "tests" / "durations.json"
+
+
+FAILED = pytest.StashKey[bool]()
+TERMINAL_VARIABLES = ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
+"""Variables by which a caller's terminal would change what tests see."""
 
 
 def share_processors() -> None:
@@ -52,9 +58,31 @@ def configure(config: pytest.Config) -> None:
     os.environ.setdefault("KVPS_DAY", str(int(time.time()) // SECONDS_OF_A_DAY))
     if not hasattr(config, "workerinput"):
         folder = os.environ[forkserver.FOLDER] = tempfile.mkdtemp(prefix="kvps-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["TMPDIR"], tempfile.tempdir = folder, None  # for all files of the run
+        if config.option.basetemp is None:  # a short path: those of sockets have a limit
+            config.option.basetemp = os.path.join(folder, "t")
+        config.add_cleanup(lambda: _remove(config, folder))
+        config.pluginmanager.register(summary.Summary())
     if config.getoption("--record"):
         config.pluginmanager.register(Costs(is_last=not hasattr(config, "workerinput")))
+
+
+def _remove(config: pytest.Config, folder: str) -> None:
+    """Remove all files of a run, unless a test failed, which left there what explains it."""
+    if config.stash.get(FAILED, False):
+        sys.stderr.write(f"the files of this run are left in {folder}\n")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def pin_terminal(config: pytest.Config) -> None:
+    """Have text wrapped as without a terminal, in tests and in what they start; pytest's own lines keep their width."""
+    if config.pluginmanager.has_plugin("terminalreporter"):
+        writer = config.get_terminal_writer()
+        writer.fullwidth = writer.fullwidth
+    for name in TERMINAL_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ["COLUMNS"] = "80"
 
 
 def day() -> int:

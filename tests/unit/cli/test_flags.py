@@ -42,6 +42,29 @@ def test_every_command_takes_the_common_flags(
     assert meanings.get(name, flags.NEEDLESS) in told
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120, 200])
+@pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)
+def test_help_fits_the_terminal_and_reads_well_in_a_wide_one(
+    name: str,
+    words: list[str],
+    columns: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        MODULES[name].main([*words, "--help"])
+    text = capsys.readouterr().out
+    is_example = False
+    for line in text.splitlines():
+        is_example = line.startswith("example") or (is_example and line[:1] in ("", " "))
+        assert len(line) <= min(columns, 110) or is_example, line
+    monkeypatch.setenv("COLUMNS", "110")
+    with pytest.raises(SystemExit):
+        MODULES[name].main([*words, "--help"])
+    assert capsys.readouterr().out.split() == text.split(), "the same words at any width"
+
+
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)
 def test_it_is_not_what_is_wrong_with_a_line(
     name: str, words: list[str], capsys: pytest.CaptureFixture[str]
