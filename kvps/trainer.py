@@ -408,6 +408,17 @@ class Trainer:
         with torch.no_grad(), self._owned or nullcontext():
             local.step(present, 1.0 / batch)
 
+    def close(self) -> None:
+        """Finish pending calls, release the parameters, and close the store, also one that was given.
+
+        Servers drop the values of a store that every worker has closed. A later Trainer begins anew.
+        """
+        if self._exchange is not None:
+            self._exchange.discard()
+            self._exchange.hooks.close()
+        if isinstance(self._kv, KVStore):
+            self._kv.close()
+
     def join(self) -> None:
         """Let the other workers continue without this worker, which has run out of batches, until all have.
 

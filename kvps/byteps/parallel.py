@@ -6,6 +6,7 @@ of parameters that backward did not reach, since another rank may have them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -57,8 +58,17 @@ class DistributedDataParallel(torch.nn.Module):
         self._is_waiting = False
         broadcast_parameters(module.state_dict(), 0)
         if size() > 1:
+            told = weakref.WeakMethod(
+                self._on_gradient
+            )  # a hook that knew the module would keep it for ever
+
+            def on_gradient(one: torch.Tensor) -> None:
+                method = told()
+                if method is not None:
+                    method(one)
+
             for one in self._names:
-                one.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch's
+                one.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

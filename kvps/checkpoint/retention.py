@@ -1,14 +1,15 @@
 """Retention: which complete checkpoints of a directory a new checkpoint makes superfluous.
 
-A job keeps its two newest checkpoints. Checkpoints of *earlier jobs* in the same directory are another matter: a job may
+A job keeps its two newest checkpoints, and the newest with each store that it has closed since: they are all that is left
+of that store. Checkpoints of *earlier jobs* in the same directory are another matter: a job may
 be about to restore one of them, or have begun anew by mistake. So a checkpoint of an earlier job is removed only
-when a checkpoint of this job that all servers have has passed it: it has all its stores, each at least at its version.
+when checkpoints of this job that all servers have have passed it: they have all its stores, each at least at its version.
 A checkpoint with a tag is never removed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvps.checkpoint.manifest import Manifest
 
@@ -16,21 +17,8 @@ KEPT = 2
 """The number of complete cuts without a tag that are kept."""
 
 
-def has_passed(newer: Manifest, older: Manifest) -> bool:
-    """Return whether ``newer`` has every store of ``older``, at its version or a later one.
-
-    Example:
-        >>> image = ImageFile(image_name(0, 1), 8, "0" * 64)
-        >>> def at(version):
-        ...     stores = {"model": StoreVersions(1, version, version)}
-        ...     return Manifest(1, bytes(16), 0, 1, "0.1.0", (image,), stores)
-        >>> has_passed(at(10), at(9)), has_passed(at(8), at(9))
-        (True, False)
-    """
-    return all(
-        name in newer.stores and newer.stores[name].highest >= store.highest
-        for name, store in older.stores.items()
-    )
+CLOSED_KEPT = 8
+"""The number of checkpoints that are kept for stores that the job has closed since."""
 
 
 def superfluous(complete: Sequence[Manifest], common: int) -> list[Manifest]:
@@ -40,15 +28,32 @@ def superfluous(complete: Sequence[Manifest], common: int) -> list[Manifest]:
         complete: all that are complete here, oldest first; the last was completed just now.
         common: the newest checkpoint of the same job that all servers have; 0 for none yet.
     """
-    newest = complete[-1]
-    proof = next((one for one in complete if one.cut == common), None)
+    ours = [one for one in complete if one.job == complete[-1].job]
+    reached: dict[str, int] = {}
+    for one in ours:
+        if one.cut <= common:
+            for name, store in one.stores.items():
+                reached[name] = max(store.highest, reached.get(name, 0))
+    kept = {common, *(one.cut for one in complete[-KEPT:]), *_last_of_closed(ours)}
     return [
         one
-        for one in complete[:-KEPT]
-        if not one.tag
-        and one.cut != common
-        and (one.job == newest.job or (proof is not None and has_passed(proof, one)))
+        for one in complete
+        if not one.tag and one.cut not in kept and (one in ours or _is_passed(one, reached))
     ]
+
+
+def _is_passed(one: Manifest, reached: Mapping[str, int]) -> bool:
+    return all(store.highest <= reached.get(name, -1) for name, store in one.stores.items())
+
+
+def _last_of_closed(ours: Sequence[Manifest]) -> list[int]:
+    """Return the newest cuts with a store that no newer cut of the job has."""
+    found, seen = [], set[str]()
+    for one in reversed(ours):
+        if one is not ours[-1] and not one.stores.keys() <= seen:
+            found.append(one.cut)
+        seen |= one.stores.keys()
+    return found[:CLOSED_KEPT]
 
 
 def further(complete: Sequence[Manifest]) -> Manifest | None:

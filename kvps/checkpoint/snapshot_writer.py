@@ -40,6 +40,7 @@ from kvps.core.server.snapshot.model import (
 )
 from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, StorageError
+from kvps.protocol.stores import Open
 from kvps.tensors import NAMES
 
 ENTRY = "kvps.image"
@@ -104,7 +105,7 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
             portions.append((portion.start, count, histories.number_of(portion.history), number))
         keys.append((key.name, key.spec.dtype, key.spec.shape, key.call, portions))
     return {
-        "open": asdict(store.opened),
+        "open": _options(store.opened),
         "hyper": _hyper_row(store.hyper),
         "sent_hyper": _hyper_row(store.sent_hyper),
         "sent_lr": store.sent_lr,
@@ -118,6 +119,14 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
             for number, table in enumerate(store.tables)
         ],
     }
+
+
+def _options(opened: Open) -> dict[str, object]:
+    """Return the options of a store; those of its first life are as older versions read them."""
+    options = asdict(opened)
+    if not opened.life:
+        del options["life"]
+    return options
 
 
 def _checked_count(key: KeySnapshot, portion: SnapshotPart) -> int:

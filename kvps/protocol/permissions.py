@@ -69,6 +69,8 @@ from kvps.protocol.membership import (
 )
 from kvps.protocol.shared_memory import Offer, Release, Taken
 from kvps.protocol.stores import (
+    Close,
+    Closed,
     Declare,
     Declared,
     Find,
@@ -76,6 +78,7 @@ from kvps.protocol.stores import (
     GetState,
     Norms,
     Open,
+    Opened,
     Optimize,
     Rate,
     SetState,
@@ -131,7 +134,8 @@ _SHARING = frozenset({Offer, Taken, Release})
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER
-        | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch},
+        | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch}
+        | {Close},
         Role.SERVER: _MEMBER
         | {Stalled, Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
@@ -139,7 +143,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _SHARING
         | {Hello, Probe, Join, Return, History, Revive, Open, Declare, Find, Status}
         | {Optimize, Rate, GetState, SetState, Load, Push, Pull, PushRows, PullRows, PullChanged}
-        | {Embed, PushIds, PullIds, Export, TableRate, Pong},
+        | {Embed, PushIds, PullIds, Export, TableRate, Pong, Close},
         Role.SERVER: frozenset({Hello, Norms}),
     },
     Place.WORKER: {
@@ -149,13 +153,14 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.SCHEDULER: frozenset(
             {Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong}
         )
-        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs}
+        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs, Closed}
         | {TakeImage, Commit, GiveUp, Recall, Restore, Measure, AskClock, Tracing, Part},
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
         | {Welcome, Error, Ack, Done, Probed, Declared, FoundAll, Pulled, PulledRows, Changed}
-        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived, Ping},
+        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived, Ping}
+        | {Opened, Closed},
     },
     Place.TO_WORKER: {
         Role.WORKER: _SHARING | {Welcome, Error, Ack, Probed, Pulled},

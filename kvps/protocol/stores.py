@@ -36,6 +36,8 @@ class Open(Message):
     """Seconds that such a round waits for the others; below 0, a quarter of the time that the quorum took."""
     late: str = "drop"
     """The policy for a push whose round closed without it: ``drop``, or ``next``, which counts it in the next round."""
+    life: int = 0
+    """How often all workers have closed a store of this name before, as far as the sender knows."""
 
 
 class Entry(NamedTuple):
@@ -112,6 +114,34 @@ class FoundAll(Answer):
     """Answer to FIND, key by key."""
 
     found: tuple[Found, ...]
+
+
+@tag(25)
+class Opened(Answer):
+    """Answer to OPEN of a worker that took another's place: the store has been closed and opened again before."""
+
+    life: int
+
+
+class StoreLife(NamedTuple):
+    """One life of a store: it begins when the store is made, and ends when all workers have closed it."""
+
+    store: str
+    life: int
+
+
+@tag(26)
+class Close(Message):
+    """Worker to server and scheduler: I do not use these stores any more."""
+
+    stores: tuple[StoreLife, ...]
+
+
+@tag(27)
+class Closed(Message):
+    """Answer to CLOSE: the same stores."""
+
+    stores: tuple[StoreLife, ...]
 
 
 # --- the optimizer on the servers -----------------------------------------------------------------

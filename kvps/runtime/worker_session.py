@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -80,7 +81,9 @@ class WorkerSession(Listener):
         self._is_replaceable = is_replaceable
         self._stores: dict[str, int] = {}
         self.names: dict[str, str] = {}
-        """Name of each store -> its type."""
+        """Name of each open store -> its type."""
+        self.handles: Counter[str] = Counter()
+        """Name of each open store -> how many objects of this process use it."""
         self.tuned: Settings | None = None
         """The settings that the job has chosen by trial (:mod:`kvps.store.autotune`); None if it has not."""
         self._transport = transport
@@ -200,6 +203,11 @@ class WorkerSession(Listener):
             if not self._thread.is_alive():  # so nobody else reads or writes the core
                 return self._core.figures(store)
         return copied[0]
+
+    def close_store(self, name: str) -> None:
+        """No object of this process uses a store any more; nobody waits."""
+        if os.getpid() == self.pid:
+            self._inbox.put(CoreRequest("on_close", (name,)))
 
     def join(self, timeout_s: float) -> None:
         """Wait until all seats of the cluster are taken.

@@ -113,6 +113,10 @@ class KVStore(KVStoreBase, abc.ABC):
     def _close(self, limit_s: float) -> None:
         """Flush within ``limit_s`` seconds, and release the resources of the store."""
 
+    @abc.abstractmethod
+    def _let_go(self) -> None:
+        """Release the resources of the store without waiting."""
+
     @property
     @abc.abstractmethod
     def num_dead_nodes(self) -> int:
@@ -944,7 +948,12 @@ class KVStore(KVStoreBase, abc.ABC):
     # --- the end ----------------------------------------------------------------------------------
 
     def close(self, *, timeout: float | None = None) -> None:
-        """Flush, and close this store; closing again does nothing."""
+        """Flush, and close this store; closing again does nothing.
+
+        When every worker has closed a store of servers, or has left, the store has ended: servers drop its values, and a
+        store that is created under its name begins anew. Two stores of one name in a process are the same, which is
+        closed with the last of them.
+        """
         if not self._is_closed:
             limit_s = self._limit(timeout)
             self._is_closed = True
@@ -958,7 +967,9 @@ class KVStore(KVStoreBase, abc.ABC):
         if error is None:
             self.close()
         else:
-            self._is_closed = True  # waiting for others would hide the error for minutes
+            if not self._is_closed:
+                self._is_closed = True
+                self._let_go()  # waiting for others would hide the error for minutes
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied.

@@ -48,7 +48,7 @@ class DistStore(KVStore):
         super().__init__(kind, opened.store, options.timeout_s)
         self.options = options
         """Those that the other stores of a front end take from this one."""
-        known = session.names.setdefault(opened.store, kind.type)
+        known = session.names.get(opened.store, kind.type)
         if known != kind.type:
             raise Mismatch(
                 f"store {opened.store!r} is {known} in this process, so it cannot be {kind.type}; "
@@ -64,7 +64,15 @@ class DistStore(KVStore):
         )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
         opening = calls.OpenStore(opened.store, opened, options.worker_grace_s)
-        session.call(opening, options.timeout_s).wait()
+        missed: Any = session.call(opening, options.timeout_s).wait()
+        session.names[opened.store] = kind.type
+        session.handles[opened.store] += 1
+        if missed:
+            log.warning(
+                "this worker replaces a lost one: since the first store %r of this job, every worker has closed it and "
+                "created it again %d times. This script has joined the present one; it must skip what came before",
+                *(opened.store, missed),
+            )
 
     @property
     def session(self) -> Session:
@@ -239,6 +247,14 @@ class DistStore(KVStore):
             self._start(calls.Flush(self._name), limit_s).wait()
         except KvpsError as error:
             self._later.append(error)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        session, name = self._session, self._name
+        session.handles[name] -= 1
+        if not session.handles[name] and not session.is_over:
+            del session.handles[name], session.names[name]
+            session.close_store(name)
 
     def _embedding(self, name: str, recipe: EmbeddingSpec, limit_s: float) -> EmbeddingTable:
         table = EmbeddingTable(self, name, recipe)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Protocol
 
 from kvps.core.worker.calls import Call
@@ -15,7 +16,9 @@ class Session(Protocol):
     :class:`~kvps.runtime.local.in_process.InProcessSession` without one."""
 
     names: dict[str, str]
-    """Name of each store -> its type."""
+    """Name of each open store -> its type."""
+    handles: Counter[str]
+    """Name of each open store -> how many objects of this process use it."""
     staging: Staging
 
     @property
@@ -32,6 +35,9 @@ class Session(Protocol):
 
     def figures(self, store: str) -> dict[str, float]:
         """Return the numbers of a store; asks nobody but the loop of this process."""
+
+    def close_store(self, name: str) -> None:
+        """No object of this process uses a store any more; nobody waits."""
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Begin a call."""

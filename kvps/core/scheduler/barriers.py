@@ -51,6 +51,8 @@ from kvps.protocol.membership import Barrier, Error, Released, Trait
 
 NAME_MAX = 256
 """Characters of one name."""
+CLOSED_MAX = 4096
+"""Stores of which it is known that a rank has closed them."""
 OPEN_MAX = 64
 """Numbers of one name at which ranks may wait at the same time."""
 
@@ -121,6 +123,8 @@ class Barriers:
         self.resumed: dict[tuple[str, int], int] = {}
         """By store and rank, after how many rounds it took its predecessor's place."""
         self.floating: dict[Name, dict[int, Float]] = {}
+        self.closed: dict[str, set[int]] = {}
+        """By store, the ranks that have closed it; nobody asks for its barriers any more if all have."""
         self.refused: dict[Name, RefusedCall] = {}
         """Barriers that are not passed, as the call that all make there has failed."""
         self.compared: dict[Name, tuple[int, Traits]] = {}
@@ -229,6 +233,25 @@ class Barriers:
             answer for name in list(self.open) if name[0] == store for answer in self._look_at(name)
         ]
 
+    def close(self, rank: int, stores: Iterable[str]) -> None:
+        """A rank has closed stores. Their barriers are forgotten when there is no room for others."""
+        for store in stores:
+            self.closed.setdefault(store, set()).add(rank)
+        while len(self.closed) > CLOSED_MAX:
+            del self.closed[next(iter(self.closed))]
+
+    def _forget_closed(self) -> None:
+        """Forget the barriers of stores that all ranks have closed."""
+        ended = {store for store, ranks in self.closed.items() if ranks >= self.required}
+        for names in (self.released, self.after, self.floating, self.refused, self.compared):
+            for name in [one for one in names if one[0] in ended and one not in self.open]:
+                del names[name]
+        self.hasty = {name for name in self.hasty if name[0] not in ended or name in self.open}
+        for store, rank in [one for one in self.resumed if one[0] in ended]:
+            del self.resumed[store, rank]
+        for store in ended:
+            del self.closed[store]
+
     def next_numbers(self, rank: int, store: str) -> dict[str, int]:
         """Return which barriers of a store a rank has to stand at next, by name."""
         numbers = {name: number + 1 for name, number in self.released.items() if name[0] == store}
@@ -302,13 +325,19 @@ class Barriers:
                 "before the next",
                 limit="barriers",
             )
-        known = self.open.keys() | self.released.keys() | self.floating.keys() | self.refused.keys()
+        known = self._known()
+        if name not in known and len(known) >= self._names_max:
+            self._forget_closed()
+            known = self._known()
         if name not in known and len(known) >= self._names_max:
             raise Overload(
                 f"the job already has {self._names_max} names of barriers; reuse a name instead of "
                 f"{_shown(*name)} (barriers of one name are numbered), or {remedy('barrier_names')}",
                 limit="barrier_names",
             )
+
+    def _known(self) -> set[Name]:
+        return {*self.open, *self.released, *self.floating, *self.refused}
 
     def require(
         self, required: Iterable[int], gone: dict[int, str], lost: Iterable[int] = ()
@@ -415,6 +444,7 @@ class Barriers:
         for kept in (self.open, self.after, self.resumed, self.floating, self.refused):
             kept.clear()
         self.compared.clear()
+        self.closed.clear()
 
     def check(self, alive: set[int]) -> None:
         """Assert the invariants; ``alive`` are the ranks that may be waiting."""

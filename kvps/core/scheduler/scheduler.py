@@ -130,6 +130,8 @@ class Scheduler:
                     self._on_alive(route, envelope, message, now)
                 case p.Barrier():
                     self._on_barrier(route, envelope, message, now)
+                case p.Close():
+                    self._on_close(route, envelope, message, now)
                 case p.Checkpoint():
                     self._on_checkpoint(route, envelope, message, now)
                 case p.Halted() | p.Proceeding():
@@ -386,6 +388,11 @@ class Scheduler:
         self.job.revive(seat, now)
         if envelope.view >= self.job.since:
             self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
+
+    def _on_close(self, route: Route, envelope: Envelope, close: p.Close, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        self.job.barriers.close(seat.node.rank, [one.store for one in close.stores])
+        self.job.send(route, p.Closed(close.stores))
 
     def _on_barrier(self, route: Route, envelope: Envelope, barrier: p.Barrier, now: float) -> None:
         seat = self._recognise(route, envelope, now)

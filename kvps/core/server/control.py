@@ -20,6 +20,7 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
+from kvps.core.server.ended_stores import EndedStores
 from kvps.core.server.figures.stragglers import Stall
 from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
@@ -70,6 +71,7 @@ class Control:
             *(context.chunks, memory_limit, self._aggregator.workers),
             *(context.limits.keys, context.limits.used_memory),
         )
+        self._ended = EndedStores()
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -122,7 +124,7 @@ class Control:
             KvpsError: if that cannot be.
         """
         for saved in snapshot.stores:
-            self._open_store(saved.opened)
+            self._make_store(saved.opened)
             store = self._context.stores[saved.name]
             capture.revive(store, self._chunks, saved)
             over, last, made = saved.joins
@@ -219,7 +221,9 @@ class Control:
             reason = _of(message.creator, "has not loaded a value")(describe)
             return f"key {key[:64]!r}{and_more(left)}: {reason}"
 
-        self._context.attempt(session, seq, PendingRequest(retry, why, len(message.entries)))
+        self._context.attempt(
+            session, seq, PendingRequest(retry, why, len(message.entries), store.name)
+        )
 
     def optimize(self, session: Session, seq: int, message: p.Optimize) -> None:
         """Set the optimizer, or wait until rank 0 has."""
@@ -305,7 +309,7 @@ class Control:
         def why(describe: Describe) -> str:
             return f"{ranks_in_words([self._setter(store)], describe)} has not set the {title}"
 
-        self._context.attempt(session, seq, PendingRequest(retry, why))
+        self._context.attempt(session, seq, PendingRequest(retry, why, store=store.name))
         if self._context.has_news:
             self._context.retry()
 
@@ -332,7 +336,7 @@ class Control:
             missing = store.joins.missing(self._context.members(store))
             return f"{ranks_in_words(missing, describe)} has not joined"
 
-        self._context.attempt(session, seq, PendingRequest(retry, why))
+        self._context.attempt(session, seq, PendingRequest(retry, why, store=store.name))
 
     def _judge(self, store: ServerStore) -> None:
         """End a join that is complete, if this server is the judge."""
@@ -351,26 +355,96 @@ class Control:
 
     # --- answered at once ---------------------------------------------------------------------------
 
-    def open(self, seq: int, message: p.Open) -> Message:
-        """Open a store, or check that it was opened alike."""
-        self._open_store(message)
-        return p.Done(seq)
+    def open(self, session: Session, seq: int, message: p.Open) -> None:
+        """Make a store, or check that it was made alike; wait until its former life has ended."""
+        name, rank, incarnation = message.store, session.rank, session.incarnation
 
-    def _open_store(self, opened: p.Open) -> None:
-        store = self._context.stores.get(opened.store)
-        if store is None:
-            most = self._context.limits.stores
-            if len(self._context.stores) >= most:
-                raise Overload(
-                    f"store {opened.store!r} is refused: there are {most} stores already, and a store lasts as long as "
-                    f"its job. Use one of them, or {remedy('stores')}",
-                    limit="stores",
+        def retry() -> Message | None:
+            known, store = self._ended.of(name), self._context.stores.get(name)
+            if known is not None and message.life > known.life:
+                self._ended.close(name, message.life, rank, incarnation)  # its CLOSE may be lost
+                if store is not None and not self._has_ended(store):
+                    return None
+            elif known is not None and store is None:
+                raise ConfigError(
+                    f"every worker has closed store {name!r}, and its values are gone: worker {rank} takes the place of "
+                    "a lost worker, and its script begins with what the others have behind them. Begin with the store "
+                    "that the others have open, or start the job again"
                 )
-            self.budget.pressure.demand_room(f"store {opened.store!r}")
-            check_quorum(opened, self._aggregator.workers)
-            self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
-        else:
-            store.agree(opened)
+            elif store is not None:
+                self._ended.open(name, rank, incarnation)
+                store.agree(message)
+                life = store.opened.life
+                return p.Done(seq) if life == message.life else p.Opened(seq, life)
+            self._drop_ended()
+            self._make_store(message)
+            return p.Done(seq)
+
+        def why(describe: Describe) -> str:
+            store = self._context.stores[name]
+            still = sorted(self._users(store))
+            return (
+                f"store {name!r} begins anew once every worker has closed it, and {ranks_in_words(still, describe)} has "
+                "it open; give the second store a name of its own, or close() the first everywhere"
+            )
+
+        self._context.attempt(session, seq, PendingRequest(retry, why))
+
+    def close(self, session: Session, message: p.Close) -> None:
+        """A worker uses some stores no more."""
+        for name, life in message.stores:
+            self._ended.close(name, life, session.rank, session.incarnation)
+        self._ended.forget(frozenset(self._context.stores))
+        self._context.send(session, p.Closed(message.stores))
+        self._context.retry()  # another rank may create one of them again now
+
+    def drop_old(self, now: float) -> None:
+        """Drop the stores that ended a while ago."""
+        for store in [one for one in self._context.stores.values() if self._has_ended(one)]:
+            if self._ended.is_due(store.name, now):
+                self._drop(store)
+
+    def _users(self, store: ServerStore) -> frozenset[int]:
+        """Return the ranks that have not closed a store."""
+        known = self._ended.of(store.name)
+        assert known is not None, "it began with the store"
+        members = self._context.member.quorum().members(store.opened.on_worker_lost)
+        return members - known.closed.keys()
+
+    def _has_ended(self, store: ServerStore) -> bool:
+        return not self._users(store)
+
+    def _drop_ended(self) -> None:
+        """Drop all stores that have ended: another is made."""
+        for store in [one for one in self._context.stores.values() if self._has_ended(one)]:
+            self._drop(store)
+
+    def _drop(self, store: ServerStore) -> None:
+        """Drop a store that has ended, with its values."""
+        name, context = store.name, self._context
+        del context.stores[name]
+        numbers = self._chunks.drop(name)
+        self._aggregator.drop(name, numbers)
+        self.budget.drop(name)
+        context.tally.drop(name, frozenset(numbers))
+        gone = KeyNotFound(f"store {name!r} has ended: every worker has closed it")
+        for session in context.sessions.values():
+            for seq, pending in list(session.pending.items()):
+                if pending.store == name:
+                    context.refuse(session, seq, gone)
+
+    def _make_store(self, opened: p.Open) -> None:
+        most = self._context.limits.stores
+        if len(self._context.stores) >= most:
+            raise Overload(
+                f"store {opened.store!r} is refused: there are {most} stores already. Close those that no worker uses "
+                f"any more, on every worker, or {remedy('stores')}",
+                limit="stores",
+            )
+        self.budget.pressure.demand_room(f"store {opened.store!r}")
+        check_quorum(opened, self._aggregator.workers)
+        self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
+        self._ended.begin(opened.store, opened.life)
 
     def history(self, session: Session, seq: int, message: p.History) -> Message:
         """Return what was set in a store so far."""

@@ -101,6 +101,10 @@ class MemoryBudget:
         self.keys: dict[str, Collection[str]] = {}
         """Store -> its keys."""
 
+    def drop(self, store: str) -> None:
+        """Count a store no more."""
+        del self.terms[store], self.keys[store]
+
     def gradients_of(self, opened: Open) -> int:
         """Return how many gradients an open round of a store holds; see :class:`MemoryTerms`."""
         if opened.mode != "sync":

@@ -11,7 +11,9 @@ from kvps.protocol.stores import Open
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
 LATE = ("drop", "next")
-AGREED = tuple([one.name for one in fields(Open) if one.name not in ("store", "chunk_bytes")])
+AGREED = tuple(
+    [one.name for one in fields(Open) if one.name not in ("store", "chunk_bytes", "life")]
+)
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 32 << 20
 """Bytes of a chunk. Twice the most must fit a frame: sums of halves travel as float32."""

@@ -251,6 +251,7 @@ class Server:
         oldest = list(self.control.oldest(now))
         self.oldest_round_s = max([stall.age_s for stall in oldest], default=0.0)
         self._outbox.extend(self._stalls.look(oldest))
+        self.control.drop_old(now)
         rank = self.member.rank
         rounds = tuple([old_round(rank, one) for one in oldest if one.age_s >= TELL_AFTER_S])
         late = self._tally.latest_news(TELL_MAX)
@@ -429,7 +430,9 @@ class Server:
             case p.Probe():
                 control.probe(session, message, now)
             case p.Open():
-                context.send(session, control.open(seq, message))
+                control.open(session, seq, message)
+            case p.Close():
+                control.close(session, message)
             case p.Find():
                 context.send(session, control.find(seq, message))
             case p.Status():

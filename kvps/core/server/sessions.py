@@ -54,6 +54,8 @@ class PendingRequest:
     why: Callable[[Describe], str]
     keys: int = 0
     """The number of keys that it names, of a DECLARE."""
+    store: str = ""
+    """The store that it is of, if it ends with the store."""
 
 
 @dataclass(slots=True, eq=False)

@@ -361,7 +361,7 @@ class CallTable:
             return
         if not isinstance(request.message, p.Push | p.PushRows | p.PushIds):
             return
-        self._unacked[_owner_of(request).call.store].pop(request, None)
+        self._unacked.get(_owner_of(request).call.store, {}).pop(request, None)
         for pending in [draining for draining in self._draining if request in draining.waiting]:
             pending.waiting.pop(request, None)
             if not pending.waiting:
@@ -460,6 +460,15 @@ class CallTable:
         elif pending.call.on_timeout is OnTimeout.RESUME:
             self._late = [*self._late[-LATE_MAX + 1 :], (pending.call, value)]
 
+    def forget(self, store: str, error: KvpsError, now: float) -> Effects:
+        """A store is closed: end what is under way of it. Its pushes have left, and count."""
+        for pending in [one for one in self.pending.values() if one.call.store == store]:
+            if pending.finished:  # the caller was told by a Timeout
+                pending.on_end = _nothing
+            yield from self.finish(pending, now, error=error)
+        self._late = [late for late in self._late if late[0].store != store]
+        self._unacked.pop(store, None)
+
     def _drop(self, pending: PendingCall) -> None:
         """Forget what was asked for this step and has no answer, unless it changes values."""
         if pending in self._draining:
@@ -501,6 +510,10 @@ class CallTable:
         for pending in self._draining:
             assert pending.waiting, f"{pending.call.title} drains, and waits for nothing"
             assert not pending.requests, f"{pending.call.title} drains, and has gone on"
+
+
+def _nothing(value: object, error: KvpsError | None, now: float) -> Effects:
+    yield from ()
 
 
 def _owner_of(request: Request) -> PendingCall:

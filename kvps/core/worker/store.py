@@ -9,6 +9,7 @@ from typing import NamedTuple
 from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
+from kvps.core.worker.closed_stores import label_of
 from kvps.core.worker.connection import Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
@@ -80,6 +81,11 @@ class WorkerStore:
     def name(self) -> str:
         """The store's name, the same on every rank."""
         return self.opened.store
+
+    @property
+    def label(self) -> str:
+        """The name by which the scheduler knows this life of the store."""
+        return label_of(self.name, self.opened.life)
 
     @property
     def ordered(self) -> bool:

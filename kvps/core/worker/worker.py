@@ -31,6 +31,7 @@ from kvps.core.effects import (
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import CallTable, PendingCall
+from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
@@ -79,6 +80,9 @@ class Worker:
         self._told_at = now
         """Time at which the servers were last told that this worker lives, in place of the scheduler."""
         self.member.figures = partial(of_beat, self.stores)
+        self._closed = ClosedStores()
+        self._closing: set[str] = set()
+        """Closed stores of which a call of the user is still under way."""
         self._complete = False
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
@@ -119,9 +123,15 @@ class Worker:
             self._quiesce.hold(ticket, call, deadline)
             yield from self._report_halt()
             return
+        if isinstance(call, calls.OpenStore):
+            yield from self._end_closing(now, name)
+        elif name not in self.stores:
+            error = ConfigError(f"{call.title}: store {name!r} is closed; create another store")
+            yield Finish(ticket, error=error)
+            return
         if isinstance(call, calls.OpenStore) and name not in self.stores:
             self.stores[name] = WorkerStore(
-                call.opened,
+                replace(call.opened, life=self._closed.next_life(name)),
                 self.member.rank,
                 len(self.table.links),
                 call.worker_grace_s,
@@ -132,6 +142,37 @@ class Worker:
                 yield from self._break_off(now)
         yield from self.table.begin(ticket, call, deadline, now)
         yield from self._report_halt()
+
+    def on_close(self, name: str, now: float) -> Effects:
+        """The user needs a store no more."""
+        self._closing.add(name)
+        yield from self._end_closing(now)
+
+    def _end_closing(self, now: float, again: str = "") -> Effects:
+        """Close the stores of which no call of the user is under way; that which is created ``again`` in any case."""
+        held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
+        busy = {one.call.store for one in self.table.pending.values() if _is_for_user(one)}
+        busy.update(deferred.call.store for some in held for deferred in some)
+        for name in self._closing - (busy - {again}):
+            self._closing.discard(name)
+            error = ConfigError(f"store {name!r} was closed, and created again")
+            for some in held:
+                for deferred in [one for one in some if one.call.store == name]:
+                    some.remove(deferred)
+                    yield Finish(deferred.ticket, error=error)
+            yield from self.table.forget(name, error, now)
+            store = self.stores.pop(name)
+            self._rejoins.pop(name, None)
+            self._untold.pop(name, None)
+            self._closed.close(name, store.opened.life, store.servers)
+            yield from self._tell_closed(now)
+
+    def _tell_closed(self, now: float) -> Effects:
+        for server, message in self._closed.letters(now):
+            if server == ClosedStores.SCHEDULER:
+                yield Send(SCHEDULER, self.member.packet(message))
+            elif (link := self.table.links[server]).ready:  # else it says CLOSE again
+                yield Send(link.route, self.member.packet(message))
 
     def leave(
         self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True
@@ -156,12 +197,16 @@ class Worker:
             message = packet.message
             if isinstance(message, p.Error) and message.code == Fenced.code:
                 yield from self._end_fenced(message, now)
+            elif isinstance(message, p.Closed):
+                self._closed.hear(self.table.links.index(link), message.stores)
             else:
                 yield from self.table.on_answer(link, packet, now)
             link.heard_at = now
             if self.table.neighbours.is_active:
                 self.table.neighbours.heard(link)
         yield from self.table.flow(now)
+        if self._closing:
+            yield from self._end_closing(now)
         yield from self._report_halt()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
@@ -194,6 +239,10 @@ class Worker:
         yield from self.table.take_what_lags(now)
         yield from self._end_calls_of_lost_members(now)
         yield from self._end_overdue_calls(now)
+        if self._closing:
+            yield from self._end_closing(now)
+        if self._closed.is_untold and now >= self._closed.again_at:
+            yield from self._tell_closed(now)
         if self._quiesce.is_impatient(self.member.heard_at, now):
             yield from self._break_off(now)
 
@@ -228,6 +277,8 @@ class Worker:
         if alone_at is not None:
             yield alone_at
         yield from self._joining.values()
+        if self._closed.is_untold:
+            yield self._closed.again_at
         if self._quiesce.is_on:
             yield self._quiesce.deadline(self.member.heard_at)
         for resync in self._rejoins.values():
@@ -253,6 +304,9 @@ class Worker:
         is_asked = isinstance(message, p.Error) and message.seq in self.table.asked
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
             yield from self.table.on_scheduler(packet, now)
+            return
+        if isinstance(message, p.Closed):
+            self._closed.hear(ClosedStores.SCHEDULER, message.stores)
             return
         is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
         if isinstance(message, p.Halt) and is_welcomed:
@@ -338,7 +392,8 @@ class Worker:
 
     def figures(self, name: str) -> dict[str, float]:
         """Return the numbers of a store for :meth:`kvps.KVStore.metrics`."""
-        return {**self.stores[name].figures(), "epoch": self._epoch}
+        store = self.stores.get(name)
+        return {**({} if store is None else store.figures()), "epoch": self._epoch}
 
     def _link_of(self, route: str, envelope: Envelope) -> Connection | None:
         """Return our connection along which a peer answers; None if it has gone."""
@@ -401,6 +456,7 @@ class Worker:
                     link.incarnation, link.endpoint = member.incarnation, member.endpoint
                     yield self._connect(link, member)
                 yield Send(link.route, self.member.hello())
+        self._closed.begin_epoch(len(self.table.links), now)
         abandoned = self.table.abandon()
         held = self._quiesce.go_on()
         for pending in abandoned:

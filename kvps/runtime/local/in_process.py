@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -61,7 +61,9 @@ class InProcessSession:
 
     def __init__(self, folder: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.names: dict[str, str] = {}
-        """Name of each store -> its type."""
+        """Name of each open store -> its type."""
+        self.handles: Counter[str] = Counter()
+        """Name of each open store -> how many objects use it."""
         self.staging = Staging((0, 0))
         self.is_over = False
         self._folder = folder
@@ -102,6 +104,12 @@ class InProcessSession:
         """Return the numbers of a store."""
         with self._lock:
             return self._worker.figures(store)
+
+    def close_store(self, name: str) -> None:
+        """No object uses a store any more."""
+        with self._lock:
+            self._perform(WORKER, self._worker.on_close(name, self._now))
+            self._hear()
 
     @torch.no_grad()
     def call(self, call: Call, timeout_s: float) -> Ticket:

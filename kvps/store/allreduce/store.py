@@ -324,13 +324,12 @@ class AllreduceStore(KVStore):
         """Return the ticket of a call that waits for the newest values of some keys."""
         return CollectiveTicket(names, self._values.of(names), limit_s, self.wait, read)
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        super().__exit__(kind, error, trace)
-        self.abandon()  # the others wait for this rank, and are to know that it does not come
-
     def _close(self, limit_s: float) -> None:
         if not self._queue.flush(limit_s):
             self._later.append(self._late("close()", limit_s))
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.abandon()
 
     def abandon(self) -> None:

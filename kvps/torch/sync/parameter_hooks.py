@@ -4,12 +4,16 @@ Both front ends that push during backward use them: :class:`~kvps.torch.sync.gra
 gets sums back, and :class:`~kvps.torch.sharded.gradient_sender.GradientHooks`, which does not. A second
 gradient of a parameter in one step would be a second push, and so another round. So several passes make up a
 step only where that was asked for; then torch adds gradients up until the last pass.
+
+A parameter does not keep the front end alive that has put a hook on it: torch's hooks are no part of what Python's
+garbage collector sees, so a model and a front end that refer to each other would never be freed.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -57,6 +61,7 @@ class ParameterHooks:
         self._passes: dict[str, int] = {}
         """Name -> the number of passes whose gradients are in ``.grad`` and have not left."""
         self._hooks: dict[str, Any] = {}
+        weakref.finalize(self, _remove, self._hooks).atexit = False
         self.watch()
 
     def watch(self) -> None:
@@ -73,14 +78,16 @@ class ParameterHooks:
                 older.close()
             _newest[param] = weakref.ref(self)
             self._hooks[name] = param.register_post_accumulate_grad_hook(
-                lambda _, name=name: self._on_gradient(name)
+                partial(_tell, weakref.ref(self), name)
             )
 
     def close(self) -> None:
         """Take the hooks away: gradients stay where they are."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
+
+    def tell(self, name: str) -> None:
+        """Torch has added a gradient of a parameter."""
+        self._on_gradient(name)
 
     @property
     def is_begun(self) -> bool:
@@ -120,6 +127,18 @@ class ParameterHooks:
             f"no gradient for {names_in_words(missing)}, of {len(self._model.trained)} parameters: no "
             f"backward() has reached them since {since}. {instead}"
         )
+
+
+def _tell(hooks: weakref.ref[ParameterHooks], name: str, _: torch.Tensor) -> None:
+    found = hooks()
+    if found is not None:
+        found.tell(name)
+
+
+def _remove(hooks: dict[str, Any]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
 
 
 def second_gradient(name: str, instead: str) -> ConfigError:

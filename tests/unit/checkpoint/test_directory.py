@@ -718,3 +718,26 @@ def test_a_job_that_begins_beside_an_older_one_is_told_once(
     (text,) = caplog.messages
     assert "checkpoint 3 is the first of this job, which has not called restore()" in text
     assert "store 'default' has version 14 here and 1002 there" in text
+
+
+def test_the_last_cut_with_a_store_that_the_job_has_closed_stays(tmp_path: Path) -> None:
+    for cut in range(1, 4):
+        commit(tmp_path, cut, 1, 10 * cut, common=cut - 1, store="first")
+    for cut in range(4, 9):
+        commit(tmp_path, cut, 1, 10, common=cut - 1, store="second")
+    assert CheckpointDirectory(tmp_path).numbers() == [3, 7, 8]
+    for cut in range(9, 12):
+        commit(tmp_path, cut, 2, 1000, common=cut - 1 if cut > 9 else 0, store="second")
+    assert CheckpointDirectory(tmp_path).numbers() == [3, 10, 11]
+    for cut in range(12, 15):
+        commit(tmp_path, cut, 2, 1000, common=cut - 1, store="first")
+    assert CheckpointDirectory(tmp_path).numbers() == [11, 13, 14]
+
+
+def test_cuts_without_stores_do_not_take_the_place_of_those_with(tmp_path: Path) -> None:
+    commit(tmp_path, 1, 1, 10)
+    for cut in range(2, 6):
+        shelf = CheckpointDirectory(tmp_path, 0)
+        manifest = snapshots.manifest_of(cut, [shelf], [snapshots.Snapshot(0, 1, ())])
+        shelf.commit(replace(manifest, job=bytes([1]) * 16), cut - 1)
+    assert CheckpointDirectory(tmp_path).numbers() == [1, 4, 5]

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvps.observe import scheduler_state, server_state
 from kvps.observe.metrics import SCHEDULER, SERVER, of_role
+from kvps.protocol.membership import Beat
 from kvps.protocol.stores import Declare, Entry
 from tests.support.scheduler_harness import Stage
 from tests.support.server_harness import ServerStage
@@ -95,6 +96,7 @@ def test_a_checkpoint_that_is_being_taken() -> None:
     stage = Stage(1, 1)
     stage.form()
     stage.shelf("s0", keeps=True)
+    stage.say("w0", Beat(1, rounds=1))
     stage.conclude()
     found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["checkpoints"]
     assert (found["stage"], found["begun"], found["kept"]) == ("halting", 1, 0)

@@ -419,6 +419,15 @@ class Chunks:
                 del self.by_number[chunk.number]
         return waited
 
+    def drop(self, store: str) -> list[int]:
+        """Free all chunks of a store; return their numbers."""
+        numbers = [chunk.number for chunk in self.of_store(store)]
+        for number in numbers:
+            del self.by_number[number]
+        self.counts.pop(store, None)
+        self.table_bytes.pop(store, None)
+        return numbers
+
     def of_store(self, store: str) -> list[Chunk]:
         """Return the chunks of one store."""
         return [chunk for chunk in self.by_number.values() if chunk.store == store]

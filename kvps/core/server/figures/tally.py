@@ -10,7 +10,7 @@ once is soon forgotten, and one that is slow always is found within some rounds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import nlargest
 from itertools import islice
 
@@ -96,6 +96,13 @@ class Tally:
         self._lateness.clear()
         self._traffic.clear()
         self._reads.clear()
+
+    def drop(self, store: str, chunks: Collection[int]) -> None:
+        """Forget what belongs to one store and its chunks."""
+        self.versions.pop(store, None)
+        self._lateness.pop(store, None)
+        self._traffic = {at: size for at, size in self._traffic.items() if at[0] not in chunks}
+        self._reads = {at: seen for at, seen in self._reads.items() if at[1] not in chunks}
 
     # --- pushes -----------------------------------------------------------------------------
 

@@ -114,6 +114,13 @@ class Aggregator:
         self._updates = Updates(BLOCK_COUNT * threads, wake, self._tally.counts)
         self.norms = GlobalNorms(chunks, self._updates, workers)
 
+    def drop(self, store: str, chunks: Collection[int]) -> None:
+        """Forget a store that has ended, and its chunks."""
+        self.norms.forget(store)
+        for number in chunks:
+            self._apart.pop(number, None)
+            self._closing.pop(number, None)
+
     # --- judging ----------------------------------------------------------------------------
 
     def judge(

@@ -43,7 +43,7 @@ class TakeCheckpoint(Call):
         yield from barrier(store, CHECKPOINT, f"checkpoint({self.tag!r})")
         # A replacement may pass without a number: it asks for the newest checkpoint that was granted.
         number = store.barriers.get(CHECKPOINT, 0)
-        (answer,) = yield [Request(None, p.Checkpoint(store.name, self.tag, number))]
+        (answer,) = yield [Request(None, p.Checkpoint(store.label, self.tag, number))]
         assert isinstance(answer.message, p.Checkpointed)
         store.checkpointed = answer.message.cut
         return answer.message.cut

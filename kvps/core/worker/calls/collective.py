@@ -61,7 +61,7 @@ def barrier(
     is_lost = store.is_resumed and store.ordered and title not in (BROADCAST, SAME)
     if is_lost and title not in store.barriers:
         (answer,) = yield [
-            Request(None, p.Barrier(store.name, title, 0, waits, after, True, what, code, text))
+            Request(None, p.Barrier(store.label, title, 0, waits, after, True, what, code, text))
         ]
         released = answer.message
         assert isinstance(released, p.Released)
@@ -74,7 +74,7 @@ def barrier(
     refused = store.attempts.count(kind, number)
     try:
         message = p.Barrier(
-            store.name, title, number, waits, after, False, what, code, text, refused, traits
+            store.label, title, number, waits, after, False, what, code, text, refused, traits
         )
         yield [Request(None, message)]
     except BaseException as error:  # a barrier that was not passed is not counted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -54,7 +54,10 @@ class Declaration(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenStore(Call):
-    """Make the store known to every server; they compare its options."""
+    """Make the store known to every server; they compare its options.
+
+    Finishes with the number of lives of the store that the others have behind them, and this process has not seen.
+    """
 
     title = "create()"
 
@@ -62,9 +65,12 @@ class OpenStore(Call):
     worker_grace_s: float
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        yield [Request(server, self.opened) for server in range(store.servers)]
-        store.opened, store.worker_grace_s = self.opened, self.worker_grace_s
-        return None
+        opened = replace(self.opened, life=store.opened.life)
+        answers = yield [Request(server, opened) for server in range(store.servers)]
+        lives = [one.message.life for one in answers if isinstance(one.message, p.Opened)]
+        store.opened = replace(opened, life=max([opened.life, *lives]))
+        store.worker_grace_s = self.worker_grace_s
+        return store.opened.life - opened.life
 
 
 @dataclass(frozen=True, slots=True)

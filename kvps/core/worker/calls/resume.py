@@ -106,7 +106,7 @@ def _history(
 ) -> Generator[Step, list[Packet], Place]:
     """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
     pushed = store.pushed if store.ordered and store.pushed > 0 else None
-    (answer,) = yield [Request(None, p.Resume(store.name, pushed))]
+    (answer,) = yield [Request(None, p.Resume(store.label, pushed))]
     resumed = answer.message
     assert isinstance(resumed, p.Resumed)
     store.is_replaying = False

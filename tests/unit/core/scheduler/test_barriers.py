@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvps.core.scheduler import barriers as module
 from kvps.core.scheduler.barriers import (
     NAME_MAX,
     OPEN_MAX,
@@ -305,3 +306,35 @@ class TestResuming:
         self.stand(barriers, 1, 4, after=0)
         stand(barriers, 0, 0, name="e")
         assert barriers.next_numbers(1, "kv") == {"b": 5, "c": 2}
+
+
+@pytest.mark.spec("R419")
+def test_the_barriers_of_closed_stores_make_room() -> None:
+    barriers = Barriers(range(2), names_max=2)
+
+    def pass_one(store: str, waits: bool = True) -> None:
+        for rank in (0, 1):
+            barriers.stand(rank, Waiter(f"w{rank}", 1), Barrier(store, "b", 0, waits))
+        barriers.check({0, 1})
+
+    barriers.resume(0, "first", 3)
+    pass_one("first", waits=False)
+    pass_one("second")
+    barriers.close(0, ["first", "second"])
+    with pytest.raises(Overload):
+        pass_one("third")
+    barriers.close(1, ["first"])
+    pass_one("third")
+    assert set(barriers.released) == {("second", "b"), ("third", "b")}
+    assert not barriers.resumed
+    assert set(barriers.closed) == {"second"}
+    barriers.close(1, ["second"])
+    barriers.clear(range(2))
+    assert not barriers.closed
+
+
+def test_not_all_closed_stores_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSED_MAX", 2)
+    barriers = Barriers(range(2))
+    barriers.close(0, ["a", "b", "c"])
+    assert set(barriers.closed) == {"b", "c"}
