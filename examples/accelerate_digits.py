@@ -5,6 +5,8 @@
 
 The process group is there before the Accelerator, which would refuse the backend on a CPU. It needs the package
 accelerate.
+
+If a worker is killed, the job ends: the process group, which this library needs, has lost a member.
 """
 
 from __future__ import annotations

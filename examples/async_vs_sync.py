@@ -6,6 +6,8 @@ Three workers train the ConvNet of digits.py for the same time, and one of them 
 step. dist_sync waits for it in every round; dist_async never waits, and puts up with gradients of
 older weights; dist_ssp waits only where it would get too far ahead. Scheduler, servers and workers
 are threads of this process and talk over loopback sockets.
+
+So there is no worker to kill.
 """
 
 from __future__ import annotations

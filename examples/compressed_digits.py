@@ -10,6 +10,8 @@ servers and workers are threads of this process and talk over loopback sockets.
 Plain SGD: what a codec leaves out comes some steps later, and momentum would count it again and again. Every
 run but that of 1bit has the same learning rate: 1bit pushes +1 or -1 for each element, however small its
 gradient is.
+
+So there is no worker to kill.
 """
 
 from __future__ import annotations

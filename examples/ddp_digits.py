@@ -6,6 +6,9 @@
 
 Everything here is torch's own: the process group, DistributedDataParallel, DistributedSampler. The word
 is the backend's name, and ``import kvps.torch`` makes it known. Only rank 0 prints, tests and saves.
+
+If a worker is killed, all end, as in any process group. With ``--max-restarts 2`` of kvps-launch all begin again, from the
+first step: the script saves no file on its way.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 The data are scikit-learn's 1,797 real images of 8 x 8 pixels. Three lines make a PyTorch script
 one for a cluster: the store, the sampler that gives each worker its share of the images, and the
 Trainer that stands where ``optimizer.step()`` stood. Only rank 0 prints, tests and saves.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """
 
 from __future__ import annotations

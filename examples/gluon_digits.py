@@ -11,6 +11,8 @@ has the servers update the weights. The CPU, which is the default, counts as two
 
 With --overlap gradients leave while backward is still running. The Trainer has to know then of how many
 examples they are before backward begins. Only rank 0 prints, tests and saves.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """
 
 from __future__ import annotations

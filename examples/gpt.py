@@ -7,6 +7,9 @@ What makes this plain PyTorch loop one for a cluster is DistributedOptimizer, wh
 stood. Gradients of two passes are accumulated, computed under autocast, and averaged while backward is
 still running; with overlap_forward each block of the model waits for its own weights in the next forward
 pass. The learning rate is that of torch's OneCycleLR. At the end the model writes a few lines.
+
+With --update-on-kvstore, and ``--max-restarts 2`` of kvps-launch, a worker that is killed is started again, and goes on
+where the others are. With AdamW on each worker it cannot: only the others have the weights, and the job ends.
 """
 
 from __future__ import annotations

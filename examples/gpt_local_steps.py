@@ -7,6 +7,9 @@ The loop is that of one process: a plain AdamW and torch's OneCycleLR. DiLoCo ar
 fragments of the model take turns, each sends four bits for each weight, and training goes on while a fragment is on its
 way. With ``--every-step`` a DistributedOptimizer averages each gradient instead, for comparison. With ``--mode async``
 nobody waits for a slower worker, and ``--dynamic`` gives that worker fewer steps between two merges.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, makes its steps up to the last merge of
+its predecessor again, and goes on with the weights of the others. Not so with ``--every-step``, where AdamW runs here.
 """
 
 from __future__ import annotations

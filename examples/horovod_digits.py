@@ -8,6 +8,9 @@ The model, the optimizer, the scheduler and the loop are plain PyTorch. Five lin
 cluster, and each has its line in a script for Horovod: the store (``hvd.init()``), two broadcasts, the
 DistributedOptimizer, and the mean at the end, for which each worker tests its share of the unseen images.
 With --update-on-kvstore Adam runs on the servers. Only rank 0 prints and saves.
+
+With --update-on-kvstore, and ``--max-restarts 2`` of kvps-launch, a worker that is killed is started again, and goes on
+where the others are. With Adam on each worker it cannot: only the others have the weights, and the job ends.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
     kvps-launch -n 2 -s 2 -- python examples/lightning_digits.py --strategy ddp   # DDP over the backend "kvps"
 
 The LightningModule is the same for both, and knows nothing of kvps. It needs the package lightning.
+
+If a worker is killed, the job ends: the process group, which this library needs, has lost a member.
 """
 
 from __future__ import annotations

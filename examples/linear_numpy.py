@@ -5,6 +5,8 @@
 
 Each worker has examples that no other one has. In each round it pushes the gradient of its own
 examples; the servers add the gradients up, take the step, and send the new weights back.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and asks for the round of the others.
 """
 
 from __future__ import annotations
@@ -41,8 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
         # What is pushed is a sum over examples; rescale_grad makes a mean of the total.
         kv.set_optimizer("sgd", lr=flags.lr, rescale_grad=1 / (BATCH * kv.num_workers))
         kv.init("weights", weights)
+        start = kv.resume("weights")  # 0, or the round at which a replacement goes on
+        kv.pull("weights", out=weights)
         for number in range(flags.rounds):
             batch = mine.integers(EXAMPLES, size=BATCH)
+            if number < start:
+                continue
             errors = inputs[batch] @ weights - targets[batch]
             kv.pushpull("weights", inputs[batch].T @ errors, out=weights)
             distances.append(float(np.linalg.norm(weights - true_weights)))

@@ -6,6 +6,8 @@
 
 ``kv.metrics()`` returns a flat dict, so that any tracker takes it in one line, for example ``wandb.log(numbers)`` or
 ``mlflow.log_metrics(numbers, step)``. Only rank 0 writes. The training is that of digits.py.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Train a ConvNet on handwritten digits with Ray Train: the servers are actors of Ray beside the workers.
 
     python examples/ray_digits.py                  # a Ray of its own, on this machine
-    python examples/ray_digits.py --kill           # kill worker 1 at half time: Ray replaces it alone
+    python examples/ray_digits.py --kill           # worker 1 is killed at half time: Ray replaces it alone
     RAY_ADDRESS=auto python examples/ray_digits.py --workers 4 --servers 2
 
 It needs ``pip install 'kvps[ray,examples]'``. Batches depend on the step and the rank alone, so a replacement continues

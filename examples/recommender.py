@@ -9,6 +9,9 @@ has to be recommended again. Recommending what is popular is the baseline.
 
 Worker 2 sleeps after each step and so is five times as slow as the others. With dist_async each push moves
 the weights at once, and the others do not wait; with --store dist_sync all go at its pace.
+
+When a worker is killed the job ends, since this script starts kvps-launch without ``--max-restarts``. With it, as in
+``kvps-launch -n 3 -s 2 --max-restarts 2 -- python examples/recommender.py --worker``, the worker goes on.
 """
 
 from __future__ import annotations

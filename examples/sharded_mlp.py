@@ -7,6 +7,8 @@
 It learns to tell handwritten digits apart. Both ways print the same losses, and how much the memory of
 rank 0 grew. With ``KVPS_TRANSPORT=tcp`` that is its own memory only; else pages of the servers of this host that
 were read count, too.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """
 
 from __future__ import annotations

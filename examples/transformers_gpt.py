@@ -5,6 +5,8 @@
 
 The text is the docstrings of Python's own library, so nothing is downloaded. It needs the packages transformers and
 accelerate.
+
+If a worker is killed, the job ends: the process group, which this library needs, has lost a member.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ batch names travel. With dist_async each push moves them at once; no worker wait
 
 Pairs of every twentieth document are held back. For each, the vectors have to rank its second word above
 one that is drawn at random; the baseline ranks the more frequent one first.
+
+Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """
 
 from __future__ import annotations
