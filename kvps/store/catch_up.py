@@ -30,7 +30,7 @@ class CatchUp:
     epoch: int
     """How often the servers had returned to a checkpoint when this process began."""
     unit: str = "steps"
-    """The name of the steps, each of which pushes all keys once."""
+    """The name of the steps, each of which pushes all keys once; "" for a store of which nothing is logged."""
     done: int = 0
     """Steps that were passed over."""
 
@@ -78,6 +78,8 @@ class CatchUp:
                 f"some parameters were pushed {place.owed} times and others {place.most_owed} times (parameters that "
                 "are frozen for some steps, or unused), so the steps of its predecessor are not known"
             )
+        if not self.unit:
+            return
         log.warning(
             "this worker replaces a lost worker: its script runs again, and its first %d %s are passed over. To begin "
             "where the others are at once, call resume() of the front end, which returns the step",

@@ -293,8 +293,10 @@ class DiLoCo:
     def _begin(self) -> None:
         """Begin where the other workers are, or, with a script that took another's place, run again until there."""
         if self._pace is None:  # else the steps between two merges are not known
+            unit = "merges of each fragment" if len(self._fragments) > 1 else "merges"
             for kv, names in zip(self._stores, self._fragments, strict=True):
-                kv.take_place(names, "merges")
+                kv.take_place(names, unit)
+                unit = ""  # it is told of once
         if not self._is_behind:
             self._begin_turn()
 

@@ -25,6 +25,11 @@ def test_steps_are_passed_over_up_to_the_place_of_the_others(
     assert [record.getMessage().count("its first 3 steps") for record in caplog.records] == [1]
 
 
+def test_of_several_stores_of_a_front_end_one_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    CatchUp(PLACE, 0, unit="").step()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("place", "epoch", "why"),
     [
