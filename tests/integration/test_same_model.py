@@ -165,3 +165,25 @@ def test_a_rank_that_left_without_the_front_end_is_named(
 
         cluster.run(work)
     assert "Trainer(): rank 1 left the job without it" in caplog.text
+
+
+def test_a_rank_that_alone_sets_another_rate_is_told_soon() -> None:
+    told_at: list[float] = []
+
+    def work(rank: int) -> None:
+        model = torch.nn.Linear(2, 1)
+        own = trainer(model)
+        for step in range(4):
+            if rank == 1 and step == 2:
+                began = time.monotonic()
+                with pytest.raises(
+                    Mismatch, match=r"after 2 rounds .* rank 0 has pushed for round 2 without"
+                ):
+                    own.set_learning_rate(0.01)
+                told_at.append(time.monotonic() - began)
+            model(torch.ones(4, 2)).sum().backward()
+            own.step(4)
+
+    with kvps.LocalCluster(2, 1) as cluster:
+        cluster.run(work)
+    assert told_at[0] < TOLD_MAX_S

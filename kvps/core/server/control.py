@@ -294,6 +294,7 @@ class Control:
                 return p.Done(seq) if store.hyper is not None else None
             store.refusals.check((title,), attempt)
             if is_new:
+                self._check_order(session, message, f"{title} {value}")
                 return None
             is_same_call = (setting.calls, setting.after) == (message.call, message.after)
             if is_same_call and setting.value != value:
@@ -312,6 +313,23 @@ class Control:
         self._context.attempt(session, seq, PendingRequest(retry, why, store=store.name))
         if self._context.has_news:
             self._context.retry()
+
+    def _check_order(self, session: Session, message: p.Optimize | p.Rate, what: str) -> None:
+        """Check that rank 0 can still make a call that another rank waits for.
+
+        Raises:
+            Mismatch: if it has pushed for a round that this rank will push for after the call: that round waits for
+                this rank, and rank 0 for the round before it sets anything.
+        """
+        store = self._context.store(message.store)
+        has_rounds = store.ordered and not store.opened.quorum and self._setter(store) == 0
+        spans = [span for chunk in self._chunks.of_store(store.name) for span in chunk.spans]
+        if has_rounds and any(span.pushed.get(0, 0) > message.after for span in spans):
+            raise Mismatch(
+                f"rank {session.rank} set {what} after {message.after} rounds of store {store.name!r}, and rank 0 has "
+                f"pushed for round {message.after} without setting it. Every rank must make the same calls in the same order: "
+                "agree first on what decides it, such as a loss: kvps.torch.average(loss)"
+            )
 
     def _setter(self, store: ServerStore) -> int:
         """Return the rank that sets the optimizer and its rate: 0, or the lowest that rounds wait for."""
@@ -475,6 +493,7 @@ class Control:
 
     def probe(self, session: Session, message: p.Probe, now: float) -> None:
         """Say which requests were not heard of, and what the others wait for."""
+        self._context.retry()  # some wait for a call of rank 0, for which it is too late by now
         describe = self._context.description(now)
         missing, pending = [], []
         for seq in message.seqs:

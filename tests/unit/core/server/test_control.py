@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kvps.core.server.control import COUNTS_MAX, STATUS_MAX
 from kvps.dtypes import BY_NAME
+from kvps.errors import Mismatch
 from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Beat, Done, Error, Probe, Probed
 from kvps.protocol.stores import (
@@ -436,6 +438,42 @@ def test_the_learning_rate(stage: ServerStage) -> None:
     assert "ConfigError" in refusal(stage.say(0, Rate("kv", 2, True, -1.0)))
     assert heard(stage.say(0, Rate("kv", 2, True, 0.125)), Done)
     assert to(stage.say(1, Rate("kv", 1, False, 7.0, refused=1), seq=52), 1) == [Done(52)]
+
+
+@pytest.mark.spec("R406")
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_rate_for_which_rank_0_is_too_late_is_refused(stage: ServerStage, is_early: bool) -> None:
+    stage.init("a", [0.0])
+    stage.optimizer("sgd", lr=1.0)
+    asked = Rate("kv", 1, False, 0.5, after=0)
+    said = [] if is_early else stage.say(1, asked, seq=50)
+    assert said == []
+    stage.push(0, "a", [1], 0)
+    said = stage.say(1, asked, seq=50) if is_early else stage.say(1, Probe((50,)))
+    (error,) = heard(said, Error, b"w1")
+    assert (error.seq, error.code) == (50, Mismatch.code)
+    assert error.text.startswith(
+        "rank 1 set learning rate 0.5 after 0 rounds of store 'kv', and rank 0 has pushed for round 0 without setting it"
+    )
+    stage.push(1, "a", [1], 0)  # it may go on
+    assert stage.values("a") == [-2.0]
+
+
+@pytest.mark.spec("R406")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "async"},
+        {"quorum": 1, "grace_s": 60.0, "on_worker_lost": "shrink", "bundles": False},
+    ],
+)
+def test_without_rounds_of_all_a_rate_waits_on(options: dict[str, Any]) -> None:
+    stage = ServerStage(workers=2)
+    stage.open(**options)
+    stage.init("a", [0.0])
+    stage.optimizer("sgd", lr=1.0)
+    stage.push(0, "a", [1], 0)
+    assert stage.say(1, Rate("kv", 1, False, 0.5, after=0), seq=50) == []
 
 
 @pytest.mark.spec("R65")
