@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NoReturn
@@ -40,6 +41,7 @@ from kvps.store.arguments import (
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
 from kvps.store.embedding.table import EmbeddingTable
+from kvps.store.gradient_check import GradientCheck
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
 from kvps.store.names import Kind
 from kvps.store.requests import PlannedCall, Requests
@@ -93,6 +95,8 @@ class KVStore(KVStoreBase, abc.ABC):
         self._tables: dict[str, EmbeddingTable] = {}
         self.catch_up: CatchUp | None = None
         """The steps that a front end passes over in the script of a replacement; None where that is none or over."""
+        self._gradient_check: GradientCheck | None = GradientCheck()
+        """Of the first calls; None once they are over, or an optimizer is set."""
         self._is_closed = False
         self.waits = {kind: WaitTimes() for kind in ("push", "pull")}
         """The waiting times of calls, by kind."""
@@ -202,6 +206,8 @@ class KVStore(KVStoreBase, abc.ABC):
         call = self._requests.init(key, value)
         self._call(call, timeout)
         self._keys.declare(call.keys)
+        if self._gradient_check is not None:
+            self._gradient_check.initialised(self._keys.names_of(key)[0], value)
 
     @timed("push")
     def push(
@@ -242,6 +248,8 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([1., 2.])
         """
         names, is_many = self._begin_on(key, timeout)
+        if self._gradient_check is not None:
+            self._gradient_check.pushed(names, value)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         share = weight_of(weight, self.average, self._name)
         pushes = self._requests.pushes(names, is_many, value, urgency, not async_op, limit_s, share)
@@ -283,6 +291,8 @@ class KVStore(KVStoreBase, abc.ABC):
             NonFinite: if a gradient was not finite, in a store created with ``on_nonfinite="error"``.
         """
         names, is_many = self._begin_on(key, timeout)
+        if self._gradient_check is not None:
+            self._check_gradients(self._gradient_check, names, out)
         urgency, least = priority_of(names, priority), version_of(min_version)
         request = self._requests.pull(names, is_many, out, copy, urgency, least)
         return self._answer(request, self._limit(timeout), async_op)
@@ -305,6 +315,9 @@ class KVStore(KVStoreBase, abc.ABC):
         If any values are rows, this is a push and then a pull of whole keys.
         """
         names, is_many = self._begin_on(key, timeout)
+        if self._gradient_check is not None:
+            self._gradient_check.pushed(names, value)
+            self._check_gradients(self._gradient_check, names, out)
         urgency, limit_s = priority_of(names, priority), self._limit(timeout)
         request = self._requests.pushpull(
             names,
@@ -744,7 +757,7 @@ class KVStore(KVStoreBase, abc.ABC):
         else:
             resolved = resolve(optimizer, hyper)
         self._call(calls.SetOptimizer(self._name, resolved), timeout)
-        self._hyper = resolved
+        self._hyper, self._gradient_check = resolved, None
 
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
         """Set the optimizer's learning rate from the next round on.
@@ -858,6 +871,7 @@ class KVStore(KVStoreBase, abc.ABC):
                 cannot be read. Mismatch: if a key has another shape or type here.
         """
         self._begin()
+        self._gradient_check = None  # a checkpoint may bring an optimizer
         done: calls.Restored = self._call(calls.RestoreCheckpoint(self._name, tag_of(tag)), timeout)
         if done.told:
             log.log(logging.WARNING if done.is_odd else logging.INFO, "%s", done.told)
@@ -1046,6 +1060,18 @@ class KVStore(KVStoreBase, abc.ABC):
                 f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
             )
         return self._hyper
+
+    def _check_gradients(self, check: GradientCheck, names: Sequence[str], out: object) -> None:
+        """Warn if the sum of gradients is about to replace weights; only rank 0 knows that there is no optimizer."""
+        name = check.mistaken(names, out) if self.rank == 0 else None
+        if name is not None:
+            warnings.warn(
+                f"store {self._name!r} has no optimizer, so the sum of the gradients that were pushed for {name!r} replaces "
+                "the weight: call set_optimizer(...), or pull the sum into the gradient (out=param.grad)",
+                stacklevel=4,
+            )
+        if name is not None or check.is_over:
+            self._gradient_check = None
 
     def _doubt(self, names: Sequence[str]) -> None:
         """After a broadcast that failed, some keys may be as before or as it was to make them: look them up again."""
