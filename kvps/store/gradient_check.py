@@ -18,7 +18,7 @@ LOOKS_MAX = 16
 
 
 class GradientCheck:
-    """What the first calls of a store have shown."""
+    """Notes about the first calls of a store."""
 
     def __init__(self) -> None:
         self._leaves: dict[str, weakref.ref[torch.Tensor]] = {}

@@ -96,7 +96,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self.catch_up: CatchUp | None = None
         """The steps that a front end passes over in the script of a replacement; None where that is none or over."""
         self._gradient_check: GradientCheck | None = GradientCheck()
-        """Of the first calls; None once they are over, or an optimizer is set."""
+        """Checks the first calls; None once they are over, or an optimizer is set."""
         self._is_closed = False
         self.waits = {kind: WaitTimes() for kind in ("push", "pull")}
         """The waiting times of calls, by kind."""
