@@ -236,6 +236,10 @@ class Trainer:
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over workers, divide by ``batch_size``, and update the parameters.
 
+        What counts is ``.grad`` of each worker as it is now: clipped gradients are summed as they are, which is not
+        the clipped sum. To clip the sum, use ``update_on_kvstore=False``, and clip between
+        :meth:`allreduce_grads` and :meth:`update`.
+
         Args:
             batch_size: the number of examples in the *sum*: the batch size of all workers together for summed
                 losses, or the number of workers for mean losses. In dist_async and dist_ssp, the gradients of

@@ -27,7 +27,9 @@ class Embedding(torch.nn.Module):
     It has no parameters: rows live in the store, whose optimizer updates them. A Trainer or
     DistributedOptimizer trains the other parameters of the model. ``state_dict`` does not contain the table;
     checkpoints and :meth:`kvps.EmbeddingTable.export` save it. Under ``torch.no_grad()``, and in ``eval()``,
-    it only pulls. In a synchronous store every rank must push equally often: if a backward did not reach the
+    it only pulls. A backward pass updates the rows, also if the script then makes no step: look at the loss
+    of a bad batch before ``backward()``, and use ``eval()`` where a loss must not train the table.
+    In a synchronous store every rank must push equally often: if a backward did not reach the
     module, call ``table.push([], [])``. A deep copy of the module, as in torch's ``AveragedModel``, has the same
     table: it shows the newest rows, not their average.
 

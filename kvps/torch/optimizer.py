@@ -418,11 +418,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._late.finish()
             if all(param.grad is None for param in self._model.params.values()):
                 return  # between step() and backward(), it is the weights that a script waits for
-        if self._on_store:
-            raise ConfigError(
-                "synchronize() waits for the mean of gradients, but with update_on_kvstore=True the servers "
-                "return weights: to read or clip the mean, use update_on_kvstore=False"
-            )
+        self._needs_means("synchronize() waits for")
         try:
             self._exchange.complete()
             self._add_unused()
@@ -434,9 +430,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     param.grad.zero_()  # it was of weights that nobody has any more
         self._is_synchronized = True
 
+    def _needs_means(self, what: str) -> None:
+        if self._on_store:
+            raise ConfigError(
+                f"{what} the mean of gradients, but with update_on_kvstore=True the servers "
+                "return weights: to read or clip the mean, use update_on_kvstore=False"
+            )
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let step() inside use ``.grad`` as it is: after synchronize(), and perhaps clipping."""
+        """Let step() inside use ``.grad`` as it is: after synchronize(), and perhaps clipping.
+
+        Raises:
+            ConfigError: without synchronize() before it; or as synchronize().
+        """
+        self._needs_means("skip_synchronize() steps with")
         if not self._is_synchronized:
             raise ConfigError("skip_synchronize() needs synchronize() before it")
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -348,3 +349,30 @@ def test_a_close_in_the_middle_of_a_step_is_told(caplog: pytest.LogCaptureFixtur
         loss_of(model, slice(24)).backward()
         optimizer.close()
     assert "closed after a backward() without a step()" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["synchronize", "skip_synchronize"])
+def test_what_needs_means_says_where_they_are(call: str) -> None:
+    """And not to call another method that is refused, too; what it says works."""
+    with kvps.LocalCluster():
+        model = Pair()
+        optimizer = front_end("optimizer", model, update_on_kvstore=True)
+
+        def use() -> None:
+            with getattr(optimizer, call)() or nullcontext():
+                pass
+
+        with pytest.raises(kvps.ConfigError, match="to read or clip the mean, use update_on_kvsto"):
+            use()
+        optimizer.close()
+        ends = []
+        for make in (sgd, lambda model: front_end("optimizer", model)):
+            model = Pair()
+            stepped = make(model)
+            for _ in range(2):
+                stepped.zero_grad()
+                loss_of(model, slice(24)).backward()
+                clipped(model)
+                stepped.step()
+            ends.append(values(model))
+    torch.testing.assert_close(ends[1], ends[0])
