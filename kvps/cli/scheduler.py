@@ -115,6 +115,7 @@ def _main(argv: Sequence[str]) -> int:
         limits=flags.limits_of(parsed, "scheduler"),
         on_ready=lambda endpoint: _report(fd, f"scheduler {endpoint}"),
         on_seats=None if fd is None else lambda taken: _report(fd, f"seats {taken}"),
+        on_goes_on=lambda goes_on: _report(fd, f"goes-on {goes_on}"),
         on_concluded=lambda cut: _report(fd, f"checkpoint {cut}"),
         on_end=None if fd is None else lambda why: _report(fd, f"ended {why[:WHY_MAX]}"),
     )

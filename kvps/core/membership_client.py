@@ -123,6 +123,7 @@ class BeatFigures(NamedTuple):
     out_bytes: int = 0
     memory_bytes: int = 0
     limit_bytes: int = 0
+    goes_on: bool = False
 
 
 class MembershipClient:

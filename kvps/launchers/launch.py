@@ -14,7 +14,7 @@ the launch stands::
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
 The others of a failed worker are given time, since they learn of it from the scheduler and have something to
-say about it themselves. The reports come along one pipe, so they tell which worker failed
+say about it themselves. Where each of the others has a store that shrinks, the launch stays as it is. The reports come along one pipe, so they tell which worker failed
 first: a worker that fails because another did is later.
 """
 
@@ -125,6 +125,8 @@ class Launch:
         """The exit code of the first worker that failed permanently."""
         self._other_code = 0
         """The exit code for the first signal, or of the first server or scheduler that failed."""
+        self._goes_on = False
+        """All workers go on without a lost one, as the scheduler has it from their stores."""
         self._keys: KeyMemory | None = None
         """The keys that were made for this job, if any."""
         self._host = "127.0.0.1" if plan.remote is None else plan.remote.own_address()
@@ -211,6 +213,8 @@ class Launch:
                         self._show_seats(int(taken))
                     case ["ended", *words]:
                         self._why_scheduler_ended = f": {' '.join(words)}"
+                    case ["goes-on", flag]:
+                        self._heed_policy(flag == "1")
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
                         if int(number):  # else the scheduler has said why there is none
                             log.warning("checkpoint %s is written; ending the job", number)
@@ -434,9 +438,21 @@ class Launch:
         self._worker_code = self._worker_code or code
         if self._stage is LaunchStage.DRAINING:
             self._give_up_draining(f"{child.name} ended with exit code {code}")
+        elif self._stage is LaunchStage.GOING and self._goes_on:
+            log.error(
+                "%s ended with exit code %d; the others go on without it (on_worker_lost='shrink')",
+                *(child.name, code),
+            )
         elif self._stage is not LaunchStage.ENDING:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
+
+    def _heed_policy(self, goes_on: bool) -> None:
+        """The workers have other stores now: they go on without a lost worker, or they do not."""
+        self._goes_on = goes_on
+        if goes_on and self._stage is LaunchStage.ENDING and not self._other_code:
+            log.warning("the job goes on without the lost worker (on_worker_lost='shrink')")
+            self._enter(LaunchStage.GOING, None)
 
     def _may_restart(self, child: Child, code: int) -> bool:
         return code != EXIT_CONFIG and child.life < self._plan.max_restarts
@@ -466,6 +482,10 @@ class Launch:
                 self._start_server(child.rank, child.life + 1)
             else:
                 self._start_scheduler(child.life + 1)
+            return
+        if (
+            code == 1 and self._worker_code
+        ):  # the job is over for it, and a worker was lost for good
             return
         self._other_code = self._other_code or code
         if self._stage is LaunchStage.DRAINING:

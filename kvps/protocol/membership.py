@@ -98,6 +98,8 @@ class Beat(Message):
     memory_bytes: int = 0
     limit_bytes: int = 0
     """The memory that the values of a server have reserved, and its limit; 0 for no limit, and of a worker."""
+    goes_on: bool = False
+    """Whether a store of a worker closes rounds without lost workers (``on_worker_lost="shrink"``)."""
 
 
 @tag(5)

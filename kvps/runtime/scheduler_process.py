@@ -26,7 +26,7 @@ from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
-from kvps.core.scheduler.seat import DROP_GRACE_S, REPLACE_MAX_S, SEATS, Settings
+from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import CoreRequest, Inbox, Item, Listener, drive
@@ -182,6 +182,7 @@ def run_scheduler(
     on_ready: Callable[[str], None] | None = None,
     on_concluded: Callable[[int], None] | None = None,
     on_seats: Callable[[int], None] | None = None,
+    on_goes_on: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
@@ -204,6 +205,7 @@ def run_scheduler(
         on_ready: called with its address when it listens.
         on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for; 0 if nothing was to be kept.
         on_seats: called with the number of taken seats, each time it changes until all are.
+        on_goes_on: called with 1 when all workers that are here go on without a lost one, with 0 when not; needs ``on_seats``.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve the dashboard and metrics; None for nowhere.
@@ -233,7 +235,7 @@ def run_scheduler(
     )
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
-        listener = _Listener(kept, on_concluded, on_seats)
+        listener = _Listener(kept, on_concluded, on_seats, on_goes_on)
         return _run_scheduler(
             settings, bind, listener, on_ready, keys, keys_again, http, on_http, on_end
         )
@@ -247,9 +249,10 @@ class _Listener(Listener):
         kept: StateStorage | None,
         on_concluded: Callable[[int], None] | None,
         on_seats: Callable[[int], None] | None,
+        on_goes_on: Callable[[int], None] | None,
     ) -> None:
         self.kept = kept
-        self._heard = {CONCLUDED: on_concluded, SEATS: on_seats}
+        self._heard = {CONCLUDED: on_concluded, SEATS: on_seats, GOES_ON: on_goes_on}
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:

@@ -260,6 +260,29 @@ def test_a_worker_that_does_not_notice_is_ended(processes: Processes) -> None:
     processes.check_nothing_left()
 
 
+def test_a_job_whose_stores_shrink_goes_on_without_a_failed_worker(processes: Processes) -> None:
+    script = processes.script(
+        "import pathlib, sys, time\nimport kvps, torch\n"
+        "kv = kvps.create('dist_sync', timeout=60, on_worker_lost='shrink')\n"
+        "kv.init('w', torch.zeros(4))\n"
+        "kv.pushpull('w', torch.ones(4))\n"
+        "if kv.rank == 1: sys.exit(5)\n"
+        "steps = 0\n"
+        "while not pathlib.Path('end').exists():\n"
+        "    kv.pushpull('w', torch.ones(4)); steps += 1; time.sleep(0.01)\n"
+        "    if steps % 100 == 0: print('steps', steps, flush=True)\n"
+        "print('finished', flush=True)\n"
+    )
+    launched = launch(processes, script, "-n", 3, "-s", 1)
+    launched.expect("worker 1 ended with exit code 5")
+    until(lambda: "go on without it" in launched.err or "job goes on" in launched.err, "goes on")
+    (processes.folder / "end").touch()
+    assert launched.wait() == 5
+    assert launched.out.count("finished") == 2
+    assert "still running" not in launched.err
+    processes.check_nothing_left()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ctrl_c_and_sigterm_end_everything(processes: Processes, number: int, code: int) -> None:
     script = processes.script(SUM + "kv.pull('w', min_version=9)")

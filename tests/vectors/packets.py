@@ -69,7 +69,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             ),
             (),
         ),
-        (WORKER, m.Beat(17, "", 200, 4096, 2048, 0, 0), ()),
+        (WORKER, m.Beat(17, "", 200, 4096, 2048, 0, 0, True), ()),
         (WORKER, m.Leave(False, -9, True, "killed"), ()),
         (SCHEDULER, m.Left(), ()),
         (WORKER, m.Barrier("weights", "epoch", 3, False), ()),

@@ -37,7 +37,7 @@ from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rendezvous import RendezvousTable
 from kvps.core.scheduler.saved_state import SavedState, dump, load
-from kvps.core.scheduler.seat import SEATS, Seat, Settings, State
+from kvps.core.scheduler.seat import GOES_ON, SEATS, Seat, Settings, State
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
@@ -124,6 +124,7 @@ class Job:
         self._outbox: list[Effect] = []
         self._is_concluded = False
         """The end of :meth:`conclude` was reported."""
+        self._goes_on_told = False
         self._seats_told, self._is_seated = 0, False
         """The number of taken seats that was told last, and whether it was all of them."""
         self._schedule()
@@ -178,6 +179,14 @@ class Job:
         if self.settings.tells_seats and taken != self._seats_told and not self._is_seated:
             self._seats_told, self._is_seated = taken, self.formed
             self._outbox.append(Finish(SEATS, taken))
+
+    def tell_if_it_goes_on(self) -> None:
+        """Tell whether all workers that are here go on without a lost one, each time that changes."""
+        here = self.seats.workers(State.HELD)
+        goes_on = bool(here) and all(seat.figures.goes_on for seat in here)
+        if self.settings.tells_seats and goes_on != self._goes_on_told:
+            self._goes_on_told = goes_on
+            self._outbox.append(Finish(GOES_ON, int(goes_on)))
 
     def on_time(self, now: float) -> None:
         """Do what is due by the time alone."""

@@ -20,6 +20,8 @@ from kvps.protocol.membership import Hello, Leave, Member
 
 SEATS = 2
 """The ticket that tells how many seats are taken."""
+GOES_ON = 3
+"""The ticket that tells whether the workers go on without a lost one: 1 if all do that are here, else 0."""
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""
@@ -61,7 +63,8 @@ class Settings:
     persist: bool = False
     """Yield a Save with each change."""
     tells_seats: bool = False
-    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while the job forms."""
+    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while the job forms; and
+    one with :data:`GOES_ON`, each time that changes."""
     has_keys: bool = False
     """Members say by which keys they will speak, and have no seat before."""
     limits: Limits = field(default_factory=Limits)

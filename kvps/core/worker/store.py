@@ -245,4 +245,5 @@ def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:
         rounds=max([one.pushes for one in stores.values()], default=0),
         in_bytes=sum([one.traffic.received_bytes for one in stores.values()]),
         out_bytes=sum([one.traffic.sent_bytes for one in stores.values()]),
+        goes_on=any(one.opened.on_worker_lost == "shrink" for one in stores.values()),
     )

@@ -73,7 +73,7 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
         is_worker = is_held and node.role is Role.WORKER
         late_s = report.late_s(node.rank, seats, now) if is_worker else 0.0
         numbers = seat.figures if is_held else BeatFigures()
-        shown.append(Figures(seat.software, *numbers, late_s))
+        shown.append(Figures(seat.software, *numbers[:-1], late_s))  # the last is for a launcher
     return tuple(shown)
 
 

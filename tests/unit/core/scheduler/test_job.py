@@ -7,10 +7,10 @@ import pytest
 from kvps.core.effects import Effect, Exit, Finish, Save, Send
 from kvps.core.scheduler import pace
 from kvps.core.scheduler.job import LOOK_EVERY_S, UNUSED, Job, Place, next_job
-from kvps.core.scheduler.seat import NAME_MAX, SEATS, SEATS_MAX, Settings, State
+from kvps.core.scheduler.seat import GOES_ON, NAME_MAX, SEATS, SEATS_MAX, Settings, State
 from kvps.errors import WorkerLost
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
-from kvps.protocol.membership import Error, Hello, Released, Stop, View, Welcome
+from kvps.protocol.membership import Beat, Error, Hello, Released, Stop, View, Welcome
 from kvps.protocol.wire import decode, encode
 from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
 
@@ -494,3 +494,19 @@ def test_the_number_of_taken_seats_is_told_until_all_are() -> None:
     assert counted(stage.leave("w0", done=False, code=1)) == []
     silent = Stage(workers=1, servers=1)
     assert counted(silent.hello("s0")) == []
+
+
+def test_it_is_told_whether_all_workers_go_on_without_a_lost_one() -> None:
+    def beat(route: str, goes_on: bool) -> list[object]:
+        effects = stage.say(route, Beat(0, goes_on=goes_on))
+        return [one.value for one in effects if isinstance(one, Finish) and one.ticket == GOES_ON]
+
+    stage = Stage(workers=2, servers=1, tells_seats=True)
+    for who in ("s0", "w0", "w1"):
+        stage.hello(who)
+    assert beat("w0", True) == []
+    assert beat("w1", True) == [1]
+    assert beat("w1", True) == []
+    assert beat("w1", False) == [0]
+    stage.leave("w1", done=False, code=1, replaceable=False)
+    assert beat("w0", True) == [1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.worker.plan import PieceLocation
-from kvps.core.worker.store import NONE, Made, WorkerStore
+from kvps.core.worker.store import NONE, Made, WorkerStore, of_beat
 from kvps.errors import KeyNotFound
 from tests.support.worker_harness import opened, spec
 
@@ -35,6 +35,14 @@ def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
 def test_what_the_options_mean(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:
     one = new_store(mode=mode, on_worker_lost=on_worker_lost)
     assert (one.ordered, one.waits_for_lost) == (ordered, waits)
+
+
+@pytest.mark.spec("R434")
+def test_a_worker_says_that_it_goes_on_without_lost_ones() -> None:
+    waiting, shrinking = new_store(), new_store(on_worker_lost="shrink")
+    assert not of_beat({}).goes_on
+    assert not of_beat({"a": waiting}).goes_on
+    assert of_beat({"a": waiting, "b": shrinking}).goes_on
 
 
 def test_a_plan_is_made_once() -> None:
