@@ -4,9 +4,10 @@
     kvps-launch -n 2 -s 2 -- python examples/sharded_mlp.py --whole    # every worker holds all of it
     python examples/sharded_mlp.py                                     # one process
 
-It learns to tell handwritten digits apart. Both ways print the same losses, and how much the memory of
-rank 0 grew. With ``KVPS_TRANSPORT=tcp`` that is its own memory only; else pages of the servers of this host that
-were read count, too.
+It learns to tell handwritten digits apart. Both ways print about the same losses, and how much the memory of
+rank 0 grew: with ``--whole``, about twice as much. The growth includes activations, what torch loads when it is first
+used, and buffers of messages, so that it exceeds the size of this small model both ways. Over shared memory, Linux also
+counts the pages of the servers that the worker has read; ``KVPS_TRANSPORT=tcp`` leaves these out.
 
 Add ``--max-restarts 2`` to kvps-launch: a worker that is killed is started again, and goes on where the others are.
 """

@@ -1,6 +1,7 @@
 """The examples that use DistributedOptimizer, or several devices, do what examples/README.md says.
 
-Here they make a few steps. With ``-m slow`` each command of the table runs as it stands there, to its end.
+Here they make a few steps. A thorough test runs each command of the table as it stands there, to its end, and compares
+the figures of the table with those that are printed.
 """
 
 from __future__ import annotations
@@ -199,6 +200,18 @@ SEEN = {
     "transformers_gpt.py": (r"loss 2\.\d+ after 120 steps", 300.0),
 }
 """What each example prints at its end, and within how many seconds even a busy machine gets there."""
+LAST_LOSS = (r"falls to about (0\.\d+)", r"(?s).*epoch 12  loss (0\.\d+)", 0.4)
+FIGURES = {
+    "digits.py": LAST_LOSS,
+    "ddp_digits.py": LAST_LOSS,
+    "horovod_digits.py": LAST_LOSS,
+    "metrics.py": (r"about (\d+) MB sent", r"sent (\d+\.\d) MB", 0.05),
+    "gpt.py": (r"test loss of about (\d\.\d)", r"test loss (\d\.\d+)", 0.05),
+    "gpt_local_steps.py": (r"test loss of about (\d\.\d)", r"test loss (\d\.\d+)", 0.05),
+    "recommender.py": (r"first 10: (0\.\d+)", r"among the first 10: (0\.\d+)", 0.15),
+    "word_vectors.py": (r"ranked right: (0\.\d+)", r"ranked right: (0\.\d+)", 0.1),
+}
+"""Script -> the figure of the table, the figure that is printed, and by which share they may differ."""
 COMMANDS = re.findall(r"`((?:python|kvps-launch)[^`]*examples/[^`]*)`", TABLE)
 FLAGS = {
     "examples/horovod_digits.py": "--update-on-kvstore",
@@ -214,7 +227,7 @@ def test_the_table_names_every_example() -> None:
     assert named == scripts == set(SEEN)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_table(processes: Processes, command: str) -> None:
@@ -231,6 +244,13 @@ def test_a_command_of_the_table(processes: Processes, command: str) -> None:
     pattern, limit_s = SEEN[script[1]]
     assert process.wait(limit_s) == 0, process
     assert re.search(pattern, process.out), process
+    if figure := FIGURES.get(script[1]):
+        in_table, printed, share = figure
+        row = next(line for line in TABLE.splitlines() if f"examples/{script[1]}" in line)
+        said, found = re.search(in_table, row), re.search(printed, process.out)
+        assert said, row
+        assert found, process
+        assert float(found[1]) == pytest.approx(float(said[1]), rel=share), row
 
 
 @pytest.mark.thorough
