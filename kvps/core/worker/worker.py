@@ -153,13 +153,9 @@ class Worker:
         held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
         busy = {one.call.store for one in self.table.pending.values() if _is_for_user(one)}
         busy.update(deferred.call.store for some in held for deferred in some)
-        for name in self._closing - (busy - {again}):
+        for name in sorted(self._closing - (busy - {again})):
             self._closing.discard(name)
             error = ConfigError(f"store {name!r} was closed, and created again")
-            for some in held:
-                for deferred in [one for one in some if one.call.store == name]:
-                    some.remove(deferred)
-                    yield Finish(deferred.ticket, error=error)
             yield from self.table.forget(name, error, now)
             store = self.stores.pop(name)
             self._rejoins.pop(name, None)

@@ -41,7 +41,7 @@ from kvps.protocol.membership import (
     View,
     Welcome,
 )
-from kvps.protocol.stores import Status
+from kvps.protocol.stores import Close, Closed, Status, StoreLife
 from kvps.protocol.values import Pull
 from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
 
@@ -821,3 +821,11 @@ def test_a_beat_costs_the_same_in_a_large_cluster() -> None:
 def test_needs_no_torch() -> None:
     code = "import sys, kvps.core.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.spec("R418")
+def test_a_store_that_a_worker_has_closed_is_noted_and_answered() -> None:
+    stage = running()
+    stores = (StoreLife("kv", 0),)
+    assert sent(stage.say("w0", Close(stores)), Closed) == [Closed(stores)]
+    assert stage.scheduler.job.barriers.closed == {"kv": {0}}

@@ -8,6 +8,7 @@ import torch
 from kvps.core.worker import calls, closed_stores
 from kvps.core.worker.closed_stores import AGAIN_S, ClosedStores
 from kvps.errors import ConfigError, Timeout
+from kvps.protocol.checkpoint import Halt, Proceed
 from kvps.protocol.membership import Barrier, Done, Released
 from kvps.protocol.stores import Close, Closed, Open, Opened, StoreLife
 from kvps.protocol.values import Push
@@ -152,3 +153,36 @@ def test_not_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.Monke
         known.close(name, 0, 0)
     assert list(known.lives) == ["b", "c"]
     assert [len(message.stores) for _, message in known.letters(0.0)] == [2, 1]
+
+
+def test_a_call_that_a_cut_holds_back_is_made_before_the_store_is_closed() -> None:
+    one = bench()
+    one.scheduler(Halt(1, {"kv": 0}))
+    ticket = one.call(push({"w": torch.ones(4)}))
+    assert one.finish(ticket) is None
+    close(one)
+    one.call(calls.OpenStore("kv", opened(), 240.0))
+    assert not one.sent(Close)
+    one.scheduler(Proceed(1))
+    assert one.sent(Push)
+    assert one.sent(Close)
+
+
+def test_a_server_that_has_not_said_welcome_is_told_later() -> None:
+    one = bench()
+    one.core.table.links[1].ready = False
+    close(one)
+    assert routes(one) == ["scheduler", "server 0"]
+    one.core.table.links[1].ready = True
+    one.wait(AGAIN_S)
+    assert "server 1" in routes(one)
+
+
+def test_a_server_says_so_in_parts() -> None:
+    known = ClosedStores()
+    known.close("a", 0, 1)
+    known.close("b", 0, 1)
+    known.hear(0, (StoreLife("a", 0),))
+    assert [message.stores for server, message in known.letters(0.0) if server == 0] == [
+        (StoreLife("b", 0),)
+    ]
