@@ -160,6 +160,7 @@ class Job:
             is_stuck = self.phase is Phase.ENDING
             self._patience_until = now + NOTICE_MAX_S if is_stuck else None
         self._tell_seats()
+        self.tell_if_it_goes_on()
         answers = self._assemble()
         self._meet(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:

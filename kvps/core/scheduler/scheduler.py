@@ -304,11 +304,13 @@ class Scheduler:
         # A guardian knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
         # its session key, only their number tells.
         if not (seat.links[route].is_guardian or seat.progress.is_older(beat.progress)):
+            went_on = seat.figures.goes_on
             seat.figures = BeatFigures(
                 *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes),
                 beat.goes_on,
             )
-            self.job.tell_if_it_goes_on()
+            if went_on != beat.goes_on:
+                self.job.tell_if_it_goes_on()
             if beat.rounds and seat.node.role is Role.WORKER:
                 self.job.hear_of_pushes(now)
             news = seat.progress.beat(beat.progress, shortened(beat.reason), now)

@@ -508,5 +508,5 @@ def test_it_is_told_whether_all_workers_go_on_without_a_lost_one() -> None:
     assert beat("w1", True) == [1]
     assert beat("w1", True) == []
     assert beat("w1", False) == [0]
-    stage.leave("w1", done=False, code=1, replaceable=False)
-    assert beat("w0", True) == [1]
+    effects = stage.leave("w1", done=False, code=1, replaceable=False)
+    assert [one.value for one in effects if isinstance(one, Finish)] == [1], "all who are here do"
