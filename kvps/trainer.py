@@ -63,6 +63,7 @@ from kvps.torch.sync.parameter_sync import (
 )
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
+from kvps.torch.sync.state_dict import StateInStore
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -194,6 +195,11 @@ class Trainer:
         self._model = ParameterSync(
             kv, self._params, None if self._local is None else self._local.forget
         )
+        self._stored: StateInStore | None = None
+        """The state of a torch optimizer that runs in the store."""
+        if self._described is not None and isinstance(kv, KVStore):
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            self._stored = StateInStore(optimizer, self._model)
         if kv is not None:
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             demand_same(kv, "Trainer", self._params, buffers, update_on_kvstore=on_store)
@@ -420,6 +426,8 @@ class Trainer:
         if self._exchange is not None:
             self._exchange.discard()
             self._exchange.hooks.close()
+        if self._stored is not None:
+            self._stored.close()
         if isinstance(self._kv, KVStore):
             self._kv.close()
 

@@ -62,7 +62,7 @@ from kvps.torch.sync.parameter_sync import (
     store_of,
 )
 from kvps.torch.sync.same_model import demand_same
-from kvps.torch.sync.state_dict import from_torch, to_torch
+from kvps.torch.sync.state_dict import demand_empty, from_torch, to_torch
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -73,7 +73,7 @@ NOT_OURS = (
 )
 EARLY = Advice(
     "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or no_sync() around "
-    "all but the last, or leave out overlap_backward=True",
+    "all but the last, or leave out overlap_backward=True, with which a reentrant checkpoint works, too",
     "the servers update the weights with the gradient that was pushed; to clip the mean, use update_on_kvstore=False",
     "leave out overlap_backward=True, then gradients leave in step()",
 )
@@ -196,6 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             find_unused=find_unused,
             op=op,
         )
+        if self._on_store:
+            demand_empty(optimizer)
         self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._described.now() if self._on_store else None)
         self._exchange = GradientSync(

@@ -362,3 +362,39 @@ def test_an_optimizer_that_exchanges_gradients_itself_is_refused() -> None:
         hvd.shutdown()
         with pytest.raises(kvps.ConfigError, match="got a DistributedOptimizer"):
             DistributedOptimizer(DistributedOptimizer(sgd, model), model)
+
+
+def trained_twice(begin: Callable[[Model, Optimizer], Loop]) -> dict[str, torch.Tensor]:
+    """Train, save model and optimizer by their state dicts, and train on from these; return the weights."""
+    saved: list[dict[str, Any]] = []
+    weights_now: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        model = net()
+        model.load_state_dict(weights_now or model.state_dict())
+        sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        loop = begin(model, sgd)
+        for state in saved:
+            sgd.load_state_dict(state)
+        train(model, loop.step)
+        saved = [copy.deepcopy(sgd.state_dict())]
+        weights_now = {name: value.clone() for name, value in model.state_dict().items()}
+        loop.close()
+    return weights_now
+
+
+@pytest.mark.parametrize("name", ["trainer", "trainer, overlap", "shard"])
+def test_the_optimizers_state_dict_is_that_of_the_servers(name: str) -> None:
+    """A script that saves and loads the optimizer that it gave loses no momenta."""
+    found = trained_twice(FRONT_ENDS[name])
+    wanted = trained_twice(lambda _, sgd: Loop(sgd.step))
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("name", ["servers", "trainer", "shard"])
+def test_an_optimizer_with_state_is_not_given_to_the_servers(name: str) -> None:
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    train(model, sgd.step)
+    with pytest.raises(kvps.ConfigError, match=r"state of 6 .*call load_state_dict\(\) after"):
+        FRONT_ENDS[name](model, sgd)

@@ -40,6 +40,7 @@ from kvps.torch.sharded.residency import Residency
 from kvps.torch.sync.arguments import check_norms
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 from kvps.torch.sync.same_model import demand_same
+from kvps.torch.sync.state_dict import StateInStore
 
 
 def shard(
@@ -64,8 +65,8 @@ def shard(
         kvstore: the name of a synchronous store, which is then the model's own; or a store that was created
             with ``average=True`` and serves nothing else.
         optimizer: a torch optimizer over the trained parameters. Servers use its hyper-parameters, also when
-            a scheduler changes them, and its ``step()`` is :meth:`Sharded.step`; it never has any state. Or
-            the name of an optimizer of the servers, with its hyper-parameters in ``hyper``.
+            a scheduler changes them, and its ``step()`` is :meth:`Sharded.step`. It keeps no state: its
+            ``state_dict()`` and ``load_state_dict()`` are those of the servers' optimizer. Or the name of an optimizer of the servers, with its hyper-parameters in ``hyper``.
         blocks: modules whose weights are pulled and freed together; None for the elements of each
             ``ModuleList`` and ``Sequential``. Weights outside all blocks stay from the start of forward to
             the end of backward.
@@ -181,6 +182,7 @@ class Sharded:
             # Before it, so that it finds no gradients, and changes nothing.
             hooks.append(optimizer.register_step_pre_hook(lambda *_: self._end_step()))
             self._step = lambda: optimizer.step()  # a scheduler may wrap it later
+            hooks.append(StateInStore(optimizer, self._rule))
         return hooks
 
     # --- a step -----------------------------------------------------------------------------------
@@ -379,7 +381,7 @@ class Sharded:
         self._passes.close()
         self._gradients.hooks.close()
         for hook in self._hooks:
-            hook.remove()
+            hook.close() if isinstance(hook, StateInStore) else hook.remove()
         self._weights.forget()
         if self._side is not None:
             self._side.close()
