@@ -34,6 +34,7 @@ ATTRIBUTES = {
 }
 BY_NAME = {
     "__init__.py": "a table of public names and their modules",
+    "backend_name.py": "a constant, a module of torch",
     "cli/main.py": "the subcommand, one of a table",
     "ray/__init__.py": "a table of public names and their modules",
     "runtime/server_process.py": "--plugin, which the server's operator says",

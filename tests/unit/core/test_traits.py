@@ -33,3 +33,12 @@ def test_long_names_are_cut_and_still_compared() -> None:
     first, second = (traits_of({"w" * NAME_MAX + end: "float32[2]"}) for end in ("a", "b"))
     assert first[0] == second[0] == Trait("w" * NAME_MAX, "float32[2]")
     assert first[1] != second[1]
+
+
+def test_a_small_model_travels_whole_and_in_order() -> None:
+    assert traits_of({"b": "1", "a": "2"}) == (Trait("a", "2"), Trait("b", "1"))
+
+
+def test_both_values_of_a_difference_are_told() -> None:
+    found = differences(0, {"w": "float32[2]", "same": "x"}, 1, {"w": "float32[3]", "same": "x"})
+    assert found == "w is float32[2] on worker 0, and float32[3] on worker 1"

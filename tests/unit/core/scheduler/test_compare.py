@@ -92,3 +92,16 @@ def test_a_replacement_that_is_first_of_all_is_met_later(stage: Stage) -> None:
     assert told(compare(stage, "w5"), Released) == ["w5"]
     compare(stage, "w0")
     assert sorted(told(compare(stage, "w1"), Released)) == ["w0", "w1"]
+
+
+@pytest.mark.spec("R404")
+def test_a_replacement_of_a_store_that_waits_for_nobody_lost_makes_its_barrier_hasty(
+    stage: Stage,
+) -> None:
+    """Another worker that is lost then is not waited for."""
+    compare(stage, "w0")
+    replace(stage, 2, "w5")
+    at = Barrier("kv", "kvps.same", 0, waits=False, what="Trainer()", traits=SMALL)
+    assert told(stage.say("w5", at, seq=7), Released) == ["w5"]
+    effects = stage.leave("w1", done=False, reason="killed")
+    assert told(effects, Released) == ["w0"]

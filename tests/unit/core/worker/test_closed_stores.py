@@ -100,6 +100,19 @@ def test_it_is_closed_when_the_calls_of_the_user_are_over() -> None:
     assert "kv" not in one.core.stores
 
 
+def test_it_is_closed_by_the_answer_that_ends_the_last_call() -> None:
+    one = bench()
+    seqs = len(one.seqs(Push, 0)), len(one.seqs(Push, 1))
+    ticket = one.call(push({"w": torch.ones(4)}))
+    close(one)
+    assert not one.sent(Close)
+    for server, since in enumerate(seqs):
+        for seq in one.seqs(Push, server)[since:]:
+            one.ack(server, seq)
+    assert one.is_done(ticket)
+    assert one.sent(Close)
+
+
 def test_what_is_under_way_ends_when_the_store_is_created_again() -> None:
     one = bench()
     ticket = one.call(pull({"w": torch.zeros(4)}))

@@ -28,6 +28,7 @@ from kvps.protocol.membership import (
     Resume,
     Resumed,
     Return,
+    Trait,
 )
 from kvps.protocol.stores import (
     Declare,
@@ -1051,6 +1052,15 @@ class TestTogether:
             Barrier("other", "", 0),
             Barrier("kv", "", 1),
         ]
+
+    @pytest.mark.spec("R403")
+    def test_models_are_compared_at_a_barrier_of_their_own(self) -> None:
+        one = bench()
+        traits = (Trait("parameter 'w'", "float32[2]"),)
+        ticket = one.call(calls.Compare("kv", "Trainer()", traits))
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.same", 0, what="Trainer()", traits=traits)]
+        assert one.is_done(ticket)
 
     def test_a_barrier_waits_until_this_stores_pushes_are_taken_in(self) -> None:
         one = ready()
