@@ -24,6 +24,9 @@ EVERYDAY = {
     "tests/integration/test_horovod_three.py::test_an_elastic_job_ends_as_if_no_rank_had_been_lost": (
         "tests/integration/test_horovod_elastic.py::test_a_failure_returns_to_the_last_commit"
     ),
+    "tests/integration/test_replacement.py::test_at_every_moment_of_a_script": (
+        "tests/integration/test_replacement.py::test_a_script_that_runs_again_arrives_where_the_others_are"
+    ),
     "tests/hostile/test_floods.py": (
         "tests/unit/core/server/test_requests_allowed.py::test_stores_are_bounded"
     ),
