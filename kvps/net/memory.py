@@ -6,7 +6,8 @@ such blocks are cut from the heap and stay there for the next message.
 
 A tensor of some megabytes stays there, too, and glibc before 2.38 does not find such a block again when the
 next tensor asks for one, so that the heap grows to several times of what is in use. A process that trains a
-model larger than its memory says so; blocks larger than a message are then given back.
+model larger than its memory calls :func:`be_tight`: large blocks are then given back when they are freed. Smaller
+blocks leave gaps all over the heap, which such a process gives back from time to time by :func:`give_back`.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class Limits(NamedTuple):
 
 
 ROOMY = Limits(32 << 20, 256 << 20)
-TIGHT = Limits(5 << 20, 64 << 20)
+TIGHT = Limits(5 << 20, 16 << 20)
 """The first keeps every chunk that travels in frames. The second keeps those between hosts, of 384 KiB by default; those
 through sockets of one host, of 8 MiB, are mapped anew."""
 
@@ -172,7 +173,7 @@ def be_tight() -> None:
 
 
 def give_back() -> None:
-    """Give the system what is free now: after more came than there is ever use for."""
+    """Give the system all pages that are free now, also between blocks in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

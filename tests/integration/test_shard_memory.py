@@ -16,8 +16,8 @@ import torch
 import kvps.torch
 
 torch.set_num_threads(1)
-WIDTH, MIB = 1536, 1 << 20  # a block of two such layers has 18 MiB
-how, depth, limit_mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+MIB = 1 << 20
+how, (depth, limit_mib, WIDTH) = sys.argv[1], map(int, sys.argv[2:])
 
 class Block(torch.nn.Module):
     def __init__(self):
@@ -57,15 +57,18 @@ for step in range(3):
     train(model, optimizer.step)
 print(f"trained {depth} blocks, grew by {(kib('VmHWM:') - begun) // 1024} MiB")
 """
-BLOCK_MIB = 18
+WIDTH, BLOCK_MIB = 1536, 18
 
 
-def train(processes: Processes, how: str, depth: int, limit_mib: int = 0) -> tuple[int, str]:
+def train(
+    processes: Processes, how: str, depth: int, limit_mib: int = 0, width: int = WIDTH
+) -> tuple[int, str]:
     """Return the exit code and what was printed."""
     script = processes.script(SCRIPT, f"{how}{depth}.py")
     cluster = processes.scheduler(1, 1)
     cluster.server(KVPS_TRANSPORT="tcp")
-    worker = cluster.worker(sys.executable, script, how, depth, limit_mib, KVPS_TRANSPORT="tcp")
+    words = [script, how, depth, limit_mib, width]
+    worker = cluster.worker(sys.executable, *words, KVPS_TRANSPORT="tcp")
     code = worker.wait(100.0)
     if code:
         cluster.process.signal(signal.SIGTERM)  # it would wait for a replacement
@@ -86,6 +89,15 @@ def test_memory_is_that_of_some_blocks(processes: Processes) -> None:
     grown = [growth_mib(train(processes, "sharded", depth)[1]) for depth in (12, 24)]
     assert grown[1] < 24 * BLOCK_MIB, "less than the weights"
     assert grown[1] - grown[0] < 6 * BLOCK_MIB, "of twelve more blocks; the heap keeps some memory"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_many_small_blocks_leave_no_gaps_in_the_heap(processes: Processes) -> None:
+    """Weights of 0.6 MiB are cut from the heap, which grew to several times of the model's 216 MiB."""
+    code, printed = train(processes, "sharded", 192, width=384)
+    assert code == 0, printed
+    assert growth_mib(printed) < 192 * BLOCK_MIB / 16, "less than the weights"
 
 
 @pytest.mark.thorough

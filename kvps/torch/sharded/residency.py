@@ -26,10 +26,14 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from kvps.errors import EpochChanged
+from kvps.net.memory import give_back
 from kvps.runtime.ticket import Handle
 
 PRIORITY = 1 << 20
 """The priority of pulls, which a pass waits for: they overtake gradients."""
+GIVE_BACK_BYTES = 32 << 20
+"""After weights of so many bytes have left, the heap's gaps are given back to the system. Without that the heap grows
+with the number of blocks, to several times of what is in use."""
 
 _autograd: Any = torch._C._autograd
 """torch has no public way to ask which hooks for saved tensors there are."""
@@ -80,6 +84,8 @@ class Residency:
         self._here: dict[str, int] = {}
         """Name -> the address of the memory of a weight that is local."""
         self._name_at: dict[int, str] = {}
+        self._left_bytes = 0
+        """The size of the weights that have left since free memory was given back."""
         self._outer: list[Any] = []
         """The hooks for saved tensors that ours have covered."""
 
@@ -147,6 +153,10 @@ class Residency:
         )
         with torch.inference_mode(False):
             param.data = nothing.to(param.device).expand(form.shape)
+        self._left_bytes += form.nbytes
+        if self._left_bytes >= GIVE_BACK_BYTES:
+            self._left_bytes = 0
+            give_back()
 
     def empty(self, name: str) -> torch.Tensor:
         """Return memory for a weight where its parameter is, with undefined values."""
