@@ -43,6 +43,10 @@ class Progress:
     """The call that the script waits in."""
     is_quiet: bool = False
     """Said to be so in the log."""
+    standstill: int = 0
+    """The number of its standstill; 0 if it may go on by itself."""
+    still_since: float = 0.0
+    """When that number was first heard."""
     heard_at: float | None = None
     """When its process beat last; None before it does. Its guardian may beat on without it."""
 
@@ -50,11 +54,13 @@ class Progress:
         """Whether so many calls are less than those of the script: its guardian, which makes none, says so."""
         return calls < self.calls
 
-    def beat(self, calls: int, waits_in: str, now: float) -> str:
+    def beat(self, calls: int, waits_in: str, now: float, standstill: int = 0) -> str:
         """Take in a beat of the script's own process; return what is new and worth a line of log."""
         self.heard_at = now
         if calls > self.calls:
             self.calls, self.moved_at = calls, now
+        if standstill != self.standstill:
+            self.standstill, self.still_since = standstill, now
         self.waits_in = waits_in
         was_quiet = self.is_quiet
         self.is_quiet = calls > 0 and not waits_in and now - self.moved_at >= QUIET_AFTER_S

@@ -147,6 +147,8 @@ class MembershipClient:
         """How many calls the script has made."""
         self.waits_in = ""
         """The call that it waits in."""
+        self.standstill = 0
+        """The number of its standstill; 0 if it may go on by itself."""
         self.figures: Callable[[], BeatFigures] = BeatFigures
         """Returns the numbers for the next BEAT; asked once per second."""
         self.heard_at = now
@@ -326,7 +328,7 @@ class MembershipClient:
         self._next_beat = now + BEAT_EVERY_S
         yield from self._say_that_it_waits(now)
         if self.welcome is not None:
-            beat = p.Beat(self.progress, self.waits_in, *self.figures())
+            beat = p.Beat(self.progress, self.waits_in, *self.figures(), self.standstill)
             yield Send(SCHEDULER, self.packet(beat))
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))

@@ -100,6 +100,8 @@ class Beat(Message):
     """The memory that the values of a server have reserved, and its limit; 0 for no limit, and of a worker."""
     goes_on: bool = False
     """Whether a store of a worker closes rounds without lost workers (``on_worker_lost="shrink"``)."""
+    standstill: int = 0
+    """The number of a worker's standstill, 0 for none. Of the scheduler, the one that cannot end, for ``reason``."""
 
 
 @tag(5)
@@ -198,6 +200,8 @@ class Probed(Message):
 
     missing: tuple[int, ...]
     pending: tuple[Pending, ...]
+    for_workers: tuple[int, ...] = ()
+    """Those of the pending that wait for calls of workers, which the reason names."""
 
 
 # --- joining, resuming, and the state of a cluster ------------------------------------------------

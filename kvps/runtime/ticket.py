@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -200,6 +201,43 @@ class Ticket:
                 self.error.was_raised = True
             raise self.error
         return self.value
+
+
+WITHOUT_CALLS = {
+    ("kvps.runtime.worker_session", "_run"),
+    ("kvps.runtime.local.local_cluster", "run"),
+    ("kvps.net.memory_watch", "_run"),
+    ("multiprocessing.queues", "_feed"),
+    ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),
+}
+"""Functions, by module and name: a thread inside them makes no call by itself."""
+POOL = ("concurrent.futures.thread", "_worker")
+"""The function in which a thread of a pool waits for work; what it works at is called by this function."""
+
+
+def waited_tickets() -> list[Ticket]:
+    """Return the tickets that the threads of this process wait for; none if some thread may do something else.
+
+    Nothing is counted while calls are made. A thread waits where its innermost Python frame is that of
+    :meth:`Ticket._await`.
+    """
+    found = []
+    for innermost in sys._current_frames().values():
+        if innermost.f_code is Ticket._await.__code__:
+            found.append(innermost.f_locals["self"])
+            continue
+        frame: FrameType | None = innermost
+        is_idle = _name_of(innermost) == POOL
+        while frame is not None and not is_idle:
+            is_idle = _name_of(frame) in WITHOUT_CALLS
+            frame = frame.f_back
+        if not is_idle:
+            return []
+    return found
+
+
+def _name_of(frame: FrameType) -> tuple[str, str]:
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
 
 
 def finished(value: object = None) -> Ticket:

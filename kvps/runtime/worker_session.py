@@ -29,6 +29,7 @@ from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.standstill import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net import descriptors
@@ -42,7 +43,7 @@ from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.member_process import own_identity
-from kvps.runtime.ticket import TURNS, Ticket, profiled
+from kvps.runtime.ticket import TURNS, Ticket, profiled, waited_tickets
 from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 
@@ -124,8 +125,19 @@ class WorkerSession(Listener):
             self._transport.close(0.2)
 
     def finish(self, effect: Finish) -> None:
-        """End the ticket of a call."""
+        """End the ticket of a call; or say in which calls the script waits."""
+        if effect.ticket == ASK_SCRIPT:
+            self._inbox.put(CoreRequest("on_script", (self._waited_for(),)))
+            return
         self._end(effect.ticket, effect.value, effect.error)
+
+    def _waited_for(self) -> tuple[int, ...]:
+        """Return the numbers of the calls that the whole script waits in; 0 stands for a call that has just ended."""
+        numbers = {id(ticket): number for number, ticket in self._tickets.items()}
+        waited = waited_tickets()
+        # Those of other sessions, such as of another rank in a LocalCluster, do not concern this one.
+        mine = [one for one in waited if id(one) in numbers or one.is_over]
+        return tuple(sorted(numbers.get(id(one), 0) for one in mine))
 
     def _end(self, number: int, value: object, error: KvpsError | None) -> None:
         ticket = self._tickets.pop(number, None)

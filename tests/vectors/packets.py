@@ -69,7 +69,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             ),
             (),
         ),
-        (WORKER, m.Beat(17, "", 200, 4096, 2048, 0, 0, True), ()),
+        (WORKER, m.Beat(17, "", 200, 4096, 2048, 0, 0, True, 3), ()),
         (WORKER, m.Leave(False, -9, True, "killed"), ()),
         (SCHEDULER, m.Left(), ()),
         (WORKER, m.Barrier("weights", "epoch", 3, False), ()),
@@ -78,7 +78,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Error(42, 10, "key 'w' is float32[2,3], not float32[3,2]"), ()),
         (SERVER, m.Done(42), ()),
         (WORKER, m.Probe((40, 41)), ()),
-        (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),)), ()),
+        (SERVER, m.Probed((40,), (m.Pending(41, "round 5 waits for rank 1"),), (41,)), ()),
         (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23, True, "skip"), ()),
         (
             CREATOR,

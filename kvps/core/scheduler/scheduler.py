@@ -31,6 +31,7 @@ from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
+from kvps.core.scheduler.standstill import Standstills
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.errors import (
     ConfigError,
@@ -80,10 +81,11 @@ class Scheduler:
         self, settings: Settings, job: bytes, now: float, process: ProcessInfo = UNKNOWN_PROCESS
     ) -> None:
         self.job = Job(settings, job, now)
-        self._begin(process)
+        self._begin(process, now)
 
-    def _begin(self, process: ProcessInfo) -> None:
+    def _begin(self, process: ProcessInfo, now: float) -> None:
         self._process = process
+        self._standstills = Standstills(now)
         self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._pings = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
@@ -313,10 +315,11 @@ class Scheduler:
                 self.job.tell_if_it_goes_on()
             if beat.rounds and seat.node.role is Role.WORKER:
                 self.job.hear_of_pushes(now)
-            news = seat.progress.beat(beat.progress, shortened(beat.reason), now)
+            self._standstills.hear(seat, now)
+            news = seat.progress.beat(beat.progress, shortened(beat.reason), now, beat.standstill)
             if news:
                 self.job.note("info", f"{seat.node} {news}")
-        self.job.send(route, p.Beat(beat.progress, self.job.reason))
+        self.job.send(route, self._answer(seat, beat, now))
         if self.job.phase is not Phase.FORMING:
             is_behind = envelope.view < number
         else:  # only those who were members of the former job have something to learn
@@ -324,6 +327,21 @@ class Scheduler:
         is_told = self.job.number != number or self.job.is_untold  # just now, or soon
         if is_behind and not is_told:
             self.job.send(route, self.job.view(now))
+
+    def _answer(self, seat: Seat, beat: p.Beat, now: float) -> p.Beat:
+        """Return the answer to a beat: what the job waits for, or that the sender's standstill cannot end."""
+        if (
+            beat.standstill
+            and beat.standstill == seat.progress.standstill
+            and self.job.phase is Phase.RUNNING
+        ):
+            found = self._standstills.found
+            text = self._standstills.text(seat, self.job.seats.by_node.values(), now)
+            if self._standstills.found != found:
+                self.job.note("warning", text)
+            if text:
+                return p.Beat(beat.progress, text, standstill=beat.standstill)
+        return p.Beat(beat.progress, self.job.reason)
 
     def _on_leave(self, route: Route, envelope: Envelope, leave: p.Leave, now: float) -> None:
         try:
@@ -418,7 +436,7 @@ class Scheduler:
             seats = self.job.seats.by_node
             who = ranks_in_words(missing, lambda rank: seats[Node(Role.WORKER, rank)].presence(now))
             why = f"waits for {who}"
-            self.job.send(route, p.Probed((), (p.Pending(envelope.seq, why),)))
+            self.job.send(route, p.Probed((), (p.Pending(envelope.seq, why),), (envelope.seq,)))
 
     def _on_resume(self, route: Route, envelope: Envelope, resume: p.Resume, now: float) -> None:
         seat = self._recognise(route, envelope, now)
@@ -551,7 +569,7 @@ class Scheduler:
         """
         scheduler = cls.__new__(cls)
         scheduler.job = Job.restore(settings, snapshot, now)
-        scheduler._begin(process)
+        scheduler._begin(process, now)
         return scheduler
 
     def check(self) -> None:

@@ -494,8 +494,14 @@ class Control:
     def probe(self, session: Session, message: p.Probe, now: float) -> None:
         """Say which requests were not heard of, and what the others wait for."""
         self._context.retry()  # some wait for a call of rank 0, for which it is too late by now
-        describe = self._context.description(now)
-        missing, pending = [], []
+        words = self._context.description(now)
+        named: list[int] = []
+
+        def describe(rank: int) -> str:
+            named.append(rank)
+            return words(rank)
+
+        missing, pending, for_workers = [], [], []
         for seq in message.seqs:
             request = session.pending.get(seq)
             if request is None:
@@ -506,7 +512,10 @@ class Control:
                 pending.append(p.Pending(seq, why))
             else:
                 pending.append(p.Pending(seq, request.why(describe)))
-        self._context.send(session, p.Probed(tuple(missing), tuple(pending)))
+            if named:
+                for_workers.append(seq)
+                named.clear()
+        self._context.send(session, p.Probed(tuple(missing), tuple(pending), tuple(for_workers)))
 
     def status(self, seq: int, message: p.Status, now: float) -> Message:
         """Return the open rounds, clocks and dropped updates of a store."""

@@ -226,6 +226,19 @@ class CallTable:
         """Return the pushes that are not known to have been taken in."""
         return list(chain.from_iterable(self._unacked.values()))
 
+    def is_settled(self, since: float) -> bool:
+        """Whether all pushes have arrived, and a peer has said of each request since then that it waits for workers."""
+        if self.unacked() or any(link.has_queue for link in self.connections()):
+            return False
+        sent = [*self.asked.values()]
+        for link in self.connections():
+            sent += link.outstanding.values()
+        known = set(sent)
+        return all(one.confirmed_at >= since for one in sent) and all(
+            pending.waiting and known.issuperset(pending.waiting)
+            for pending in self.pending.values()
+        )
+
     def connections(self) -> Iterator[Connection]:
         """Yield the connections to all servers and neighbours."""
         return chain(self.links, self.neighbours.links.values())
@@ -304,6 +317,7 @@ class CallTable:
                 yield from self.taken_in(request, now)
                 if isinstance(request.owner, MergedRequest):
                     yield from self.neighbours.waits(request.owner, stand.reason)
+        _confirm(link.outstanding, message, now)
         for seq in message.missing:
             request = link.miss(seq)
             if request is not None:
@@ -317,6 +331,7 @@ class CallTable:
             for stand in message.pending:
                 if stand.seq in self.asked:
                     self.asked[stand.seq].waits_for = stand.reason
+            _confirm(self.asked, message, now)
             return
         request = self.asked.pop(message.seq, None)
         if request is not None and isinstance(message, p.Error):
@@ -484,6 +499,10 @@ class CallTable:
     def _time_out(self, pending: PendingCall, now: float) -> Effects:
         link_of = self.neighbours.link_of
         error = timeout_error(self._member, pending.call, pending.waiting, link_of, now)
+        yield from self.end_early(pending, error, now)
+
+    def end_early(self, pending: PendingCall, error: KvpsError, now: float) -> Effects:
+        """End a call for its caller; what changes values goes on."""
         if pending.call.on_timeout is OnTimeout.RETRY:
             yield from self.finish(pending, now, error=error)
             return
@@ -514,6 +533,13 @@ class CallTable:
 
 def _nothing(value: object, error: KvpsError | None, now: float) -> Effects:
     yield from ()
+
+
+def _confirm(requests: Mapping[int, Request], message: p.Probed, now: float) -> None:
+    """Note which of some requests, by number, wait for calls of workers."""
+    for seq in message.for_workers:
+        if seq in requests:
+            requests[seq].confirmed_at = now
 
 
 def _owner_of(request: Request) -> PendingCall:

@@ -99,6 +99,8 @@ class Request:
     """Nobody wants the answer any more."""
     waits_for: str = ""
     """The reason that the server last gave for not having answered."""
+    confirmed_at: float = -math.inf
+    """When the server, or the scheduler, last said that it has the request, and waits for calls of workers."""
     owner: object = None
     """A pending call, or a merged request of several workers."""
     traffic: Traffic | None = None

@@ -1,4 +1,4 @@
-"""The text of a Timeout: what a call still waits for.
+"""The text of a Timeout, and of the end of a standstill: what a call still waits for.
 
 It names the call as the user knows it, says which peer has not answered and why, and what the user may do.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.calls.base import Call
 from kvps.core.worker.connection import Connection, Request
-from kvps.errors import KvpsError, SchedulerLost, Timeout
+from kvps.errors import KvpsError, Mismatch, SchedulerLost, Timeout
 from kvps.phrases import and_more
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.membership import Barrier
@@ -55,6 +55,17 @@ def timeout_error(
     more = and_more(len(why) - REASONS_MAX)
     return Timeout(
         f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {call.on_timeout.value}, or give a longer timeout="
+    )
+
+
+def standstill_error(
+    member: MembershipClient, call: Call, waiting: Iterable[Request], reason: str
+) -> KvpsError:
+    """Return the error of a call that cannot end, since no worker can go on, as the scheduler has found."""
+    why = sorted({request.waits_for for request in waiting})
+    return Mismatch(
+        f"worker {member.rank}: {call.title} of store {call.store!r} cannot end "
+        f"({'; '.join(why[:REASONS_MAX])}{and_more(len(why) - REASONS_MAX)}): {reason}"
     )
 
 

@@ -37,8 +37,9 @@ from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.quiesce import DeferredCall, Quiesce
 from kvps.core.worker.resync import StoreResync, epoch_changed
+from kvps.core.worker.standstill import ASK_SCRIPT, CONFIRMED_S, FAR_S, Standstill, State
 from kvps.core.worker.store import WorkerStore, of_beat
-from kvps.core.worker.timeout_report import timeout_error
+from kvps.core.worker.timeout_report import standstill_error, timeout_error
 from kvps.errors import (
     ConfigError,
     Fenced,
@@ -83,6 +84,7 @@ class Worker:
         self._closed = ClosedStores()
         self._closing: set[str] = set()
         """Closed stores of which a call of the user is still under way."""
+        self._standstill = Standstill()
         self._complete = False
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
@@ -142,6 +144,13 @@ class Worker:
                 yield from self._break_off(now)
         yield from self.table.begin(ticket, call, deadline, now)
         yield from self._report_halt()
+
+    def on_script(self, tickets: tuple[int, ...], now: float) -> Effects:
+        """The whole script waits in these calls; in none, if some thread of it does not wait."""
+        waited_for = [self.table.pending.get(ticket) for ticket in tickets]
+        is_known = all(one is not None and _is_for_user(one) for one in waited_for)
+        self._standstill.hear(tickets if is_known else (), self._calls())
+        yield from ()
 
     def on_close(self, name: str, now: float) -> Effects:
         """The user needs a store no more."""
@@ -224,6 +233,12 @@ class Worker:
     def on_timer(self, now: float) -> Effects:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
         self.member.waits_in = next((call.title for call in self._waited_for()), "")
+        beat_at = self.member.deadline()
+        if beat_at is not None and now >= beat_at:
+            is_asked = self._standstill.look(self._calls() if self._is_still(now) else None)
+            self.member.standstill = self._standstill.number
+            if is_asked:
+                yield Finish(ASK_SCRIPT)
         yield from self.member.on_timer(now)
         alone_at = self._alone_at()
         if alone_at is not None and now >= alone_at:
@@ -244,6 +259,9 @@ class Worker:
 
     def _waited_for(self) -> Iterator[calls.Call]:
         """Yield the calls for which the user waits."""
+        for ticket in self._standstill.tickets:
+            if ticket in self.table.pending:
+                yield self.table.pending[ticket].call
         for deferred in chain(
             self._quiesce.held, *(store.held for store in self._rejoins.values())
         ):
@@ -251,6 +269,32 @@ class Worker:
         for pending in self.table.pending.values():
             if not pending.finished:
                 yield pending.call
+
+    def _calls(self) -> State:
+        """Return what changes whenever a call begins or ends."""
+        return (self.member.progress, *self.table.pending)
+
+    def _is_still(self, now: float) -> bool:
+        """Whether calls wait, and nothing but a call of some worker can end them."""
+        pending = self.table.pending.values()
+        is_held = self._quiesce.is_on or bool(self._rejoins or self._untold or self._joining)
+        if not pending or is_held or self.losses.is_any or self.losses.was_replaced:
+            return False
+        if any(not _is_for_user(one) or one.deadline < now + FAR_S for one in pending):
+            return False
+        has_quorum = any(store.opened.quorum for store in self.stores.values())
+        return not has_quorum and self.table.is_settled(now - CONFIRMED_S)
+
+    def _end_standstill(self, message: p.Beat, now: float) -> Effects:
+        """The scheduler says that no worker can go on."""
+        standstill = self._standstill
+        if not standstill.is_at(message.standstill, self._calls()):
+            return
+        for ticket in standstill.tickets:
+            pending = self.table.pending[ticket]
+            error = standstill_error(self.member, pending.call, pending.waiting, message.reason)
+            yield from self.table.end_early(pending, error, now)
+        standstill.look(None)
 
     def deadline(self) -> float | None:
         """When something is due next."""
@@ -303,6 +347,9 @@ class Worker:
             return
         if isinstance(message, p.Closed):
             self._closed.hear(ClosedStores.SCHEDULER, message.stores)
+            return
+        if isinstance(message, p.Beat) and message.standstill:
+            yield from self._end_standstill(message, now)
             return
         is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
         if isinstance(message, p.Halt) and is_welcomed:

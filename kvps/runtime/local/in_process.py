@@ -30,6 +30,7 @@ from kvps.core.server.server import Server
 from kvps.core.server.snapshot.storage import AnyOrder
 from kvps.core.worker.calls import Call
 from kvps.core.worker.cluster_info import ClusterInfo
+from kvps.core.worker.standstill import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.net.driver import LEVELS
 from kvps.protocol.envelope import Loan, Packet, Role
@@ -170,6 +171,8 @@ class InProcessSession:
             match effect:
                 case Send():
                     self._send(name, effect)
+                case Finish() if effect.ticket == ASK_SCRIPT:
+                    pass  # the script is in this call, and waits for nobody
                 case Finish():
                     self._tickets.pop(effect.ticket).end(effect.value, effect.error)
                 case Copied():

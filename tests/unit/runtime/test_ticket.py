@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvps.errors import KvpsError, Timeout
-from kvps.runtime.ticket import Handle, ShortTurns, Ticket
+from kvps.runtime.ticket import Handle, ShortTurns, Ticket, waited_tickets
 
 
 @pytest.fixture(autouse=True)
@@ -117,3 +119,82 @@ def test_a_call_of_several_tickets_is_over_with_the_last_of_them() -> None:
         assert told == []
         ticket.end(None, None)
     assert told == [True]
+
+
+FRAMES = sys._current_frames
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *threads: threading.Thread) -> None:
+    """Let this process have no other threads than these."""
+    idents = {one.ident for one in threads}
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: {at: one for at, one in FRAMES().items() if at in idents}
+    )
+
+
+def waited(some: bool) -> list[Ticket]:
+    """Return what is waited for, once that is something, or nothing."""
+    deadline = time.monotonic() + 30.0
+    while bool(found := waited_tickets()) != some and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+class Threads:
+    """Threads that end with the test."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.tickets = [Ticket(), Ticket()]
+        self.calling = [self.begin(one.wait) for one in self.tickets]
+
+    def begin(self, work: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        self.gate.set()
+        for ticket in self.tickets:
+            ticket.end(None, None)
+
+
+@pytest.fixture
+def threads() -> Iterator[Threads]:
+    begun = Threads()
+    yield begun
+    begun.end()
+
+
+def test_a_script_waits_where_all_its_threads_wait_for_calls(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads
+) -> None:
+    shown(monkeypatch, *threads.calling)
+    assert {id(one) for one in waited(some=True)} == {id(one) for one in threads.tickets}
+    busy = threads.begin(threads.gate.wait)
+    shown(monkeypatch, *threads.calling, busy)
+    assert waited(some=False) == []
+
+
+def test_a_thread_of_a_pool_that_has_no_work_makes_no_call(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads
+) -> None:
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+    shown(monkeypatch, *threads.calling, *pool._threads)
+    assert len(waited(some=True)) == 2
+    pool.submit(threads.gate.wait)
+    assert waited(some=False) == []
+    threads.end()
+    pool.shutdown()
+
+
+def test_a_thread_that_hands_data_on_makes_no_call(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads
+) -> None:
+    def feed() -> None:
+        threads.gate.wait()
+
+    monkeypatch.setattr("kvps.runtime.ticket.WITHOUT_CALLS", {(__name__, "feed")})
+    shown(monkeypatch, *threads.calling, threads.begin(feed))
+    assert len(waited(some=True)) == 2

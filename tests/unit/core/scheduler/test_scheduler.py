@@ -538,7 +538,7 @@ class TestBarrier:
         assert not sent(stage.barrier("w0", seq=3), Probed)
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
         never = "(alive, has made no call yet)"
-        assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),))
+        assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),), (4,))
         stage.barrier("w1")
         assert not sent(stage.barrier("w2"), Probed)
 

@@ -495,7 +495,7 @@ def test_the_rate_reaches_the_next_round(stage: ServerStage) -> None:
 # --- probes and status ------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("R40")
+@pytest.mark.spec("R40", "R438")
 def test_a_probe_tells_what_is_missing_and_why_the_rest_waits(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     stage.say(1, declaring("x"), seq=50)
@@ -513,6 +513,7 @@ def test_a_probe_tells_what_is_missing_and_why_the_rest_waits(stage: ServerStage
         53: "key 'a': round 0 waits for a push of rank 0 (alive, last request 0 s ago)",
         54: "rank 0 (alive, last request 0 s ago) has not set the learning rate",
     }
+    assert answer.for_workers == (50, 51, 53, 54)
 
 
 def test_reasons_of_the_optimizer_and_of_rounds_that_nobody_opened(stage: ServerStage) -> None:

@@ -114,6 +114,7 @@ def test_a_round_waits_for_the_norms_of_the_others_and_says_so() -> None:
     assert first.pull(0, "w", after=1, seq=50) == []
     (answer,) = heard(first.say(0, Probe((50,))), Probed)
     assert answer.pending[0].reason == "key 'w': round 0 waits for the norms of other servers"
+    assert answer.for_workers == ()
     cluster.push(1, 0, 0)
     assert second.pull(0, "w", after=1, seq=50) == []
     said = cluster.deliver_all()

@@ -1,0 +1,98 @@
+"""The standstill of a job: every worker waits in a call, and none can go on.
+
+A worker reports a standstill while its whole script waits in calls, all of its pushes have arrived, and each of its
+requests waits at a peer for calls of workers, as the peer has said within the last seconds
+(:mod:`kvps.core.worker.standstill`). So no worker can go on where every worker stood still at one moment, and each has found since
+then that its requests still wait.
+
+A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost or was replaced,
+or was silent for a while: it may have been stopped, and its packets with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from kvps.core.scheduler.seat import Seat, State
+from kvps.phrases import and_more
+from kvps.protocol.envelope import Role
+
+STILL_S = 5.0
+"""Seconds for which all workers stand still before they are told. It is longer than the word of a server counts on a worker
+(:data:`kvps.core.worker.standstill.CONFIRMED_S`), and a delay of a beat that is no gap."""
+GAP_S = 2.5
+"""Seconds without a beat after which a member may have been stopped."""
+LOOK_EVERY_S = 0.5
+SHOWN_MAX = 4
+"""Calls, and ranks of each, that are shown."""
+
+
+class Standstills:
+    """The beats of members at a standstill, and who was told."""
+
+    def __init__(self, now: float) -> None:
+        self._disturbed_at = now
+        """When a member beat again after a silence."""
+        self._looked_at = -math.inf
+        self._told: dict[tuple[int, int], tuple[int, float]] = {}
+        """By rank and incarnation, the number of the standstill that is told, and its beginning."""
+        self._text = ""
+        self.found = 0
+        """How many standstills of the job were found."""
+
+    def hear(self, seat: Seat, now: float) -> None:
+        """The process of a member beats."""
+        heard_at = seat.progress.heard_at
+        if heard_at is None or now - heard_at > GAP_S:
+            self._disturbed_at = now
+
+    def text(self, seat: Seat, seats: Collection[Seat], now: float) -> str:
+        """Return what a worker at a standstill is to be told; empty if it may go on."""
+        if self._told.get((seat.node.rank, seat.incarnation)) == _mark(seat):
+            return self._text
+        if now < self._looked_at + LOOK_EVERY_S:
+            return ""
+        self._looked_at = now
+        present = [one for one in seats if one.state is not State.LEFT]
+        workers = [one for one in present if one.node.role is Role.WORKER]
+        if not self._is_certain(present, workers, now):
+            return ""
+        self._told = {(one.node.rank, one.incarnation): _mark(one) for one in workers}
+        self._text = _in_words(workers, now)
+        self.found += 1
+        return self._text
+
+    def _is_certain(self, present: list[Seat], workers: list[Seat], now: float) -> bool:
+        if len(workers) < 2 or not all(one.progress.standstill for one in workers):
+            return False
+        for one in present:
+            heard_at = one.progress.heard_at
+            if one.state is not State.HELD or one.is_replacement or heard_at is None:
+                return False
+            if now - heard_at > GAP_S:
+                return False
+        since = max(self._disturbed_at, *(one.progress.still_since for one in workers))
+        return all((one.progress.heard_at or 0.0) >= since + STILL_S for one in workers)
+
+
+def _mark(seat: Seat) -> tuple[int, float]:
+    return seat.progress.standstill, seat.progress.still_since
+
+
+def _in_words(workers: list[Seat], now: float) -> str:
+    by_call: dict[str, list[Seat]] = {}
+    for one in workers:
+        by_call.setdefault(one.progress.waits_in, []).append(one)
+    told = []
+    for call, seats in list(by_call.items())[:SHOWN_MAX]:
+        ranks = ", ".join(str(one.node.rank) for one in seats[:SHOWN_MAX])
+        who = f"worker{'s' * (len(seats) > 1)} {ranks}{and_more(len(seats) - SHOWN_MAX)}"
+        waited_s = now - max(one.progress.moved_at for one in seats)
+        told.append(
+            f"{who} {'have' if len(seats) > 1 else 'has'} waited in {call} for {waited_s:.0f} s"
+        )
+    return (
+        f"every worker waits, and none can go on: {'; '.join(told)}{and_more(len(by_call) - SHOWN_MAX)}. Every worker must "
+        "make the same calls in the same order: look at these calls in the script, and start the job again"
+    )

@@ -1,0 +1,50 @@
+"""The standstill of a worker: its whole script waits in calls, and all that these wait for is known to others.
+
+A standstill has a number, which BEAT carries. The number changes whenever a call begins or ends, so that the scheduler
+knows whether a worker has moved between two beats. What the script waits in is known to the process alone: the core
+asks once per second, and only while each of its requests waits at a server or at the scheduler.
+"""
+
+from __future__ import annotations
+
+from kvps.core.worker.connection import PROBE_AFTER_S
+
+ASK_SCRIPT = 0
+"""The ticket of a Finish that asks in which calls the script waits; no call has this ticket."""
+CONFIRMED_S = PROBE_AFTER_S + 1.0
+"""Seconds for which the word of a peer counts that a request waits there."""
+FAR_S = 30.0
+"""A call whose deadline is nearer than this ends by itself soon; its script may count on that."""
+State = tuple[int, ...]
+"""The number of calls that the script has made, and the tickets of those that have not ended."""
+
+
+class Standstill:
+    """The number of a worker's standstill, and the calls that its script waits in."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """0 while the worker goes on, or may."""
+        self.tickets: State = ()
+        """The calls in which the script waits, by ticket."""
+        self._count = 0
+        self._state: State | None = None
+
+    def look(self, state: State | None) -> bool:
+        """Return whether the script is to be asked; ``state`` is None where an answer may be under way."""
+        if state is None or state != self._state:
+            self.number, self.tickets = 0, ()
+        self._state = state
+        return state is not None
+
+    def hear(self, tickets: State, state: State) -> None:
+        """The whole script waits in these calls; in none, if some part of it does not wait."""
+        if not tickets or state != self._state:
+            self.number, self.tickets = 0, ()
+        elif tickets != self.tickets:
+            self._count += 1
+            self.number, self.tickets = self._count, tickets
+
+    def is_at(self, number: int, state: State) -> bool:
+        """Whether the worker is still at the standstill of this number."""
+        return number == self.number and state == self._state

@@ -1,0 +1,148 @@
+"""When a worker says that it stands still, and what it does when it is told that no worker can go on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.effects import Finish
+from kvps.core.worker import calls
+from kvps.core.worker.standstill import ASK_SCRIPT, FAR_S
+from kvps.errors import Mismatch
+from kvps.protocol.checkpoint import Halt
+from kvps.protocol.envelope import Node, Role
+from kvps.protocol.membership import Barrier, Beat, Pending, Probed
+from kvps.protocol.values import Push
+from tests.support.worker_harness import Bench, member
+from tests.unit.core.worker.test_worker import push
+
+WHY = "waits for rank 1"
+
+
+def standing(timeout_s: float = 300.0, **options: object) -> tuple[Bench, int]:
+    """A worker that waits at a barrier."""
+    one = Bench(servers=1)
+    one.open(**options)
+    return one, one.call(calls.StandAtBarrier("kv", "epoch"), timeout_s)
+
+
+def confirm(one: Bench) -> None:
+    """Let the scheduler say that it has the BARRIER."""
+    seq = one.seqs(Barrier)[-1]
+    one.scheduler(Probed((), (Pending(seq, WHY),), (seq, 99)))
+
+
+def beats(one: Bench, *tickets: int) -> int:
+    """Let a worker beat once; return its standstill. The script waits in these calls, if it is asked."""
+    before = len(one.effects)
+    one.wait(1.0)
+    if Finish(ASK_SCRIPT) in one.effects[before:]:
+        one.take(one.core.on_script(tickets, one.now))
+    return one.sent(Beat)[-1].standstill
+
+
+def still(one: Bench, *tickets: int) -> int:
+    """Let a worker stand still; return the number of its standstill."""
+    confirm(one)
+    assert beats(one, *tickets) == 0, "the script is asked first"
+    confirm(one)
+    return beats(one, *tickets)
+
+
+@pytest.mark.spec("R435")
+def test_it_has_a_number_that_changes_with_each_call() -> None:
+    one, ticket = standing()
+    assert beats(one, ticket) == 0, "nobody has said that the request waits"
+    assert still(one, ticket) == 1
+    assert still_again(one, ticket) == 1
+    second = one.call(calls.StandAtBarrier("kv", "other"))
+    assert one.core.member.waits_in == "barrier()"
+    assert beats(one, ticket) == 0, "a call has begun"
+    first, last = sorted(set(one.seqs(Barrier)))
+    both = Probed((), (Pending(first, WHY), Pending(last, WHY)), (first, last))
+    one.scheduler(both)
+    beats(one, ticket, second)
+    one.scheduler(both)
+    assert beats(one, ticket, second) == 2
+
+
+def still_again(one: Bench, ticket: int) -> int:
+    confirm(one)
+    return beats(one, ticket)
+
+
+@pytest.mark.spec("R435")
+def test_a_word_of_a_peer_counts_for_3_s() -> None:
+    one, ticket = standing()
+    assert still(one, ticket) == 1
+    assert [beats(one, ticket) for _ in range(4)][-1] == 0
+
+
+@pytest.mark.spec("R435")
+@pytest.mark.parametrize("tickets", [(), (0,)])
+def test_a_script_that_does_not_wait_everywhere_may_go_on(tickets: tuple[int, ...]) -> None:
+    one, ticket = standing()
+    assert still(one, ticket) == 1
+    confirm(one)
+    assert beats(one, *tickets) == 1, "of before it was asked"
+    confirm(one)
+    assert beats(one, *tickets) == 0
+    assert still(one, ticket) == 2
+
+
+@pytest.mark.spec("R435")
+@pytest.mark.parametrize("quorum", [0, 1])
+def test_neither_a_quorum_nor_a_short_timeout_is_a_standstill(quorum: int) -> None:
+    one, ticket = standing(300.0 if quorum else FAR_S, quorum=quorum)
+    assert still(one, ticket) == 0
+
+
+@pytest.mark.spec("R435")
+def test_nor_is_a_lost_member_or_a_cut() -> None:
+    one, ticket = standing()
+    one.view(member(Node(Role.WORKER, 1), "lost"))
+    assert still(one, ticket) == 0
+    one, ticket = standing()
+    one.scheduler(Halt(1, {}))
+    assert still(one, ticket) == 0
+
+
+@pytest.mark.spec("R435")
+def test_nor_are_pushes_under_way() -> None:
+    one, ticket = standing()
+    one.init({"w": torch.zeros(4)})
+    one.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
+    assert still(one, ticket) == 0
+    (seq,) = one.seqs(Push)
+    waits = Probed((), (Pending(seq, "round 0 waits for rank 1"),), (seq,))
+    one.server(0, Probed((), (Pending(seq, "round 0 waits for the norms of other servers"),)))
+    assert still(one, ticket) == 0, "it waits for servers"
+    one.server(0, waits)
+    confirm(one)
+    beats(one, ticket)
+    one.server(0, waits)
+    confirm(one)
+    assert beats(one, ticket) == 1
+
+
+@pytest.mark.spec("R437")
+def test_it_ends_with_mismatch() -> None:
+    one, ticket = standing()
+    number = still(one, ticket)
+    one.scheduler(Beat(2, "of another standstill", standstill=number + 1))
+    assert one.finish(ticket) is None
+    one.scheduler(Beat(2, "every worker waits", standstill=number))
+    assert isinstance(one.error(ticket), Mismatch)
+    assert str(one.error(ticket)) == (
+        f"worker 0: barrier() of store 'kv' cannot end ({WHY}): every worker waits"
+    )
+    one.scheduler(Beat(2, "every worker waits", standstill=number))
+
+
+@pytest.mark.spec("R437")
+def test_a_call_since_then_has_ended_it() -> None:
+    one, ticket = standing()
+    number = still(one, ticket)
+    one.call(calls.StandAtBarrier("kv", "other"))
+    one.scheduler(Beat(2, "every worker waits", standstill=number))
+    assert one.finish(ticket) is None
