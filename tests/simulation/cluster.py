@@ -25,6 +25,7 @@ from kvps.core.server.server import Server
 from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
+from kvps.core.worker.standstill import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import Role
@@ -248,6 +249,8 @@ class Client:
         self._network.perform(self.process, effects)
 
     def _finished(self, effect: Finish) -> None:
+        if effect.ticket == ASK_SCRIPT:
+            return
         if effect.ticket != self._ticket:
             if effect.error is not None:
                 self.later.append(effect.error)

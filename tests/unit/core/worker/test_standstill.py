@@ -11,7 +11,7 @@ from kvps.core.worker.standstill import ASK_SCRIPT, FAR_S
 from kvps.errors import Mismatch
 from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Barrier, Beat, Pending, Probed
+from kvps.protocol.membership import Barrier, Beat, Pending, Probed, Released
 from kvps.protocol.values import Push
 from tests.support.worker_harness import Bench, member
 from tests.unit.core.worker.test_worker import push
@@ -146,3 +146,13 @@ def test_a_call_since_then_has_ended_it() -> None:
     one.call(calls.StandAtBarrier("kv", "other"))
     one.scheduler(Beat(2, "every worker waits", standstill=number))
     assert one.finish(ticket) is None
+
+
+@pytest.mark.spec("R435")
+def test_a_call_that_ends_ends_it() -> None:
+    one, ticket = standing()
+    assert still(one, ticket) == 1
+    one.scheduler(Released(one.seqs(Barrier)[-1]))
+    assert one.is_done(ticket)
+    assert beats(one, ticket) == 0
+    assert one.core.member.waits_in == ""
