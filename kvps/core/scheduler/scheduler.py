@@ -339,6 +339,11 @@ class Scheduler:
             text = self._standstills.text(seat, self.job.seats.by_node.values(), now)
             if self._standstills.found != found:
                 self.job.note("warning", text)
+                # At once: one that is told may leave, and then the call of another ends well.
+                for other in self.job.seats.workers(State.HELD):
+                    said = p.Beat(other.progress.calls, text, standstill=other.progress.standstill)
+                    for to in other.links if other is not seat else ():
+                        self.job.send(to, said)
             if text:
                 return p.Beat(beat.progress, text, standstill=beat.standstill)
         return p.Beat(beat.progress, self.job.reason)
