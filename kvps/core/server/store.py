@@ -400,9 +400,13 @@ class ServerStore:
         if hyper.number("lr") <= self.hyper.number("lr"):
             updater.take_over(self.updater)
         for dtype in {
-            chunk.dtype for chunk in self._chunks.of_store(self.name) if chunk.embedding is None
+            TORCH[chunk.dtype]
+            for chunk in self._chunks.of_store(self.name)
+            if chunk.embedding is None
         }:
-            updater.demand(TORCH[dtype])
+            # Integers that no optimizer updates, such as a count of batches, are refused when they are pushed.
+            if dtype.is_floating_point or updater.takes_integers:
+                updater.demand(dtype)
         self.hyper, self.updater = hyper, updater
 
     def state_of(self, chunk: Chunk) -> State:

@@ -462,6 +462,14 @@ def test_the_learning_rate_keeps_all_else() -> None:
     assert space.hyper.number("lr") == 0.25
 
 
+def test_a_learning_rate_leaves_integers_alone_that_the_optimizer_does_not_update() -> None:
+    """Such as the count of batches of a BatchNorm."""
+    space = trained("adam")
+    create(space, entry("batches", 1, dtype="int64"), call=1)
+    space.set_rate(0.25)
+    assert space.hyper.number("lr") == 0.25
+
+
 @pytest.mark.spec("R65")
 def test_a_learning_rate_needs_an_optimizer() -> None:
     with pytest.raises(ConfigError, match="store 'kv' has no optimizer"):
