@@ -40,6 +40,7 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 tiers.share_processors()
 tiers.go_around_proxies()
+tiers.hear_signals()
 
 # How long one example takes says how busy the machine is.
 hypothesis.settings.register_profile("kvps", deadline=None)

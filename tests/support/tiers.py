@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -49,6 +50,19 @@ def go_around_proxies() -> None:
     if given != "*":
         hosts = [*filter(None, given.split(",")), "127.0.0.1", "localhost"]
         os.environ["no_proxy"] = ",".join(dict.fromkeys(hosts))
+
+
+def hear_signals() -> None:
+    """Let Ctrl-C and SIGHUP end what tests start, also where this run began in the background, with both ignored.
+
+    Commands of kvps leave a signal ignored that was ignored at their start.
+    """
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def configure(config: pytest.Config) -> None:
