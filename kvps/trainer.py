@@ -63,7 +63,7 @@ from kvps.torch.sync.parameter_sync import (
 )
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
-from kvps.torch.sync.state_dict import StateInStore
+from kvps.torch.sync.state_dict import StateInStore, in_words
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -195,15 +195,22 @@ class Trainer:
         self._model = ParameterSync(
             kv, self._params, None if self._local is None else self._local.forget
         )
+        if kv is not None:
+            buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
+            demand_same(
+                kv,
+                "Trainer",
+                self._params,
+                buffers,
+                update_on_kvstore=on_store,
+                optimizer_state=in_words(optimizer) if on_store else "",
+            )
+            self._model.spread(buffers, hyper if on_store else None)
         self._stored: StateInStore | None = None
         """The state of a torch optimizer that runs in the store."""
         if self._described is not None and isinstance(kv, KVStore):
             assert isinstance(optimizer, torch.optim.Optimizer)
             self._stored = StateInStore(optimizer, self._model)
-        if kv is not None:
-            buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
-            demand_same(kv, "Trainer", self._params, buffers, update_on_kvstore=on_store)
-            self._model.spread(buffers, hyper if on_store else None)
         self._in_store = Trainer._make_step
         if self._model.is_behind:
             self._in_store = Trainer._pass_over

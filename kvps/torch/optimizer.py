@@ -62,7 +62,7 @@ from kvps.torch.sync.parameter_sync import (
     store_of,
 )
 from kvps.torch.sync.same_model import demand_same
-from kvps.torch.sync.state_dict import demand_empty, from_torch, to_torch
+from kvps.torch.sync.state_dict import from_torch, has_state, in_words, take_over, to_torch
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -195,11 +195,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             update_on_kvstore=self._on_store,
             find_unused=find_unused,
             op=op,
+            optimizer_state=in_words(optimizer) if self._on_store else "",
         )
-        if self._on_store:
-            demand_empty(optimizer)
         self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._described.now() if self._on_store else None)
+        if self._on_store and has_state(optimizer):
+            take_over(optimizer, self._model)
         self._exchange = GradientSync(
             self._model,
             backward_passes_per_step,

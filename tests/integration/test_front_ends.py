@@ -24,7 +24,6 @@ NOT_HERE = "refused servers cannot run .*SparseAdam"
 NO_CLIPPING = "refused .*update_on_kvstore=False"
 NO_JOIN = "refused .*join"
 NO_SCALER = "refused a GradScaler takes a torch optimizer"
-LOADED_TOO_EARLY = "refused .*call load_state_dict\\(\\) after it was wrapped"
 NO_COPIES = "refused .*cannot be pickled or copied"
 HOROVODS = "failed .*(AssertionError|gradient_reduction)"
 """Horovod raises an AssertionError here, and so do its names over kvps."""
@@ -42,7 +41,6 @@ ON_SERVERS = {
     "sparse_adam_steps": NOT_HERE,
     "sparse_rows_whose_gradients_cancel": NOT_HERE,
     "clipped_by_norm": NO_CLIPPING,
-    "resumed_before_it_is_wrapped": LOADED_TOO_EARLY,
 }
 OF_TRAINERS = {
     "grad_scaler": NO_SCALER,

@@ -40,7 +40,7 @@ from kvps.torch.sharded.residency import Residency
 from kvps.torch.sync.arguments import check_norms
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 from kvps.torch.sync.same_model import demand_same
-from kvps.torch.sync.state_dict import StateInStore
+from kvps.torch.sync.state_dict import StateInStore, in_words
 
 
 def shard(
@@ -123,7 +123,8 @@ class Sharded:
         kv = _checked_store(kvstore, options)
         be_tight()
         check_free(kv, params, "sharded model")
-        demand_same(kv, "shard", params, dict(module.named_buffers()))
+        buffers = dict(module.named_buffers())
+        demand_same(kv, "shard", params, buffers, optimizer_state=in_words(optimizer))
         self._kv = kv
         self._rule = RemoteOptimizer(kv, params, optimizer, hyper)
         self._forms = {

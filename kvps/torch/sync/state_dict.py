@@ -18,7 +18,6 @@ import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import NAdam, create
-from kvps.errors import ConfigError
 from kvps.store.optimizer_state import States
 from kvps.torch.sync.parameter_sync import ParameterSync
 
@@ -69,23 +68,30 @@ def from_torch(
     return found
 
 
-def demand_empty(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that has state already: servers would begin without it.
-
-    Raises:
-        ConfigError: saying when to load the state.
-    """
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has made or loaded steps, which the servers have to go on from."""
     # Adagrad has state before its first step. SGD counts no steps: there the momentum tells.
-    held = sum(1 for entry in optimizer.state.values() if entry and float(entry.get("step", 1)))
-    if held:
-        raise ConfigError(
-            f"the optimizer has state of {held} parameters (momenta, step counts), and servers, which make the updates, begin "
-            "without state. Create the optimizer anew, and call load_state_dict() after it was wrapped"
-        )
+    return any(entry and float(entry.get("step", 1)) for entry in optimizer.state.values())
+
+
+def in_words(optimizer: object) -> str:
+    """Say whether an optimizer has state, for the comparison of workers: all have some, or none."""
+    is_loaded = isinstance(optimizer, torch.optim.Optimizer) and has_state(optimizer)
+    return "loaded" if is_loaded else "empty"
+
+
+def take_over(optimizer: torch.optim.Optimizer, model: ParameterSync) -> None:
+    """Move the state of an optimizer into the store; every worker calls, and rank 0's state counts."""
+    found = from_torch(optimizer.state, model.params)
+    optimizer.state.clear()
+    if not model.is_behind:
+        model.survive(lambda: model.kv.set_optimizer_states(found))
 
 
 class StateInStore:
     """The state of a torch optimizer whose updates a store makes: saved from the store, and loaded into it.
+
+    State that the optimizer has already is moved into the store: all workers have some, or none.
 
     ``optimizer.state_dict()`` fetches the state; a call by one worker is enough. Every worker calls
     ``optimizer.load_state_dict()``, and rank 0's call counts.
@@ -93,13 +99,11 @@ class StateInStore:
     Args:
         optimizer: the script's, which has no state of its own.
         model: the parameters and their store. After its end the optimizer's methods are torch's own.
-
-    Raises:
-        ConfigError: if the optimizer has state already.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: ParameterSync) -> None:
-        demand_empty(optimizer)
+        if has_state(optimizer):
+            take_over(optimizer, model)
         self._model = weakref.ref(model)
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._fetch),
@@ -125,8 +129,5 @@ class StateInStore:
 
     def _send(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()
-        if model is None:
-            return
-        found = from_torch(optimizer.state, model.params)
-        optimizer.state.clear()
-        model.survive(lambda: model.kv.set_optimizer_states(found))
+        if model is not None:
+            take_over(optimizer, model)
