@@ -34,13 +34,26 @@ def model() -> dict[str, torch.nn.Parameter]:
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The cores of the servers of each LocalCluster."""
+    """The cores of the servers of each LocalCluster; each knows all stores that it has ever held."""
     found: list[Any] = []
+
+    class Stores(dict[str, Any]):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ever: dict[str, Any] = {}
+
+        def __setitem__(self, name: str, store: Any) -> None:
+            super().__setitem__(name, store)
+            self.ever[name] = store
 
     class Known(local_cluster.Server):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             found.append(self)
+
+        def _make_parts(self, *args: Any) -> None:
+            super()._make_parts(*args)
+            self.context.stores = Stores()
 
     monkeypatch.setattr(local_cluster, "Server", Known)
     return found
@@ -77,10 +90,10 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def left_of_trials(server: Any) -> tuple[int, int]:
     """Return the chunks and the elements of stores of trials."""
     counts = server.context.chunks.counts
-    trials = [name for name in server.context.stores if name.startswith("kvps.autotune.")]
+    trials = [name for name in server.context.stores.ever if name.startswith("kvps.autotune.")]
     assert trials, "there were none"
     chunks = [server.context.chunks.of_store(name) for name in trials]
-    return sum(map(len, chunks)), sum(sum(counts[name].values()) for name in trials)
+    return sum(map(len, chunks)), sum(sum(counts.get(name, {}).values()) for name in trials)
 
 
 def train(rank: int) -> tuple[Settings, int, list[torch.Tensor]]:
@@ -232,7 +245,8 @@ def test_trials_are_made_as_the_front_end_trains(
 
     with kvps.LocalCluster(2, 2) as cluster:
         assert cluster.run(work) == [4 * MIB, 4 * MIB]
-        trials = [one for name, one in servers[0].context.stores.items() if "autotune.0" in name]
+        stores = servers[0].context.stores.ever
+        trials = [one for name, one in stores.items() if "autotune.0" in name]
         assert [one.updater is not None for one in trials] == [update_on_kvstore]
         assert [left_of_trials(server) for server in servers] == [(0, 0), (0, 0)]
 
@@ -361,7 +375,7 @@ def test_other_stores_are_as_without_it(
     with kvps.LocalCluster(1, 1):
         params = model()
         kvps.Trainer(params, "sgd", {"lr": 0.1}, kvstore=kind)
-        assert not [name for name in servers[0].context.stores if "autotune" in name]
+        assert not [name for name in servers[0].context.stores.ever if "autotune" in name]
     assert all(f"KVPS_AUTOTUNE has no effect on {kind}" in line for line in lines(caplog))
 
 
@@ -371,7 +385,7 @@ def test_without_the_variable_nothing_is_tried(
     monkeypatch.delenv("KVPS_AUTOTUNE")
     with kvps.LocalCluster(1, 1):
         kvps.Trainer(model(), "sgd", {"lr": 0.1}, kvstore="dist_sync")
-        assert not [name for name in servers[0].context.stores if "autotune" in name]
+        assert not [name for name in servers[0].context.stores.ever if "autotune" in name]
     assert lines(caplog) == []
 
 
@@ -419,7 +433,7 @@ choice.LIMIT_S = 300.0
 params = {"w": torch.nn.Parameter(torch.zeros(1_300_000))}
 trainer = kvps.Trainer(params, "sgd", {"lr": 1.0}, kvstore="dist_sync")
 kv = trainer._kv
-step = -int(params["w"][0].item())
+step = trainer.resume()
 print("rank", kv.rank, "begins at", step, "with", kv.chunk_bytes, kv.session.tuned.chunk_bytes, flush=True)
 for at in range(step, 6):
     if kv.rank == 1 and at == 3 and step == 0:

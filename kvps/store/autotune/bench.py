@@ -1,7 +1,8 @@
 """Rounds of trial: gradients of a model's shapes in stores of reserved names, timed by all ranks together.
 
-There is a store for each size of a chunk, because the first OPEN of a store fixes it. Nothing ends a store before its
-job. So when the trials of a size are over, the keys are replaced by empty ones, which takes their memory from the servers.
+There is a store for each size of a chunk, because the first OPEN of a store fixes it. Servers keep the values of a store
+that has ended for a while. So when the trials of a size are over, the keys are replaced by empty ones before the store is
+closed, which frees their memory at once.
 """
 
 from __future__ import annotations
