@@ -32,6 +32,7 @@ from kvps.core.worker.calls import (
     keys,
     optimizer,
     refresh,
+    resume,
     rows,
 )
 from kvps.dtypes import Spec
@@ -41,7 +42,7 @@ from kvps.tensors import NAMES, TORCH
 
 _MODULES: tuple[ModuleType, ...] = (
     *(protocol, envelope, policy, spec, embedding_spec, hyperparams, model, storage, plan),
-    *(base, checkpoint, collective, dense, embeddings, keys, optimizer, refresh, rows),
+    *(base, checkpoint, collective, dense, embeddings, keys, optimizer, refresh, resume, rows),
 )
 DEPTH_MAX = 64
 
