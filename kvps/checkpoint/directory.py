@@ -24,6 +24,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
@@ -112,6 +113,8 @@ class CheckpointDirectory:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return self._put(path, fill)
         except OSError as error:
+            with suppress(OSError):
+                atomic_file.remove_empty(folder)  # no order to remove follows a write that failed
             raise self._refusal(cut, stream.size, error) from error
 
     def _demand_free(self, path: Path) -> None:
