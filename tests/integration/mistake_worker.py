@@ -91,18 +91,6 @@ def fewer_steps_on_rank_1(make: Make, rank: int, kv: kvps.KVStore) -> None:
     kv.barrier()
 
 
-@mistake
-def a_rate_that_rank_1_reduces(make: Make, rank: int, kv: kvps.KVStore) -> None:
-    training = make(net(), plain_sgd)
-    train(training)
-    if rank == 1:
-        if hasattr(training, "trainer"):
-            training.trainer.set_learning_rate(0.01)
-        training.set_rate(0.01)
-    train(training)
-    kv.barrier()
-
-
 def main(front_end: str, name: str, folder: str) -> int:
     torch.set_num_threads(1)
     kv = kvps.create("dist_sync", name="seat")
