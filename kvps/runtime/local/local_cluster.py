@@ -256,7 +256,8 @@ class LocalCluster:
                     "LocalCluster(workers=...) with fewer workers"
                 )
             for session in self._sessions.values():
-                if not session.info.workers:
+                # A job cannot have begun without the calling thread, whatever the scheduler has told the others.
+                if mine is None or not session.info.workers:
                     session.give_up(self._shortage)
 
     def leave(self) -> None:
