@@ -15,7 +15,29 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls import Call, OnTimeout
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
-from tests.support.worker_harness import opened, spec
+from kvps.errors import ConfigError, Timeout
+from kvps.protocol.membership import (
+    Done,
+    Error,
+)
+from kvps.protocol.stores import (
+    Optimize,
+)
+from kvps.protocol.values import Ask, Pull, Push, Run
+from tests.support.worker_harness import (
+    Bench,
+    opened,
+    pull,
+    push,
+    spec,
+    values_of,
+)
+from tests.support.worker_with_key import (
+    HOT,
+    chunk,
+    ready,
+    stood,
+)
 
 CONTINUE, RETRY, RESUME = OnTimeout.CONTINUE, OnTimeout.RETRY, OnTimeout.RESUME
 TABLE = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
@@ -130,3 +152,148 @@ def test_a_push_returns_early_unless_it_may_be_refused(mode: str, eager: bool) -
     assert dense.returns_early(store) == rows.returns_early(store) == (eager and mode == "sync")
     assert table.returns_early(store) == eager, "a table has an optimizer of its own"
     assert not calls.Flush("kv").returns_early(store)
+
+
+class TestWindow:
+    """64 rounds of a key may be under way; the next push waits."""
+
+    def test_of_rounds(self) -> None:
+        one = ready()
+        for _ in range(64):
+            assert one.is_copied(one.call(push({"w": HOT})))
+        values = HOT.clone()
+        ticket = one.call(push({"w": values}))
+        assert len(one.sent(Push, 0)) == 64
+        assert not one.is_copied(ticket)
+        assert one.sent(Pull) == [
+            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 1),)),
+            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 1),)),
+        ]
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert one.is_copied(ticket)
+        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 64),)
+        next_one = one.call(push({"w": HOT}))
+        assert not one.is_copied(next_one)
+        assert one.sent(Pull)[-1].runs[0].least == 2
+
+    def test_is_counted_from_what_is_known_to_be_applied(self) -> None:
+        one = ready()
+        one.core.stores["kv"].key("w").applied = 1
+        for _ in range(65):
+            assert one.is_copied(one.call(push({"w": HOT})))
+
+    def test_of_pushes_that_are_applied_one_by_one(self) -> None:
+        """Versions say nothing here: other ranks move them too."""
+        one = ready(mode="async")
+        for _ in range(64):
+            one.call(push({"w": HOT}))
+        ticket = one.call(push({"w": HOT}))
+        assert not one.is_copied(ticket)
+        assert not one.sent(Pull)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert one.is_copied(ticket)
+        assert one.core.stores["kv"].key("w").applied == 64
+        for _ in range(63):
+            assert one.is_copied(one.call(push({"w": HOT})))
+        assert not one.is_copied(one.call(push({"w": HOT})))
+
+    def test_the_values_are_those_of_the_call(self) -> None:
+        """Also if its caller stops waiting for room, and uses their memory for others."""
+        one = ready()
+        for _ in range(64):
+            one.call(push({"w": HOT}))
+        values = HOT.clone()
+        ticket = one.call(push({"w": values}), 1.0)
+        one.wait(1.5)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert values_of(one.sends(Push, 0)[-1]) == [*range(16)]
+
+
+class TestOptimizerNeeded:
+    """Where each push is applied by itself, the call that pushes without an optimizer fails."""
+
+    @pytest.mark.spec("R227")
+    @pytest.mark.parametrize("mode", ["async", "ssp"])
+    def test_a_push_that_may_be_refused_waits_for_the_answer(self, mode: str) -> None:
+        one = ready(mode=mode)
+        ticket = one.call(push({"w": HOT}))
+        assert len(one.sent(Push)) == 2
+        assert not one.is_copied(ticket)
+        one.ack(0, one.seqs(Push, 0)[0])
+        assert not one.is_copied(ticket)
+        one.server(1, Error(one.seqs(Push, 1)[0], ConfigError.code, "no optimizer"))
+        assert not one.is_copied(ticket)
+        assert isinstance(one.error(ticket), ConfigError)
+
+    @pytest.mark.spec("R227")
+    def test_behind_one_that_was_taken_in_they_do_not_wait(self) -> None:
+        """Another rank has set the optimizer."""
+        one = ready(mode="async")
+        ticket = one.call(push({"w": HOT}))
+        one.ack(0, one.seqs(Push, 0)[0])
+        one.ack(1, one.seqs(Push, 1)[0])
+        assert one.is_done(ticket)
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+    @pytest.mark.spec("R227")
+    def test_behind_an_optimizer_they_do_not_wait(self) -> None:
+        one = ready(mode="async")
+        ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
+        for server in (0, 1):
+            one.server(server, Done(one.seqs(Optimize, server)[0]))
+        assert one.is_done(ticket)
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+    def test_rounds_need_none(self) -> None:
+        one = ready(mode="sync")
+        assert one.is_copied(one.call(push({"w": HOT})))
+
+
+class TestRefused:
+    """A push that was refused changed nothing, so its number is owed still."""
+
+    def refuse(self, one: Bench) -> int:
+        ticket = one.call(push({"w": HOT}))
+        one.server(0, Error(one.seqs(Push, 0)[-1], ConfigError.code, "no optimizer"))
+        assert isinstance(one.error(ticket), ConfigError)
+        return ticket
+
+    @pytest.mark.parametrize("owed", [0, 1])
+    def test_the_next_push_asks_for_its_number(self, owed: int) -> None:
+        """The other server may have taken its part in."""
+        one = ready(mode="async")
+        self.refuse(one)
+        ticket = one.call(push({"w": HOT}))
+        assert one.sent(Pull) == [
+            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 0),)),
+            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 0),)),
+        ]
+        assert not one.is_copied(ticket)
+        stood(one, one.seqs(Pull, 0)[0], 0, 0, owed)
+        stood(one, one.seqs(Pull, 1)[0], 1, 0, 1)
+        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, owed]
+        one.call(push({"w": HOT}))
+        assert one.sent(Push, 0)[-1].runs[0].number == owed + 1
+
+    def test_two_that_ask_do_not_get_the_same(self) -> None:
+        one = ready(mode="async")
+        self.refuse(one)
+        for _ in range(2):
+            one.call(push({"w": HOT}))
+        for at in (0, 1):
+            for server in (0, 1):
+                stood(one, one.seqs(Pull, server)[at], server, 0)
+        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 0, 1]
+
+    def test_a_pull_does_not_wait_for_it(self) -> None:
+        one = ready(mode="async")
+        self.refuse(one)
+        one.call(pull({"w": torch.zeros(40)}))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 0)
+        assert one.sent(Pull)[-1] == Pull(chunk(one, 1), True, (Ask(0, 24, 0, 0),))

@@ -7,11 +7,35 @@ import pytest
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
-from kvps.protocol.membership import Barrier, Done, HistoryIs, Released, Resume
-from kvps.protocol.stores import Optimize, Rate
-from kvps.protocol.values import Pull
-from tests.support.worker_harness import Bench
-from tests.unit.core.worker.calls.test_dense import ready, resumed, stood
+from kvps.protocol.membership import (
+    Barrier,
+    Done,
+    HistoryIs,
+    Join,
+    Joined,
+    Released,
+    Resume,
+    Return,
+)
+from kvps.protocol.stores import (
+    Find,
+    Found,
+    FoundAll,
+    Optimize,
+    Rate,
+)
+from kvps.protocol.values import Pull, Push, Run
+from tests.support.worker_harness import (
+    Bench,
+    push,
+    server_of,
+)
+from tests.support.worker_with_key import (
+    HOT,
+    ready,
+    resumed,
+    stood,
+)
 
 SILENT = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
 """A server that has heard of no call."""
@@ -118,3 +142,130 @@ def test_the_values_of_a_job_that_goes_on_are_not_those_of_a_checkpoint_again() 
     assert place.restored == 7
     assert one.is_done(one.call(calls.RestoreCheckpoint("kv", "")))
     assert not one.sent(Revive)
+
+
+class TestResume:
+    def test_numbers_from_the_lowest_that_is_owed_on_any_part(self) -> None:
+        one = ready()
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
+        stood(one, one.seqs(Pull, 0)[0], 0, 3, owed=5)
+        stood(one, one.seqs(Pull, 1)[0], 1, 3, owed=4)
+        resumed(one, replaced=False)
+        assert one.finish(ticket).value == 4  # type: ignore[union-attr]
+        one.call(push({"w": HOT}))
+        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 4),)
+
+    def test_waits_for_this_ranks_own_pushes(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.call(calls.ResumeKeys("kv", ("w",)))
+        assert not one.sent(Pull)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        assert len(one.sent(Pull)) == 2
+
+    def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
+        one = ready()
+        ticket = one.call(calls.ResumeKeys("kv", ("w", "new")))
+        (find,) = one.sends(Find)
+        one.server(server_of(find), FoundAll(find.packet.envelope.seq, (Found(0, ()),)))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 3, owed=5)
+        resumed(one, replaced=False)
+        assert one.finish(ticket).value == 0  # type: ignore[union-attr]
+
+    def begin(self, one: Bench, *known: HistoryIs, **barriers: int) -> int:
+        """Take another's place, which owes push 4."""
+        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 4, owed=4)
+        resumed(one, *known, **barriers)
+        return ticket
+
+    @pytest.mark.spec("R124")
+    def test_a_barrier_behind_it_is_found_by_what_was_pushed_before(self) -> None:
+        one = ready(1)
+        one.core.stores["kv"].barriers = {"": 3, "epoch": 9}
+        assert one.is_done(self.begin(one, *[HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)] * 2))
+        one.call(calls.StandAtBarrier("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 0, True, 4, resumed=True)
+        one.scheduler(Released(one.seqs(Barrier)[-1]))  # its predecessor has that one behind it
+        one.call(calls.StandAtBarrier("kv", None))
+        one.scheduler(Released(one.seqs(Barrier)[-1], 6))
+        one.call(calls.StandAtBarrier("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 7, True, 4, resumed=False)
+
+    @pytest.mark.spec("R124")
+    def test_without_rounds_barriers_go_on_behind_the_last(self) -> None:
+        one = ready(1, mode="async")
+        nothing = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
+        self.begin(one, nothing, nothing, **{"": 5, "step 8": 1})
+        assert one.sent(Resume) == [Resume("kv", None)]
+        one.call(calls.StandAtBarrier("kv", None))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
+        one.call(
+            calls.StandAtBarrier("kv", "step 8")
+        )  # its predecessor may have ended before or behind it
+        assert one.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
+        one.call(calls.StandAtBarrier("kv", "new"))
+        assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)
+
+    @pytest.mark.spec("R125")
+    def test_rank_0_makes_a_call_with_all_that_some_servers_heard(self) -> None:
+        one = ready()
+        old, new = (HistoryIs(0, 1, 0, calls_, calls_, 0.25, 0, False) for calls_ in (3, 4))
+        ticket = self.begin(one, new, old)
+        assert one.sent(Rate) == [Rate("kv", 4, True, 0.25, 4)]
+        assert [server_of(send) for send in one.sends(Rate)] == [1]
+        one.server(1, Done(one.seqs(Rate)[0]))
+        assert one.is_done(ticket)
+
+    @pytest.mark.spec("R125")
+    @pytest.mark.parametrize(("after", "number"), [(4, 2), (3, 3)])
+    def test_rank_0_makes_the_same_call_again_or_the_next(self, after: int, number: int) -> None:
+        one = ready()
+        self.begin(one, *[HistoryIs(0, 1, after, 2, after, 0.5, 0, False)] * 2)
+        rate = one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", number, True, 0.25, 4, resumed=False)
+        for server in (0, 1):
+            one.server(server, Done(one.seqs(Rate, server)[-1]))
+        assert one.is_done(rate)
+        one.call(calls.SetRate("kv", 0.125))
+        assert one.sent(Rate)[-1] == Rate("kv", number + 1, True, 0.125, 4, resumed=False)
+        one.call(calls.SetOptimizer("kv", resolve("test", {})))
+        assert one.sent(Optimize)[-1].call == 1 + (after < 4)
+
+    @pytest.mark.spec("R125")
+    def test_without_rounds_it_is_another_call_that_need_not_agree(self) -> None:
+        one = ready(mode="async")
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
+
+    @pytest.mark.spec("R126")
+    def test_another_rank_says_that_it_does_not_know_the_number(self) -> None:
+        one = ready(1)
+        self.begin(one, *[HistoryIs(0, 1, 0, 2, 4, 0.5, 0, False)] * 2)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate)[-1] == Rate("kv", 2, False, 0.25, 4, resumed=True)
+        one.call(calls.SetOptimizer("kv", resolve("test", {})))
+        assert one.sent(Optimize)[-1].resumed
+
+    @pytest.mark.spec("R122", "R123")
+    def test_it_is_away_if_its_predecessor_was(self) -> None:
+        one = ready(1)
+        ticket = self.begin(
+            one,
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True),
+            HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True),
+        )
+        assert one.sent(Join) == [Join("kv", 2, False)], "it may not have been heard of there"
+        assert [server_of(send) for send in one.sends(Join)] == [1]
+        one.server(1, Joined(one.seqs(Join)[0], 0))
+        assert one.sent(Return) == [Return("kv", 2)]
+        assert [server_of(send) for send in one.sends(Return)] == [1]
+        one.server(1, Done(one.seqs(Return)[0]))
+        assert one.is_done(ticket)
+        assert "has joined" in str(one.error(one.call(push({"w": HOT}))))
+        one.call(calls.JoinStore("kv"))
+        assert one.sent(Join)[1:] == [Join("kv", 3, True), Join("kv", 3, False)]

@@ -1,0 +1,72 @@
+"""A worker core that has opened the store ``kv``, with the key ``w`` or none, and what servers answer it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from kvps.dtypes import BY_NAME
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import (
+    Done,
+    History,
+    HistoryIs,
+    Resume,
+    Resumed,
+)
+from kvps.protocol.values import Pulled, Stand
+from kvps.tensors import PRIVATE, Memory
+from tests.support.worker_harness import (
+    Bench,
+)
+
+FLOAT = BY_NAME["float32"].id
+HOT = torch.arange(40.0)
+"""A value that is cut over both servers."""
+
+
+def bench(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
+    one = Bench(rank=rank, memory=memory)
+    one.open(**options)
+    return one
+
+
+def ready(rank: int = 0, memory: Memory = PRIVATE, **options: object) -> Bench:
+    """With one key, ``w``, of which server 0 has 16 elements and server 1 the other 24."""
+    one = bench(rank, memory, **options)
+    one.init({"w": HOT})
+    return one
+
+
+def chunk(one: Bench, server: int) -> int:
+    """The chunk of ``w`` on a server."""
+    return one.core.stores["kv"].key("w").pieces[server].chunk
+
+
+def stood(one: Bench, seq: int, server: int, version: int, owed: int = 0) -> None:
+    """Answer a pull of ``w`` without values."""
+    size = (16, 24)[server]
+    runs = (Stand(0, size, version, owed),)
+    one.server(server, Pulled(seq, chunk(one, server), FLOAT, False, runs))
+
+
+def pulled(one: Bench, seq: int, server: int, version: int, value: float = 0.0) -> None:
+    """Answer a pull of ``w``."""
+    size = (16, 24)[server]
+    runs = (Stand(0, size, version, 0),)
+    answer = Pulled(seq, chunk(one, server), FLOAT, True, runs)
+    one.server(server, answer, torch.full((size,), value))
+
+
+def answer_all(one: Bench, cls: type[Message], make: type[Done]) -> None:
+    """Answer the newest request of a class on each server."""
+    for server in range(one.servers):
+        one.server(server, make(one.seqs(cls, server)[-1]))
+
+
+def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:
+    """Answer RESUME, and HISTORY server by server; ``seq`` is filled in."""
+    one.scheduler(Resumed(one.seqs(Resume)[-1], replaced, barriers))
+    for server, answer in enumerate(known):
+        one.server(server, replace(answer, seq=one.seqs(History, server)[-1]))

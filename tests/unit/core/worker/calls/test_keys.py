@@ -1,0 +1,434 @@
+"""Calls that create keys: of which server they ask what, and who loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.compression.policy import rules_of
+from kvps.core.placement import home
+from kvps.core.worker import calls
+from kvps.dtypes import Spec
+from kvps.errors import Mismatch, Timeout
+from kvps.protocol.envelope import ENTRIES_MAX
+from kvps.protocol.membership import (
+    Barrier,
+    Done,
+    Error,
+    Released,
+)
+from kvps.protocol.stores import (
+    Declare,
+    Declared,
+    Entry,
+    Find,
+    Found,
+    FoundAll,
+    Open,
+    Piece,
+    Place,
+)
+from kvps.protocol.values import Load, Pull, Pulled, Push, Run, Stand
+from tests.support.worker_harness import (
+    Bench,
+    opened,
+    part_servers,
+    pull,
+    push,
+    server_of,
+    spec,
+    values_of,
+)
+from tests.support.worker_with_key import (
+    FLOAT,
+    HOT,
+    bench,
+    chunk,
+    pulled,
+    ready,
+    stood,
+)
+
+
+class TestOpen:
+    def test_tells_every_server(self) -> None:
+        one = Bench(servers=3)
+        ticket = one.call(calls.OpenStore("kv", opened(), 60.0))
+        assert one.sent(Open) == [opened()] * 3
+        one.server(0, Done(1))
+        one.server(1, Done(1))
+        assert one.finish(ticket) is None
+        one.server(2, Done(1))
+        assert one.is_done(ticket)
+
+    def test_again_keeps_what_was_counted(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.open(worker_grace_s=5.0)
+        assert one.core.stores["kv"].key("w").number == 1
+        assert one.core.stores["kv"].worker_grace_s == 5.0
+
+    def test_refused_options_do_not_stick(self) -> None:
+        one = bench()
+        ticket = one.call(calls.OpenStore("kv", opened(mode="async"), 60.0))
+        one.server(0, Error(one.seqs(Open, 0)[-1], Mismatch.code, "mode differs"))
+        assert isinstance(one.error(ticket), Mismatch)
+        assert one.core.stores["kv"].ordered
+
+
+class TestInit:
+    def test_rank_0_declares_and_loads(self) -> None:
+        one = bench()
+        home = part_servers("b", 2)[0]
+        values = {"w": HOT, "b": torch.tensor([7.0, 8.0])}
+        keys = (("w", spec(40)), ("b", spec(2)))
+        ticket = one.call(calls.Init("kv", keys, tuple(values.values())))
+        entries = [
+            [Entry("w", FLOAT, (40,), 0, 16)],
+            [Entry("w", FLOAT, (40,), 16, 24)],
+        ]
+        entries[home].append(Entry("b", FLOAT, (2,), 0, 2))
+        for server in (0, 1):
+            assert one.sent(Declare, server) == [Declare("kv", True, 0, tuple(entries[server]))]
+        for server in (0, 1):
+            size = (16, 24)[server]
+            places = [Place(True, (Piece(5, 0, 8), Piece(6, 0, size - 8)))]
+            places += [Place(True, (Piece(6, size - 8, 2),))] * (server == home)
+            one.server(server, Declared(one.seqs(Declare, server)[0], tuple(places)))
+        loads = one.sends(Load)
+        assert {(server_of(it), it.packet.message.chunk) for it in loads} == {  # type: ignore[attr-defined]
+            (0, 5),
+            (1, 5),
+            (0, 6),
+            (1, 6),
+        }
+        (last,) = [it for it in loads if it.packet.message.chunk == 6 and server_of(it) == home]  # type: ignore[attr-defined]
+        size = (16, 24)[home] - 8
+        assert last.packet.message == Load(6, FLOAT, (Run(0, size + 2, 0),))
+        begin = (8, 24)[home]
+        assert values_of(last) == [*range(begin, begin + size), 7, 8]
+        for server in (0, 1):
+            assert one.finish(ticket) is None
+            one.ack(server, *one.seqs(Load, server))
+        assert one.is_done(ticket)
+
+    def test_a_key_is_not_known_before_its_value_is_in(self) -> None:
+        """Else an init that is made again after a Timeout would be done too soon."""
+        one = bench()
+        init = calls.Init("kv", (("w", spec(40)),), (HOT,))
+        one.call(init)
+        for server in (0, 1):
+            place = Place(True, (Piece(1, 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[0], (place,)))
+        assert len(one.sent(Load)) == 2
+        again = one.call(init)
+        assert len(one.sent(Declare)) == 4
+        assert one.finish(again) is None
+
+    def test_others_wait_until_it_is_there(self) -> None:
+        one = bench(rank=1)
+        ticket = one.call(calls.Init("kv", (("w", spec(40)),), (HOT,)))
+        assert {message.create for message in one.sent(Declare)} == {False}
+        for server in (0, 1):
+            place = Place(False, (Piece(1, 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[0], (place,)))
+        assert one.is_done(ticket)
+        assert not one.sent(Load)
+
+    def test_another_rank_creates_if_the_call_names_it(self) -> None:
+        keys = (("b", spec(2)),)
+        home = part_servers("b", 2)[0]
+        maker, other = bench(rank=1), bench(rank=0)
+        for one, is_maker in ((maker, True), (other, False)):
+            ticket = one.call(calls.Init("kv", keys, (torch.ones(2),), 1))
+            entry = Entry("b", FLOAT, (2,), 0, 2)
+            assert one.sent(Declare, home) == [Declare("kv", is_maker, 0, (entry,), 1)]
+            place = Place(is_maker, (Piece(5, 0, 2),))
+            one.server(home, Declared(one.seqs(Declare, home)[0], (place,)))
+            assert len(one.sent(Load)) == is_maker
+            assert one.is_done(ticket) is not is_maker, "the maker waits for the ACK of its LOAD"
+
+    def test_a_known_key_is_left_alone(self) -> None:
+        one = ready()
+        before = len(one.effects)
+        assert one.is_done(one.call(calls.Init("kv", (("w", spec(40)),), (HOT,))))
+        other = one.call(calls.Init("kv", (("w", spec(9)),), (HOT,)))
+        assert isinstance(one.error(other), Mismatch)
+        assert "is float32[40] and cannot be initialised as float32[9]" in str(one.error(other))
+        assert len(one.effects) == before + 2
+
+    def test_new_keys_go_with_their_own_values(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Init("kv", (("w", spec(40)), ("v", spec(2))), (HOT, torch.ones(2))))
+        home = part_servers("v", 2)[0]
+        place = Place(True, (Piece(9, 0, 2),))
+        one.server(home, Declared(one.seqs(Declare, home)[-1], (place,)))
+        (load,) = one.sends(Load)
+        assert values_of(load) == [1, 1]
+        one.ack(home, *one.seqs(Load))
+        assert one.is_done(ticket)
+
+    def test_many_keys_are_declared_in_batches(self) -> None:
+        one = Bench(servers=1)
+        one.open()
+        keys = {f"k{index}": torch.zeros(1) for index in range(ENTRIES_MAX + 1)}
+        one.init(keys)
+        assert [len(message.entries) for message in one.sent(Declare)] == [ENTRIES_MAX, 1]
+        assert len(one.core.stores["kv"].keys) == ENTRIES_MAX + 1
+
+    def test_a_key_without_elements_is_declared_too(self) -> None:
+        one = bench()
+        one.init({"nothing": torch.zeros(0)})
+        assert one.is_done(one.call(push({"nothing": torch.zeros(0)})))
+        assert one.is_done(one.call(pull({"nothing": torch.zeros(0)})))
+        versions = one.call(calls.Versions("kv", ("nothing",)))
+        assert one.finish(versions).value == [0]  # type: ignore[union-attr]
+
+
+class TestLookup:
+    def test_finds_what_others_initialised(self) -> None:
+        one = bench(rank=1)
+        names = ("w", "b", "c")
+        ticket = one.call(calls.Lookup("kv", names))
+        shapes = {"w": (40,), "b": (2,)}
+        for send in one.sends(Find):
+            keys = send.packet.message.keys  # type: ignore[attr-defined]
+            found = tuple(
+                Found(FLOAT, shapes[name]) if name in shapes else Found(0, ()) for name in keys
+            )
+            one.server(server_of(send), FoundAll(send.packet.envelope.seq, found))
+        for send in one.sends(Declare):
+            message = send.packet.message
+            assert isinstance(message, Declare)
+            assert not message.create
+            places = tuple(Place(False, (Piece(1, 0, it.size),)) for it in message.entries)
+            one.server(server_of(send), Declared(send.packet.envelope.seq, places))
+        assert one.finish(ticket).value == {  # type: ignore[union-attr]
+            "w": spec(40),
+            "b": spec(2),
+            "c": None,
+        }
+        assert len(one.core.stores["kv"].key("w").pieces) == 2
+
+    def test_does_not_ask_for_what_it_knows(self) -> None:
+        one = ready()
+        ticket = one.call(calls.Lookup("kv", ("w",)))
+        assert one.finish(ticket).value == {"w": spec(40)}  # type: ignore[union-attr]
+        assert not one.sent(Find)
+
+
+class TestBroadcast:
+    def call(self, one: Bench, value: torch.Tensor, sink: torch.Tensor) -> int:
+        key = ("w", Spec("float32", tuple(value.shape)))
+        return one.call(calls.Broadcast("kv", (key,), (value,), (sink,)))
+
+    def meet(self, one: Bench) -> None:
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    @pytest.mark.parametrize("mode", ["sync", "async"])
+    def test_all_meet_and_read_the_value_of_rank_0(self, rank: int, mode: str) -> None:
+        one = ready(rank, mode=mode)
+        sink = torch.zeros(40)
+        ticket = self.call(one, HOT, sink)
+        before = len(one.sent(Declare))
+        self.meet(one)
+        assert [message.call for message in one.sent(Declare)[before:]] == [1, 1]
+        for server in (0, 1):
+            place = Place(rank == 0, (Piece(chunk(one, server), 0, (16, 24)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+        assert len(one.sent(Load)) == 2 * (rank == 0)
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Load, server))
+        for server in (0, 1):
+            assert one.sent(Pull, server)[0].runs[0].after == 0
+            pulled(one, one.seqs(Pull, server)[0], server, 0, 6.0)
+        assert sink.tolist() == [6.0] * 40
+        if mode == "async":  # a push of another rank could move it before all have read it
+            assert one.finish(ticket) is None
+            self.meet(one)
+        assert one.is_done(ticket)
+        assert one.core.stores["kv"].key("w").broadcasts == 1
+
+    @pytest.mark.spec("R392")
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_value_on_fewer_servers_is_told_to_the_others(self, rank: int) -> None:
+        one = ready(rank)
+        self.call(one, torch.tensor([6.0, 6.0]), torch.zeros(2))
+        before = [len(one.sent(Declare, server)) for server in (0, 1)]
+        self.meet(one)
+        told = [one.sent(Declare, server)[before[server] :] for server in (0, 1)]
+        sizes = {
+            server: [entry.size for message in messages for entry in message.entries]
+            for server, messages in enumerate(told)
+        }
+        at = home("w", 2)
+        assert sizes == {at: [2], 1 - at: [0] if rank == 0 else []}
+
+    def test_waits_for_the_rounds_that_this_rank_has_pushed(self) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        self.call(one, HOT, torch.zeros(40))
+        assert one.sent(Pull)[0].runs[0].after == 1
+        assert not one.sent(Barrier)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+            one.ack(server, *one.seqs(Push, server))
+        assert len(one.sent(Barrier)) == 1
+
+    def test_a_new_shape_begins_the_key_anew(self) -> None:
+        one = ready(rank=1)
+        one.call(push({"w": HOT}))
+        for server in (0, 1):
+            one.ack(server, *one.seqs(Push, server))
+        one.core.stores["kv"].key("w").applied = 1
+        self.call(one, torch.zeros(50), torch.zeros(50))
+        self.meet(one)
+        for server in (0, 1):
+            place = Place(False, (Piece(77, 0, (16, 34)[server]),))
+            one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+        key = one.core.stores["kv"].key("w")
+        assert (key.number, key.spec) == (0, spec(50))
+
+    def test_one_that_failed_may_be_made_again(self) -> None:
+        one = ready()
+        ticket = self.call(one, HOT, torch.zeros(40))
+        self.meet(one)
+        one.server(0, Error(one.seqs(Declare, 0)[-1], Mismatch.code, "no"))
+        assert isinstance(one.error(ticket), Mismatch)
+        self.call(one, HOT, torch.zeros(40))
+        # All were refused alike, and they meet for the next.
+        assert [message.number for message in one.sent(Barrier)] == [0, 1]
+        self.meet(one)
+        assert [(sent.call, sent.refused) for sent in one.sent(Declare, 0)] == [
+            (0, 0),
+            (1, 0),
+            (1, 1),
+        ]
+
+    def test_one_that_was_late_counts_once_when_it_is_made_again(self) -> None:
+        """By this count, values from before a broadcast are told from those after it."""
+        one = ready()
+        key = ("w", Spec("float32", (40,)))
+        call = calls.Broadcast("kv", (key,), (HOT,), (torch.zeros(40),))
+        for again in range(2):
+            ticket = one.call(call, 5.0)
+            self.meet(one)
+            for server in (0, 1):
+                place = Place(again == 0, (Piece(chunk(one, server), 0, (16, 24)[server]),))
+                one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
+            if again == 0:
+                for server in (0, 1):
+                    one.ack(server, *one.seqs(Load, server))
+            assert [message.broadcasts for message in one.sent(Pull)[-2:]] == [1, 1]
+            one.wait(5.0)
+            assert isinstance(one.error(ticket), Timeout)
+        assert one.core.stores["kv"].broadcasts == 0
+
+    def test_creates_a_key(self) -> None:
+        one = bench()
+        self.call(one, HOT, torch.zeros(40))
+        self.meet(one)
+        assert [message.call for message in one.sent(Declare)] == [1, 1]
+
+
+class TestRelay:
+    """A broadcast of many values, which are read while they are loaded."""
+
+    COUNT = 100_000
+    KEYS = (("w", Spec("float32", (COUNT,))),)
+
+    def begin(self, one: Bench, timeout_s: float = 300.0) -> tuple[int, torch.Tensor]:
+        value = torch.arange(float(self.COUNT)) if one.rank == 0 else torch.zeros(self.COUNT)
+        sink = torch.full((self.COUNT,), -1.0)
+        ticket = one.call(calls.Broadcast("kv", self.KEYS, (value,), (sink,)), timeout_s)
+        one.scheduler(Released(one.seqs(Barrier)[-1]))
+        return ticket, sink
+
+    def declared(self, one: Bench, *, fresh: bool = False, stamp: int = 1) -> None:
+        for send in one.sends(Declare)[-2:]:
+            message = send.packet.message
+            assert isinstance(message, Declare)
+            (entry,) = message.entries
+            server = server_of(send)
+            assert server is not None
+            place = Place(fresh, (Piece(4 + server, 0, entry.size),))
+            one.server(server, Declared(send.packet.envelope.seq, (place,), stamp))
+
+    def answer(self, one: Bench, begin: int, add: float = 0.0) -> None:
+        """Answer the pulls from ``begin`` on with the value, to which something is added."""
+        for send in one.sends(Pull)[begin:]:
+            pull, server = send.packet.message, server_of(send)
+            assert isinstance(pull, Pull)
+            assert server is not None
+            stands = tuple(Stand(ask.start, ask.size, 0, 0) for ask in pull.runs)
+            offset = 0 if server == 0 else self.COUNT - one.sent(Declare, 1)[0].entries[0].size
+            rows = [torch.arange(ask.start, ask.start + ask.size) + offset for ask in pull.runs]
+            payload = (torch.cat(rows).float() + add,) if pull.values else ()
+            seq = send.packet.envelope.seq
+            one.server(server, Pulled(seq, pull.chunk, 1, pull.values, stands), *payload)
+
+    @pytest.mark.spec("R226")
+    def test_others_read_part_by_part_and_ask_at_the_end(self) -> None:
+        one = bench(rank=1)
+        ticket, sink = self.begin(one)
+        assert [message.early for message in one.sent(Declare)] == [True, True]
+        self.declared(one)
+        pulls = one.sent(Pull)
+        assert len(pulls) == 7
+        assert {(pull.values, pull.call) for pull in pulls} == {(True, 1)}
+        assert max(ask.size for pull in pulls for ask in pull.runs) == (64 << 10) // 4
+        assert [message.early for message in one.sent(Declare)] == [True, True, False, False]
+        self.answer(one, 0)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)))
+        assert one.finish(ticket) is None
+        self.declared(one)
+        assert len(one.sent(Pull)) == 7
+        assert one.is_done(ticket)
+        assert one.core.stores["kv"].key("w").broadcasts == 1
+
+    @pytest.mark.spec("R226")
+    def test_who_may_have_read_two_lives_of_rank_0_reads_again(self) -> None:
+        one = bench(rank=1)
+        ticket, sink = self.begin(one)
+        self.declared(one)
+        self.answer(one, 0)
+        self.declared(one, stamp=2)
+        assert [(pull.values, pull.call) for pull in one.sent(Pull)[7:]] == [(True, None)] * 2
+        self.answer(one, 7, add=5.0)
+        assert one.is_done(ticket)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)) + 5)
+
+    @pytest.mark.spec("R223")
+    def test_rank_0_loads_part_by_part_and_reads_nothing(self) -> None:
+        one = bench()
+        ticket, sink = self.begin(one)
+        self.declared(one, fresh=True)
+        seen = {0: 0, 1: 0}
+        while any(len(one.seqs(Load, server)) > seen[server] for server in seen):
+            for server in seen:
+                new = one.seqs(Load, server)[seen[server] :]
+                seen[server] += len(new)
+                one.ack(server, *new)
+        loads = one.sent(Load)
+        assert len(loads) == 7
+        assert sum(run.size for load in loads for run in load.runs) == self.COUNT
+        assert not one.sent(Pull)
+        assert one.is_done(ticket)
+        assert torch.equal(sink, torch.arange(float(self.COUNT)))
+
+    def test_rank_0_reads_what_its_predecessor_has_loaded(self) -> None:
+        one = bench()
+        ticket, sink = self.begin(one)
+        self.declared(one, fresh=False)
+        assert not one.sent(Load)
+        assert [pull.values for pull in one.sent(Pull)] == [True, True]
+        self.answer(one, 0, add=7.0)
+        assert one.is_done(ticket)
+        assert sink[0] == 7
+
+    def test_what_may_come_by_steps_is_read_as_ever(self) -> None:
+        one = bench(rank=1)
+        one.core.stores["kv"].feedback.use(rules_of("fp16"))
+        self.begin(one)
+        assert [message.early for message in one.sent(Declare)] == [False, False]

@@ -1,0 +1,123 @@
+"""Calls of the optimizer, and of its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.worker import calls
+from kvps.errors import Mismatch
+from kvps.protocol.envelope import Message
+from kvps.protocol.membership import (
+    Done,
+    Error,
+)
+from kvps.protocol.stores import (
+    Field,
+    GetState,
+    Optimize,
+    Rate,
+    SetState,
+    StateIs,
+)
+from kvps.protocol.values import Ask, Pull, Push
+from tests.support.worker_harness import (
+    push,
+)
+from tests.support.worker_with_key import (
+    FLOAT,
+    HOT,
+    answer_all,
+    chunk,
+    ready,
+    stood,
+)
+
+
+class TestOptimizer:
+    HYPER = resolve("sgd", {"lr": 0.5, "lr_mult": {"w": 2.0}, "wd_mult": {"w": 3.0}})
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_reaches_every_server_and_rank_0_sets_it(self, rank: int) -> None:
+        one = ready(rank)
+        ticket = one.call(calls.SetOptimizer("kv", self.HYPER))
+        (first, second) = one.sent(Optimize)
+        assert first == second
+        assert (first.store, first.call, first.create, first.name) == ("kv", 1, rank == 0, "sgd")
+        assert (first.numbers["lr"], first.lr_mult, first.wd_mult) == (0.5, {"w": 2}, {"w": 3})
+        answer_all(one, Optimize, Done)
+        assert one.is_done(ticket)
+        one.call(calls.SetRate("kv", 0.25))
+        assert one.sent(Rate) == [Rate("kv", 1, rank == 0, 0.25)] * 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_waits_for_this_ranks_own_rounds(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready()
+        one.call(push({"w": HOT}))
+        one.call(call)
+        assert one.sent(Pull)[0] == Pull(chunk(one, 0), False, (Ask(0, 16, 1, 0),))
+        assert not one.sent(cls)
+        for server in (0, 1):
+            stood(one, one.seqs(Pull, server)[0], server, 1)
+        assert len(one.sent(cls)) == 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_or_for_its_pushes_to_be_taken_in(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready(mode="async")
+        one.call(push({"w": HOT}))
+        one.call(call)
+        one.ack(0, *one.seqs(Push, 0))
+        assert not one.sent(cls)
+        one.ack(1, *one.seqs(Push, 1))
+        assert len(one.sent(cls)) == 2
+
+    @pytest.mark.parametrize(
+        ("call", "cls"),
+        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+    )
+    def test_a_refused_one_is_not_counted(self, call: calls.Call, cls: type[Message]) -> None:
+        one = ready(rank=1)
+        ticket = one.call(call)
+        one.server(1, Error(one.seqs(cls, 1)[0], Mismatch.code, "rank 0 set another"))
+        assert str(one.error(ticket)) == "rank 0 set another"
+        one.call(call)
+        assert [message.call for message in one.sent(cls, 1)] == [1, 1]  # type: ignore[attr-defined]
+
+
+class TestState:
+    def test_is_collected_from_where_keys_lie(self) -> None:
+        one = ready()
+        ticket = one.call(calls.SaveState("kv"))
+        assert one.sent(GetState) == [
+            GetState(chunk(one, 0), 0, 16),
+            GetState(chunk(one, 1), 0, 24),
+        ]
+        for server, size in enumerate((16, 24)):
+            fields = (Field("momentum", FLOAT, size), Field("extra", FLOAT, size))[: 2 - server]
+            rows = [torch.full((size,), 1.0 + server)] * len(fields)
+            one.server(server, StateIs(one.seqs(GetState, server)[0], 5, fields), *rows)
+        states = one.finish(ticket).value  # type: ignore[union-attr]
+        assert isinstance(states, dict)
+        step, rows = states["w"]
+        assert step == 5
+        assert rows.keys() == {"momentum"}, "a part without it was never updated"
+        assert rows["momentum"].tolist() == [1.0] * 16 + [2.0] * 24
+
+    def test_is_put_back_there(self) -> None:
+        one = ready()
+        ticket = one.call(calls.LoadState("kv", {"w": (5, {"m": HOT, "v": HOT + 100})}))
+        for server, (begin, size) in enumerate(((0, 16), (16, 24))):
+            (send,) = one.sends(SetState, server)
+            fields = (Field("m", FLOAT, size), Field("v", FLOAT, size))
+            assert send.packet.message == SetState(chunk(one, server), 0, size, 5, fields)
+            assert len(send.packet.payload) == 2
+            assert send.packet.payload[1].cast("f")[0] == 100 + begin
+            one.server(server, Done(one.seqs(SetState, server)[0]))
+        assert one.is_done(ticket)
