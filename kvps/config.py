@@ -331,20 +331,6 @@ def chunk_bytes(env: Mapping[str, str] | None = None) -> int | None:
     return None if given is None else as_bytes("KVPS_CHUNK_BYTES", given)
 
 
-def autotune(alias: str | None = None, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether front ends try settings before they begin: as KVPS_AUTOTUNE says, or else ``alias``.
-
-    Args:
-        alias: another project's variable of the same meaning.
-        env: in place of this process's environment.
-
-    Raises:
-        ConfigError: if it says neither yes nor no.
-    """
-    is_default = alias is not None and switch(alias, env)
-    return switch("KVPS_AUTOTUNE", env, default=is_default)
-
-
 def limits(
     given: Sequence[str] = (), role: str | None = None, env: Mapping[str, str] | None = None
 ) -> Limits:

@@ -40,8 +40,6 @@ from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 from kvps.phrases import and_more
 from kvps.store import residual_state
-from kvps.store.autotune.choice import keeps_priorities
-from kvps.store.autotune.workload import LEVELS, Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
@@ -75,6 +73,8 @@ ADVICE = Advice(
     "their sum between allreduce_grads() and update())",
     "create the Trainer with overlap=False, then gradients leave in step()",
 )
+LEVELS = 8
+"""The number of priorities of parameters, in their order."""
 BATCH_KEY = "kvps.batch_size"
 """The key of rank 0's first batch size."""
 
@@ -151,18 +151,7 @@ class Trainer:
         if isinstance(params, torch.nn.Module):
             tensors.update(params.named_buffers())
         hyper = _checked(optimizer, optimizer_params, self._params)
-        kv = store_of(
-            kvstore,
-            "trainer",
-            kvstore_options,
-            work=Workload(
-                str(kvstore),
-                self._params,
-                compression=compression_params,
-                hyper=lambda: self._store_rule(optimizer, hyper, update_on_kvstore),
-                has_levels=not overlap,
-            ),
-        )
+        kv = store_of(kvstore, "trainer", kvstore_options)
         on_store = runs_in_store(kv, update_on_kvstore)
         is_alone = isinstance(kv, KVStore) and not is_distributed(kv)
         if is_alone and not on_store and compression_params is None:
@@ -186,7 +175,8 @@ class Trainer:
             )
             self._described = Described(optimizer, self._params) if on_store else None
         if on_store:
-            hyper = self._store_rule(optimizer, hyper, True)
+            names = {param: name for name, param in self._params.items()}
+            hyper = hyper if isinstance(optimizer, str) else describe(optimizer, names)
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         elif not on_store:
@@ -229,20 +219,6 @@ class Trainer:
             self._exchange.is_held = on_store  # until a batch size is known
         self._memory = GradientMemory(kv if self._exchange is None else None, self._params)
         self._memory.watch()
-        self._levels = LEVELS if keeps_priorities(kv) else 1
-
-    def _store_rule(
-        self,
-        optimizer: str | torch.optim.Optimizer,
-        hyper: HyperParams | None,
-        is_on_store: bool | None,
-    ) -> HyperParams | None:
-        """Return the hyper-parameters of the store's optimizer; None if it runs here."""
-        if is_on_store is False:
-            return None
-        if isinstance(optimizer, str):
-            return hyper
-        return describe(optimizer, {param: name for name, param in self._params.items()})
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -590,7 +566,7 @@ class Trainer:
         if isinstance(self._kv, KVStore):
             # The first layers are needed first, in the next forward pass. Within one level chunks
             # go to all servers in turns.
-            levels = [-(self._levels * index // len(names)) for index in range(len(names))]
+            levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
             waits = self._begin_tables(names, values, levels) if self._local is None else {}
             rest = [index for index, name in enumerate(names) if name not in waits]
             if rest:

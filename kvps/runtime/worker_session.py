@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 import torch
 
 from kvps import config
-from kvps.core.autotune import Settings
 from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
@@ -85,8 +84,6 @@ class WorkerSession(Listener):
         """Name of each open store -> its type."""
         self.handles: Counter[str] = Counter()
         """Name of each open store -> how many objects of this process use it."""
-        self.tuned: Settings | None = None
-        """The settings that the job has chosen by trial (:mod:`kvps.store.autotune`); None if it has not."""
         self._transport = transport
         self._lens = member_lens(
             Role.WORKER, transport, self._core.member.envelope, below=self._record
@@ -177,28 +174,6 @@ class WorkerSession(Listener):
         number = self._stores.get(prefix, 0)
         self._stores[prefix] = number + 1
         return f"{prefix}-{number}"
-
-    def limit_uplink(self, limit_bytes: int) -> None:
-        """Let so much payload be under way from now on, from all workers of this machine."""
-        self._inbox.put(CoreRequest("on_uplink", (limit_bytes,)))
-
-    def set_copy_threads(self, threads: int) -> None:
-        """Let the loop copy values in and out with so many threads; the script's own number stays.
-
-        Args:
-            threads: how many; 0 for as many as the script has.
-        """
-        own, done = torch.get_num_threads(), threading.Event()
-
-        def change(core: Worker, now: float) -> Effects:
-            torch.set_num_threads(threads or own)
-            done.set()
-            yield from ()
-
-        self._inbox.put(change)
-        while not done.wait(LOOK_EVERY_S) and self._thread.is_alive():
-            pass
-        torch.set_num_threads(own)  # the last call also counts for threads that begin later
 
     def figures(self, store: str) -> dict[str, float]:
         """Return the numbers of a store: a copy that the loop makes, or the last if the loop has ended."""

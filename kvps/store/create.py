@@ -167,7 +167,6 @@ def create_own(
     quorum: int | None = None,
     grace: float | str = "auto",
     late: str = LATE[0],
-    chunk_bytes: int | None = None,
 ) -> Any:
     """Return a front end's own store, as :func:`create` with the defaults.
 
@@ -177,7 +176,6 @@ def create_own(
             a user can have.
         options: those that all stores of the front end have.
         average, quorum, grace, late: as in :func:`create`.
-        chunk_bytes: the size of a chunk; None for the default.
     """
     logs.begin_in_script()
     kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
@@ -191,7 +189,7 @@ def create_own(
     opened = _with_quorum(opened, kind, quorum, grace, late)
     session = process.session(options.timeout_s)
     name = session.next_name(RESERVED + owner)
-    named = replace(opened, store=name, chunk_bytes=chunk_bytes or default_chunk_bytes(session))
+    named = replace(opened, store=name, chunk_bytes=default_chunk_bytes(session))
     return DistStore(kind, session, named, options)
 
 

@@ -4,7 +4,6 @@ Importing it makes the backend "kvps" known to torch.distributed.
 """
 
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.comm_hook import CommState, comm_hook
 from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding
 from kvps.torch.gather import all_gather_object, gather_object
@@ -18,7 +17,6 @@ from kvps.torch.sync_batchnorm import SyncBatchNorm
 _register()
 
 __all__ = [
-    "CommState",
     "DiLoCo",
     "DistributedOptimizer",
     "Embedding",
@@ -30,7 +28,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "comm_hook",
     "gather_object",
     "shard",
 ]

@@ -33,11 +33,9 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from kvps.core.optim.from_torch import describe
 from kvps.errors import ConfigError, EpochChanged
 from kvps.phrases import names_in_words
 from kvps.store import residual_state
-from kvps.store.autotune.workload import Workload
 from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -163,18 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = named(numbered(optimizer) if named_parameters is None else named_parameters)
         check_groups(optimizer, params)
         is_summed = op == "sum" or (isinstance(kvstore, str) and is_free(kvstore))
-        work = Workload(
-            str(kvstore),
-            params,
-            average=not is_summed,
-            compression=compression,
-            hyper=lambda: (
-                describe(optimizer, {param: name for name, param in params.items()})
-                if update_on_kvstore
-                else None
-            ),
-        )
-        kv = store_of(kvstore, "optimizer", kvstore_options, average=not is_summed, work=work)
+        kv = store_of(kvstore, "optimizer", kvstore_options, average=not is_summed)
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))

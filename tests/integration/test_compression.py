@@ -7,7 +7,6 @@ weights: a weight that differs in its last bit would move a gradient across a th
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,6 @@ import kvps
 import kvps.torch
 from examples import digits
 from kvps.torch import DistributedOptimizer
-from tests.integration.processes import Processes
 
 WORKERS = 2
 STEPS = 5
@@ -448,57 +446,3 @@ def test_an_optimizer_learns_digits_by_every_codec(
         return digits.accuracy(model, unseen)
 
     assert min(run(work)) >= 0.97
-
-
-# --- DistributedDataParallel ------------------------------------------------------------------------
-
-HOOK_CASES = 9
-
-
-@pytest.mark.parametrize(
-    ("transport", "backend"),
-    [
-        ("shm", "kvps"),
-        ("tcp", "gloo"),
-        pytest.param("shm", "gloo", marks=pytest.mark.thorough),
-        pytest.param("tcp", "kvps", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_hook_follows_mxnets_rule(processes: Processes, backend: str, transport: str) -> None:
-    """The cases are in hook_worker.py: what a hook does is done by one process for each rank."""
-    script = Path(__file__).with_name("hook_worker.py")
-    flags = ("-n", WORKERS, "-s", 2, "--", sys.executable, script, backend)
-    launched = processes.kvps("launch", *flags, KVPS_TRANSPORT=transport)
-    assert launched.wait(100.0) == 0, launched
-    assert launched.out.count("went well") == WORKERS * HOOK_CASES, launched
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: "dist_async", "kvstore='dist_async': use one of dist_sync, dist_sync_device"),
-        (lambda: "allreduce", "use one of dist_sync"),
-        (lambda: kvps.create("local"), "use one of dist_sync"),
-        (lambda: 3, "name of a store, a store or None, got int"),
-    ],
-    ids=["async", "ring", "local", "number"],
-)
-def test_a_hook_needs_a_store_of_means(make: Callable[[], Any], text: str) -> None:
-    with pytest.raises(kvps.ConfigError, match=text):
-        kvps.torch.CommState("2bit", make())
-
-
-def test_a_hook_takes_a_store_of_the_users() -> None:
-    def work(rank: int) -> None:
-        with pytest.raises(kvps.ConfigError, match="adds up, and the hook needs means"):
-            kvps.torch.CommState("2bit", kvps.create("dist_sync"))
-        updating = kvps.create("dist_sync", average=True)
-        updating.set_optimizer("sgd")
-        with pytest.raises(kvps.ConfigError, match="has an optimizer"):
-            kvps.torch.CommState("2bit", updating)
-        with pytest.raises(kvps.ConfigError, match="type='3bit'"):
-            kvps.torch.CommState("3bit")
-        kv = kvps.create("dist_sync", average=True)
-        assert kvps.torch.CommState("2bit", kv).kvstore is kv
-
-    run(work)

@@ -87,7 +87,6 @@ FRONT_ENDS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "DiLoCo, async": partial(diloco, mode="async"),
     "LocalSGD": lambda model: kvps.torch.LocalSGD(model, sgd(model), sync_every=2),
     "shard": lambda model: kvps.torch.shard(model, optimizer=sgd(model)),
-    "CommState": lambda model: kvps.torch.CommState(None, named_parameters=model),
 }
 
 
@@ -115,8 +114,6 @@ CASES = [
     )
     for turn, front_end in enumerate(FRONT_ENDS)
     for index, other in enumerate(OTHERS)
-    # DistributedDataParallel itself compares buffers
-    if (front_end, other) != ("CommState", without_buffers)
 ]
 
 

@@ -87,10 +87,6 @@ def helpers(options: dict[str, Any]) -> None:
     backward(layers).backward()
 
 
-def comm_hook(options: dict[str, Any]) -> None:
-    kvps.torch.CommState("fp16", **options)
-
-
 FRONT_ENDS: dict[str, tuple[Callable[[dict[str, Any]], None], int]] = {
     "find_unused": (find_unused, 2),
     "scaler": (scaler, 2),
@@ -100,7 +96,6 @@ FRONT_ENDS: dict[str, tuple[Callable[[dict[str, Any]], None], int]] = {
     "shard": (shard, 2),
     "DiLoCo": (diloco, 3),
     "helpers": (helpers, 4),
-    "comm_hook": (comm_hook, 1),
 }
 """What to do with options; and how many stores that makes."""
 

@@ -161,20 +161,6 @@ def test_host_aggregation():
         config.host_aggregation(None, {"KVPS_HOST_AGGREGATION": "both"})
 
 
-def test_settings_are_tried_if_a_variable_says_so():
-    assert not config.autotune(env={})
-    assert config.autotune(env={"KVPS_AUTOTUNE": "1"})
-    other = {"HOROVOD_AUTOTUNE": "1"}
-    assert not config.autotune(env=other)
-    assert config.autotune("HOROVOD_AUTOTUNE", other)
-    assert not config.autotune("HOROVOD_AUTOTUNE", {})
-    assert not config.autotune("HOROVOD_AUTOTUNE", other | {"KVPS_AUTOTUNE": "0"}), "ours counts"
-    with pytest.raises(ConfigError, match="KVPS_AUTOTUNE='maybe' is neither"):
-        config.autotune(env={"KVPS_AUTOTUNE": "maybe"})
-    with pytest.raises(ConfigError, match="HOROVOD_AUTOTUNE='maybe' is neither"):
-        config.autotune("HOROVOD_AUTOTUNE", {"HOROVOD_AUTOTUNE": "maybe"})
-
-
 def test_packets_have_checksums_unless_told_otherwise():
     assert config.checksums({})
     assert not config.checksums({"KVPS_CHECKSUM": "0"})

@@ -142,8 +142,6 @@ class SendScheduler:
     def __init__(self, *, is_limited: bool = True) -> None:
         self.is_limited = is_limited
         """Whether the payload under way is limited."""
-        self.limit_bytes = UPLINK_BYTES
-        """The most payload under way from all workers that share the uplink."""
         self.links: list[Connection] = []
         self.sharers = 1
         """Number of workers that share the uplink."""
@@ -183,7 +181,7 @@ class SendScheduler:
 
     def _has_room(self, away: int, requests: int) -> bool:
         """Whether more may be sent while this many bytes and requests are under way."""
-        if not self.is_limited or away < self.limit_bytes // self.sharers:
+        if not self.is_limited or away < UPLINK_BYTES // self.sharers:
             return True
         return requests < (UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST)
 

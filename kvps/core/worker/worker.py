@@ -100,11 +100,6 @@ class Worker:
         self._joining[ticket] = deadline
         yield from self._end_joining(now)
 
-    def on_uplink(self, limit_bytes: int, now: float) -> Effects:
-        """So much payload may be under way from now on, from all workers of this machine."""
-        self.table.uplink.limit_bytes = limit_bytes
-        yield from self.table.flow(now)
-
     def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> Effects:
         """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1

@@ -16,28 +16,22 @@ import time
 from collections import Counter
 from itertools import count
 
-import torch
-
 from kvps import config
 from kvps.errors import WorkerLost
 from kvps.horovod.common.exceptions import HorovodInternalError
 from kvps.horovod.engine.engine import Engine, Limits
 from kvps.horovod.engine.operation import Operation
-from kvps.horovod.engine.transfers import SUM_PIECE
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.runtime import process
 from kvps.runtime.local.current import current as current_cluster
 from kvps.runtime.worker_session import WorkerSession, ending
-from kvps.store.autotune.choice import settle
-from kvps.store.autotune.workload import Workload
 from kvps.torch.distributed.board import Board
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 """The beginning of an error's text, as scripts for Horovod compare it."""
 ALL_HERE_S = 600.0
 """Seconds that a lost rank has to come back, unless HOROVOD_ELASTIC_TIMEOUT says otherwise."""
-AUTOTUNE = "HOROVOD_AUTOTUNE"
 TIMEOUT_S = 300.0
 LOOK_EVERY_S = 0.1
 
@@ -73,7 +67,7 @@ class Context:
             session = process.session(limits.timeout_s)
             generation = self._generation(session)
             try:
-                board = Board(limits.timeout_s, f"horovod.{generation}", _chunk_bytes())
+                board = Board(limits.timeout_s, f"horovod.{generation}")
                 engine = Engine(board, limits)
             except WorkerLost as error:
                 raise HorovodInternalError(str(error)) from error
@@ -191,22 +185,6 @@ class Context:
             return operation.result()
         finally:
             self.handles.pop(handle, None)
-
-
-def _chunk_bytes() -> int | None:
-    """Return the size of a chunk of sums, by trial if KVPS_AUTOTUNE or HOROVOD_AUTOTUNE says so; None for the default.
-
-    What a script will sum is not known yet: two full buffers of operations that travel
-    together stand for it.
-    """
-    if not config.autotune(AUTOTUNE):
-        return None
-    count = 2 * _limits().fusion_bytes // (4 * SUM_PIECE)
-    pieces = {
-        str(index): torch.nn.Parameter(torch.empty(SUM_PIECE, device="cpu"))
-        for index in range(count)
-    }
-    return settle(Workload("dist_sync", pieces), AUTOTUNE)
 
 
 def _limits() -> Limits:

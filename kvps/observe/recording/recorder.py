@@ -48,7 +48,7 @@ Entry = tuple[What, float, Any, Envelope | None, Message | None]
 """Kind, time, route or words, and the head of a packet. Nothing here keeps values alive."""
 Dumps = Callable[[Callable[[object], int | None], object], bytes | None]
 """Writes the arguments of a request as bytes; None if they cannot be written."""
-SMALL = ("on_join", "on_uplink", "leave", "member.leave", "on_memory", "on_script")
+SMALL = ("on_join", "leave", "member.leave", "on_memory", "on_script")
 """Requests whose arguments a ring keeps; those of others may be values."""
 
 

@@ -281,7 +281,7 @@ class _Replay:
 
 
 CALLS = {
-    *("start", "on_call", "on_join", "on_uplink", "on_close", "leave", "member.leave"),
+    *("start", "on_call", "on_join", "on_close", "leave", "member.leave"),
     *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory", "on_script"),
 }
 """The methods of cores that a record may name."""

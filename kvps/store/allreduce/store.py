@@ -62,7 +62,7 @@ UNSUPPORTED: dict[type[calls.Call], tuple[str, str]] = {
     calls.MakeTable: ("embedding()", "keep an ordinary table, pushed by rows, in the model"),
     calls.Compress: (
         "set_gradient_compression()",
-        "a ring cannot compress; use a dist store, or kvps.torch.comm_hook with DDP",
+        "a ring cannot compress; use a dist store",
     ),
     calls.LoadResiduals: ("load_compression_state()", "nothing is compressed here"),
 }

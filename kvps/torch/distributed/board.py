@@ -34,13 +34,12 @@ class Board:
         timeout_s: how long it may take to open the stores.
         generation: the same on all ranks, and no other for processes that have taken the place of one: push numbers
             begin at 0, and a server would take theirs for those of their predecessors.
-        chunk_bytes: the size of a chunk of sums; None for the default.
     """
 
-    def __init__(self, timeout_s: float, generation: str, chunk_bytes: int | None = None) -> None:
+    def __init__(self, timeout_s: float, generation: str) -> None:
         owner = f"{OWNER}.{generation}"
         options = StoreOptions(timeout_s, "fail")
-        self._sums = create_own("dist_sync", owner, options, chunk_bytes=chunk_bytes)
+        self._sums = create_own("dist_sync", owner, options)
         self._posts = create_own("dist_async", owner, options)
         self._posts.set_optimizer("assign")
         self._session: Session = self._sums.session

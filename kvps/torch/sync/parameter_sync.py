@@ -23,8 +23,6 @@ import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
-from kvps.store.autotune.choice import settle
-from kvps.store.autotune.workload import Workload
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
@@ -304,7 +302,6 @@ def store_of(
     options: Mapping[str, Any] | None = None,
     *,
     average: bool = False,
-    work: Workload | None = None,
 ) -> Any:
     """Return the store of a front end: its own, by a name; or the one it was given.
 
@@ -313,15 +310,13 @@ def store_of(
         owner: which front end.
         options: of its own store, as the user gave them.
         average: whether its own store takes means.
-        work: what its own store is for, where settings are tried (KVPS_AUTOTUNE); None for defaults.
 
     Raises:
         ConfigError: for anything else.
     """
     if isinstance(kvstore, str):
-        chunk_bytes = None if work is None else settle(work)
         shared = StoreOptions.given(options)
-        return create_own(kvstore, owner, shared, average=average, chunk_bytes=chunk_bytes)
+        return create_own(kvstore, owner, shared, average=average)
     if options is not None:
         raise ConfigError(
             "kvstore_options= is for a store that is created here: give the options to kvps.create(), which "

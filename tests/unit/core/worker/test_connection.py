@@ -161,15 +161,6 @@ class TestUplink:
         later = sent(uplink, PROBE_AFTER_S)
         assert later == [(0, "c0"), (0, "c1"), (0, "c2"), (1, "b0"), (1, "b1"), (1, "b2")]
 
-    def test_its_limit_may_change_at_any_time(self) -> None:
-        uplink, _, _ = two(UPLINK_BYTES // 4)
-        uplink.limit_bytes = UPLINK_BYTES // 2
-        assert [name for _, name in sent(uplink)] == ["a0", "b0", "a1"], "three go in any case"
-        uplink.limit_bytes = UPLINK_BYTES
-        assert [name for _, name in sent(uplink)] == ["b1"]
-        uplink.limit_bytes = 2 * UPLINK_BYTES
-        assert sent(uplink) == LAST
-
 
 LAST = [(0, "a2"), (1, "b2")]
 

@@ -66,15 +66,6 @@ def test_each_key_of_a_call_may_have_its_own(bench: Bench) -> None:
     ]
 
 
-def test_more_may_be_under_way_from_now_on(bench: Bench) -> None:
-    bench.call(push({name: torch.ones(BIG) for name in ("first", "second", "third")}))
-    assert len(order(bench)) == 1
-    bench.take(bench.core.on_uplink(2 * BIG + 1, bench.now))
-    assert len(order(bench)) == 2, "a part has 800 octets: the second may go beyond the limit"
-    bench.take(bench.core.on_uplink(1 << 20, bench.now))
-    assert len(order(bench)) == 6
-
-
 def test_pulls_too(bench: Bench) -> None:
     sinks = {name: torch.zeros(BIG) for name in ("first", "second", "third")}
     bench.call(pull(sinks, priority=(0, 2, 1)))  # type: ignore[arg-type]
