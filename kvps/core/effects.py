@@ -150,7 +150,7 @@ class Core(Protocol):
         return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        """A peer said something."""
+        """A peer said something that :meth:`admit` has just let in: it is not judged again."""
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet was refused by its envelope (a KvpsError), or caused an unexpected error.

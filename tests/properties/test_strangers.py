@@ -151,7 +151,7 @@ def test_a_server_answers_or_drops_whatever_comes(data: st.DataObject) -> None:
         octet = data.draw(st.sampled_from([0, 1, 60, 127, 255]))
         packet = packed(envelope, message, octet)
         if packet is not None:
-            stage.take(stage.server.on_packet(b"x", packet, stage.now))
+            stage.hear(b"x", packet)
         assert not stage.server.push_pull.aggregator.is_torn
     stage.take(stage.server.on_timer(stage.now + 6))
 

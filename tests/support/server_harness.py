@@ -195,18 +195,19 @@ class ServerStage:
         return self.hear(b"s%d" % rank, over(envelope, message))
 
     def hear(self, route: bytes, packet: Packet) -> list[Said]:
-        """Let the server hear a packet; what it would say to the envelope alone, it has to say."""
-        refused: KvpsError | None = None
+        """Let the server judge a packet by its envelope, and then hear it or refuse it, as the loop does."""
         try:
             is_heard = self.server.admit(route, packet.envelope, type(packet.message))
         except KvpsError as error:
-            refused, is_heard = error, True
-        said = self.take(self.server.on_packet(route, packet, self.now))
-        assert is_heard or not said, said
-        if refused is not None:
-            (answer,) = [one.message for one in said]
-            assert isinstance(answer, Error)
-            assert (answer.code, answer.text) == (refused.code, str(refused))
+            return self.refuse(route, packet.envelope, error)
+        return self.take(self.server.on_packet(route, packet, self.now)) if is_heard else []
+
+    def refuse(self, route: bytes, envelope: Envelope, error: KvpsError) -> list[Said]:
+        """Let the server refuse a packet by its envelope: it answers with the error."""
+        said = self.take(self.server.on_failure(route, envelope, error, self.now))
+        (answer,) = [sent.message for sent in said]
+        assert isinstance(answer, Error)
+        assert (answer.code, answer.text) == (error.code, str(error))
         return said
 
     def take(self, effects: Effects) -> list[Said]:

@@ -156,18 +156,8 @@ class RequestContext:
         )
         session.route = route
 
-    def session(self, route: Route, envelope: Envelope) -> Session:
-        """Return the session of the worker that ``envelope`` names; its answers go along ``route`` now.
-
-        Raises:
-            KvpsError: as :meth:`check_worker`.
-        """
-        session = self.check_worker(envelope)
-        session.route = route
-        return session
-
-    def check_worker(self, envelope: Envelope) -> Session:
-        """Return the session of the worker that ``envelope`` names.
+    def check_worker(self, envelope: Envelope) -> None:
+        """Check that a worker has a session, of the incarnation that the newest view names.
 
         Raises:
             Fenced: for an older incarnation than that of the view.
@@ -177,7 +167,6 @@ class RequestContext:
         session = self.sessions.get(envelope.rank)
         if session is None or session.incarnation != envelope.incarnation:
             raise ProtocolError(f"{self.me} expects HELLO first on every connection")
-        return session
 
     def check_server(self, envelope: Envelope) -> None:
         """Check that another server is the server that the newest view names.

@@ -137,6 +137,8 @@ class Server:
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet by its envelope: from members of this job, as the view names them, or HELLO.
 
+        A packet that is not heard is answered by nobody: its sender learns the reason from the scheduler.
+
         Raises:
             KvpsError: what its sender is to be told.
         """
@@ -153,7 +155,7 @@ class Server:
         return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        """A worker, another server or the scheduler said something."""
+        """A worker, another server or the scheduler said something; :meth:`admit` has let it in."""
         self.counts.now = now
         if packet.payload:
             size = sum([one.nbytes for one in packet.payload])
@@ -162,8 +164,7 @@ class Server:
             self._on_scheduler(packet, now)
         elif isinstance(packet.message, p.Welcome | p.Error):
             pass  # another server's answer to our HELLO or NORMS; an answer is never answered
-        elif self._serves(packet.envelope, type(packet.message)):
-            # Else the sender will learn why from the scheduler.
+        else:
             try:
                 self._on_peer(route, packet, now)
             except KvpsError as error:
@@ -375,16 +376,15 @@ class Server:
             if envelope.role is Role.WORKER:
                 self._heard_at = now
             return
-        self.context.check_place(envelope)
         if envelope.role is Role.WORKER:
             self._heard_at = now
-            session = self.context.session(route, envelope)
+            session = self.context.sessions[envelope.rank]
+            session.route = route
             if isinstance(message, p.Pong):
                 self.context.hear_pong(session, message)
             else:
                 self._answer(session, packet, now)
             return
-        self.context.check_server(envelope)
         if not isinstance(message, p.Norms):
             raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
         self.push_pull.hear_norms(message, envelope.rank)

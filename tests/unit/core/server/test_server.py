@@ -12,9 +12,9 @@ from kvps.core.membership_client import Identity
 from kvps.core.server.server import SILENCES_MAX, TELL_NORMS_EVERY_S, Server
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.snapshot.storage import FindCuts, FoundCuts, Loaded, Read
-from kvps.errors import Fenced, StorageError
+from kvps.errors import Fenced, Mismatch, StorageError
 from kvps.protocol.checkpoint import Revive, Revived
-from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import Beat, Error, Hello, Probe, Probed, Stop, Welcome
 from kvps.protocol.stores import Declare, Entry, Find, FoundAll, Norms, Status, StatusIs
 from kvps.protocol.values import Pulled
@@ -114,7 +114,8 @@ def test_a_stranger_is_not_told_the_name_of_the_job() -> None:
     one = stage()
     for job, name in ((OTHER_JOB, bytes(16)), (JOB, JOB)):
         envelope = Envelope(job, one.view, Role.WORKER, 0, 1, 7)
-        (refused,) = one.server.on_packet(b"x", Packet(envelope, opening()), one.now)
+        error = Mismatch("another cluster")
+        (refused,) = one.server.on_failure(b"x", envelope, error, one.now)
         assert isinstance(refused, Send)
         assert refused.packet.envelope.job == name
 
