@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import zmq
 
-from kvps.core.pulse import Moved, Pulse
+from kvps.net.pulse import Moved, Pulse
 
 if sys.platform == "linux":
     import fcntl

@@ -15,8 +15,8 @@ import zmq
 
 from kvps.core.effects import Route
 from kvps.core.limits import Limits
-from kvps.core.misbehaviour import IGNORED_S, WITHIN_S, Misbehaviour
 from kvps.errors import KvpsError, ProtocolError
+from kvps.net.misbehaviour import IGNORED_S, WITHIN_S, Misbehaviour
 from kvps.net.transport import Guard, Refused
 from kvps.net.zap import Porter
 from kvps.protocol import permissions, wire
