@@ -151,7 +151,7 @@ def seen_at_every_size(page: Page) -> None:
     assert len(colors) == 2
 
 
-def test_which_worker_is_slow(processes: Processes) -> None:
+def test_page_names_the_slow_worker(processes: Processes) -> None:
     job = Training(processes, workers=3)
     job.slow(1, 0.25)
     with chromium(processes.folder, job.url) as page:
@@ -173,7 +173,7 @@ def test_which_worker_is_slow(processes: Processes) -> None:
     job.end()
 
 
-def test_which_server_is_full_or_slow(processes: Processes) -> None:
+def test_page_names_the_full_and_the_slow_server(processes: Processes) -> None:
     job = Training(processes, limits={1: 4_800_000})
     with chromium(processes.folder, job.url) as page:
         open_page(page)
@@ -191,7 +191,7 @@ def test_which_server_is_full_or_slow(processes: Processes) -> None:
     job.end()
 
 
-def test_which_link_is_slow_or_full_and_which_worker_only_computes_slowly(
+def test_page_tells_a_slow_link_from_a_full_link_and_from_slow_computing(
     processes: Processes, has_namespaces: None
 ) -> None:
     """Worker 1 and server 1 are alone on their hosts, whose links are made slow, one after the other."""
@@ -226,7 +226,7 @@ def test_which_link_is_slow_or_full_and_which_worker_only_computes_slowly(
             assert process.wait(60.0) == 0, process
 
 
-def test_what_happened_in_the_last_fault(processes: Processes) -> None:
+def test_page_lists_the_stages_of_the_last_fault(processes: Processes) -> None:
     job = Training(processes)
     job.until_busy()
     with chromium(processes.folder, job.url) as page:

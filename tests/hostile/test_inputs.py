@@ -56,8 +56,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 COUNTED = (
     "test_keys_that_open_nothing",
-    "test_what_is_not_the_insiders_to_say",
-    "test_what_a_role_key_is_not_good_for",
+    "test_messages_of_other_roles_from_an_insider_are_refused",
+    "test_role_key_grants_nothing_else_of_the_scheduler",
     "test_before_hello",
     "test_nonsense",
     "test_pushes",
@@ -121,7 +121,7 @@ def test_hangs_up_at_once(target: Target, port: str) -> None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_those_who_dawdle_are_hung_up_on(target: Target) -> None:
+def test_slow_greetings_are_disconnected(target: Target) -> None:
     """A hundred who say nothing, some who stop in their greeting, and one octet each quarter of a second."""
     with ExitStack() as stack:
         silent = [stack.enter_context(connection(place(target, port))) for port in PORTS * 50]
@@ -423,7 +423,7 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
 
 
 @pytest.mark.parametrize(("port", "other", "message"), NOT_MINE.values(), ids=NOT_MINE)
-def test_what_is_not_the_insiders_to_say(
+def test_messages_of_other_roles_from_an_insider_are_refused(
     target: Target, port: str, other: dict[str, object], message: Message
 ) -> None:
     payload = [VALUES] if isinstance(message, m.Push) else []
@@ -446,7 +446,9 @@ ROLE_KEYS: list[tuple[str, Message]] = [
 
 
 @pytest.mark.parametrize(("role", "message"), ROLE_KEYS)
-def test_what_a_role_key_is_not_good_for(target: Target, role: str, message: Message) -> None:
+def test_role_key_grants_nothing_else_of_the_scheduler(
+    target: Target, role: str, message: Message
+) -> None:
     """Also in the envelope of a member, which an outsider would have to guess."""
     with target.voice("scheduler", target.role(role)) as one:
         for envelope in (target.me(), Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)):

@@ -119,7 +119,7 @@ def test_bad_calls_raise_at_the_offender_and_change_nothing():
     contract.test_bad_calls_raise_at_the_offender_and_change_nothing("allreduce")
 
 
-def test_what_it_is_and_what_it_refuses(tmp_path):
+def test_allreduce_store_names_itself_and_refuses_server_calls(tmp_path):
     path = str(tmp_path / "states")
 
     def work(rank):
@@ -350,7 +350,7 @@ def test_a_worker_that_fails_ends_the_calls_of_the_others():
         run(work, workers=3)
 
 
-def test_who_fails_inside_a_with_block_lets_the_others_know():
+def test_failure_inside_a_with_block_ends_the_other_ranks():
     def fail():
         with store() as kv:
             kv.init("w", torch.ones(1))

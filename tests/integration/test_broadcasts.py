@@ -93,7 +93,7 @@ def test_bits_are_exact_in_any_type_and_stride(root):
         ({"w": torch.ones(2).to_sparse()}, "'w' is .*sparse"),
     ],
 )
-def test_what_cannot_be_sent_as_parameters(params, says):
+def test_broadcast_parameters_refuses_other_values(params, says):
     with pytest.raises(kvps.ConfigError, match=says):
         front.broadcast_parameters(params)
 
@@ -352,7 +352,7 @@ def test_a_worker_that_joined_does_not_count():
         (1.0, "1", "weight='1'"),
     ],
 )
-def test_what_has_no_mean(value, weight, says):
+def test_average_refuses_values_without_a_mean(value, weight, says):
     with pytest.raises(kvps.ConfigError, match=says):
         front.average(value, weight=weight)
 

@@ -145,7 +145,7 @@ def test_a_discarded_backward_counts_nowhere(
         ("trainer", {"overlap": True}),
     ],
 )
-def test_what_servers_have_used_cannot_be_discarded(
+def test_gradients_that_servers_have_used_cannot_be_discarded(
     name: str, options: dict[str, Any], told: str
 ) -> None:
     with kvps.LocalCluster():
@@ -352,7 +352,7 @@ def test_a_close_in_the_middle_of_a_step_is_told(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("call", ["synchronize", "skip_synchronize"])
-def test_what_needs_means_says_where_they_are(call: str) -> None:
+def test_calls_that_need_means_name_the_mode_that_has_them(call: str) -> None:
     """And not to call another method that is refused, too; what it says works."""
     with kvps.LocalCluster():
         model = Pair()

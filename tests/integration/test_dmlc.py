@@ -25,7 +25,7 @@ def variables(role: str, workers: int = 2, servers: int = 2) -> dict[str, str]:
     }
 
 
-def test_one_script_for_all_roles(processes: Processes) -> None:
+def test_a_single_script_runs_in_all_roles(processes: Processes) -> None:
     script = processes.script(SUM)
     port = str(free_port())
     roles = ("worker", "server", "scheduler", "server", "worker")

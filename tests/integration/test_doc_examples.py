@@ -72,7 +72,7 @@ SCRIPTS = [block for block in ALL if block.kind.startswith("after")]
 EXAMPLES = [block for block in ALL if not block.kind]
 
 
-def test_there_are_blocks_of_each_kind() -> None:
+def test_blocks_of_each_kind_exist() -> None:
     assert {block.page for block in ALL} == set(PAGES)
     every = {
         page.relative_to(ROOT).as_posix()
@@ -91,7 +91,7 @@ def test_there_are_blocks_of_each_kind() -> None:
 
 
 @pytest.mark.parametrize("block", [block for block in ALL if block not in EXAMPLES], ids=str)
-def test_it_compiles(block: Block) -> None:
+def test_block_compiles(block: Block) -> None:
     block.compiled()
 
 

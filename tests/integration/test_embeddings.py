@@ -105,7 +105,7 @@ def test_workers_must_agree_on_a_table() -> None:
     assert all("table 'u'" in one and "has dim" in one for one in said)
 
 
-def test_what_a_store_cannot_do_is_said_at_once() -> None:
+def test_table_refuses_unsupported_options_and_oversized_pushes_at_once() -> None:
     def work(rank: int) -> None:
         with pytest.raises(ConfigError, match="on_nonfinite='apply'"):
             kvps.create("dist_sync", on_nonfinite="skip").embedding("t", 1)

@@ -363,7 +363,7 @@ def test_static_process_sets(two: Run) -> None:
     two(work)
 
 
-def test_what_is_not_decided_fails_when_a_rank_shuts_down(two: Run) -> None:
+def test_pending_operation_fails_when_a_rank_shuts_down(two: Run) -> None:
     def work(rank: int) -> None:
         if rank == 0:
             hvd.shutdown()

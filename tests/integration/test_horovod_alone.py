@@ -11,7 +11,7 @@ from tests.support.drop_in import ranks
 pytestmark = pytest.mark.thorough
 
 
-def test_one_rank_needs_nothing_of_the_others() -> None:
+def test_single_rank_runs_every_operation_alone() -> None:
     def work(rank: int) -> None:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

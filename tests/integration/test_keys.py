@@ -148,7 +148,7 @@ def joined(
 
 @pytest.mark.spec("R245", "R246")
 @pytest.mark.parametrize("kind", ["no key", "unknown key", "wrong scheduler key", "a server's key"])
-def test_who_has_not_the_right_key_is_told_so_at_once(job: Job, kind: str) -> None:
+def test_process_without_the_right_key_learns_it_at_once(job: Job, kind: str) -> None:
     pinned, worker = (job.section("scheduler").public,), job.section("worker")
     keys = {
         "no key": None,
@@ -187,7 +187,7 @@ def test_who_has_not_the_right_key_is_told_so_at_once(job: Job, kind: str) -> No
         ("look", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "may not send Hello"),
     ],
 )
-def test_what_a_role_key_is_not_good_for(
+def test_role_key_grants_nothing_else(
     job: Job, role: str, envelope: tuple[int, Role], message: Message, says: str
 ) -> None:
     """Also where the peer knows all that there is to know of the member whom it names."""
@@ -424,7 +424,9 @@ def test_a_member_of_this_host_comes_through_the_near_door(job: Job) -> None:
 
 
 @pytest.mark.spec("R248")
-def test_who_finds_the_near_door_closed_comes_by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_falls_back_to_tcp_where_the_local_socket_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server, worker = new_pair(), new_pair()
     listening = ZmqTransport(
         "tcp://127.0.0.1:0", role=Role.SERVER, keys=Keys(role=new_pair(), session=server)

@@ -578,7 +578,7 @@ def test_a_store_that_cannot_be(args, options, says):
         ("dist_ssp", {"host_aggregation": True}, None, False),
     ],
 )
-def test_which_stores_have_workers_of_one_host_push_as_one(
+def test_host_aggregation_is_on_by_store_and_variable(
     monkeypatch, kind, options, variable, bundles
 ):
     opened = []
@@ -676,7 +676,7 @@ def test_two_different_inits():
     run(work, workers=2)
 
 
-def test_one_name_with_two_types():
+def test_same_name_with_two_types_is_refused():
     def work(rank):
         kv = kvps.create("dist_sync", name="mine", timeout=10)
         with pytest.raises(kvps.Mismatch, match=r"'mine'.*dist_sync.*dist_async"):
@@ -686,7 +686,7 @@ def test_one_name_with_two_types():
     run(work, workers=2)
 
 
-def test_one_name_with_two_types_on_two_workers():
+def test_same_name_with_two_types_on_two_workers_is_refused():
     def work(rank):
         if rank == 0:
             kvps.create("dist_sync", name="mine").init("w", torch.zeros(1))
@@ -934,7 +934,7 @@ def test_outputs_may_share_memory_with_the_values_of_other_keys(name):
     run(work)
 
 
-def test_they_are_looked_for_where_keys_of_one_chunk_travel_in_two_forms(monkeypatch):
+def test_overlaps_are_looked_for_where_keys_of_a_chunk_travel_in_two_forms(monkeypatch):
     """One share, and two requests: the answer to the first may be written before the second is made."""
     seen, unshare = [], dense.unshare
     monkeypatch.setattr(dense, "unshare", lambda *call: [seen.append(call), unshare(*call)])

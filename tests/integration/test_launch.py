@@ -540,7 +540,7 @@ def test_a_wrong_configuration_is_not_started_again(processes: Processes) -> Non
     assert "starting it again" not in launched.err
 
 
-def test_one_wrong_line_is_told_once(processes: Processes) -> None:
+def test_wrong_line_of_four_workers_is_printed_once(processes: Processes) -> None:
     """The traceback of four workers, whose they are, and the exit code: nothing else of six other processes."""
     script = processes.script(SUM + "kv.push('w', torch.zeros(5))\n")
     launched = launch(processes, script, "-n", 4, "-s", 2)

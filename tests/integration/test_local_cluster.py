@@ -50,7 +50,7 @@ def test_nothing_runs_after_a_failure() -> None:
             cluster.run(fail)
 
 
-def test_there_is_no_worker_for_another_thread() -> None:
+def test_store_of_another_thread_finds_all_workers_taken() -> None:
     with kvps.LocalCluster(1, 1) as cluster:
         cluster.run(lambda rank: kvps.create("dist_sync"))
         with pytest.raises(kvps.ConfigError, match="all 1 workers of this LocalCluster are taken"):

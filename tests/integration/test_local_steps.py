@@ -423,7 +423,7 @@ def test_average_where_workers_began_from_different_weights(options: dict[str, A
 
 
 @pytest.mark.parametrize(("late", "shares"), [("drop", (1.0, 0.0)), ("next", (0.5, 0.5))])
-def test_what_becomes_of_steps_whose_round_has_closed(
+def test_late_steps_are_dropped_merged_or_pushed_in_turns(
     late: str, shares: tuple[float, float]
 ) -> None:
     """A late push is dropped, or moves the weights by its part; pushes in turns move them no further than a mean."""
@@ -528,7 +528,7 @@ def test_a_script_for_torchft_changes_its_import() -> None:
     assert_like(averaged, reference(lambda params: torch.optim.SGD(params, lr=1.0), 4))
 
 
-def test_what_torchft_takes_and_servers_cannot() -> None:
+def test_torchft_arguments_that_servers_cannot_use_are_refused() -> None:
     model = net()
     optimizer = inner(model)
     parts, other = [model[0], model[2]], torch.optim.SGD(model.parameters(), lr=0.1)

@@ -73,7 +73,7 @@ def test_a_script_of_mxnet_runs_with_one_import_changed(processes: Processes, ki
 
 
 @pytest.mark.thorough
-def test_one_script_is_each_role_by_mxnets_variables(processes: Processes) -> None:
+def test_a_single_script_takes_its_role_from_mxnets_variables(processes: Processes) -> None:
     script, port = processes.script(SCRIPT), str(free_port())
     roles = ("server", "worker", "scheduler", "worker", "server")
     started = [

@@ -41,7 +41,7 @@ def test_a_notebook_has_the_code_of_its_script_and_no_outputs(path: Path) -> Non
     assert [node for node in all_of_it if node not in found] == []
 
 
-def test_there_are_notebooks_with_different_cells() -> None:
+def test_notebooks_exist_and_their_cells_differ() -> None:
     assert len(NOTEBOOKS) == 8
     ids = [one["id"] for path in NOTEBOOKS for one in cells(path)]
     assert len(ids) == len(set(ids))

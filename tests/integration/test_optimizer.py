@@ -169,7 +169,7 @@ def test_arguments_may_be_given_by_position() -> None:
     assert_all(run(2, work), weights(model))
 
 
-def test_what_no_pass_has_sent_leaves_with_the_step() -> None:
+def test_step_pushes_the_gradients_that_no_pass_has_pushed() -> None:
     """The last batches of an epoch may be fewer than make up a step."""
 
     def work(rank: int) -> Weights:
@@ -540,7 +540,7 @@ def test_state_dicts_are_those_of_torch(number: int, on_store: bool) -> None:
 
 
 @pytest.mark.parametrize("on_store", [True, False])
-def test_its_state_can_be_broadcast(on_store: bool) -> None:
+def test_optimizer_state_can_be_broadcast(on_store: bool) -> None:
     """Rank 1 alone has a state and a rate to begin with; where the store has the state, the rate alone."""
 
     def work(rank: int) -> tuple[Weights, float]:
@@ -876,7 +876,7 @@ def test_a_weight_that_forward_passes_change_is_refused(front_end: str, on_store
     run(2, work)
 
 
-def test_one_process_may_rescale_rows_in_forward_passes() -> None:
+def test_single_process_may_rescale_rows_in_forward_passes() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(5, 2, max_norm=1.0))
     kvps.Trainer(model, "sgd", {"lr": 0.1})
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")
@@ -934,7 +934,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], told: str) -> None:
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_it_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
+def test_optimizer_cannot_be_copied_or_pickled(way: Callable[[Any], Any]) -> None:
     sgd = torch.optim.SGD(net().parameters(), lr=0.1)
     optimizer = DistributedOptimizer(sgd, kvstore="local")
     with pytest.raises(kvps.ConfigError, match=r"cannot be pickled or copied.*state_dict"):

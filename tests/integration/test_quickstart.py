@@ -168,7 +168,7 @@ def follow(terminals: dict[str, Terminal], pause_s: float, until_block: str = ""
     return shown
 
 
-def test_there_are_commands_and_scripts() -> None:
+def test_quickstart_has_commands_and_scripts() -> None:
     comments = [comment for comment, _, _ in blocks()]
     assert comments[:2] == ["install", "file: train.py"]
     assert "" not in comments, "a block that is not in a terminal"

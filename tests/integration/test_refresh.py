@@ -71,7 +71,7 @@ def test_only_what_changed_travels(kind: str, asked: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async", "dist_ssp"])
-def test_what_others_pushed_comes_too(kind: str) -> None:
+def test_refresh_brings_rows_of_other_workers(kind: str) -> None:
     def work(rank: int) -> torch.Tensor:
         kv = opened(kind)
         copy, held = torch.empty(COUNT, WIDTH), None
@@ -371,7 +371,7 @@ def test_a_trainer_that_updates_here_sums_rows(asked: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dist_sync", "local", "allreduce"])
-def test_what_changed_is_returned(kind: str) -> None:
+def test_pull_changed_returns_the_changed_rows(kind: str) -> None:
     def work(rank: int) -> None:
         kv = store(kind)
         kv.init(["t", "u"], [torch.zeros(COUNT, 3, 2), torch.ones(2, 2)])

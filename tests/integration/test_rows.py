@@ -238,7 +238,7 @@ def test_without_rounds_each_push_is_an_update(kind):
         assert version == 10
 
 
-def test_what_is_not_finite_is_dropped_everywhere():
+def test_nonfinite_rows_are_dropped_on_every_server():
     def work(rank):
         kv = store(on_nonfinite="error")
         kv.set_optimizer("sgd", lr=1.0, momentum=0.9)

@@ -61,7 +61,7 @@ def test_settings_come_from_variables(processes: Processes) -> None:
     assert process.wait() == 0
 
 
-def test_it_ends_well_if_every_worker_left(processes: Processes) -> None:
+def test_scheduler_exits_with_0_if_every_worker_left(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     script = processes.script(SUM)
     server = cluster.server()
@@ -76,7 +76,7 @@ def test_it_ends_well_if_every_worker_left(processes: Processes) -> None:
     assert all(one.err == "" for one in workers)
 
 
-def test_it_ends_with_1_if_a_worker_was_lost_for_good(processes: Processes) -> None:
+def test_scheduler_exits_with_1_if_a_worker_was_lost_for_good(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
     script = processes.script(SUM + "import sys; sys.exit(3)")
@@ -118,7 +118,7 @@ sys.exit(main())
 @pytest.mark.timeout(180)
 @pytest.mark.spec("R210")
 @pytest.mark.parametrize("limit_s", [2, pytest.param(30, marks=pytest.mark.slow)])
-def test_one_whom_nobody_waits_for_soon_lets_the_others_end(
+def test_lost_worker_without_a_waiter_ends_the_job_after_the_limit(
     processes: Processes, limit_s: int
 ) -> None:
     flags = ("--workers", 2, "--servers", 1, "--bind", "tcp://127.0.0.1:0", "--log-level", "info")

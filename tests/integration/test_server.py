@@ -66,7 +66,7 @@ def test_an_address_that_others_reach_is_refused(processes: Processes) -> None:
         assert "--insecure" in server.err
 
 
-def test_it_announces_an_address_that_workers_reach(processes: Processes) -> None:
+def test_server_announces_an_address_that_workers_reach(processes: Processes) -> None:
     cluster = processes.scheduler(1, 2)
     servers = [
         cluster.server("--bind", "tcp://0.0.0.0:0", "--insecure"),

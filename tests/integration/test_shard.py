@@ -418,7 +418,7 @@ def test_a_return_of_the_servers_gives_up_the_step(
 # --- what cannot be ---------------------------------------------------------------------------------
 
 
-def test_what_would_need_a_weight_again_is_refused() -> None:
+def test_second_use_of_a_freed_weight_is_refused() -> None:
     with kvps.LocalCluster():
         model = net()
         sharded = shard(model, optimizer="sgd", lr=0.1)

@@ -171,7 +171,9 @@ def test_where_one_end_speaks_tcp_only_nobody_tries_to_share(processes: Processe
 
 
 @pytest.mark.spec("R90")
-def test_who_insists_ends_where_the_server_speaks_tcp_only(processes: Processes) -> None:
+def test_worker_that_demands_shared_memory_ends_where_the_server_speaks_tcp_only(
+    processes: Processes,
+) -> None:
     cluster = processes.scheduler(1, 1)
     cluster.server(KVPS_TRANSPORT="tcp")
     worker = cluster.plain(processes.script(ROUNDS), KVPS_TRANSPORT="shm")

@@ -55,14 +55,14 @@ def expected(processes: Processes) -> set[str]:
     return bits(here.out)
 
 
-def test_it_runs_to_the_end(processes: Processes, slurm: Slurm, expected: set[str]) -> None:
+def test_slurm_job_runs_to_the_end(processes: Processes, slurm: Slurm, expected: set[str]) -> None:
     job = submitted(processes, slurm)
     assert job.wait() == "COMPLETED", job.out
     assert bits(job.out) == expected
     assert job.out.count("bits") == 2
 
 
-def test_it_continues_after_the_operator_has_queued_it_again(
+def test_slurm_job_continues_after_the_operator_has_queued_it_again(
     processes: Processes, slurm: Slurm, expected: set[str]
 ) -> None:
     job = submitted(processes, slurm, "--checkpoint-every", 0.3, "--max-restarts", 1)

@@ -65,7 +65,7 @@ def test_the_fork_has_all_that_the_stand_in_has(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_it_ends_as_the_fork_does(
+def test_stand_in_ends_as_the_fork_does(
     processes: Processes, started: list[Started], number: signal.Signals
 ) -> None:
     one = Started(processes, "-c", f"import os; os.kill(os.getpid(), {int(number)})")
@@ -96,7 +96,7 @@ def test_the_fork_does_not_outlive_it(processes: Processes, started: list[Starte
     until(lambda: pid not in processes.running(), "end of the fork")
 
 
-def test_what_a_fork_would_do_in_another_way_is_started(
+def test_options_that_a_fork_cannot_follow_start_an_interpreter(
     processes: Processes, started: list[Started]
 ) -> None:
     one = Started(processes, "-c", IS_FORKED, PYTHONHASHSEED="1")
@@ -106,7 +106,7 @@ def test_what_a_fork_would_do_in_another_way_is_started(
 
 
 @pytest.mark.usefixtures("started")
-def test_one_that_ends_with_its_answer_unread_harms_no_other(processes: Processes) -> None:
+def test_client_that_ends_with_its_answer_unread_harms_no_other(processes: Processes) -> None:
     request = {
         "argv": [sys.executable, "-c", ""],
         "env": processes.env,
@@ -134,5 +134,5 @@ def test_to_tell_one_that_has_gone_is_no_error() -> None:
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
-def test_there_is_none_where_nothing_is_forked(processes: Processes) -> None:
+def test_interpreter_is_python_itself_where_nothing_is_forked(processes: Processes) -> None:
     assert os.fspath(processes.interpreter) == sys.executable

@@ -49,7 +49,7 @@ def test_all_are_told_that_none_can_go_on(processes: Processes) -> None:
 
 
 @pytest.mark.thorough
-def test_whatever_it_is_that_they_wait_in(processes: Processes) -> None:
+def test_standstill_is_reported_in_every_call(processes: Processes) -> None:
     for case, job in launched(processes, *STANDSTILLS).items():
         check_told(job, STANDSTILLS[case])
 

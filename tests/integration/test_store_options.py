@@ -129,7 +129,7 @@ def test_all_stores_of_a_front_end_have_its_options(
 
 
 @pytest.mark.parametrize("front_end", ["find_unused", "scaler", "join", "Trainer", "shard"])
-def test_they_have_those_of_a_store_that_is_passed(
+def test_front_ends_keep_the_options_of_a_store_that_is_passed(
     front_end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores = made(monkeypatch)

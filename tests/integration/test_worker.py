@@ -32,7 +32,7 @@ print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=T
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )
-def test_its_exit_code_is_the_commands(processes: Processes, code: str, exit_code: int) -> None:
+def test_exit_code_is_that_of_the_command(processes: Processes, code: str, exit_code: int) -> None:
     cluster = processes.scheduler(1, 0)
     worker = cluster.worker(sys.executable, "-c", code, flags=["--no-replacement"])
     assert worker.wait() == exit_code
@@ -51,7 +51,7 @@ def test_a_program_that_cannot_be_started(processes: Processes) -> None:
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
-def test_what_the_command_finds_in_its_environment(processes: Processes) -> None:
+def test_command_finds_its_seat_in_its_environment(processes: Processes) -> None:
     cluster = processes.scheduler(2, 0)
     show = "import os; print(sorted(os.environ.items()))"
     workers = [
@@ -225,7 +225,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("end", ["worker", "command"])
-def test_what_the_command_started_ends_with_it(processes: Processes, end: str) -> None:
+def test_children_of_the_command_end_with_it(processes: Processes, end: str) -> None:
     cluster = processes.scheduler(1, 0)
     worker = cluster.worker(sys.executable, processes.script(FAMILY))
     worker.expect("grandchild")
@@ -285,7 +285,7 @@ def test_a_command_may_go_on_after_it_left(processes: Processes, tmp_path: Path)
     assert "saved" in worker.out
 
 
-def test_one_command_may_be_several_processes_in_turn(processes: Processes) -> None:
+def test_command_may_run_several_processes_in_turn(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
     script = processes.script(SUM)
@@ -387,7 +387,7 @@ def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) 
     cluster.process.wait()
 
 
-def test_one_that_hangs_is_named_and_is_not_lost(processes: Processes) -> None:
+def test_hung_worker_is_named_and_is_not_lost(processes: Processes) -> None:
     """The command of worker 1 is stopped in the middle; when it goes on, so does the job."""
     cluster = processes.scheduler(2, 1)
     server = cluster.server("--log-level", "warning")

@@ -107,7 +107,7 @@ def test_copying_or_not_gives_the_same(kind, dtype, servers, transport, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_one_key_is_one_tensor():
+def test_single_key_gives_a_single_tensor():
     def work(rank):
         kv = kvps.create("dist_sync")
         kv.init("w", torch.zeros(3, 4))

@@ -113,7 +113,7 @@ def test_connecting_again_replaces(transports):
     assert list(one.poll(0.05)) == []
 
 
-def test_what_was_said_along_the_connection_before_is_still_heard(transports, monkeypatch):
+def test_message_along_the_former_connection_is_still_received(transports, monkeypatch):
     """The scheduler says STOP once, perhaps before it has heard the session's own connection."""
     monkeypatch.setattr("kvps.net.zeromq.FADE_S", 2.0)
     scheduler, member = transports(LOOPBACK, role=Role.SCHEDULER), transports()

@@ -42,7 +42,7 @@ def jobs(draw: st.DrawFn) -> tuple[list[list[CollectiveRequest]], list[int], lis
 
 
 @given(jobs())
-def test_what_fits_runs_once_and_what_does_not_is_told_to_every_rank_once(
+def test_matching_operations_run_once_and_mismatches_reach_every_rank_once(
     job: tuple[list[list[CollectiveRequest]], list[int], list[list[int]]],
 ) -> None:
     programs, uses, cycles = job

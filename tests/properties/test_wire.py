@@ -243,7 +243,7 @@ def test_any_fields_of_any_type(frames: list[bytes]) -> None:
 @pytest.mark.spec("R8", "R9", "R14")
 @examples(300)
 @given(packets, st.data())
-def test_one_field_of_another_type(packet: Packet, data: st.DataObject) -> None:
+def test_field_of_another_type_is_refused_or_decoded(packet: Packet, data: st.DataObject) -> None:
     head, *payload = [bytes(frame) for frame in encode(packet)]
     fields = msgpack.unpackb(head[HEAD.size :])
     if fields:

@@ -43,7 +43,7 @@ def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
     check(path, perform, request)
 
 
-def test_there_are_transcripts() -> None:
+def test_transcripts_exist() -> None:
     assert len(PLAYS) >= 4
 
 

@@ -290,7 +290,7 @@ def meeting(job: Job, rank: int) -> Script:
 
 
 @pytest.mark.parametrize("seed", FEWER)
-def test_what_was_pushed_before_a_barrier_is_seen_after_it(
+def test_pushes_before_a_barrier_are_seen_after_it(
     seed: int, request: pytest.FixtureRequest
 ) -> None:
     _, job = draw(seed, kills=False)

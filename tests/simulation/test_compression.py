@@ -170,7 +170,7 @@ def test_values_are_those_of_one_process(seed: int, request: pytest.FixtureReque
 
 @pytest.mark.parametrize("fate", [LOST, (0.0, 0.0), (0.5,)], ids=["lost", "twice", "late"])
 @pytest.mark.parametrize("has_optimizer", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_whatever_becomes_of_any_one_packet(has_optimizer: bool, fate: tuple[float, ...]) -> None:
+def test_any_single_packet_may_meet_any_fate(has_optimizer: bool, fate: tuple[float, ...]) -> None:
     job = Compressed(3, workers=2, servers=2, steps=3, sizes={"a": 65, "b": 7})
     job.store = Store(bigarray_bound=64)
     job.has_optimizer = has_optimizer

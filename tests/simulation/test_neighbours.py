@@ -107,7 +107,7 @@ def test_each_chunk_is_pushed_once_and_pulled_once(workers: int, way: str) -> No
     assert all(expected <= count <= expected + 1 for count in pulled.values()), pulled
 
 
-def test_those_of_other_machines_push_for_themselves() -> None:
+def test_workers_of_other_machines_push_for_themselves() -> None:
     job = neighbourly_job(5, 2)
     job.machines = [2, 2, 3, 3, 0]
     traffic = Traffic()
@@ -391,7 +391,9 @@ def test_a_chunk_that_is_cut_differently_is_not_waited_for() -> None:
 @pytest.mark.spec("R97")
 @pytest.mark.parametrize("way", ["flush", "barrier", "push and wait"])
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_who_asks_after_his_push_does_not_wait_for_those_of_others(way: str, first: int) -> None:
+def test_worker_that_waits_for_its_own_push_does_not_wait_for_other_pushes(
+    way: str, first: int
+) -> None:
     """They push when he has come back, and not before."""
     back: list[float] = []
     like = {"w": torch.zeros(200)}

@@ -124,7 +124,7 @@ def seen(workers: int, servers: int) -> Seen:
 @pytest.mark.parametrize(
     ("workers", "servers"), [*SIZES[:-1], pytest.param(*SIZES[-1], marks=pytest.mark.thorough)]
 )
-def test_what_a_worker_costs_as_the_cluster_grows(workers: int, servers: int) -> None:
+def test_cost_per_worker_stays_the_same_as_the_cluster_grows(workers: int, servers: int) -> None:
     table = [
         "| workers | servers | push | ack | pulled | barrier | views | hellos | virtual s | worker us | server us | scheduler us |"
     ]

@@ -177,7 +177,7 @@ def test_a_server_that_was_stopped_for_too_long(
 
 
 @pytest.mark.parametrize("seed", SIXTEENTH)
-def test_one_that_was_replaced_wakes_while_others_train(
+def test_replaced_worker_wakes_while_others_train(
     seed: int, request: pytest.FixtureRequest
 ) -> None:
     """I9, wherever it was stopped: another worker stands still for longer, so the job goes on."""

@@ -31,7 +31,7 @@ EVERYDAY = {
         "tests/unit/core/server/test_requests_allowed.py::test_stores_are_bounded"
     ),
     "tests/hostile/test_inputs.py::test_more_connections_than_there_are_descriptors": (
-        "tests/unit/net/test_descriptors.py::test_it_is_told_when_there_are_none_left"
+        "tests/unit/net/test_descriptors.py::test_exhausted_descriptors_are_reported"
     ),
     "tests/integration/test_memory_pressure.py::test_a_server_that_is_short_of_memory_refuses_keys_and_lives": (
         "tests/unit/core/server/test_memory_pressure.py"

@@ -26,7 +26,7 @@ def test_no_sign_of_a_cluster():
     assert config.cluster({"KVPS_SCHEDULER": ""}) is None
 
 
-def test_one_of_torchruns_processes_is_not_alone():
+def test_process_of_torchrun_is_not_alone():
     torchruns = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
     with pytest.raises(
         ConfigError, match=r"torchrun started 2 processes .* KVPS_SCHEDULER is not set"

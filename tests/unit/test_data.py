@@ -35,7 +35,7 @@ class Endless(IterableDataset[int]):
         yield 0
 
 
-def test_one_device_gets_the_batch_as_it_is() -> None:
+def test_single_device_gets_the_batch_as_it_is() -> None:
     batch = torch.arange(3)
     for devices in ("cpu", torch.device("cpu"), ["cpu"]):
         (only,) = kvps.split_and_load(batch, devices)
@@ -67,7 +67,7 @@ def test_without_even_split_the_first_slices_get_one_more() -> None:
         (6, {"batch_axis": 1}, "no axis 1"),
     ],
 )
-def test_what_cannot_be_split_is_a_value_error_with_advice(
+def test_indivisible_batch_is_a_value_error_with_advice(
     size: int, options: dict[str, int], text: str
 ) -> None:
     with pytest.raises(ValueError, match=text) as caught:

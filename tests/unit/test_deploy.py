@@ -32,13 +32,13 @@ def locked(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "build.lock"])
-def test_they_have_the_versions_that_make_installs(name: str) -> None:
+def test_lock_files_have_the_versions_that_make_installs(name: str) -> None:
     constraints = {package.replace("_", "-"): version for package, version in CONSTRAINTS.items()}
     for package, version in locked(name).items():
         assert constraints.get(package, version) == version, package
 
 
-def test_they_have_all_that_kvps_needs() -> None:
+def test_lock_files_have_all_that_kvps_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[<>=]", one)[0] for one in project["dependencies"]}
     assert needed <= locked("requirements.lock").keys()

@@ -54,7 +54,7 @@ def test_a_spec_knows_its_size(spec: Spec, count: int, nbytes: int, text: str) -
         ("float32", (DIM_MAX,) * 16, "over 4398046511104 bytes"),
     ],
 )
-def test_what_no_tensor_may_be(dtype: str, shape: tuple[int, ...], match: str) -> None:
+def test_invalid_spec_is_refused(dtype: str, shape: tuple[int, ...], match: str) -> None:
     with pytest.raises(Mismatch, match=match):
         Spec(dtype, shape)
 

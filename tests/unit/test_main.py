@@ -16,7 +16,7 @@ from kvps.cli.main import COMMANDS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_it_names_every_command_and_where_to_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_command_and_where_to_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     told = capsys.readouterr().out
     assert __version__ in told
@@ -42,7 +42,7 @@ def test_arguments_are_those_of_kvps(capsys: pytest.CaptureFixture[str]) -> None
     assert "usage: kvps checkpoint" in capsys.readouterr().out
 
 
-def test_it_is_a_module_and_needs_no_torch() -> None:
+def test_kvps_runs_as_a_module_without_torch() -> None:
     code = "import runpy, sys; sys.argv = ['kvps']\n"
     code += "try: runpy.run_module('kvps', run_name='__main__')\n"
     code += "except SystemExit as end: assert end.code == 0\n"

@@ -78,7 +78,7 @@ def faults(tree: ast.AST) -> list[str]:
         "from importlib import import_module",
     ],
 )
-def test_what_is_found(source: str) -> None:
+def test_code_from_data_is_found(source: str) -> None:
     assert faults(ast.parse(source))
 
 

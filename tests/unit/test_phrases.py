@@ -22,7 +22,7 @@ def test_a_list_says_how_many_entries_it_leaves_out() -> None:
     assert names_in_words(["w"] * 7) == "'w', 'w', 'w', 'w', 'w' and 2 more"
 
 
-def test_one_rank_and_many_are_named_with_what_is_known_of_them() -> None:
+def test_ranks_are_named_with_their_states() -> None:
     assert ranks_in_words([3]) == "rank 3"
     assert ranks_in_words([1, 3]) == "ranks 1, 3"
     words = ranks_in_words([1, 3], lambda rank: "lost" if rank == 3 else "")

@@ -54,7 +54,7 @@ def test_any_stride_and_shape_will_do() -> None:
     assert row_of(torch.empty(2, 0)).tolist() == [[], []]
 
 
-def test_what_is_a_row_already_is_not_copied() -> None:
+def test_contiguous_row_is_not_copied() -> None:
     tensor = torch.zeros(2, 3)
     assert row_of(tensor).data_ptr() == tensor.data_ptr()
 

@@ -87,7 +87,7 @@ def test_a_system_that_has_moved_answers_with_its_command() -> None:
         (["--json", "no/such/folder/a.json"], "an existing directory"),
     ],
 )
-def test_what_cannot_be_done_is_named(flags: list[str], told: str) -> None:
+def test_impossible_plan_is_refused_with_its_reason(flags: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(*flags)
     assert told in str(caught.value)

@@ -67,7 +67,7 @@ def test_a_trial_gives_the_times_of_all_that_measure() -> None:
     assert leash.groups == set()
 
 
-def test_those_that_serve_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_processes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SERVERS_MAX_S", 0.1)
     leash = Held()
     with Group(leash) as group:
@@ -78,7 +78,7 @@ def test_those_that_serve_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(map(is_gone, leash.ever))
 
 
-def test_one_that_fails_ends_the_trial_with_its_words() -> None:
+def test_failed_process_ends_the_trial_with_its_output() -> None:
     leash = Held()
     words = r"bad ended with exit code 1; its last output:\nthe reason"
     with pytest.raises(KvpsError, match=words):
@@ -86,7 +86,7 @@ def test_one_that_fails_ends_the_trial_with_its_words() -> None:
     assert all(map(is_gone, leash.ever))
 
 
-def test_one_that_is_killed_is_named() -> None:
+def test_killed_process_is_named_with_its_signal() -> None:
     with pytest.raises(KvpsError, match="it was killed by signal 9"):
         run(Held(), it="import os; os.kill(os.getpid(), 9)")
 
@@ -96,7 +96,7 @@ def test_a_trial_that_takes_too_long_names_who_runs() -> None:
         run(Held(), limit_s=0.1, slow=WAIT)
 
 
-def test_what_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_past_its_limit_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "END_MAX_S", 0.1)
     leash = Held()
     with pytest.raises(KvpsError, match="stubborn"):

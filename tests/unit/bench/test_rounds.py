@@ -72,7 +72,7 @@ def test_every_number_is_compared(place: tuple[int, int]) -> None:
         demand(period, rows, "here")
 
 
-def test_what_is_no_number_is_wrong() -> None:
+def test_nan_is_reported_as_wrong() -> None:
     rows = rows_of(3)
     spread(noise(0, 0), rows)
     rows[0][1] = np.nan

@@ -311,7 +311,7 @@ def test_a_wrong_flag_is_named(words: list[str], says: str, capsys: Output) -> N
     assert told.out == ""
 
 
-def test_what_is_chosen(tmp_path: Path) -> None:
+def test_choose_takes_the_number_the_tag_or_the_newest_complete_cut(tmp_path: Path) -> None:
     snapshots.put(tmp_path, 1, tag="best")
     snapshots.put(tmp_path, 2)
     snapshots.put(tmp_path, 3)

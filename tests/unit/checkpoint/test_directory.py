@@ -110,7 +110,7 @@ def test_incomplete_cuts_go_when_a_newer_one_is_complete(tmp_path: Path) -> None
     assert files(tmp_path / "cut-00000003") == {"notes.txt"}
 
 
-def test_what_is_found(tmp_path: Path) -> None:
+def test_find_takes_the_newest_complete_cut_or_the_tag(tmp_path: Path) -> None:
     snapshots.put(tmp_path, 1, tag="best")
     snapshots.put(tmp_path, 2, tag="best")
     newest = snapshots.put(tmp_path, 3)
@@ -173,7 +173,7 @@ def test_servers_1_and_10_are_two(tmp_path: Path) -> None:
     assert files(tmp_path / "cut-00000001") == {image_name(10, 11), "server-10.0abc.tmp"}
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
     snapshots.put(tmp_path, 1)
     left = [tmp_path / "cut-00000001" / f"server-{server}.0123abcd.tmp" for server in range(2)]
     for path in left:
@@ -184,7 +184,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path) -> None:
     assert not left[1].exists()
 
 
-def test_what_is_being_written_is_no_leftover(tmp_path: Path) -> None:
+def test_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     """A shelf that commits one cut while it writes the next."""
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
     manifest = snapshots.manifest_of(
@@ -233,7 +233,7 @@ def test_a_file_that_was_cut_short_is_not_complete(tmp_path: Path, count: int) -
 
 
 @pytest.mark.parametrize("region", ["length", "header", "tensors", "end"])
-def test_one_flipped_bit_is_found(tmp_path: Path, region: str) -> None:
+def test_flipped_bit_is_found(tmp_path: Path, region: str) -> None:
     def flip(octets: bytes) -> bytes:
         head = 8 + int.from_bytes(octets[:8], "little")
         at = {"length": 0, "header": head // 2, "tensors": head + 9, "end": -1}[region]
@@ -529,7 +529,7 @@ def test_servers_commit_and_tidy_one_folder_at_once(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).numbers() == [rounds - 1, rounds]
 
 
-def test_what_another_server_has_just_done_is_no_fault(
+def test_folders_that_another_server_has_just_removed_are_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     atomic_file.force_if_there(tmp_path / "none")

@@ -31,7 +31,7 @@ MANIFEST = Manifest(
 )
 
 
-def test_it_comes_back() -> None:
+def test_manifest_survives_json() -> None:
     assert Manifest.from_json(MANIFEST.to_json()) == MANIFEST
     assert (MANIFEST.servers, MANIFEST.size, str(MANIFEST)) == (2, 2001, "12 (epoch 3)")
     plain = replace(MANIFEST, tag="", stores={})
@@ -75,7 +75,7 @@ LIES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_one_that_lies(lie: str) -> None:
+def test_lying_manifest_is_refused(lie: str) -> None:
     change, says = LIES[lie]
     row = json.loads(MANIFEST.to_json())
     change(row)
@@ -90,7 +90,7 @@ def test_text_that_is_none(text: str) -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 2, 5])
-def test_what_all_servers_hold(servers: int) -> None:
+def test_holdings_of_all_servers_add_up(servers: int) -> None:
     some = [snapshots.holdings(snapshots.image(server, servers)) for server in range(servers)]
     assert snapshots.together(some) == {"default": StoreVersions(len(snapshots.KEYS), 5, 7)}
     assert snapshots.together(

@@ -46,7 +46,7 @@ def test_every_element_is_where_it_belongs(before: int, after: int) -> None:
     bound=st.integers(1, 300),
 )
 @settings(max_examples=150, deadline=None)
-def test_there_and_back_is_the_same(
+def test_resharding_back_restores_every_element(
     counts: dict[str, int], inner: set[int], before: int, after: int, bound: int
 ) -> None:
     keys = {name: Spec("float32", (count,)) for name, count in counts.items()}
@@ -121,7 +121,7 @@ def test_a_store_that_is_not_there() -> None:
         ([cut_of(2)[0], cut_of(3)[1]], "0 of 2, 1 of 3"),
     ],
 )
-def test_one_image_of_each_server_is_needed(images: list[Snapshot], says: str) -> None:
+def test_regroup_needs_an_image_of_each_server(images: list[Snapshot], says: str) -> None:
     with pytest.raises(StorageError, match=says):
         regroup(images, 0, 1)
 

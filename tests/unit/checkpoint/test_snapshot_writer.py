@@ -101,7 +101,7 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
     assert snapshots.same(snapshot_writer.read(tmp_path / "image"), Snapshot(0, 1, (store,)))
 
 
-def test_what_is_read_may_be_written_to_and_the_file_stays(tmp_path: Path) -> None:
+def test_tensors_read_from_a_file_may_be_written_to_and_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "image"
     written(path, snapshots.image(0, 1))
     before = path.read_bytes()

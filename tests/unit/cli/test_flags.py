@@ -66,7 +66,7 @@ def test_help_fits_the_terminal_and_reads_well_in_a_wide_one(
 
 
 @pytest.mark.parametrize(("name", "words"), COMMANDS, ids=str)
-def test_it_is_not_what_is_wrong_with_a_line(
+def test_accepted_flags_are_not_named_in_the_error_of_a_wrong_line(
     name: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = ["--", "true"] if name in ("worker", "launch") else []

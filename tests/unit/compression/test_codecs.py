@@ -55,7 +55,7 @@ def read(code: CodecSpec, octets: torch.Tensor, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_what_is_written_and_what_is_left_are_what_was_there(code: CodecSpec, count: int) -> None:
+def test_encoded_values_and_residual_add_up_to_the_input(code: CodecSpec, count: int) -> None:
     rest, gradient = random(count, 1, 0.1), random(count, 2)
     whole = rest + gradient
     octets = encode(code, rest, gradient)
@@ -72,7 +72,7 @@ def test_the_rest_alone_is_written_as_a_gradient_of_zeros_is(code: CodecSpec) ->
 
 
 @pytest.mark.parametrize("code", CODES, ids=names_of)
-def test_what_is_pushed_again_and_again_arrives(code: CodecSpec) -> None:
+def test_repeated_pushes_arrive_within_a_bounded_residual(code: CodecSpec) -> None:
     """The rest stays bounded: after many pushes all but that has arrived."""
     gradient = random(500, 4, 0.01)
     rest, arrived = torch.zeros(500), torch.zeros(500)
@@ -167,7 +167,7 @@ def test_a_gpu_writes_and_reads_as_the_cpu_does(code: CodecSpec) -> None:
     ("code", "largest"),
     [(CodecSpec(FP16), 65504.0), (CodecSpec(BF16), torch.finfo(torch.bfloat16).max)],
 )
-def test_what_is_over_the_largest_half_stays_in_the_rest(code: CodecSpec, largest: float) -> None:
+def test_values_over_the_largest_half_stay_in_the_residual(code: CodecSpec, largest: float) -> None:
     top = torch.finfo(torch.float32).max
     rest = torch.tensor([1e5, -1e5, 1.0] if code.codec == FP16 else [top, -top, 1.0])
     before = rest.clone()
@@ -235,7 +235,7 @@ def test_another_seed_draws_others_and_in_time_all() -> None:
 
 
 @pytest.mark.spec("R152")
-def test_what_is_drawn_is_the_same_for_ever() -> None:
+def test_random_choice_never_changes() -> None:
     assert drawn(1, 3, 9).tolist() == [1, 3, 7]
     assert drawn(2**62, 4, 1000).tolist() == [25, 325, 735, 959]
 

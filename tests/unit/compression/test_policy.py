@@ -144,7 +144,7 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
         ({"type": "fp16", "rules": [{"pattern": "a", "type": "fp16", "rules": []}]}, "'rules'"),
     ],
 )
-def test_what_cannot_be_meant(params: object, match: str) -> None:
+def test_senseless_parameters_are_refused(params: object, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         rules_of(params)  # type: ignore[arg-type]
 

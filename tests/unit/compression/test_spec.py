@@ -88,13 +88,13 @@ def test_how_much_less_than_float32(name: str, ratio: float) -> None:
         (CodecSpec(RANDOMK, 1.5), "randomk needs a ratio"),
     ],
 )
-def test_what_no_code_may_say(code: CodecSpec, match: str) -> None:
+def test_invalid_codec_is_refused(code: CodecSpec, match: str) -> None:
     with pytest.raises(ProtocolError, match=match):
         check(code)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_each_may_say(name: str) -> None:
+def test_valid_codec_passes_the_check(name: str) -> None:
     code = CodecSpec(CODECS[name], 0.5, 0.1, 7)
     assert check(code) is code
     assert TABLE[code.codec].name == name

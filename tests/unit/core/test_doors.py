@@ -72,14 +72,14 @@ def test_texts_are_shown_without_what_commands_a_terminal(text: str, expected: s
         "tcp://h:¹",
     ],
 )
-def test_what_is_no_address(address: str) -> None:
+def test_invalid_address_is_refused(address: str) -> None:
     with pytest.raises(ProtocolError, match=r"endpoint .* is not an address"):
         demand_address("endpoint", address)
 
 
 @pytest.mark.spec("R202")
 @pytest.mark.parametrize("address", ["tcp://h:1", "tcp://10.0.0.1:65535", "tcp://[::1]:9091"])
-def test_what_is_one(address: str) -> None:
+def test_valid_address_passes(address: str) -> None:
     demand_address("endpoint", address)
     demand_printable("endpoint", address)
 
@@ -240,7 +240,7 @@ def test_a_server_refuses_an_optimizer_that_would_fail() -> None:
     assert heard(stage.say(0, m.Rate("kv", 1, True, 0.01)), m.Done)
 
 
-def test_what_a_plug_in_raises_is_a_refusal() -> None:
+def test_error_of_a_plug_in_is_a_refusal() -> None:
     rule = create(resolve("sgd", {"lr": 3.0}))
 
     def fail(*_: object) -> None:
@@ -420,7 +420,7 @@ def test_a_guardian_and_one_who_looks_go_on() -> None:
     assert not list(inquiry.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
 
 
-def test_who_hears_only_the_scheduler_or_those_it_has_asked_hears_them() -> None:
+def test_supervisor_and_worker_admit_the_scheduler_and_asked_servers() -> None:
     envelope = Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0)
     identity = Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps")
     assert Supervisor(identity, 0.0).admit("scheduler", envelope, m.View)

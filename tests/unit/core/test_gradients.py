@@ -22,7 +22,7 @@ def test_elements_are_counted_over_all_pieces() -> None:
     assert one.joined().tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_what_is_in_one_piece_is_not_copied() -> None:
+def test_contiguous_gradient_is_not_copied() -> None:
     piece = torch.arange(4.0)
     one = DenseGradient([piece])
     assert one.joined() is piece

@@ -39,7 +39,7 @@ def ring(*, learns: bool = False) -> Keyring:
         (NULL, "", "", Refusal.NEVER),
     ],
 )
-def test_whose_connections_are_taken(
+def test_key_ring_decides_by_mechanism_address_and_key(
     mechanism: str, address: str, key: str, verdict: Allow | Refusal
 ) -> None:
     assert ring().decide(mechanism, address, key, 49.9) == verdict
@@ -50,7 +50,7 @@ def test_a_key_that_has_ended_opens_nothing() -> None:
 
 
 @pytest.mark.spec("R245")
-def test_who_learns_keys_says_not_yet() -> None:
+def test_key_ring_that_learns_keys_answers_not_yet() -> None:
     one = ring(learns=True)
     assert one.decide(CURVE, "10.0.0.1", OTHER, 0.0) is Refusal.NOT_YET
     one.sessions = {OTHER: "worker:3:18"}

@@ -38,7 +38,7 @@ def test_a_flag_counts_before_the_variable_and_that_before_the_default() -> None
         ("", "--limit='' is not a limit"),
     ],
 )
-def test_what_is_no_limit(given: str, says: str) -> None:
+def test_invalid_limit_is_refused(given: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.limits([given], "server", {})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvps.core.liveness import QUIET_AFTER_S, Progress, quiet_in_words
 
 
-def test_one_that_did_something_just_now_is_told_from_one_that_may_hang() -> None:
+def test_recent_progress_is_told_from_a_possible_hang() -> None:
     assert quiet_in_words(9.0, "request") == "alive, last request 9 s ago"
     assert quiet_in_words(42.0, "request") == "alive, but no progress for 42 s"
 
@@ -21,7 +21,7 @@ def test_a_script_that_calls_makes_progress() -> None:
     assert script.words(145.0) == "alive, last call 0 s ago"
 
 
-def test_one_that_waits_in_a_call_does_not_hang() -> None:
+def test_script_that_waits_in_a_call_does_not_hang() -> None:
     script = Progress(0, 0.0)
     script.beat(5, "pull()", 10.0)
     script.beat(5, "pull()", 69.0)
@@ -39,7 +39,7 @@ def test_a_quiet_script_is_worth_a_line_when_that_begins_and_ends() -> None:
     assert script.beat(2, "", 100.0 + QUIET_AFTER_S + 2) == "calls again"
 
 
-def test_one_whose_process_says_nothing_any_more_hangs() -> None:
+def test_silent_process_of_a_live_supervisor_hangs() -> None:
     script = Progress(0, 0.0)
     script.beat(7, "barrier()", 1.0)
     assert script.words(3.0) == "alive, last call 2 s ago"  # a busy one is in some call, too

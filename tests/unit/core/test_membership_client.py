@@ -122,7 +122,7 @@ class TestJoining:
         )
         assert talk.member.deadline() is None
 
-    def test_one_that_is_told_to_wait_waits(self) -> None:
+    def test_member_told_to_wait_waits(self) -> None:
         talk = Talk()
         for _ in range(10):
             talk.wait(30.0)
@@ -257,7 +257,7 @@ class TestLiving:
 
     @pytest.mark.spec("R217")
     @pytest.mark.parametrize("end", ["leaves", "stopped", "fenced"])
-    def test_one_that_ends_is_not_alive(self, end: str) -> None:
+    def test_ended_member_is_not_alive(self, end: str) -> None:
         talk = joined()
         if end == "leaves":
             talk.take(talk.member.leave(False, 3, replaceable=True, reason=""))
@@ -266,7 +266,7 @@ class TestLiving:
         talk.hear(Challenge(7))
         assert talk.said(Alive) == []
 
-    def test_what_is_not_about_membership_is_logged(self) -> None:
+    def test_message_outside_membership_is_logged(self) -> None:
         talk = joined()
         assert talk.hear(Released(1)) == [Note("debug", "unexpected Released from the scheduler")]
 
@@ -285,7 +285,7 @@ class TestLeaving:
         assert talk.take(talk.member.leave(True, 0, replaceable=True, reason="again")) == []
         assert len(talk.said(Leave)) == 3
 
-    def test_one_that_has_no_seat_says_nothing(self) -> None:
+    def test_process_without_a_seat_leaves_silently(self) -> None:
         talk = Talk()
         assert talk.take(talk.member.leave(True, 0, replaceable=True, reason="")) == []
 
@@ -312,7 +312,7 @@ class TestKeys:
         return [one.is_member for one in effects if isinstance(one, Connect)]
 
     @pytest.mark.spec("R247")
-    def test_it_enrols_before_each_hello_and_speaks_by_its_session_key_as_a_member(self) -> None:
+    def test_member_enrols_before_each_hello_and_then_uses_its_session_key(self) -> None:
         one = self.talk(public_key=KEY, command_key=KEY[::-1])
         one.wait(1.0)
         said = [type(each.packet.message) for each in one.effects if isinstance(each, Send)]
@@ -333,7 +333,7 @@ class TestKeys:
         assert not sends(one.effects, Enrol)
         assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
 
-    def test_whose_key_is_which(self) -> None:
+    def test_keys_of_the_view_belong_to_their_members(self) -> None:
         one = self.talk(public_key=KEY)
         assert one.member.key_of(WORKERS[1]) == ""
         one.hear(Welcome(3, 5, 4, 2))
@@ -344,7 +344,7 @@ class TestKeys:
 
     @pytest.mark.spec("R245")
     @pytest.mark.parametrize("is_member", [False, True])
-    def test_one_without_authority_gives_up(self, is_member: bool) -> None:
+    def test_unauthorized_process_gives_up(self, is_member: bool) -> None:
         one = self.talk(public_key=KEY)
         if is_member:
             one.hear(Welcome(3, 5, 4, 2))

@@ -48,7 +48,7 @@ def test_a_table_has_one_element_on_every_server() -> None:
     assert parts(key, 1, 1, bound=1) == (Part(0, 0, 1),)
 
 
-def test_one_server_holds_all() -> None:
+def test_single_server_holds_all() -> None:
     assert parts("w", 10**9, servers=1) == ((0, 0, 10**9),)
 
 
@@ -151,7 +151,7 @@ def test_parts_of_any_table_are_whole_rows_and_none_is_empty(
 
 
 @pytest.mark.parametrize("shape", [(), (12,), (0, 4), (4, 0)])
-def test_what_has_no_rows_does_not_lie_by_rows(shape: tuple[int, ...]) -> None:
+def test_shape_without_rows_does_not_lie_by_rows(shape: tuple[int, ...]) -> None:
     spec = Spec("float32", shape)
     assert spec.width == (4 if shape == (0, 4) else 1)
     assert not lies_by_rows(spec, [(0, spec.count)])

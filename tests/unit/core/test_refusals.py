@@ -109,20 +109,20 @@ class TestBarrier:
         assert not desk.barriers.refused
 
     @pytest.mark.spec("R228")
-    def test_one_who_says_nothing_of_its_call_stands_with_all(self) -> None:
+    def test_barrier_without_a_call_stands_with_all(self) -> None:
         desk = Desk()
         desk.stand(0, "restore('a')")
         desk.stand(1)
         assert sorted(desk.stand(2, "restore('a')")) == ALL
 
-    def test_one_who_asks_again_may_mean_something_else(self) -> None:
+    def test_repeated_barrier_may_name_another_call(self) -> None:
         desk = Desk()
         desk.stand(0, "restore('a')")
         assert desk.stand(0, "restore('b')") == []
 
     @pytest.mark.spec("R229")
     @pytest.mark.spec("R230")
-    def test_one_that_fails_lets_nobody_pass(self) -> None:
+    def test_failed_rank_lets_no_rank_pass(self) -> None:
         desk = Desk()
         desk.stand(0)
         lost = StorageError("no such tag")
@@ -135,7 +135,7 @@ class TestBarrier:
         assert sorted(desk.stand(2, refused=1)) == ALL
 
     @pytest.mark.spec("R229")
-    def test_it_may_be_the_first_to_come_where_nobody_waits_for_the_lost(self) -> None:
+    def test_failed_rank_may_arrive_first_where_lost_ranks_are_not_waited_for(self) -> None:
         desk = Desk()
         assert desk.stand(1, failure=StorageError("no"), waits=False) == [("w1", "no")]
         assert desk.stand(0, waits=False) == [("w0", "no")]
@@ -146,7 +146,7 @@ class TestBarrier:
         ]
 
     @pytest.mark.spec("R230")
-    def test_one_that_fails_may_come_behind_one_that_was_passed(self) -> None:
+    def test_failed_rank_may_arrive_behind_a_passed_barrier(self) -> None:
         desk = Desk()
         for rank in (0, 1, 2):
             desk.stand(rank, waits=False)
@@ -165,7 +165,7 @@ class TestBarrier:
         assert desk.stand(2) == [("w2", "released")]
 
     @pytest.mark.spec("R229")
-    def test_who_does_not_know_the_number_is_answered_alone(self) -> None:
+    def test_resumed_rank_without_the_number_is_answered_alone(self) -> None:
         desk = Desk()
         assert desk.stand(1, failure=StorageError("no"), resumed=True) == [("w1", "no")]
         assert not desk.barriers.refused
@@ -265,7 +265,7 @@ class TestServer:
         assert len(errors(one.say(2, Rate("kv", 1, False, -1.0)))) == 1
 
     @pytest.mark.spec("R126")
-    def test_who_took_anothers_place_knows_no_number_that_was_refused(self) -> None:
+    def test_replacement_knows_no_refused_number(self) -> None:
         one = stage()
         one.say(0, self.setting(create=True, lr=0.1))
         one.say(0, Rate("kv", 1, True, 0.5))

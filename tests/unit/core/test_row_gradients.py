@@ -24,7 +24,7 @@ def dense(one: RowGradient) -> torch.Tensor:
     return out.index_copy_(0, one.ids, one.rows).view(-1)
 
 
-def test_it_has_as_many_elements_as_its_piece_of_the_table() -> None:
+def test_row_gradient_has_as_many_elements_as_its_piece_of_the_table() -> None:
     one = sparse({0: [1, 2], 3: [3, 4]}, 5, torch.float16)
     assert (len(one), one.width, one.dtype) == (10, 2, torch.float16)
     assert one.joined().tolist() == [1, 2, 3, 4]

@@ -140,14 +140,14 @@ def is_in_source(name: str) -> bool:
     return any(name in path.read_text("utf-8") for path in files)
 
 
-def test_there_are_commands_of_every_kind() -> None:
+def test_commands_of_every_kind_exist() -> None:
     found = {command.split()[0] for _, command in CASES}
     assert {"kvps", "kvps-launch", "kvps-scheduler", "kvps-server", "kvps-worker"} <= found
     assert {"python", "make"} <= found
     assert len(CASES) > 60
 
 
-def test_what_is_not_there_is_found() -> None:
+def test_missing_flags_files_and_commands_are_found() -> None:
     wrong = {
         "kvps-launch -n 2 --no-such-flag -- python train.py": "kvps-launch has no flag --no-such-flag",
         "kvps-launch -n 2 -- python examples/none.py": "no file examples/none.py",

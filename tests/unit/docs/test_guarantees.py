@@ -10,7 +10,7 @@ from tests.support.claims import EVERYDAY, ROOT, TEST, faults, lines
 
 
 @pytest.mark.parametrize("line", lines())
-def test_it_names_a_test_that_there_is(line: str) -> None:
+def test_guarantee_names_a_test_that_exists(line: str) -> None:
     named = TEST.search(line)
     assert named, "this line names no test"
     tree = ast.parse((ROOT / named[1]).read_text(encoding="utf-8"))

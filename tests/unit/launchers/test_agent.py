@@ -79,7 +79,7 @@ def test_signals_go_to_it(agent: subprocess.Popen[bytes], tmp_path: Path) -> Non
     assert code == 128 + signal.SIGTERM
 
 
-def test_it_ends_with_the_way(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def test_agent_ends_with_its_connection(agent: subprocess.Popen[bytes], tmp_path: Path) -> None:
     assert agent.stdin is not None
     assert agent.stdout is not None
     agent.stdin.write(order(tmp_path, "100").line())

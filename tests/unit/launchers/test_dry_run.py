@@ -38,7 +38,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_prints_manifests(capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_dry_run_prints_manifests(capsys: pytest.CaptureFixture[str], kind: str) -> None:
     text = printed(capsys, *ARGUMENTS, f"--dry-run={kind}", *COMMAND)
     assert text == printed(capsys, *ARGUMENTS, "--dry-run", kind, *COMMAND)
     assert "\n---\napiVersion: " in text

@@ -43,7 +43,7 @@ def test_a_job_that_is_over_does_not(foothold: Foothold) -> None:
     assert not foothold.has_job(137), "it was killed as it ended"
 
 
-def test_one_that_is_killed_before_it_kept_anything_begins_anew(foothold: Foothold) -> None:
+def test_server_killed_before_it_kept_anything_begins_anew(foothold: Foothold) -> None:
     assert foothold.has_job(137)
 
 

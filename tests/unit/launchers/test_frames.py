@@ -12,7 +12,7 @@ STREAM = greeting("0.1.0") + b"".join(frame(kind, data) for kind, data in SENT)
 
 @pytest.mark.parametrize("noise", [b"", b"Welcome to n1!\nIt has 4 cores.\n"])
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_what_is_sent_arrives(noise: bytes, size: int) -> None:
+def test_frames_arrive_as_sent(noise: bytes, size: int) -> None:
     stream = noise + STREAM
     pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
     reader = FrameReader()

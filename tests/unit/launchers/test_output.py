@@ -38,7 +38,7 @@ class TestLines:
     @pytest.mark.parametrize(
         "parts", [[b"\r10 %", b"\r20", b" %", b"\n"], [b"10 %\r", b"20 %\r", b"\n"]]
     )
-    def test_what_is_written_over_is_not_kept(self, parts: list[bytes]) -> None:
+    def test_overwritten_text_is_not_kept(self, parts: list[bytes]) -> None:
         lines = LineBuffer()
         seen = [(lines.feed(part), lines.unfinished) for part in parts]
         assert seen[0] == ([], b"10 %")

@@ -76,7 +76,7 @@ def test_other_calls_are_shown() -> None:
     assert folder.feed(Who("server", 1), ONE, 1.0) == ONE, "another role has other code"
 
 
-def test_one_that_breaks_off_is_shown() -> None:
+def test_unfinished_traceback_is_shown() -> None:
     folder = TracebackFolder()
     folder.feed(worker(0), ONE, 1.0)
     folder.feed(worker(1), CALLS, 1.0)
@@ -93,7 +93,7 @@ def test_output_after_it_is_shown() -> None:
     assert held(folder) == [same("worker 1", "worker 0")]
 
 
-def test_what_follows_a_long_message_is_other_output() -> None:
+def test_lines_after_a_long_message_are_other_output() -> None:
     folder, lines = TracebackFolder(), [*ONE, *[b"step"] * MESSAGE_MAX]
     assert folder.feed(worker(0), lines, 1.0) == lines
     assert folder.feed(worker(1), lines, 1.0) == [b"step"]

@@ -58,7 +58,7 @@ ODD_TEXTS = [
 ]
 
 
-def test_it_is_indented_as_a_person_would() -> None:
+def test_document_is_indented_as_a_person_would() -> None:
     data: Data = {
         "a": [{"b": 1, "c": {"d": True}}, "x"],
         "e": {},

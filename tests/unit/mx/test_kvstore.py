@@ -221,7 +221,7 @@ def with_updater() -> mx.kv.KVStore:
         (lambda kv: mx.kv.create("foo"), ConfigError, "no store type 'foo'"),
     ],
 )
-def test_what_is_refused(
+def test_unsupported_calls_are_refused(
     kv: mx.kv.KVStore, call: Callable[[mx.kv.KVStore], object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

@@ -199,7 +199,7 @@ def test_common_arguments() -> None:
         (lambda: mx.optimizer.FTML, AttributeError, "mx.optimizer.FTML .*use Adam"),
     ],
 )
-def test_what_is_not_there_names_the_way_out(
+def test_missing_option_names_the_alternative(
     make: Callable[[], object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
@@ -216,7 +216,7 @@ def test_factors_of_parameters_by_number_or_name() -> None:
     assert optimizer.describe().wd_mult == {"1": 0.0, "0": 4.0}
 
 
-def test_what_changes_later_reaches_the_store() -> None:
+def test_later_changes_of_the_optimizer_reach_the_store() -> None:
     optimizer = mx.optimizer.SGD(learning_rate=1.0)
     kv, out = mx.kv.create("local"), mx.nd.empty((1,))
     kv.init([0, 1], [mx.nd.zeros((1,))] * 2)

@@ -37,7 +37,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Limits:
         ((ENDLESS, ENDLESS), (ENDLESS, ENDLESS)),
     ],
 )
-def test_what_is_needed_is_there_or_taken(
+def test_descriptor_limit_is_raised_where_needed(
     limits: Limits, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     limits.now = before
@@ -96,7 +96,7 @@ def test_larger_jobs_need_more() -> None:
         assert count(2, 1) < count(2, 2)
 
 
-def test_it_is_told_when_there_are_none_left(
+def test_exhausted_descriptors_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Once in a while, and counted each second."""

@@ -45,12 +45,12 @@ class Door(Doorman):
         return self.decode(route, cast("Sequence[zmq.Frame]", [zmq.Frame(one) for one in frames]))
 
 
-def test_what_may_be_said_is_decoded() -> None:
+def test_permitted_message_is_decoded() -> None:
     assert Door().take(BEAT) == BEAT
 
 
 @pytest.mark.spec("R240")
-def test_what_the_role_may_not_say_is_refused_before_the_core_is_asked() -> None:
+def test_message_of_another_role_is_refused_before_the_core_is_asked() -> None:
     door = Door()
     with pytest.raises(Refused) as caught:
         door.take(PACKETS["FOUND-ALL"])
@@ -60,7 +60,7 @@ def test_what_the_role_may_not_say_is_refused_before_the_core_is_asked() -> None
 
 
 @pytest.mark.spec("R240")
-def test_what_the_core_refuses_is_told_and_what_it_does_not_hear_is_not() -> None:
+def test_refusal_of_the_core_is_told_and_an_ignored_packet_is_not() -> None:
     door = Door()
     door.answer = Fenced("you were replaced")
     with pytest.raises(Refused) as caught:
@@ -82,7 +82,9 @@ def test_an_answer_that_is_none_is_dropped() -> None:
 
 
 @pytest.mark.spec("R244")
-def test_who_errs_often_is_not_heard_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_connection_with_many_errors_is_ignored_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     door = Door()
     caplog.set_level(logging.WARNING)
     for _ in range(TABLE["refused"].default):

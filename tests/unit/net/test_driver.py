@@ -188,7 +188,7 @@ def test_without_a_deadline_it_waits_again_and_again() -> None:
     assert script.waited == [LOOK_EVERY_S] * 2
 
 
-def test_what_other_threads_want_comes_in_order_and_wakes_the_loop() -> None:
+def test_requests_of_other_threads_arrive_in_order_and_wake_the_loop() -> None:
     script = Script([[], [("a", PACKET)]])
     inbox = Inbox(script)
     inbox.put(lambda core, now: core._step("first"))
@@ -198,7 +198,7 @@ def test_what_other_threads_want_comes_in_order_and_wakes_the_loop() -> None:
     assert script.diary == ["wake", "wake", "wake", "first"]
 
 
-def test_what_is_no_packet_is_dropped_and_logged_now_and_then(
+def test_malformed_packet_is_dropped_and_logged_now_and_then(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     trash = ProtocolError("no magic")
@@ -280,7 +280,7 @@ class TestNet:
 
     @pytest.mark.spec("R200")
     @pytest.mark.parametrize("effect", [Listen("ipc://x"), Save(b"")])
-    def test_what_is_its_own_doing_ends_it(self, effect: Effect) -> None:
+    def test_error_of_its_own_effect_ends_the_process(self, effect: Effect) -> None:
         class Busy(Script):
             def listen(self, endpoint: str) -> None:
                 raise ConfigError("another listens there")

@@ -69,7 +69,7 @@ def is_open(theirs: socket.socket) -> bool:
 
 
 @pytest.mark.spec("R203")
-def test_what_nobody_takes_out_ends_the_connection(
+def test_unread_bytes_over_the_limit_end_the_connection(
     port: Port, caplog: pytest.LogCaptureFixture
 ) -> None:
     theirs, ours = port.connection()
@@ -86,7 +86,7 @@ def test_what_nobody_takes_out_ends_the_connection(
 
 
 @pytest.mark.spec("R203")
-def test_what_is_taken_out_does_not_count(port: Port) -> None:
+def test_bytes_that_were_read_do_not_count(port: Port) -> None:
     theirs, ours = port.connection()
     for _ in range(5):
         send(theirs, ours, 90_000)
@@ -96,7 +96,7 @@ def test_what_is_taken_out_does_not_count(port: Port) -> None:
 
 
 @pytest.mark.spec("R203")
-def test_one_who_has_sent_a_packet_may_send_more_at_once(port: Port) -> None:
+def test_known_peer_may_send_more_at_once(port: Port) -> None:
     theirs, ours = port.connection()
     port.inflow.know(ours.fileno())
     send(theirs, ours, 150_000)

@@ -31,7 +31,7 @@ def test_another_process_of_this_machine_has_the_same_number() -> None:
     assert int(told.stdout) == machine() != 0
 
 
-def test_it_fits_into_a_message(elsewhere: Path) -> None:
+def test_machine_number_fits_into_a_message(elsewhere: Path) -> None:
     for boot in range(100):
         (elsewhere / "boot").write_text(str(boot))
         assert 0 < machine() < 2**63
@@ -56,7 +56,7 @@ def test_where_it_cannot_be_known_nobody_is_near(elsewhere: Path, missing: str) 
     assert machine() == 0
 
 
-def test_who_speaks_tcp_only_is_near_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_on_tcp_only_has_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for wish, expected in (("auto", machine()), ("shm", machine()), ("tcp", 0)):
         monkeypatch.setenv("KVPS_TRANSPORT", wish)
         assert own_machine() == expected

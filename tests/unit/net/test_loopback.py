@@ -61,7 +61,7 @@ def test_an_endpoint_is_taken_once(network: MemoryNetwork) -> None:
     assert "mem://s" in network.ends, "it is another's now"
 
 
-def test_what_is_sent_to_nobody_is_lost(network: MemoryNetwork) -> None:
+def test_packet_to_an_unknown_endpoint_is_lost(network: MemoryNetwork) -> None:
     client = network.transport()
     client.connect(Connect("up", "mem://nobody"))
     client.send("up", packet(Beat(1)), None)
@@ -110,7 +110,7 @@ def test_a_wait_ends_with_a_wake_or_its_time(network: MemoryNetwork) -> None:
     assert list(server.poll(None)) == []
 
 
-def test_what_is_no_packet_is_an_error_and_the_rest_is_kept(network: MemoryNetwork) -> None:
+def test_malformed_packet_is_an_error_and_the_rest_is_kept(network: MemoryNetwork) -> None:
     server, client = ends(network)
     client.send("up", packet(Done(1)), None)
     server._arrive("up", [b"trash"])

@@ -98,7 +98,7 @@ def test_control_groups_of_version_1(machine: Machine) -> None:
     assert memory_bytes(machine.cgroup) == 200 * MIB
 
 
-def test_what_cannot_be_read_is_left_out(machine: Machine) -> None:
+def test_unreadable_files_are_left_out(machine: Machine) -> None:
     (machine.process / "status").unlink()
     machine.group("", 400, 100)
     (machine.cgroup / "memory.stat").unlink()
@@ -107,7 +107,7 @@ def test_what_cannot_be_read_is_left_out(machine: Machine) -> None:
     assert machine.use_mib == (0, 1000)
 
 
-def test_this_process() -> None:
+def test_memory_use_of_the_test_process_is_plausible() -> None:
     used, total = memory_use()
     assert 0 < used < total <= memory_bytes()
 

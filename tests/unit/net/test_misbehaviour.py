@@ -28,7 +28,7 @@ def test_a_few_now_and_then_are_not() -> None:
         assert not any(one.refused(b"a", span * WITHIN_S) for _ in range(REFUSED_MAX - 1))
 
 
-def test_it_forgets_those_who_were_refused_longest_ago() -> None:
+def test_oldest_refusals_are_forgotten() -> None:
     one = Misbehaviour()
     for _ in range(REFUSED_MAX):
         one.refused(b"a", 0.0)

@@ -41,7 +41,7 @@ def sent(flow: Outflow, route: str, hold: Hold | None = None, copied: int = 0) -
     return tracker
 
 
-def test_what_has_left_is_released_whatever_others_read() -> None:
+def test_sent_payload_is_released_whatever_others_read() -> None:
     flow, holds = Outflow(), [Hold() for _ in range(3)]
     trackers = [sent(flow, route, one) for route, one in zip("aab", holds, strict=True)]
     trackers[1].done = trackers[2].done = True
@@ -53,7 +53,7 @@ def test_what_has_left_is_released_whatever_others_read() -> None:
     assert [one.released for one in holds] == [1, 1, 1]
 
 
-def test_who_reads_nothing_gets_no_more() -> None:
+def test_route_that_reads_nothing_gets_no_more() -> None:
     flow = Outflow()
     assert not flow.is_full("a", 10 * UNREAD_MAX_BYTES), "one answer may be of any size"
     first = sent(flow, "a", copied=HALF)

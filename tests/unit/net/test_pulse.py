@@ -22,7 +22,7 @@ def test_a_connection_that_carries_nothing_is_dead_after_its_silence() -> None:
     assert dies_at([Moved(64, 0, 0)] * 60) == 1 + SILENCE_S
 
 
-def test_one_frame_may_take_for_ever() -> None:
+def test_slow_frame_may_take_for_ever() -> None:
     """16 MiB at 1 Mbit/s take 134 s, and nothing is whole before; every octet is life."""
     assert dies_at([Moved(125_000 * second, 64, 2) for second in range(200)]) is None
 
@@ -49,7 +49,7 @@ def test_an_answer_now_and_then_is_enough() -> None:
     assert dies_at([Moved(64 + second // 19, 0, 0) for second in range(100)]) is None
 
 
-def test_who_stood_still_begins_anew() -> None:
+def test_pulse_begins_anew_after_a_standstill() -> None:
     """A process that was stopped has sent no heartbeat that anybody could have answered."""
     pulse = Pulse(SILENCE_S, 0.0)
     assert not pulse.is_dead(1.0, Moved(64, 0, 0))

@@ -125,7 +125,7 @@ def test_a_server_waits_for_the_view_that_names_a_key() -> None:
     one.context.destroy(0)
 
 
-def test_those_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_handshakes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zap, "WAITING_MAX", 1)
     one = Door(learns=True)
     one.come(new_pair())
@@ -152,7 +152,7 @@ class TestHandshakes:
         assert Handshakes(self.KEYS).failed(ENDPOINT, event, 300, 9.0) == (False, "")
 
     @pytest.mark.spec("R245")
-    def test_one_of_both_has_no_keys(self) -> None:
+    def test_handshake_without_keys_on_a_side_says_so(self) -> None:
         event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
         for keys, says in (
             (None, "and this process has none"),
@@ -183,7 +183,7 @@ class TestHandshakes:
 
     @pytest.mark.spec("R245")
     @pytest.mark.parametrize("mechanism", [b"NULL", b"CURVE"])
-    def test_one_that_hangs_up_before_it_is_heard(
+    def test_early_hangup_is_blamed_on_keys_only_across_mechanisms(
         self, monkeypatch: pytest.MonkeyPatch, mechanism: bytes
     ) -> None:
         monkeypatch.setattr(zap, "greeting_of", lambda endpoint: mechanism)

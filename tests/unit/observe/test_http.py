@@ -227,7 +227,7 @@ def test_a_port_in_use_that_all_processes_of_a_host_were_given() -> None:
             assert server.server_port not in (0, place.port)
 
 
-def test_what_to_type_into_a_browser() -> None:
+def test_url_is_usable_in_a_browser() -> None:
     assert Place("127.0.0.1", 0).url(80) == "http://127.0.0.1:80/"
     assert Place("::1", 0).url(80) == "http://[::1]:80/"
     assert Place("0.0.0.0", 0).url(80) == f"http://{socket.gethostname()}:80/"

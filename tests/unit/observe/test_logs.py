@@ -55,7 +55,7 @@ def test_an_exception_is_one_field() -> None:
     assert "ValueError: no" in json.loads(text)["fields"]["traceback"]
 
 
-def test_what_json_does_not_know_is_written_as_text() -> None:
+def test_values_unknown_to_json_are_written_as_text() -> None:
     text = logs.JsonLines().format(record("odd", fields={"what": {1, 2}.__class__}))
     assert json.loads(text)["fields"]["what"] == "<class 'set'>"
 

@@ -13,7 +13,7 @@ OCTETS = bytes(range(256)) * 5000
 
 
 @pytest.mark.spec("R110")
-def test_it_is_the_crc_that_everybody_knows() -> None:
+def test_checksum_is_crc_32() -> None:
     assert checksum([b"123456789"]) == 0xCBF43926
     assert checksum([]) == 0
     assert checksum([OCTETS]) == zlib.crc32(OCTETS)

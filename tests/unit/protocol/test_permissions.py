@@ -113,7 +113,7 @@ def envelope(role: Role = Role.WORKER, rank: int = 3, life: int = 17) -> Envelop
         ("user:1000", Place.SERVER, envelope(rank=9, life=1), m.Push),
     ],
 )
-def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
+def test_permitted_names_pass(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
     permissions.check_name(name, place, said, kind)
 
 
@@ -143,7 +143,9 @@ def test_what_may_be_said(name: str, place: Place, said: Envelope, kind: type[Me
         ("nobody", Place.SERVER, envelope(), m.Push),
     ],
 )
-def test_what_may_not(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
+def test_forbidden_names_are_refused(
+    name: str, place: Place, said: Envelope, kind: type[Message]
+) -> None:
     with pytest.raises(Unauthorized):
         permissions.check_name(name, place, said, kind)
 

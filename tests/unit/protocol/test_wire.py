@@ -315,7 +315,7 @@ def test_loans_that_are_not_what_is_declared(frames: Frames, match: str) -> None
 
 
 @pytest.mark.spec("R6")
-def test_what_is_lent_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_loan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 12)
     decode(lent("PUSH", *LENT))
     monkeypatch.setattr(wire, "FRAME_BYTES_MAX", 11)
@@ -353,7 +353,7 @@ def test_a_packet_is_the_same_with_a_checksum_and_without(name: str) -> None:
 
 
 @pytest.mark.spec("R110")
-def test_what_is_lent_is_not_summed() -> None:
+def test_loans_are_not_part_of_the_checksum() -> None:
     (head,) = checked("PUSH", *LENT)
     assert decode([head]).loans == LENT
     assert int.from_bytes(head[-4:], "big") == zlib.crc32(head[:-4])
@@ -376,7 +376,7 @@ def test_no_bit_may_change(name: str) -> None:
 
 
 @pytest.mark.spec("R111")
-def test_what_is_damaged_is_told_from_what_is_no_packet() -> None:
+def test_damaged_packet_is_told_from_a_malformed_packet() -> None:
     head, payload = checked("PUSH")
     with pytest.raises(Damaged, match=r"of \d+ octets was damaged .* checksum is [0-9a-f]{8}, and"):
         decode([head, payload[:-1] + b"\x3e"])

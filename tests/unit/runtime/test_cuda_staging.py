@@ -38,7 +38,7 @@ blocks = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=20
 
 
 @given(blocks)
-def test_what_is_covered_lies_in_one_locked_range(blocks: list[tuple[int, int]]) -> None:
+def test_covered_block_lies_in_a_single_locked_range(blocks: list[tuple[int, int]]) -> None:
     cuda = Cuda()
     locks = PageLocks(cuda.lock, cuda.unlock)
     covered: list[tuple[int, int]] = []
@@ -48,7 +48,7 @@ def test_what_is_covered_lies_in_one_locked_range(blocks: list[tuple[int, int]])
         assert all(cuda.holds(*one) for one in covered)
 
 
-def test_what_is_locked_already_costs_nothing() -> None:
+def test_locked_range_costs_nothing() -> None:
     cuda = Cuda()
     locks = PageLocks(cuda.lock, cuda.unlock)
     for _ in range(3):

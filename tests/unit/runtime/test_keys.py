@@ -51,7 +51,7 @@ def test_each_role_gets_what_it_needs(folder: Path) -> None:
     assert section(folder, "worker").secret not in repr(load(str(folder), "worker"))
 
 
-def test_who_looks_may_have_the_key_of_admin(folder: Path) -> None:
+def test_look_falls_back_to_the_key_of_admin(folder: Path) -> None:
     (folder / "look.key").unlink()
     assert load(str(folder), "look").role == section(folder, "admin").pair
 
@@ -83,7 +83,7 @@ def test_a_key_that_others_can_read_is_refused(folder: Path, mode: int) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_whose_key_it_is(folder: Path) -> None:
+def test_key_of_another_user_is_refused(folder: Path) -> None:
     path = folder / "worker.key"
     path.chmod(0o440)
     os.chown(path, 0, os.getegid())
@@ -106,7 +106,7 @@ def test_a_public_key_that_others_may_change_is_refused(folder: Path) -> None:
         load(str(folder), "worker")
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_key_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the key.*kvps keygen"):
         load(str(tmp_path / "nowhere"), "worker")
 
@@ -130,7 +130,7 @@ def test_keys_of_a_launch_that_has_ended() -> None:
         f"role = worker\npublic = {KEY}\nmore = no",
     ],
 )
-def test_what_is_no_key(text: str) -> None:
+def test_malformed_key_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse(text, "somewhere")
 
@@ -167,7 +167,7 @@ def test_turning_a_key(folder: Path) -> None:
     assert len(load(str(folder), "worker").scheduler) == 2, "clients try both"
 
 
-def test_there_must_be_one_to_turn(tmp_path: Path) -> None:
+def test_rotation_needs_a_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="make keys with 'kvps keygen"):
         files.rotate(tmp_path, "worker")
 

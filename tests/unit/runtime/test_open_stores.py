@@ -45,7 +45,7 @@ def test_else_nothing_is_waited_for():
     assert one.did == ["abandon"]
 
 
-def test_one_that_cannot_be_flushed_does_not_keep_the_others():
+def test_store_that_cannot_be_flushed_does_not_keep_the_others():
     endings = OpenStores()
     one, two = Store("one", endings, Timeout("late")), Store("two", endings)
     with pytest.raises(Timeout, match="late"):

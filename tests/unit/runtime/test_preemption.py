@@ -49,7 +49,7 @@ def test_rounds_are_told_by_the_first_key_that_comes_again(wish: PreemptionFlag)
         step.push(["a"])
 
 
-def test_one_that_has_pushed_nothing_begins_no_round(wish: PreemptionFlag) -> None:
+def test_preempted_worker_without_pushes_begins_no_round(wish: PreemptionFlag) -> None:
     wish.listen()
     wish.is_asked = True
     with pytest.raises(SystemExit):

@@ -82,7 +82,7 @@ def test_a_second_one_does_not_disturb_the_cleaning_up() -> None:
     assert code_of(command) == 128 + signal.SIGTERM
 
 
-def test_what_a_destructor_dropped_is_raised_again() -> None:
+def test_signal_dropped_by_a_destructor_is_raised_again() -> None:
     class Deaf:
         def __del__(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)

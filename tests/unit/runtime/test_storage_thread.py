@@ -69,7 +69,7 @@ def test_a_cut_is_complete_when_every_server_has_ordered_it(tmp_path: Path) -> N
     assert carry_out(str(tmp_path), look) == FoundCuts((5,), 5, "me")
 
 
-def test_what_the_manifest_says(tmp_path: Path) -> None:
+def test_manifest_describes_the_cut(tmp_path: Path) -> None:
     manifest = manifest_of(order_of(write(tmp_path)))
     assert (manifest.cut, manifest.tag, manifest.epoch, manifest.workers) == (5, "best", 3, 4)
     assert (manifest.job, manifest.version) == (snapshots.JOB, __version__)
@@ -77,7 +77,7 @@ def test_what_the_manifest_says(tmp_path: Path) -> None:
     assert manifest.stores["default"].lowest == 5
 
 
-def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+def test_read_snapshot_is_the_written_snapshot(tmp_path: Path) -> None:
     complete(tmp_path)
     loaded = carry_out(str(tmp_path), Read(1, 2, 5, "me"))
     assert isinstance(loaded, Loaded)
@@ -124,7 +124,7 @@ def test_checkpoints_with_a_tag_are_bounded(tmp_path: Path) -> None:
         assert carry_out(str(tmp_path), order, tagged_max=2) == Completed(order.commit.cut)
 
 
-def test_one_that_was_given_up_is_removed(tmp_path: Path) -> None:
+def test_abandoned_cut_is_removed(tmp_path: Path) -> None:
     write(tmp_path, servers=1)
     assert carry_out(str(tmp_path), Remove(5, 0)) is None
     assert not list(tmp_path.rglob("*.safetensors"))
@@ -177,7 +177,7 @@ class TestFailure:
         assert (found.cuts, found.highest, found.for_whom) == ((), 0, "me")
         assert isinstance(found.error, StorageError)
 
-    def test_what_cannot_be_removed_is_logged(
+    def test_failed_removal_is_logged(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write(tmp_path, servers=1)

@@ -76,7 +76,7 @@ class TestTicket:
             thread.join(10.0)
         assert results == ["values"] * 3
 
-    def test_who_comes_later_does_not_wait(self) -> None:
+    def test_late_waiter_does_not_wait(self) -> None:
         ticket = Ticket()
         ticket.copied()
         assert not ticket.is_over

@@ -43,7 +43,7 @@ def test_the_optimizer_gets_the_mean() -> None:
     assert one.values("w") == [-1.25] * 3
 
 
-def test_one_push_may_be_of_several_ranks() -> None:
+def test_a_single_push_may_be_of_several_ranks() -> None:
     one = stage(3, bundles=True)
     one.push(0, "w", torch.full((3,), 5.0), 0, ranks=(0, 1))
     one.push(2, "w", torch.full((3,), 4.0), 0)
@@ -75,7 +75,7 @@ def test_integers_have_no_mean() -> None:
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
-def test_it_is_for_synchronous_stores(mode: str) -> None:
+def test_average_needs_a_synchronous_store(mode: str) -> None:
     said = refusal(ServerStage(2).say(0, opening(mode=mode, average=True)))
     assert f"average needs a sync store; a store of mode {mode} applies each push" in said
 

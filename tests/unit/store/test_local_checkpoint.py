@@ -59,7 +59,7 @@ class TestLocal:
         assert torch.equal(pulled(other), pulled(one))
         assert torch.equal(pulled(other, "b"), torch.zeros(3, dtype=torch.float64))
 
-    def test_it_returns_to_what_it_was(self) -> None:
+    def test_restore_returns_to_the_checkpoint(self) -> None:
         kv = store()
         train(kv, 3)
         before = pulled(kv)
@@ -81,7 +81,7 @@ class TestLocal:
         train(reference, 1)
         assert torch.equal(pulled(kv), pulled(reference))
 
-    def test_what_came_later_is_left_as_it_is(self) -> None:
+    def test_restore_leaves_later_keys_as_they_are(self) -> None:
         kv = store()
         kv.checkpoint()
         kv.init("later", torch.ones(2, 2))

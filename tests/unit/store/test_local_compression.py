@@ -34,7 +34,7 @@ def test_each_value_of_a_key_has_a_rest_of_its_own(kind: str) -> None:
         assert torch.equal(state["w@1"].view(3, 5), rests[1])
 
 
-def test_one_who_loads_the_state_goes_on_alike() -> None:
+def test_store_that_loads_the_state_goes_on_alike() -> None:
     with kvps.create("local") as kv, kvps.create("local") as other:
         for one in (kv, other):
             one.set_gradient_compression(TWO)
@@ -81,7 +81,7 @@ def test_randomk_draws_others_each_time() -> None:
         assert not torch.equal(first != 0, second != 0)
 
 
-def test_what_is_not_finite_stays_out_of_the_rest() -> None:
+def test_nonfinite_values_stay_out_of_the_residual() -> None:
     with kvps.create("local", on_nonfinite="error") as kv:
         kv.set_gradient_compression(TWO)
         kv.init("w", torch.zeros(2))
@@ -109,7 +109,7 @@ def test_a_key_that_gets_another_shape_owes_nothing() -> None:
         assert kv.pushpull("w", torch.full((8,), 0.4)).tolist() == [0.0] * 8
 
 
-def test_what_is_unknown_changes_nothing() -> None:
+def test_unknown_type_changes_nothing() -> None:
     with kvps.create("local") as kv:
         kv.set_gradient_compression(TWO)
         with pytest.raises(ConfigError, match="type='3bit'"):

@@ -59,7 +59,7 @@ def test_servers_are_asked_only_if_wished() -> None:
         assert {asked[name] for name in SERVER_NAMES} == {0}
 
 
-def test_what_compression_saves_is_shown() -> None:
+def test_compression_ratio_is_shown() -> None:
     with kvps.create("dist_sync") as kv:
         kv.set_gradient_compression({"type": "fp16", "min_bytes": 0})
         kv.init("w", torch.zeros(4096))

@@ -28,7 +28,7 @@ def test_two_workers_may_write_one_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_cannot_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+def test_failed_write_leaves_the_older_file(tmp_path: Path) -> None:
     (tmp_path / "states").mkdir()
     with pytest.raises(StorageError, match="An older file there is kept"):
         optimizer_state.write(str(tmp_path / "states"), {"w": torch.ones(3)}, {})

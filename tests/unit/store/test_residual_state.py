@@ -54,7 +54,7 @@ def test_without_compression_nothing_is_asked_of_a_store(kv: Any) -> None:
         (kvps.create("local"), {"type": "3bit"}, "type='3bit': use one of fp16"),
     ],
 )
-def test_what_cannot_be_is_refused(kv: Any, params: Any, text: str) -> None:
+def test_invalid_parameters_are_refused(kv: Any, params: Any, text: str) -> None:
     with pytest.raises(kvps.ConfigError, match=text):
         residual_state.compress(kv, params, "compression")
 
@@ -113,7 +113,7 @@ def test_a_front_end_without_a_store_has_no_rests(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_saved_behind_the_end_of_a_store_owes_nothing(tmp_path: Path) -> None:
+def test_state_saved_after_the_end_of_a_store_is_empty(tmp_path: Path) -> None:
     kv = owing()
     state = residual_state.state_of(kv)
     kv.close()

@@ -21,7 +21,7 @@ def test_cases_that_do_not_exist_are_not_missed() -> None:
     assert cover(cases) == {0, 1, 2}
 
 
-def test_one_parameter_or_two_leave_nothing_out() -> None:
+def test_single_and_paired_parameters_are_covered_completely() -> None:
     assert cover([{"a": value} for value in "12345"]) == set(range(5))
     two = [{"a": a, "b": b} for a, b in product("123", "1234")]
     assert cover(two) == set(range(12))

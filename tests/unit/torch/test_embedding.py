@@ -21,7 +21,7 @@ def table() -> Any:
         yield kv.embedding("t", 3, init=("normal", 0.5), optimizer="sgd", lr=1.0)
 
 
-def test_it_trains_as_torch_does(table: kvps.EmbeddingTable) -> None:
+def test_embedding_trains_as_torch_does(table: kvps.EmbeddingTable) -> None:
     ids = [torch.tensor([[1, 2], [2, 5]]), torch.tensor([[5, 5], [3, 0]])]
     ours = Embedding(table)
     theirs = torch.nn.Embedding.from_pretrained(table.pull(range(6)), freeze=False)
@@ -118,7 +118,7 @@ def test_copies_of_a_module_have_its_table(table: kvps.EmbeddingTable) -> None:
         assert torch.equal(one[0](ids), table.pull(ids))
 
 
-def test_it_has_no_parameters(table: kvps.EmbeddingTable) -> None:
+def test_embedding_has_no_parameters(table: kvps.EmbeddingTable) -> None:
     model = torch.nn.Sequential(Embedding(table), torch.nn.Linear(3, 1))
     trainer = kvps.Trainer(model, "sgd", {"learning_rate": 0.5}, kvstore="local")
     before = model[1].weight.detach().clone(), table.pull([3])

@@ -165,7 +165,7 @@ def test_modules_that_read_several_parameters_at_once(make: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_what_reads_no_element_does_not_wait() -> None:
+def test_reads_of_no_element_do_not_wait() -> None:
     model = Net()
     _, updated = put_off(model)
     model.zero_grad()

@@ -120,7 +120,7 @@ def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--mxnet", "no/such/python"], "--mxnet=no/such/python: cannot run it"),
     ],
 )
-def test_what_cannot_be_done_is_named(flags: list[str], told: str) -> None:
+def test_impossible_plan_is_refused_with_its_reason(flags: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         planned(*flags)
     assert told in str(caught.value)
@@ -145,7 +145,7 @@ class TestChosen:
         without = {one.name for one in chosen(None, [])}
         assert set(everything) - without == {"mxnet", "mxnet sgd", "ray"}
 
-    def test_one_that_is_not_there_is_named(self) -> None:
+    def test_unavailable_system_is_named(self) -> None:
         with pytest.raises(ConfigError, match=r"'mxnet sgd' cannot be measured: .* --mxnet PATH"):
             chosen(["mxnet sgd"], [])
 

@@ -36,13 +36,13 @@ def hear(inquiry: Inquiry, message: Message) -> list[Effect]:
 
 
 @pytest.mark.parametrize(("request_", "answer"), [(Look(), SEEN), (Evict(2, 3), Done(1))])
-def test_it_is_answered(request_: Message, answer: Answer) -> None:
+def test_answer_ends_the_inquiry(request_: Message, answer: Answer) -> None:
     inquiry = begun(request_, type(answer))
     assert hear(inquiry, answer) == [Exit(0, "answered")]
     assert inquiry.answer == Packet(SCHEDULER, answer)
 
 
-def test_it_is_repeated_and_given_up() -> None:
+def test_inquiry_is_repeated_and_given_up() -> None:
     inquiry = begun(Look(), Seen)
     effects: list[Effect] = []
     assert list(inquiry.on_drop("scheduler", 100.0)) == []
@@ -69,7 +69,7 @@ def test_the_job_is_over() -> None:
     assert isinstance(inquiry.error, SchedulerLost)
 
 
-def test_it_is_refused() -> None:
+def test_refusal_ends_the_inquiry() -> None:
     inquiry = begun(Look(), Seen)
     assert hear(inquiry, Error(1, Unauthorized.code, "no such key")) == [Exit(1, "no such key")]
     assert isinstance(inquiry.error, Unauthorized)

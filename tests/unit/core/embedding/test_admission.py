@@ -16,7 +16,7 @@ def test_an_id_is_admitted_at_its_nth_push() -> None:
     assert admission.count(ids).tolist() == [True, True]
 
 
-def test_it_is_never_later_than_that_however_crowded_the_counters_are() -> None:
+def test_admission_is_never_later_however_crowded_the_counters_are() -> None:
     admission = Admission(2, width=64)
     rng = np.random.default_rng(2)
     for _ in range(20):

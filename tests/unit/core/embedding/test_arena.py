@@ -43,7 +43,7 @@ def test_rows_are_found_where_they_were_written(small: Arenas) -> None:
     assert small.read(again[:0])["sum"].shape == small.weights(again[:0]).shape == (0, 2)
 
 
-def test_one_arena_needs_no_sorting(small: Arenas) -> None:
+def test_single_arena_needs_no_sorting(small: Arenas) -> None:
     small.reserve(4)
     small.write(np.array([2, 0]), rows(2))
     assert small.weights(np.array([0, 2])).tolist() == [[2.0, 3.0], [0.0, 1.0]]
@@ -59,7 +59,7 @@ def test_a_row_longer_than_an_arena_has_one_of_its_own(monkeypatch: pytest.Monke
     assert [one.rows for one in long] == [1, 1]
 
 
-def test_who_holds_arenas_has_them_as_they_were(small: Arenas) -> None:
+def test_held_arenas_keep_their_values(small: Arenas) -> None:
     small.reserve(16)
     everywhere = np.arange(16)
     small.write(everywhere, rows(16))

@@ -58,7 +58,7 @@ def test_first_values_are_spread_as_their_kind_says(kind: str, deviation: float)
     assert np.abs(np.corrcoef(values.T) - np.eye(4)).max() < 0.02
 
 
-def test_what_init_may_be() -> None:
+def test_init_takes_a_name_or_a_name_with_a_scale() -> None:
     assert first_of("zeros") == Initializer("zeros", 0.0)
     assert first_of("normal") == Initializer("normal", 0.01)
     assert first_of("uniform") == Initializer("uniform", 0.05)

@@ -27,7 +27,7 @@ def test_nothing_is_found_for_nobody() -> None:
     index.check()
 
 
-def test_it_grows_as_often_as_it_must() -> None:
+def test_index_grows_as_often_as_it_must() -> None:
     index = IdIndex()
     ids = np.random.default_rng(1).permutation(200_000) * 64  # alike in their last bits
     for begin in range(0, len(ids), 7001):
@@ -62,7 +62,7 @@ def test_growing_leaves_the_dropped_dropped() -> None:
     index.check()
 
 
-def test_there_are_no_more_slots_than_four_octets_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_end_where_four_octets_cannot_number_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SLOTS_MAX", 10)
     index = IdIndex()
     index.add(np.arange(10))

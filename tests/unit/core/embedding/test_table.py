@@ -170,7 +170,7 @@ def test_a_push_of_more_rows_than_there_may_be_keeps_the_most() -> None:
     assert driven.ids() == [7, 8]
 
 
-def test_what_changed_since_a_version() -> None:
+def test_ids_since_a_version_are_those_that_changed() -> None:
     driven = Driven()
     driven.push(*range(10))
     driven.push(2, 5)
@@ -197,7 +197,7 @@ def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 64)
 
 
-def test_what_is_kept_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_table_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     small_arenas(monkeypatch)
     driven = Driven(admit=2, init="zeros")
     driven.push(*range(20))
@@ -244,7 +244,7 @@ def test_counts_are_taken_in_where_there_are_some() -> None:
     assert plain.table.keep()[0].counts is None
 
 
-def test_it_says_how_large_it_is() -> None:
+def test_table_reports_its_size() -> None:
     driven, counting = Driven(), Driven(admit=2)
     driven.push(*range(100))
     assert 100 * 24 < driven.table.size_bytes < 2 << 20

@@ -126,7 +126,7 @@ class MySGD(torch.optim.SGD):
         ),
     ],
 )
-def test_what_servers_cannot_do_exactly_is_refused(
+def test_options_that_servers_cannot_follow_exactly_are_refused(
     make: Callable[[], torch.optim.Optimizer], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):

@@ -172,7 +172,7 @@ def test_slices_equal_torch_optim_bit_for_bit(case: Case, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_one_slice_of_many_keys_is_close_to_torchs_default(case: Case, dtype: torch.dtype) -> None:
+def test_slice_of_many_keys_is_close_to_torchs_default(case: Case, dtype: torch.dtype) -> None:
     case = case.safe_for(dtype)
     start = numbers(0, dtype)
     weight = start.clone()

@@ -62,14 +62,14 @@ def test_members_are_heard_along_any_way() -> None:
         (envelope(rank=9), ProtocolError),
     ],
 )
-def test_who_has_no_seat_is_told_so(said: Envelope, error: type[KvpsError]) -> None:
+def test_message_without_a_seat_is_refused(said: Envelope, error: type[KvpsError]) -> None:
     one = stage()
     with pytest.raises(error):
         one.scheduler.admit("stranger", said, Beat)
     assert all("stranger" not in seat.links for seat in one.scheduler.job.seats.by_node.values())
 
 
-def test_whoever_asks_an_ended_job_is_told_that() -> None:
+def test_ended_job_admits_every_question() -> None:
     one = stage()
     list(one.scheduler.on_stop(one.now))
     assert one.scheduler.admit("stranger", envelope(NOBODY, 9, 0), Beat)

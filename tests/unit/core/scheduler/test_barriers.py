@@ -56,7 +56,7 @@ def test_a_rank_counts_once_and_its_last_request_is_answered() -> None:
 
 
 @pytest.mark.spec("R34")
-def test_what_was_released_is_passed_at_once() -> None:
+def test_released_barrier_is_passed_at_once() -> None:
     barriers = Barriers([0])
     stand(barriers, 0, number=4)
     for number in range(5):
@@ -100,7 +100,7 @@ def test_releases_when_a_rank_is_required_no_more() -> None:
 
 
 @pytest.mark.spec("R35")
-def test_who_waits_for_one_that_is_gone_is_told() -> None:
+def test_waiter_for_a_lost_worker_gets_worker_lost() -> None:
     barriers = Barriers(range(3))
     stand(barriers, 0, seq=8)
     (answer,) = require(barriers, 0, 1, w2="exit code 1")
@@ -113,7 +113,7 @@ def test_who_waits_for_one_that_is_gone_is_told() -> None:
     assert not barriers.open
 
 
-def test_one_that_is_gone_stood_where_it_stood() -> None:
+def test_lost_worker_keeps_its_place_at_a_barrier() -> None:
     barriers = Barriers(range(3))
     stand(barriers, 2)
     stand(barriers, 0)
@@ -237,7 +237,7 @@ class TestResuming:
         assert self.stand(barriers, 0, 7, after=4) == []
 
     @pytest.mark.spec("R124")
-    def test_its_first_barrier_behind_that_is_the_one_of_the_others(self) -> None:
+    def test_first_barrier_of_a_resumed_worker_is_that_of_the_others(self) -> None:
         barriers = Barriers(range(2))
         barriers.resume(1, "kv", 3)
         self.stand(barriers, 0, 7, after=4)
@@ -250,7 +250,7 @@ class TestResuming:
         ]
 
     @pytest.mark.spec("R124")
-    def test_it_floats_until_another_comes_there(self) -> None:
+    def test_barrier_of_a_resumed_worker_floats_until_another_arrives(self) -> None:
         barriers = Barriers(range(3))
         barriers.resume(1, "kv", 3)
         at = Barrier("kv", "b", 0, True, 4, resumed=True)
@@ -286,7 +286,7 @@ class TestResuming:
         assert barriers.require([0, 1], {}) == []
         assert self.stand(barriers, 0, 7, after=4) == []
 
-    def test_one_that_is_gone_is_missed_only_where_it_is_needed(self) -> None:
+    def test_lost_worker_is_missed_only_where_it_is_needed(self) -> None:
         barriers = Barriers(range(2))
         barriers.resume(1, "kv", 3)
         require(barriers, 0, w1="exit code 1")

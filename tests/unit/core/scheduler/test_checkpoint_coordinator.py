@@ -182,7 +182,7 @@ class TestByTheClock:
             desk.hear((S0, Committed(cut)), (S1, Committed(cut, "no space left")))
 
     @pytest.mark.spec("R134")
-    def test_one_that_others_wait_for_is_told_at_once(self) -> None:
+    def test_halt_reaches_a_worker_that_others_wait_for_at_once(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)
         assert desk.hear((W0, Halted(1, {"kv": 5}))) == []
@@ -192,14 +192,14 @@ class TestByTheClock:
         ]
 
     @pytest.mark.spec("R138")
-    def test_what_has_no_answer_is_said_again(self) -> None:
+    def test_unanswered_halt_is_repeated(self) -> None:
         desk = Desk()
         begun = desk.wait(EVERY_S)
         assert desk.core.due == desk.now + AGAIN_S
         assert desk.wait(AGAIN_S - 0.1) == []
         assert desk.wait(0.1) == begun
 
-    def test_what_is_said_of_another_cut_does_not_count(self) -> None:
+    def test_answers_about_another_cut_do_not_count(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)
         desk.take(cut=7)
@@ -207,7 +207,7 @@ class TestByTheClock:
         assert [type(message) for _, message in desk.wait(AGAIN_S)] == [Halt, Halt]
 
     @pytest.mark.spec("R137")
-    def test_one_that_was_given_up_is_tried_again_soon(self) -> None:
+    def test_abandoned_cut_is_tried_again_soon(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)
         said = desk.hear((W1, Proceeding(1, False)))
@@ -262,7 +262,7 @@ class TestTheLast:
         assert desk.notes() == []
 
     @pytest.mark.spec("R413")
-    def test_it_begins_with_the_push_that_a_late_beat_tells_of(self) -> None:
+    def test_last_cut_begins_with_the_push_that_a_late_beat_reports(self) -> None:
         desk = Desk(has_pushed=False)
         desk.core.conclude(desk.now)
         desk.wait(1.0)
@@ -270,7 +270,7 @@ class TestTheLast:
         assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
-    def test_it_begins_at_once_and_none_follows(self, every_s: float) -> None:
+    def test_last_cut_begins_at_once_and_none_follows(self, every_s: float) -> None:
         desk = Desk(every_s=every_s)
         desk.core.conclude(desk.now)
         assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
@@ -281,7 +281,7 @@ class TestTheLast:
         assert desk.core.due is None
         assert desk.wait(10 * EVERY_S) == []
 
-    def test_one_that_was_begun_before_does_not_do(self) -> None:
+    def test_cut_begun_before_the_end_is_not_the_last(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)
         desk.core.conclude(desk.now)
@@ -292,7 +292,7 @@ class TestTheLast:
         desk.take(2)
         assert desk.core.concluded == 2
 
-    def test_one_that_was_given_up_is_tried_again(self) -> None:
+    def test_abandoned_last_cut_is_tried_again(self) -> None:
         desk = Desk(every_s=0.0)
         desk.core.conclude(desk.now)
         desk.hear((W1, Proceeding(1, False)), (W0, Proceeding(1, True)))
@@ -301,7 +301,7 @@ class TestTheLast:
         desk.take(2)
         assert desk.core.concluded == 2
 
-    def test_it_waits_until_the_job_is_complete(self) -> None:
+    def test_last_cut_waits_until_the_job_is_complete(self) -> None:
         desk = Desk()
         desk.meet(servers=1)
         desk.core.conclude(desk.now)
@@ -309,7 +309,7 @@ class TestTheLast:
         desk.meet()
         assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
-    def test_it_does_not_wait_for_the_interval_when_the_job_runs_again(self) -> None:
+    def test_last_cut_does_not_wait_for_the_interval_when_the_job_runs_again(self) -> None:
         desk = Desk()
         desk.meet(is_running=False)
         desk.core.conclude(desk.now)
@@ -336,7 +336,7 @@ class TestByWish:
         assert desk.answers() == [(b"w0", Checkpointed(9, 1)), (b"w1", Checkpointed(4, 1))]
 
     @pytest.mark.spec("R146")
-    def test_one_who_asks_again_or_late_is_answered_at_once(self) -> None:
+    def test_repeated_or_late_request_is_answered_at_once(self) -> None:
         desk = Desk(every_s=0.0)
         desk.ask(0)
         desk.take()
@@ -349,7 +349,7 @@ class TestByWish:
         assert desk.letters()[-1] == (W1, Halt(2, {}))
 
     @pytest.mark.spec("R146")
-    def test_one_that_was_begun_before_does_not_do(self) -> None:
+    def test_cut_begun_before_the_request_does_not_answer_it(self) -> None:
         desk = Desk()
         desk.wait(EVERY_S)
         desk.ask(0)
@@ -417,7 +417,7 @@ class TestByWish:
         assert desk.core._counts.values() == {}
 
     @pytest.mark.spec("R244")
-    def test_what_waits_is_granted_by_the_next_by_the_clock(self) -> None:
+    def test_waiting_request_is_granted_by_the_next_cut_by_the_clock(self) -> None:
         desk = Desk(every_s=20.0)
         for number in range(1, 7):
             desk.ask(0, number=number)
@@ -430,7 +430,7 @@ class TestByWish:
         desk.take(7)
         assert desk.answers() == [(b"w0", Checkpointed(9, 7))]
 
-    def test_one_that_wrote_nothing_does_not_count(self) -> None:
+    def test_cut_that_wrote_nothing_does_not_count(self) -> None:
         desk = Desk(every_s=0.0)
         for number in range(1, 9):
             desk.ask(0, number=number)
@@ -486,7 +486,7 @@ class TestByWish:
         desk.take(2)
         assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
 
-    def test_one_who_is_gone_is_not_answered(self) -> None:
+    def test_lost_worker_is_not_answered(self) -> None:
         desk = Desk(every_s=0.0)
         desk.ask(0)
         desk.ask(1)
@@ -555,7 +555,7 @@ class TestReturn:
         assert desk.core.due == desk.now + EVERY_S
 
     @pytest.mark.spec("R140")
-    def test_one_that_cannot_be_read_is_passed_over(self) -> None:
+    def test_unreadable_cut_is_passed_over(self) -> None:
         desk = desk_with_a_cut()
         desk.core.replaced(1, desk.now)
         desk.shelve(1, 2)
@@ -581,7 +581,7 @@ class TestReturn:
         assert not desk.core.replaced(0, desk.now)
 
     @pytest.mark.spec("R142")
-    def test_who_waits_for_a_cut_is_not_answered_as_the_view_tells_him(self) -> None:
+    def test_request_for_a_cut_ends_unanswered_at_a_rollback(self) -> None:
         desk = desk_with_a_cut()
         desk.ask(0)
         desk.core.replaced(1, desk.now)
@@ -642,7 +642,7 @@ class TestRestart:
         assert desk.notes() == ["checkpoint 5 was abandoned: the scheduler was restarted"]
         assert desk.wait(AGAIN_S) == [(S0, Recall(2)), (S1, Recall(2))]
 
-    def test_one_that_was_complete_is(self) -> None:
+    def test_complete_cut_stays_kept_after_a_restart(self) -> None:
         desk = Desk(shelves=False)
         desk.core.resume(4, 4, 0, is_returning=False)
         assert desk.wait(0.0) == [(S0, Recall(0)), (S1, Recall(0))]

@@ -54,7 +54,7 @@ def test_a_newcomer_counts_from_its_first_hello() -> None:
     assert claims.open("x") == 11_000_000, "it is another one"
 
 
-def test_there_are_so_many_at_most() -> None:
+def test_claims_are_bounded() -> None:
     claims = Claims()
     for index in range(SEATS_MAX + 1):
         claims.open(f"x{index}")

@@ -51,13 +51,13 @@ def test_first_all_workers_are_asked_to_halt() -> None:
     assert list(cut_of().letters()) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
 
 
-def test_who_stands_is_not_asked_again() -> None:
+def test_standing_worker_is_not_asked_again() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
     assert list(cut.letters()) == [(W1, Halt(7, {"kv": 5}))]
 
 
 @pytest.mark.spec("R134")
-def test_who_is_behind_goes_on_to_where_the_others_are() -> None:
+def test_worker_that_is_behind_goes_on_to_where_the_others_are() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
     assert list(cut.letters()) == [(W1, Halt(7, {"kv": 6}))]
     hear(cut, (W1, Halted(7, {"kv": 6})))
@@ -65,7 +65,7 @@ def test_who_is_behind_goes_on_to_where_the_others_are() -> None:
 
 
 @pytest.mark.spec("R134")
-def test_one_in_the_middle_of_a_step_takes_the_others_along() -> None:
+def test_worker_in_the_middle_of_a_step_takes_the_others_along() -> None:
     """It may wait for a push of those who stand before it."""
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})), (W1, Halted(7, {"kv": 6}, stands=False)))
     assert list(cut.letters()) == [(W0, Halt(7, {"kv": 6})), (W1, Halt(7, {"kv": 6}))]
@@ -96,7 +96,7 @@ def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> N
 
 
 @pytest.mark.spec("R136")
-def test_it_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> None:
+def test_cut_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> None:
     cut = to_writing(cut_of())
     hear(cut, (S0, kept(1, StoreSum("kv", 2, 5, 5), StoreSum("a", 1, 9, 9))))
     hear(cut, (S1, kept(2, StoreSum("kv", 1, 4, 6))), (W0, Proceeding(7, True)))
@@ -130,7 +130,7 @@ def test_an_image_that_is_on_the_disk_was_taken() -> None:
         (S0, Committed(7, "disk full"), "server 0: disk full", False),
     ],
 )
-def test_what_goes_wrong_anywhere_ends_it(
+def test_any_failure_ends_the_cut(
     node: Node, message: Message, reason: str, by_worker: bool
 ) -> None:
     cut = hear(to_writing(cut_of()), (node, message))

@@ -85,7 +85,7 @@ def test_a_restarted_scheduler_knows_the_keys() -> None:
     assert one.scheduler.job.seats.sessions() == before == trusted(list(effects))
 
 
-def test_what_was_enrolled_along_a_connection_ends_with_it() -> None:
+def test_enrolment_along_a_connection_ends_with_it() -> None:
     one = stage()
     one.hello("w0")
     one.say("w0", Enrol(KEY))
@@ -93,7 +93,7 @@ def test_what_was_enrolled_along_a_connection_ends_with_it() -> None:
     assert sent(one.hello("w0"), Beat)
 
 
-def test_those_who_enrol_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enrolments_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "SEATS_MAX", 2)
     seats = stage().scheduler.job.seats
     for route in ("a", "b", "a", "c"):

@@ -27,7 +27,7 @@ def stage() -> Stage:
 
 
 @pytest.mark.spec("R249")
-def test_it_is_fenced_and_its_rank_is_lost() -> None:
+def test_evicted_worker_is_fenced_and_its_rank_is_lost() -> None:
     one = stage()
     effects = one.say("admin", Evict(Role.WORKER, 0), seq=1)
     assert sent(effects, Done, "admin") == [Done(1)]
@@ -46,7 +46,7 @@ def test_it_is_fenced_and_its_rank_is_lost() -> None:
 
 
 @pytest.mark.spec("R249")
-def test_what_it_says_from_then_on_is_refused() -> None:
+def test_messages_of_an_evicted_worker_are_refused() -> None:
     one = stage()
     one.say("admin", Evict(Role.WORKER, 0), seq=1)
     with pytest.raises(Fenced):
@@ -76,7 +76,7 @@ def test_another_takes_its_rank() -> None:
         (Role.SCHEDULER, 0, "scheduler is not a member"),
     ],
 )
-def test_who_is_not_there_is_not_evicted(role: Role, rank: int, says: str) -> None:
+def test_absent_member_is_not_evicted(role: Role, rank: int, says: str) -> None:
     one = stage()
     one.say("admin", Evict(Role.WORKER, 0), seq=1)
     (error,) = sent(one.say("admin", Evict(role, rank), seq=2), Error)

@@ -50,7 +50,7 @@ def test_each_later_change_makes_a_view() -> None:
     assert numbers == [[2], [3], [4], []]
 
 
-def test_one_view_for_all_who_are_lost_at_once() -> None:
+def test_a_single_view_tells_of_all_workers_lost_at_once() -> None:
     stage = running(4)
     effects = stage.wait(12, beating=["s0", "w0"])
     assert [view.number for view in sent(effects, View, "w0")] == [2]
@@ -81,7 +81,7 @@ def test_of_changes_that_follow_each_other_many_members_are_told_together(
 
 
 @pytest.mark.spec("R27")
-def test_who_says_hello_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newcomer_gets_the_view_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = slowly(monkeypatch)
     stage.leave("w0")
     assert [view.number for view in sent(stage.hello("w1"), View)] == [2]
@@ -155,7 +155,7 @@ def test_the_others_may_go_on_for_long_without_one_whom_nobody_waits_for() -> No
 
 
 @pytest.mark.spec("R210")
-def test_what_is_left_of_the_time_is_told_when_the_others_have_ended() -> None:
+def test_remaining_wait_is_told_when_the_others_have_ended() -> None:
     stage = running(3)
     stage.leave("w1", done=False)
     stage.wait(5, beating=["s0", "w0", "w2"])
@@ -353,12 +353,12 @@ class TestWelcome:
         assert stage.phase == "forming"
         assert stage.scheduler.job.places()[2] == Place(1, 2)
 
-    def test_its_replacement_at_once(self) -> None:
+    def test_replacement_is_welcomed_at_once(self) -> None:
         stage = running(2, 0)
         stage.leave("w1", done=False)
         assert sent(stage.hello("w2", guardian=True), Welcome, "w2")
 
-    def test_one_that_was_lost_and_is_back_gets_it_then(self) -> None:
+    def test_returned_worker_is_welcomed_with_the_others(self) -> None:
         stage = Stage(2, 0)
         stage.hello("w0", guardian=True)
         stage.wait(12)
@@ -496,7 +496,7 @@ def test_the_number_of_taken_seats_is_told_until_all_are() -> None:
     assert counted(silent.hello("s0")) == []
 
 
-def test_it_is_told_whether_all_workers_go_on_without_a_lost_one() -> None:
+def test_launcher_is_told_whether_all_workers_go_on_without_a_lost_worker() -> None:
     def beat(route: str, goes_on: bool) -> list[object]:
         effects = stage.say(route, Beat(0, goes_on=goes_on))
         return [one.value for one in effects if isinstance(one, Finish) and one.ticket == GOES_ON]

@@ -73,7 +73,7 @@ class TestTake:
         assert table.issued == 2
         assert set(table.routes) == {"a", "b"}
 
-    def test_its_own_seat_first_if_no_link_reaches_it(self) -> None:
+    def test_returning_process_takes_its_own_seat_first_if_no_link_reaches_it(self) -> None:
         table = seats()
         table.take("a", hello(1, pid=11), 1.0)
         table.drop("a", 2.0)
@@ -81,7 +81,7 @@ class TestTake:
         assert (seat.node, seat.incarnation, replaces) == (W1, 2, True)
 
     @pytest.mark.spec("R23")
-    def test_its_own_seat_if_the_link_to_it_is_mute(self) -> None:
+    def test_returning_process_takes_its_own_seat_if_the_link_to_it_is_mute(self) -> None:
         """HELLO came along a connection that WELCOME never left by, and that nobody saw break."""
         table = seats()
         table.take("a", hello(1, pid=11), 1.0)
@@ -97,7 +97,7 @@ class TestTake:
         table.check()
 
     @pytest.mark.spec("R20", "R23")
-    def test_who_has_begun_is_not_alone_because_it_is_silent(self) -> None:
+    def test_worker_that_has_begun_keeps_its_seat_while_silent(self) -> None:
         table = seats()
         table.take("a", hello(1, pid=11), 1.0)
         table.by_node[W1].has_begun = True
@@ -142,7 +142,7 @@ class TestDoubt:
         assert self.asked(table)["b"] > number
 
     @pytest.mark.spec("R215")
-    def test_who_is_refused_and_comes_again_is_another_newcomer(self) -> None:
+    def test_refused_newcomer_that_returns_is_a_new_newcomer(self) -> None:
         table = self.both()
         table.doubt("x", NEW, hello(1), 2.0)
         table.by_node[W1].links["b"].proved = self.asked(table)["b"]
@@ -234,7 +234,7 @@ class TestAttach:
         assert list(table.attach("b", envelope(W0, 1), hello(0), 2.0).links) == ["b"]
         table.check()
 
-    def test_one_that_ended_is_not_attached_to(self) -> None:
+    def test_ended_member_is_not_attached_to(self) -> None:
         table = self.guarded()
         table.by_node[W0].leave(Leave(False, 3, True, ""), 2.0)
         with pytest.raises(ConfigError, match=r"exit code 3.; no process can attach"):

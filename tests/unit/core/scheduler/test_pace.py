@@ -12,14 +12,14 @@ def test_the_first_may_go_at_once() -> None:
     assert ViewRateLimiter().free_at < 0.0
 
 
-def test_those_of_few_members_need_not_wait_for_each_other() -> None:
+def test_views_of_few_members_need_not_wait_for_each_other() -> None:
     pace = ViewRateLimiter()
     for _ in range(100):
         pace.spend(10 * 10, 5.0)
     assert pace.free_at <= 5.0
 
 
-def test_those_of_many_go_about_once_a_second() -> None:
+def test_views_of_many_members_leave_about_once_a_second() -> None:
     pace = ViewRateLimiter()
     pace.spend(LARGE, 5.0)
     assert pace.free_at == 5.0 + LARGE / ROWS_PER_S - AHEAD_S

@@ -99,7 +99,7 @@ def test_the_state_that_was_set_longest_ago_is_forgotten() -> None:
     )
 )
 @pytest.mark.spec("R280", "R281")
-def test_it_is_what_a_dictionary_of_states_would_do(
+def test_rendezvous_table_equals_a_dictionary_of_states(
     steps: list[tuple[str, int | None, str]],
 ) -> None:
     table, model, newest = RendezvousTable(), {"x": (0, ()), "y": (0, ())}, 0

@@ -279,7 +279,7 @@ class TestAttach:
         assert stage.states()["worker 1"] == "held"
         assert sent(effects, View, "w0")
 
-    def test_one_that_is_back_is_welcomed_once(self) -> None:
+    def test_returned_member_is_welcomed_once(self) -> None:
         stage = Stage(2, 0)
         stage.hello("w0", guardian=True)
         stage.wait(12)
@@ -490,7 +490,7 @@ class TestResume:
         stage.hello("w5")
         assert sent(self.resume(stage, "w5", None), Resumed) == [Resumed(9, True, {"b": 5})]
 
-    def test_one_who_came_while_the_job_formed_is_the_first(self) -> None:
+    def test_worker_that_replaced_another_while_the_job_formed_is_the_first(self) -> None:
         stage = Stage(2, 0)
         stage.hello("w0", rank=0)
         stage.leave("w0", done=False)
@@ -533,7 +533,7 @@ class TestBarrier:
         ]
 
     @pytest.mark.spec("R127")
-    def test_one_that_asks_again_is_told_who_is_missing(self) -> None:
+    def test_repeated_barrier_is_told_the_missing_ranks(self) -> None:
         stage = running(3)
         assert not sent(stage.barrier("w0", seq=3), Probed)
         (answer,) = sent(stage.barrier("w0", seq=4), Probed)
@@ -543,7 +543,7 @@ class TestBarrier:
         assert not sent(stage.barrier("w2"), Probed)
 
     @pytest.mark.spec("R127")
-    def test_who_hangs_is_told_from_who_waits_and_who_is_silent(self) -> None:
+    def test_hung_waiting_and_silent_ranks_are_told_apart(self) -> None:
         stage = running(5)
         everybody = ["w0", "w1", "w2", "w3", "s0"]
         for route in ("w1", "w2"):
@@ -567,7 +567,7 @@ class TestBarrier:
         stage.hello("w5")
         assert told(stage.barrier("w5"), Released) == ["w0", "w5"]
 
-    def test_one_that_stood_there_and_was_replaced_is_not_answered(self) -> None:
+    def test_replaced_worker_at_a_barrier_is_not_answered(self) -> None:
         stage = running()
         stage.barrier("w1")
         stage.leave("w1", done=False)
@@ -575,7 +575,7 @@ class TestBarrier:
         assert told(stage.barrier("w0"), Released) == ["w0"]
         assert told(stage.barrier("w5"), Released) == ["w5"]
 
-    def test_one_that_was_lost_and_is_back_is_answered(self) -> None:
+    def test_returned_worker_at_a_barrier_is_answered(self) -> None:
         stage = running()
         stage.barrier("w1")
         stage.wait(12, beating=["s0", "w0"])
@@ -636,7 +636,7 @@ def test_nobody_is_lost_for_time_in_which_the_scheduler_stood_still() -> None:
     assert {one.state for one in sent(stage.wait(0.1), View)[-1].members} == {"lost"}
 
 
-def test_it_does_not_stand_still_while_there_is_nothing_to_look_at() -> None:
+def test_scheduler_does_not_stand_still_while_no_member_has_joined() -> None:
     stage = Stage(2, 1)
     assert stage.scheduler.deadline() is None
     stage.wait(1_000)
@@ -693,7 +693,7 @@ def test_a_replacement_that_was_not_told_passes_after_a_restart() -> None:
 
 
 @pytest.mark.spec("R138")
-def test_one_that_was_restored_asks_again_which_cuts_there_are() -> None:
+def test_restored_scheduler_asks_again_for_the_cuts() -> None:
     stage = running(persist=True)
     stage.shelf("s0")
     stage.restart()
@@ -717,7 +717,7 @@ class TestCuts:
         return stage
 
     @pytest.mark.spec("R142")
-    def test_what_was_asked_in_the_epoch_before_is_not_answered(self) -> None:
+    def test_request_of_the_epoch_before_is_not_answered(self) -> None:
         stage = self.returned()
         for message in (Barrier("kv", "b", 0), Checkpoint("kv", "", 1)):
             old = replace(stage.peers["w0"].envelope(seq=3), view=1)
@@ -746,7 +746,7 @@ class TestCuts:
         assert stage.conclude() == [], "the job is over"
 
     @pytest.mark.spec("R413")
-    def test_there_is_none_while_no_worker_has_pushed(self) -> None:
+    def test_last_cut_is_skipped_while_no_worker_has_pushed(self) -> None:
         stage = running(1, 1)
         stage.shelf("s0", keeps=True)
         stage.say("s0", Beat(1, rounds=1))
@@ -787,7 +787,7 @@ class TestCuts:
             ("w0", Restored(1, 1)),
         ],
     )
-    def test_what_only_the_other_role_may_say(self, route: str, message: Message) -> None:
+    def test_message_of_the_other_role_is_refused(self, route: str, message: Message) -> None:
         stage = running()
         stage.shelf("s0")
         (error,) = sent(stage.say(route, message, 5), Error)

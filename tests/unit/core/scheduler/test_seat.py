@@ -78,7 +78,7 @@ def test_leave_moves_the_seat(leave: Leave, state: State, reason: str) -> None:
     seat.check(seat.node, 2)
 
 
-def test_one_that_is_lost_may_still_say_how_it_ended() -> None:
+def test_lost_member_may_still_say_how_it_ended() -> None:
     seat = held()
     seat.lose("silent", 22.0)
     assert seat.leave(Leave(False, 1, True, ""), 23.0)
@@ -87,7 +87,7 @@ def test_one_that_is_lost_may_still_say_how_it_ended() -> None:
     assert not seat.leave(Leave(True, 0, True, ""), 25.0)
 
 
-def test_who_may_take_it() -> None:
+def test_seat_is_free_for_its_holder_and_after_a_loss() -> None:
     seat = Seat(Node(Role.WORKER, 0))
     assert seat.is_free_for(hello())
     seat = held()

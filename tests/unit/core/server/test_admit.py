@@ -60,7 +60,7 @@ def test_another_job() -> None:
         stage().server.admit(b"x", Envelope(bytes(16), 1, WORKER, 0, 10, 1), Probe)
 
 
-def test_what_concerns_an_epoch_that_is_over_is_told_nothing() -> None:
+def test_request_of_an_ended_epoch_gets_no_answer() -> None:
     one = stage()
     one.show(epoch=0, since=50)
     assert not admitted(one, Probe, WORKER, 0, 10)

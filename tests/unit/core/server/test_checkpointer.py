@@ -122,7 +122,7 @@ class TestTakeImage:
         assert done(one, SnapshotWritten(5, 900, SHA256)) == [kept(versions=(1, 1))]
 
     @pytest.mark.spec("R135")
-    def test_what_is_pushed_later_is_not_in_it(self) -> None:
+    def test_image_omits_later_pushes(self) -> None:
         one = stage()
         one.optimizer("sgd", lr=1.0, momentum=0.5)
         for rank in (0, 1):
@@ -142,7 +142,7 @@ class TestTakeImage:
         assert one.span("a").version == 4
 
     @pytest.mark.spec("R138")
-    def test_one_who_asks_again_is_told_how_far_it_is(self) -> None:
+    def test_repeated_order_gets_the_progress_of_the_image(self) -> None:
         one = stage()
         order(one, TakeImage(5))
         assert order(one, TakeImage(5)) == [ImageTaken(5)]
@@ -204,7 +204,7 @@ class TestCommit:
 
     @pytest.mark.spec("R138")
     @pytest.mark.parametrize("error", [FULL, Overload("100 are kept", limit="tagged_checkpoints")])
-    def test_that_fails_is_told(self, error: KvpsError) -> None:
+    def test_failed_commit_is_reported(self, error: KvpsError) -> None:
         one = self.written()
         order(one, self.COMMIT)
         assert done(one, Completed(5, error)) == [Committed(5, str(error))]
@@ -277,7 +277,7 @@ def returned(image: Snapshot | None = None, one: ServerStage | None = None) -> S
 
 class TestRestore:
     @pytest.mark.spec("R141", "R145")
-    def test_it_holds_what_it_held_and_nothing_else(self) -> None:
+    def test_restored_server_holds_the_cut_and_nothing_else(self) -> None:
         one = stage()
         one.init("later", [9.0])
         returned(one=one)
@@ -295,7 +295,7 @@ class TestRestore:
         assert one.values("a") == [-7.0, -6.0]
 
     @pytest.mark.spec("R138")
-    def test_one_who_orders_again_is_told_again(self) -> None:
+    def test_repeated_restore_is_answered_again(self) -> None:
         one = stage()
         order(one, Restore(1, 5))
         assert order(one, Restore(1, 5)) == []
@@ -319,7 +319,7 @@ class TestRestore:
         assert done(one, Loaded(image_of(trained()), first.for_whom)) == [], "it is late"  # type: ignore[union-attr]
         assert done(one, Loaded(image_of(trained()), second.for_whom)) == [Restored(1, 4)]  # type: ignore[union-attr]
 
-    def test_what_has_no_room_here_is_told(self) -> None:
+    def test_restore_without_room_is_reported(self) -> None:
         one = stage(memory_limit=100)
         order(one, Restore(1, 5))
         (read,) = one.orders()
@@ -381,7 +381,7 @@ class TestServing:
         assert self.silent(one)
 
     @pytest.mark.spec("R141")
-    def test_what_was_asked_before_the_epoch_is_not_answered(self) -> None:
+    def test_request_from_before_the_epoch_is_not_answered(self) -> None:
         one = returned()
         assert one.pull(0, "a", seq=50) != [], "the new one is"
         row = torch.ones(2)
@@ -421,7 +421,7 @@ class TestServing:
         assert note == Note("debug", "unexpected Recall from the scheduler")
 
 
-def test_what_is_no_order() -> None:
+def test_message_that_is_no_order_is_a_bug() -> None:
     one = stage()
     checkpointer: Checkpointer = one.server.checkpointer
     with pytest.raises(AssertionError, match="Beat is no order"):

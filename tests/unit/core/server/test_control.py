@@ -65,7 +65,7 @@ def to(said: list[Said], rank: int) -> list[Message]:
 
 
 @pytest.mark.spec("R43", "R44", "R46", "R48")
-def test_who_does_not_create_waits_for_the_value(stage: ServerStage) -> None:
+def test_worker_that_does_not_create_waits_for_the_value(stage: ServerStage) -> None:
     assert stage.say(1, declaring("a", "b"), seq=50) == []
     row = torch.zeros(2)
     assert (
@@ -243,7 +243,7 @@ def test_parts_of_two_lives_of_rank_0_are_never_one_answer(stage: ServerStage) -
 
 
 @pytest.mark.spec("R225")
-def test_who_waits_for_parts_of_a_replaced_key_learns_it(stage: ServerStage) -> None:
+def test_waiter_for_parts_of_a_replaced_key_gets_an_error(stage: ServerStage) -> None:
     stage.init("a", [1.0] * 4)
     stage.init("b", [1.0])
     assert early_pull(stage, 0, 4, 50) == []
@@ -281,7 +281,7 @@ def test_a_replaced_key_is_gone(stage: ServerStage) -> None:
     assert stage.values("a") == [2, 2, 2]
 
 
-def test_who_waits_behind_a_replaced_key_learns_it_in_the_end(stage: ServerStage) -> None:
+def test_waiter_behind_a_replaced_key_gets_an_error_in_the_end(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     stage.init("b", [0.0])
     stage.pull(1, ["a", "b"], least=1, seq=50)
@@ -294,7 +294,7 @@ def test_who_waits_behind_a_replaced_key_learns_it_in_the_end(stage: ServerStage
     assert [(one.seq, one.code) for one in heard(said, Error)] == [(50, 13)]
 
 
-def test_who_was_replaced_meanwhile_is_told_nothing(stage: ServerStage) -> None:
+def test_replaced_worker_is_told_nothing_of_a_replaced_key(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     stage.pull(1, "a", least=1)
     stage.seats[1].incarnation = 99
@@ -303,7 +303,7 @@ def test_who_was_replaced_meanwhile_is_told_nothing(stage: ServerStage) -> None:
     assert to(stage.declare("a", torch.zeros(3), call=1), 1) == []
 
 
-def test_who_asked_twice_is_told_once_that_a_key_was_replaced(stage: ServerStage) -> None:
+def test_repeated_pull_is_told_once_that_a_key_was_replaced(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     for _ in range(2):
         stage.pull(1, "a", least=1, seq=50)
@@ -388,7 +388,7 @@ def test_the_others_wait_for_rank_0_and_must_agree(stage: ServerStage) -> None:
 
 
 @pytest.mark.spec("R64")
-def test_who_disagrees_is_told_and_rank_0_is_not(stage: ServerStage) -> None:
+def test_disagreeing_rank_gets_the_error_and_rank_0_does_not(stage: ServerStage) -> None:
     stage.say(1, optimizing("sgd", create=False, lr=0.25), seq=50)
     said = stage.say(0, optimizing("sgd", lr=0.5), seq=60)
     assert to(said, 0) == [Done(60)]
@@ -693,7 +693,7 @@ BAD: dict[str, tuple[Message, int]] = {
 
 @pytest.mark.spec("R15", "R16", "R54")
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_done_is_refused_and_changes_nothing(what: str, stage: ServerStage) -> None:
+def test_impossible_request_is_refused_and_changes_nothing(what: str, stage: ServerStage) -> None:
     stage.init("a", [1.0, 2.0])
     stage.init("b", [3.0])
     stage.push(0, "a", [1, 1], 0)

@@ -72,7 +72,7 @@ def test_open_says_what_a_lost_close_would_have_said() -> None:
 
 
 @pytest.mark.spec("R418")
-def test_what_was_said_of_a_former_life_changes_nothing() -> None:
+def test_close_of_a_former_life_changes_nothing() -> None:
     one = stage()
     close(one, 0, 1)
     create(one, 0, life=1)

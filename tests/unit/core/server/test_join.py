@@ -50,7 +50,7 @@ def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
     assert joins.last == {1: 1}
 
 
-def test_who_was_last_is_known_of_the_newest_two() -> None:
+def test_last_rank_is_known_of_the_newest_two_joins() -> None:
     joins = JoinTracker()
     for call, last in ((1, 0), (2, 1), (3, 0)):
         joins.join(1 - last, call)
@@ -122,7 +122,7 @@ def test_another_server_waits_for_all_when_it_hears_of_the_end() -> None:
 
 
 @pytest.mark.spec("R102", "R120")
-def test_what_is_not_finite_is_dropped_from_what_a_join_closes_too() -> None:
+def test_nonfinite_pushes_are_dropped_from_rounds_that_a_join_closes() -> None:
     stage = ServerStage(2, servers=2, rank=1)
     stage.open("sync", on_nonfinite="skip")
     for key in ("a", "b", "c"):
@@ -223,7 +223,7 @@ def test_a_server_tells_what_it_heard() -> None:
 
 
 @pytest.mark.spec("R126")
-def test_one_that_resumes_waits_for_nobody_to_set_the_rate() -> None:
+def test_resumed_worker_waits_for_no_rank_to_set_the_rate() -> None:
     stage = staged()
     stage.optimizer("sgd", lr=1.0)
     assert heard(stage.say(1, Rate("kv", 7, False, 0.0, 3, resumed=True)), Done)
@@ -283,7 +283,7 @@ class TestSetter:
         assert answer.pending[0].reason.startswith("rank 1")
         assert len(heard(stage.say(1, Rate("kv", 3, False, 0.2)), Done)) == 2
 
-    def test_what_rank_0_had_set_before_counts(self) -> None:
+    def test_rate_that_rank_0_had_set_before_counts(self) -> None:
         stage = staged(3)
         stage.optimizer("sgd", lr=0.5)
         stage.say(0, Rate("kv", 1, True, 0.4))
@@ -298,7 +298,7 @@ class TestSetter:
         told = refusal(stage.say(2, Rate("kv", 1, False, 0.3)))
         assert "rank 2 set learning rate 0.3, rank 1 set 0.4; rank 1's counts" in told
 
-    def test_what_it_is_refused_all_are_refused(self) -> None:
+    def test_refusal_of_the_setter_refuses_all_ranks(self) -> None:
         stage = staged(3)
         stage.optimizer("sgd", lr=0.5)
         stage.say(0, Join("kv", 1, True))

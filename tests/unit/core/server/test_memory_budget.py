@@ -44,7 +44,7 @@ def test_the_state_of_an_element(
     assert create(resolve(name, options)).state_bytes(dtype) == size
 
 
-def test_what_elements_take() -> None:
+def test_elements_reserve_weights_sums_and_states() -> None:
     adam = create(resolve("adam", {}))
     assert NO.reserve({"float32": 10, "int8": 3}) == Reservation(43, 43)
     assert MemoryTerms(1, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)

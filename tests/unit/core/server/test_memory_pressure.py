@@ -20,7 +20,7 @@ from tests.unit.core.server.test_memory_budget import holding
 GIB = 1 << 30
 
 
-def test_it_begins_at_the_limit_and_ends_below_it() -> None:
+def test_pressure_begins_at_the_limit_and_ends_below_it() -> None:
     pressure = MemoryPressure(80)
     assert (pressure.used_share, pressure.is_high) == (0.0, False)
     assert not pressure.take_in(79, 100)
@@ -43,7 +43,7 @@ def test_the_lines_of_the_log() -> None:
     )
 
 
-def test_what_is_refused_says_how_much_is_in_use_and_what_to_do() -> None:
+def test_refusal_names_the_memory_in_use_and_the_next_step() -> None:
     pressure = MemoryPressure(95)
     pressure.demand_room("key 'w'")
     pressure.take_in(31 * GIB // 2, 16 * GIB)

@@ -67,7 +67,7 @@ def test_nobody_returns_from_a_join_that_he_has_not_made() -> None:
 
 
 @pytest.mark.spec("R244")
-def test_what_waits_of_one_worker_is_bounded() -> None:
+def test_waiting_requests_of_a_worker_are_bounded() -> None:
     one = ServerStage(3, limits=Limits(pending=3))
     one.open()
     one.init("a", [0.0, 0.0])

@@ -63,7 +63,7 @@ def test_another_major_version() -> None:
 
 
 @pytest.mark.spec("R17")
-def test_who_has_not_said_hello_is_not_heard() -> None:
+def test_worker_without_hello_is_refused() -> None:
     one = ServerStage(greeted=False)
     assert "expects HELLO first" in refusal(one.say(0, opening()))
     one.hello(0)
@@ -92,7 +92,7 @@ def test_a_life_that_no_view_has_named_waits_for_one() -> None:
 
 
 @pytest.mark.spec("R241")
-def test_who_waited_is_not_welcomed_to_what_is_about_to_be_dropped() -> None:
+def test_waiting_worker_is_not_welcomed_to_a_session_that_is_about_to_be_dropped() -> None:
     """Its session would be dropped with it, and it would never say HELLO again."""
     one = stage()
     one.hello(1, incarnation=99)
@@ -102,7 +102,7 @@ def test_who_waited_is_not_welcomed_to_what_is_about_to_be_dropped() -> None:
 
 
 @pytest.mark.spec("R22")
-def test_who_waited_may_be_another_by_then() -> None:
+def test_waiting_worker_may_have_been_replaced() -> None:
     one = stage()
     one.hello(1, incarnation=50)
     one.seats[1].incarnation = 99
@@ -200,7 +200,7 @@ def test_a_newer_life_drops_what_the_older_one_had_pending_and_keeps_its_pushes(
     assert len(heard(said, Pulled)) == 1
 
 
-def test_what_rank_0_waits_for_ends_with_its_life() -> None:
+def test_wait_of_a_replaced_worker_ends_with_its_life() -> None:
     one = stage()
     one.say(1, Declare("kv", False, 0, (Entry("later", 1, (2,), 0, 2),)), seq=50)
     one.replace(1)
@@ -236,7 +236,7 @@ def test_an_answer_is_never_answered(job: bytes) -> None:
 
 
 @pytest.mark.spec("R2")
-def test_it_connects_to_every_other_server_and_says_hello() -> None:
+def test_server_connects_to_every_other_server_and_says_hello() -> None:
     one = ServerStage(servers=3, rank=1, greeted=False)
     assert [effect for effect in one.notes if isinstance(effect, Connect)][1:] == [
         Connect("server 0", "tcp://s0:1"),
@@ -272,7 +272,7 @@ def test_before_the_first_view_it_knows_no_other_server() -> None:
 # --- the scheduler ----------------------------------------------------------------------------------
 
 
-def test_it_joins_and_beats() -> None:
+def test_server_joins_and_beats() -> None:
     server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
     connect, hello = server.start(0.0)
     assert connect == Connect("scheduler", "tcp://s:1")
@@ -283,7 +283,7 @@ def test_it_joins_and_beats() -> None:
     assert server.deadline() == 1.0
 
 
-def test_it_beats_every_second_and_tells_norms_by_a_clock_of_its_own() -> None:
+def test_server_beats_every_second_and_sends_norms_by_a_clock_of_its_own() -> None:
     one = stage()
     one.now += 0.25
     assert one.take(one.server.on_timer(one.now)) == []
@@ -467,7 +467,7 @@ def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
         (FoundCuts(error=StorageError("cannot read")), "StorageError: cannot read"),
     ],
 )
-def test_what_cannot_be_read_is_told_and_changes_nothing(
+def test_unreadable_snapshot_is_reported_and_changes_nothing(
     answer: Loaded | FoundCuts, match: str
 ) -> None:
     one = with_shelf()
@@ -479,7 +479,7 @@ def test_what_cannot_be_read_is_told_and_changes_nothing(
     assert one.snapshot() == before
 
 
-def test_one_that_was_replaced_meanwhile_is_not_answered() -> None:
+def test_replaced_worker_is_not_answered_after_a_read() -> None:
     one = with_shelf()
     one.say(0, REVIVE)
     (read,) = one.orders()

@@ -236,7 +236,7 @@ def test_a_replacement_of_rank_0_loads_all_of_its_own_value() -> None:
     assert value(space, "w") == {2.0}
 
 
-def test_one_message_may_load_several_keys() -> None:
+def test_a_single_message_may_load_several_keys() -> None:
     space = make()
     create(space, entry("a", 2), entry("b", 1), entry("c", 3))
     chunk = space._chunks.by_number[1]
@@ -336,7 +336,7 @@ def test_a_value_may_come_in_parts_from_its_beginning_on() -> None:
 
 
 @pytest.mark.spec("R223")
-def test_one_message_may_carry_parts_of_several_keys() -> None:
+def test_a_single_message_may_carry_parts_of_several_keys() -> None:
     space = make()
     create(space, entry("a", 4), entry("b", 6), call=1)
     assert part(space, 0, 7, 2.0) is True, "a is there"

@@ -20,7 +20,7 @@ def recording(now: float = 0.0) -> TracedMember:
 
 
 @pytest.mark.spec("R341")
-def test_it_records_from_the_first_question_until_none_comes_for_long() -> None:
+def test_member_records_from_the_first_question_until_a_long_silence() -> None:
     member = recording(1.0)
     member.spans.append(SPAN)
     member.on_ask(AskClock(7, 200), 2.0, 300)
@@ -56,7 +56,7 @@ def test_spans_leave_in_messages_of_bounded_size() -> None:
 
 
 @pytest.mark.spec("R343")
-def test_what_is_too_much_is_counted_as_lost() -> None:
+def test_surplus_spans_are_counted_as_lost() -> None:
     member = recording()
     member.spans += [SPAN] * (WAITING_MAX + 5)
     member.bound()

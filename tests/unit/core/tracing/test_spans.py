@@ -27,7 +27,7 @@ def test_numbers_that_are_too_large_are_cut() -> None:
     assert (span.rank, span.took, span.chunk, span.octets) == (2**32 - 1, 0, 2**32 - 1, 2**32 - 1)
 
 
-def test_what_is_no_span_is_refused() -> None:
+def test_malformed_span_is_refused() -> None:
     with pytest.raises(ProtocolError, match="47 octets are no spans of 48"):
         list(unpack(bytes(47)))
     with pytest.raises(ProtocolError, match="no kind of span has number 99"):

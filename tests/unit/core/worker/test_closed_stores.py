@@ -87,7 +87,7 @@ def test_a_replacement_learns_in_which_life_the_store_is() -> None:
     assert one.sent(Close)[-1] == Close((StoreLife("kv", 2),))
 
 
-def test_it_is_closed_when_the_calls_of_the_user_are_over() -> None:
+def test_store_is_closed_when_the_calls_of_the_user_are_over() -> None:
     one = bench()
     ticket = one.call(pull({"w": torch.zeros(4)}))
     close(one)
@@ -100,7 +100,7 @@ def test_it_is_closed_when_the_calls_of_the_user_are_over() -> None:
     assert "kv" not in one.core.stores
 
 
-def test_it_is_closed_by_the_answer_that_ends_the_last_call() -> None:
+def test_store_is_closed_by_the_answer_that_ends_the_last_call() -> None:
     one = bench()
     seqs = len(one.seqs(Push, 0)), len(one.seqs(Push, 1))
     ticket = one.call(push({"w": torch.ones(4)}))
@@ -113,7 +113,7 @@ def test_it_is_closed_by_the_answer_that_ends_the_last_call() -> None:
     assert one.sent(Close)
 
 
-def test_what_is_under_way_ends_when_the_store_is_created_again() -> None:
+def test_calls_under_way_end_when_the_store_is_created_again() -> None:
     one = bench()
     ticket = one.call(pull({"w": torch.zeros(4)}))
     late = one.call(calls.StandAtBarrier("kv", "b"), timeout_s=1.0)

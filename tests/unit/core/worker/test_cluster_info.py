@@ -17,7 +17,7 @@ from tests.support.worker_harness import Bench, member
 ROOT = Path(kvps.__file__).parent
 
 
-def test_it_is_that_of_the_newest_view() -> None:
+def test_info_is_that_of_the_newest_view() -> None:
     bench = Bench(workers=3, servers=2, rank=1, join=False)
     before = bench.core.info
     assert (before.rank, before.workers, before.servers, before.members) == (0, 0, 0, ())
@@ -40,7 +40,7 @@ def test_the_incarnation_is_that_of_the_newest_view() -> None:
     assert bench.core.info.incarnation(7) == 0
 
 
-def test_it_cannot_be_changed() -> None:
+def test_info_cannot_be_changed() -> None:
     bench = Bench()
     with pytest.raises(FrozenInstanceError):
         bench.core.info.rank = 2  # type: ignore[misc]

@@ -107,7 +107,7 @@ def both(workers: list[Worker], gradients: list[torch.Tensor]) -> tuple[torch.Te
 
 @pytest.mark.spec("R152")
 @pytest.mark.parametrize("name", CODECS)
-def test_what_was_written_counts_as_if_it_had_come_as_it_is(name: str) -> None:
+def test_compressed_push_counts_as_the_values_it_decodes_to(name: str) -> None:
     code = CodecSpec(CODECS[name], 0.1)
     one = stage()
     workers = [Worker(one, rank, code) for rank in range(2)]
@@ -119,13 +119,13 @@ def test_what_was_written_counts_as_if_it_had_come_as_it_is(name: str) -> None:
             assert torch.equal(worker.copy, total)
 
 
-def test_one_may_compress_and_the_other_not() -> None:
+def test_a_worker_may_compress_and_another_not() -> None:
     one = stage()
     total, _ = both([Worker(one, 0), Worker(one, 1, None)], [random(1), random(2)])
     assert torch.equal(torch.tensor(one.values("w")), total)
 
 
-def test_what_comes_again_is_not_applied_again() -> None:
+def test_repeated_push_is_not_applied_again() -> None:
     one = stage(workers=1)
     worker = Worker(one, 0)
     payload = encode(TWO, worker.rest, random(1))
@@ -254,7 +254,7 @@ def test_a_sum_comes_back_as_it_was_written(code: CodecSpec) -> None:
         assert torch.equal(torch.tensor(one.values("w")), expected)
 
 
-def test_who_pulls_as_it_is_gets_the_same() -> None:
+def test_uncompressed_pull_gets_the_same_values() -> None:
     one = stage()
     workers = [Worker(one, rank, TWO, TWO) for rank in range(2)]
     both(workers, [random(1), random(2)])
@@ -284,7 +284,7 @@ def test_steps_of_weights_are_multiples_of_the_learning_rate() -> None:
 
 
 @pytest.mark.spec("R157")
-def test_who_has_missed_some_versions_gets_the_steps_since() -> None:
+def test_pull_after_missed_versions_gets_the_steps_since() -> None:
     one = stage("async", workers=2)
     one.optimizer("sgd", lr=0.1)
     busy, lazy = (Worker(one, rank, TWO, TWO) for rank in range(2))
@@ -422,7 +422,7 @@ def test_a_key_that_is_replaced_takes_its_rests_along() -> None:
     assert not old.back.owes(0, COUNT)  # type: ignore[union-attr]
 
 
-def test_what_sums_lack_is_nothing_that_weights_should_have() -> None:
+def test_residual_of_sums_does_not_enter_the_weights() -> None:
     one = stage(workers=1)
     worker = Worker(one, 0, TWO, TWO)
     worker.take(worker.push(random(1))[1])

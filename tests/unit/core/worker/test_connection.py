@@ -166,7 +166,7 @@ LAST = [(0, "a2"), (1, "b2")]
 
 
 @pytest.mark.parametrize(("sharers", "first"), [(1, "abc"), (2, "ab")])
-def test_there_is_room_for_some_requests_however_large(sharers: int, first: str) -> None:
+def test_some_requests_have_room_however_large(sharers: int, first: str) -> None:
     one = ready()
     one._uplink.sharers = sharers
     queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abcd"])
@@ -210,7 +210,7 @@ class TestWindow:
         uplink.sharers = 1
         assert len(sent(uplink)) == 3
 
-    def test_what_the_peer_has_missed_leaves_it(self) -> None:
+    def test_missed_request_leaves_the_window(self) -> None:
         """The peer may not take it in before one that waits for room."""
         one = ready()
         first, *_ = queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abc"])
@@ -330,7 +330,7 @@ class TestProbes:
 
 
 class TestDrop:
-    def test_what_was_not_sent_is_not(self) -> None:
+    def test_dropped_request_is_not_sent(self) -> None:
         one = ready()
         requests = queued(one, request("a", 1), request("b", 1), request("c"), request("d", 1))
         requests[0].drop()
@@ -343,7 +343,7 @@ class TestDrop:
         requests[0].drop()
         assert names(one) == ["b"]
 
-    def test_what_was_sent_is_not_asked_after(self) -> None:
+    def test_dropped_request_is_not_probed(self) -> None:
         one = ready()
         (sent,) = queued(one, request("a"))
         names(one)
@@ -351,11 +351,11 @@ class TestDrop:
         assert one.probe_at() is None
         assert one.answer(1) is None
 
-    def test_what_changes_values_must_arrive(self) -> None:
+    def test_push_cannot_be_dropped(self) -> None:
         with pytest.raises(AssertionError, match="must arrive"):
             request(payload_bytes=1).drop()
 
-    def test_what_is_not_on_its_way_is_only_not_wanted(self) -> None:
+    def test_dropped_request_that_was_not_sent_is_only_marked(self) -> None:
         """A neighbour, or this worker, collects more of its kind."""
         one = request()
         one.drop()
@@ -379,7 +379,7 @@ class TestAbandon:
         assert one.bytes_away == 0
         assert one.head() is None
 
-    def test_what_is_asked_after_that_has_a_number_of_its_own(self) -> None:
+    def test_request_after_an_abandoned_connection_has_a_new_number(self) -> None:
         """The peer may live, and answer by the old numbers."""
         one = ready()
         queued(one, request("a", lane=1), request("b", lane=1))
@@ -394,7 +394,7 @@ class TestAbandon:
 
 class TestMiss:
     @pytest.mark.spec("R39")
-    def test_what_has_to_go_again_leaves_the_window(self) -> None:
+    def test_request_to_be_repeated_leaves_the_window(self) -> None:
         """The peer may want another one before it."""
         one = ready()
         (lost, _) = queued(
@@ -449,7 +449,7 @@ def test_the_time_in_which_payload_is_away() -> None:
     assert one.sending_s(40.0) == 3.0, "nobody knows whether it arrived"
 
 
-def test_what_a_server_reads_where_it_lies_is_not_under_way() -> None:
+def test_payload_that_a_server_reads_in_place_is_not_under_way() -> None:
     one = Connection("server 0", memory=Lending())
     one.ready = True
     queued(one, request("a", payload_bytes=8))

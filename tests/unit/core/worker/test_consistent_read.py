@@ -141,7 +141,7 @@ def test_keys_may_stand_at_different_versions() -> None:
     assert [key.applied for key in plan.keys] == [1, 5]
 
 
-def test_what_is_not_wanted_any_more_is_not_written() -> None:
+def test_unwanted_answer_is_not_written() -> None:
     steps, sinks = reading(new_store(), "a")
     step = next(steps)
     assert isinstance(step, list)
@@ -367,7 +367,7 @@ class TestViews:
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
 
-    def test_what_was_read_again_counts(self) -> None:
+    def test_values_of_the_last_read_count(self) -> None:
         one = new_store()
         steps, sink = self.read(one, "a", "big", "b")
         step = next(steps)
@@ -392,9 +392,7 @@ class TestViews:
         assert a.tolist() == [1, 1]
 
     @pytest.mark.parametrize("wanted", [(False, False), (True, False), (False, True)])
-    def test_there_are_none_if_nobody_waited_for_some_of_the_values(
-        self, wanted: tuple[bool, bool]
-    ) -> None:
+    def test_views_need_every_answer_to_be_wanted(self, wanted: tuple[bool, bool]) -> None:
         one = new_store()
         for names in (("big",), ("a", "big")):
             steps, sink = self.read(one, *names)

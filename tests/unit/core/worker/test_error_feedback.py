@@ -158,7 +158,7 @@ def test_the_seed_of_randomk_follows_the_number_of_the_push() -> None:
 
 @pytest.mark.spec("R154")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_goes_as_it_is_and_leaves_the_rest(bad: float) -> None:
+def test_nonfinite_gradient_goes_uncompressed_and_leaves_the_residual(bad: float) -> None:
     one = bench(ALL)
     push(one, "a", seed=1)
     _, (octets,), seq = last(one, Push)
@@ -177,7 +177,7 @@ def test_what_is_not_finite_goes_as_it_is_and_leaves_the_rest(bad: float) -> Non
 
 
 @pytest.mark.spec("R155")
-def test_what_is_compressed_is_not_bundled() -> None:
+def test_compressed_push_is_not_merged() -> None:
     one = Bench(servers=1, machines=[2, 2])  # the server is on machine 1
     one.open(bundles=True)
     one.init({"a": torch.zeros(20), "b": torch.zeros(30)})
@@ -228,7 +228,7 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
     assert message.code == TWO
 
 
-def test_what_was_not_written_when_the_servers_returned_is_void() -> None:
+def test_unencoded_push_is_void_when_the_servers_returned() -> None:
     one = bench(ALL, ready=False)
     one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), None, 0, False))
     feedback = one.core.stores["kv"].feedback
@@ -462,7 +462,7 @@ def test_steps_of_other_pieces() -> None:
         one.server(0, message, torch.zeros(20))
 
 
-def test_what_nobody_waits_for_is_not_read() -> None:
+def test_answer_without_a_waiter_is_not_read() -> None:
     one = bench(BOTH_WAYS)
     sink = torch.zeros(20)
     ticket = one.call(calls.PushValues("kv", ("a",), (random(1),), (sink,), 0, False), 5.0)

@@ -48,7 +48,7 @@ def test_a_replacement_is_remembered() -> None:
 
 class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
-    def test_that_is_lost_ends_all_stores(self, state: str) -> None:
+    def test_lost_server_ends_all_stores(self, state: str) -> None:
         losses = learn(FailurePolicy(), member(S0), lost(S1, state=state))
         for one in (new_store(), new_store(mode="async"), None):
             error = losses.error(one, 100.0)
@@ -58,12 +58,12 @@ class TestServer:
             "complete. Start the job again from saved weights; with --checkpoint-dir, a job survives the loss of a server"
         )
 
-    def test_that_was_replaced_is_empty(self) -> None:
+    def test_replaced_server_is_empty(self) -> None:
         losses = learn(FailurePolicy(), member(S0, incarnation=99), member(S1))
         error = losses.error(None, 100.0)
         assert "server 0 (host-server-0 tcp://s0:1) has replaced" in str(error)
 
-    def test_that_comes_back_is_no_loss(self) -> None:
+    def test_returned_server_is_no_loss(self) -> None:
         losses = learn(FailurePolicy(), lost(S0), lost(S1))
         assert "server 0" in str(losses.error(new_store(), 100.0))
         assert learn(losses, member(S0), member(S1)).error(new_store(), 101.0) is None

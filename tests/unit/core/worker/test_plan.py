@@ -101,7 +101,7 @@ def test_neighbours_with_one_condition_are_one_ask(
     assert share.asks(alike(after), alike(least)) == asks
 
 
-def test_one_whole_key_is_copied_as_it_is() -> None:
+def test_single_whole_key_is_copied_as_it_is() -> None:
     (share,) = make([key("a", PieceLocation(0, 1, 0, 4, 0), dtype="int8")]).shares
     row = torch.arange(4, dtype=torch.int8)
     gathered = share.gather([row], PRIVATE, "server 0")[0]
@@ -112,7 +112,7 @@ def test_one_whole_key_is_copied_as_it_is() -> None:
 
 
 @given(st.data())
-def test_what_is_gathered_and_scattered_is_every_element_once(data: st.DataObject) -> None:
+def test_gather_and_scatter_move_every_element_once(data: st.DataObject) -> None:
     """However keys are cut over servers and chunks."""
     keys, place = [], [0, 0, 0]
     for name in range(data.draw(st.integers(1, 6))):
@@ -154,7 +154,7 @@ def test_rows_keep_their_shapes(dtype: str) -> None:
     assert all(torch.equal(row, one) for row, one in zip(rows, back, strict=True))
 
 
-def test_one_number_stands_for_all_keys() -> None:
+def test_a_single_number_stands_for_all_keys() -> None:
     assert alike([3, 3, 3]) == 3
     assert alike([3, 4, 3]) == [3, 4, 3]
     assert alike([]) == 0
@@ -180,7 +180,7 @@ def places(pieces: tuple[torch.Tensor, ...]) -> list[tuple[int, int]]:
     return [(one.data_ptr(), len(one)) for one in pieces]
 
 
-def test_what_is_side_by_side_as_on_the_server_is_lent_as_it_is() -> None:
+def test_values_side_by_side_as_on_the_server_are_lent_in_place() -> None:
     plan = make([key("a", PieceLocation(0, 1, 0, 4, 0)), key("b", PieceLocation(0, 1, 4, 6, 0))])
     memory, (a, b) = lending(4, 6)
     assert places(plan.shares[0].gather([a, b], memory, "server 0")) == [(a.data_ptr(), 10)]
@@ -237,7 +237,7 @@ def test_parts_of_a_key_are_lent_each_to_its_server() -> None:
     ]
 
 
-def test_what_the_server_cannot_read_is_copied() -> None:
+def test_values_that_the_server_cannot_read_are_copied() -> None:
     (share,) = neighbours().shares
     memory, (a, b, c) = lending(4, 6, 3)
     own = torch.full((6,), 9.0)
@@ -250,7 +250,7 @@ def test_what_the_server_cannot_read_is_copied() -> None:
 
 
 @pytest.mark.parametrize(("count", "is_lent"), [(PIECES_MAX, True), (PIECES_MAX + 1, False)])
-def test_what_lies_in_too_many_places_is_copied(count: int, is_lent: bool) -> None:
+def test_values_in_too_many_places_are_copied(count: int, is_lent: bool) -> None:
     plan = make([key(f"k{index}", PieceLocation(0, 1, index, 1, 0)) for index in range(count)])
     memory, rows = lending(*[2] * count)
     pieces = plan.shares[0].gather([row[:1] for row in rows], memory, "server 0")

@@ -100,7 +100,7 @@ def test_every_worker_begins_with_another_server() -> None:
 
 
 @pytest.mark.parametrize("bad", ["1", 1.0, True, [1], [1, 2.0], None])
-def test_what_is_no_priority(bad: object) -> None:
+def test_invalid_priority_is_refused(bad: object) -> None:
     kv = kvps.create("local")
     kv.init(["a", "b"], [torch.zeros(2), torch.zeros(2)])
     with pytest.raises(ConfigError, match="priorit"):

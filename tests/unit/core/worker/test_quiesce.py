@@ -92,7 +92,7 @@ def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
 
 
 @pytest.mark.spec("R131")
-def test_one_that_has_joined_stands_however_far_the_others_go() -> None:
+def test_joined_worker_stands_however_far_the_others_go() -> None:
     known = stores_of(a=4, b=3)
     known["kv"].is_away = True
     one = halted(known, kv=9)
@@ -106,7 +106,7 @@ def test_keys_of_other_paces_do_not_matter() -> None:
 
 
 @pytest.mark.spec("R132")
-def test_it_goes_on_to_where_another_is() -> None:
+def test_halted_worker_goes_on_to_where_another_is() -> None:
     known = stores_of(a=3)
     one = halted(known)
     one.hold(7, push({"a": ROW}), 200.0)
@@ -143,7 +143,7 @@ def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
 
 
 @pytest.mark.spec("R130")
-def test_what_rank_0_changes_otherwise_is_held_too() -> None:
+def test_other_changes_of_rank_0_are_held_too() -> None:
     for known, is_held in (
         (stores_of(0, a=3), True),
         (stores_of(1, a=3), False),
@@ -173,7 +173,7 @@ def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_whoever_makes_a_table_is_held(rank: int) -> None:
+def test_creation_of_a_table_is_held(rank: int) -> None:
     recipe = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)
     known = stores_of(rank, a=3)
     one = halted(known)
@@ -231,7 +231,7 @@ class TestProceed:
         assert not holds(one, known, "a")
 
     @pytest.mark.spec("R133")
-    def test_who_went_on_by_himself_did_not(self) -> None:
+    def test_worker_that_broke_off_did_not_stand(self) -> None:
         one = halted(stores_of(a=3))
         one.hold(7, push({"a": ROW}), 200.0)
         assert [each.ticket for each in one.break_off()] == [7]

@@ -177,7 +177,7 @@ def test_all_calls_under_way_are_told_of_one_change() -> None:
     assert one.finish(one.call(push({"w": ONES}))) is None
 
 
-def test_who_waits_at_a_barrier_is_not_released_by_the_past() -> None:
+def test_barrier_is_not_released_by_an_answer_of_the_past() -> None:
     one = trained()
     ticket = one.call(calls.StandAtBarrier("kv", None))
     begin(one)
@@ -282,7 +282,7 @@ def test_a_seat_that_is_empty_still_is_connected_to_when_it_is_taken() -> None:
     ]
 
 
-def test_who_waits_loses_patience_and_the_store_finds_its_way_all_the_same() -> None:
+def test_call_times_out_and_the_store_resyncs_all_the_same() -> None:
     one = trained()
     begin(one, phase="returning")
     ticket = one.call(push({"w": ONES}), timeout_s=5.0)
@@ -323,7 +323,7 @@ class TestLost:
         assert "Checkpoint 7 is complete, and no replacement came in time" in str(error)
 
     @pytest.mark.spec("R149")
-    def test_it_comes_back_in_time(self) -> None:
+    def test_lost_server_returns_in_time(self) -> None:
         one = trained(worker_grace_s=20.0)
         ticket = one.call(push({"w": ONES}))
         one.view(member(S0, "lost"), cut=7)

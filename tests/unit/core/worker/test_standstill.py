@@ -50,7 +50,7 @@ def still(one: Bench, *tickets: int) -> int:
 
 
 @pytest.mark.spec("R435")
-def test_it_has_a_number_that_changes_with_each_call() -> None:
+def test_standstill_has_a_number_that_changes_with_each_call() -> None:
     one, ticket = standing()
     assert beats(one, ticket) == 0, "nobody has said that the request waits"
     assert still(one, ticket) == 1
@@ -126,7 +126,7 @@ def test_nor_are_pushes_under_way() -> None:
 
 
 @pytest.mark.spec("R437")
-def test_it_ends_with_mismatch() -> None:
+def test_standstill_ends_with_mismatch() -> None:
     one, ticket = standing()
     number = still(one, ticket)
     one.scheduler(Beat(2, "of another standstill", standstill=number + 1))

@@ -32,7 +32,9 @@ def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
         ("async", "shrink", False, False),
     ],
 )
-def test_what_the_options_mean(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:
+def test_options_set_order_and_waiting(
+    mode: str, on_worker_lost: str, ordered: bool, waits: bool
+) -> None:
     one = new_store(mode=mode, on_worker_lost=on_worker_lost)
     assert (one.ordered, one.waits_for_lost) == (ordered, waits)
 
@@ -73,7 +75,7 @@ def test_plans_do_not_grow_without_end() -> None:
     assert len(one._plans) <= 4 * 10 + 16
 
 
-def test_what_was_counted_of_a_key_stays_unless_it_is_another() -> None:
+def test_counts_of_a_key_stay_unless_its_spec_changes() -> None:
     one = new_store()
     place(one, "a")
     key = one.key("a")
@@ -95,7 +97,7 @@ def test_large_keys_are_cut() -> None:
     assert [part.server for part in new_store().parts("w", spec(32))] == [0, 1]
 
 
-def test_what_is_known_of_versions() -> None:
+def test_versions_are_rounds_or_those_that_servers_told() -> None:
     """Where push numbers are rounds, what is applied is the version; else the servers have told it."""
     one, free = new_store(), new_store(mode="async")
     for each in (one, free):
@@ -105,7 +107,7 @@ def test_what_is_known_of_versions() -> None:
     assert free.versions() == {"a": 7}
 
 
-def test_what_was_counted_is_forgotten() -> None:
+def test_forget_drops_all_counts() -> None:
     one = new_store()
     place(one, "a")
     plan = one.plan(("a",))

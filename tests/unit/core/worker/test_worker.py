@@ -450,7 +450,7 @@ class TestCallsOfAllRanks:
             one.server(0, Done(seq))
 
     @pytest.mark.parametrize(("call", "cls"), CALLS)
-    def test_it_is_waited_for_again(
+    def test_repeated_call_waits_again(
         self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
     ) -> None:
         one = small()
@@ -513,7 +513,7 @@ class TestCallsOfAllRanks:
         assert one.is_done(one.call(calls.StandAtBarrier("kv", "y")))
         assert one.is_done(one.call(calls.StandAtBarrier("kv", "x")))
 
-    def test_what_came_too_late_is_not_kept_for_ever(self) -> None:
+    def test_late_answers_are_not_kept_for_ever(self) -> None:
         one = small()
         for number in range(LATE_MAX + 5):
             one.call(calls.StandAtBarrier("kv", str(number)), 1.0)
@@ -530,7 +530,7 @@ class TestCallsOfAllRanks:
 
 class TestProbes:
     @pytest.mark.spec("R39", "R41")
-    def test_what_is_missing_is_sent_again_with_the_same_bytes(self) -> None:
+    def test_missing_push_is_sent_again_with_the_same_bytes(self) -> None:
         one = small()
         values = torch.ones(4)
         one.call(push({"w": values}, eager=False))
@@ -704,7 +704,7 @@ class TestHalting:
         assert one.sent(Halted) == one.sent(Proceeding) == []
 
     @pytest.mark.spec("R131")
-    def test_it_stands_when_all_that_it_pushed_is_in(self) -> None:
+    def test_worker_stands_when_all_its_pushes_are_acknowledged(self) -> None:
         one = two_keys()
         step(one, "b")
         one.call(push({"a": torch.ones(4)}))
@@ -716,7 +716,7 @@ class TestHalting:
         assert one.sent(Halted)[2:] == [Halted(3, {"kv": 1}, True)]
 
     @pytest.mark.spec("R91", "R131")
-    def test_it_asks_whether_that_is_so(self) -> None:
+    def test_worker_probes_whether_its_pushes_are_in(self) -> None:
         """Values of an ssp store may wait for the push of one that stands already."""
         one = two_keys(mode="ssp", staleness=1)
         ticket = one.call(push({"a": torch.ones(4)}, sinks=(torch.zeros(4),)))
@@ -729,7 +729,7 @@ class TestHalting:
         assert one.finish(ticket) is None
 
     @pytest.mark.spec("R131", "R132", "R134")
-    def test_what_another_waits_for_in_its_step_is_pushed(self) -> None:
+    def test_push_that_another_worker_waits_for_is_sent(self) -> None:
         """It has pushed ``a`` and waits for ours, before it pushes ``b``."""
         one = two_keys()
         one.scheduler(Halt(3, {}))
@@ -745,14 +745,14 @@ class TestHalting:
         assert one.sent(Halted)[-1] == Halted(3, {"kv": 1}, True)
         assert one.finish(behind) is None
 
-    def test_one_in_the_middle_of_a_step_stands_at_its_end(self) -> None:
+    def test_worker_in_the_middle_of_a_step_stands_at_its_end(self) -> None:
         one = two_keys()
         step(one, "a")
         one.scheduler(Halt(3, {}))
         step(one, "b")
         assert one.sent(Halted) == [Halted(3, {"kv": 1}, False), Halted(3, {"kv": 1}, True)]
 
-    def test_what_rank_0_creates_is_done_before(self) -> None:
+    def test_creation_by_rank_0_ends_before_it_stands(self) -> None:
         one = small()
         ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
         one.scheduler(Halt(3, {}))
@@ -771,7 +771,7 @@ class TestHalting:
         assert [said.stands for said in one.sent(Halted)] == [False]
 
     @pytest.mark.spec("R131")
-    def test_one_that_waits_for_a_checkpoint_stands(self) -> None:
+    def test_worker_that_waits_for_a_checkpoint_stands(self) -> None:
         """Also where a key came late, and is one push behind at the end of every step."""
         one = two_keys()
         step(one, "a")
@@ -799,7 +799,7 @@ class TestHalting:
         assert one.sent(Proceeding)[1:] == [Proceeding(3, False)]
 
     @pytest.mark.spec("R133")
-    def test_it_stands_no_more_in_a_store_that_it_opens(self) -> None:
+    def test_worker_stands_no_more_after_it_opens_a_store(self) -> None:
         """Another rank may have pushed to it, and wait in its step: the servers could take no image."""
         one = Bench()
         one.scheduler(Halt(3, {}))
@@ -949,7 +949,7 @@ class TestScheduler:
         assert "is not done: number 0 of 'epoch' waits for rank 1. It" in str(one.error(ticket))
 
     @pytest.mark.spec("R127")
-    def test_one_without_a_number_is_named_by_its_place(self) -> None:
+    def test_barrier_without_a_number_is_named_by_its_place(self) -> None:
         one = small()
         one.core.stores["kv"].is_resumed = True
         ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 1.0)
@@ -986,7 +986,7 @@ class TestScheduler:
         one.wait(11.9)
         assert one.sends(Hello) == []
 
-    def test_its_silence_does_not_end_a_pull(self) -> None:
+    def test_silence_of_the_scheduler_does_not_end_a_pull(self) -> None:
         one = small()
         ticket = one.call(pull({"w": torch.zeros(4)}))
         one.wait(100.0)
@@ -1040,7 +1040,7 @@ def test_progress_is_what_the_user_asks_for() -> None:
 
 
 @pytest.mark.spec("R29")
-def test_one_that_waits_or_computes_for_long_beats_on_and_says_which_it_does() -> None:
+def test_waiting_or_computing_worker_beats_on_and_says_which() -> None:
     one = small()
     one.effects.clear()
     ticket = one.call(push({"w": torch.ones(4)}), timeout_s=600.0)

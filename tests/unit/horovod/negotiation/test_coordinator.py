@@ -74,7 +74,7 @@ def test_a_name_may_be_used_again() -> None:
     assert names(job.say(r0=[sum_of("a")])) == ["a"]
 
 
-def test_what_is_missing_names_the_ranks() -> None:
+def test_missing_operation_names_the_ranks() -> None:
     job = Job(3)
     job.say(r1=[sum_of("a")])
     assert job.coordinator.missing() == [(sum_of("a"), (0, 2))]
@@ -168,7 +168,7 @@ def test_the_last_rank_that_joins_is_told_and_joins_begin_anew() -> None:
     assert names(job.say(r2=[sum_of("a")])) == ["a"]
 
 
-def test_what_a_rank_requested_before_it_joined_runs_with_its_values() -> None:
+def test_request_made_before_a_join_runs_with_its_values() -> None:
     job = Job(2)
     (run, last) = job.say(r0=Turn((sum_of("a"),), has_joined=True), r1=JOINED)
     assert isinstance(run, Execute)

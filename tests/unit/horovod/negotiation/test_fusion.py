@@ -53,7 +53,7 @@ def test_broadcasts_of_one_root_share_a_bucket() -> None:
     assert names(runs, 99) == [["a", "c"], ["b"]]
 
 
-def test_what_is_no_sum_travels_alone() -> None:
+def test_operations_other_than_sums_travel_alone() -> None:
     alone = [run("a", op="max"), run("b", op="max"), run("c", ALLGATHER), run("d", ALLGATHER)]
     mixed = run("e", dtypes=("int8", "float32"))
     assert names([(one, 4) for one in (*alone, mixed, mixed)], 99) == [[x] for x in "abcdee"]

@@ -81,7 +81,7 @@ def test_a_release_of_what_was_never_given() -> None:
     assert not later.is_held
 
 
-def test_what_is_lent_lives_as_long_as_the_lease() -> None:
+def test_lent_payload_lives_as_long_as_the_lease() -> None:
     ended: list[int] = []
 
     class Payload:
@@ -120,14 +120,14 @@ def test_nothing_to_say_while_nothing_was_given_back() -> None:
 
 
 @pytest.mark.spec("R86")
-def test_what_never_came_is_given_back_too() -> None:
+def test_loans_that_never_arrived_are_given_back_too() -> None:
     taken = Borrowed()
     take(taken, 5)
     assert taken.release() == Release(6, ())
 
 
 @pytest.mark.spec("R87")
-def test_what_comes_after_it_was_given_back_is_refused() -> None:
+def test_loan_that_arrives_after_its_release_is_refused() -> None:
     taken = Borrowed()
     held = take(taken, 1, 4)
     del held[0]
@@ -146,7 +146,7 @@ def test_a_lease_is_taken_once() -> None:
     assert taken.take(1) is None, "it was given back, though nobody was told yet"
 
 
-def test_they_may_come_in_any_order() -> None:
+def test_loans_may_arrive_in_any_order() -> None:
     taken = Borrowed()
     held = take(taken, 3, 1)
     assert len(held) == 2
@@ -155,7 +155,7 @@ def test_they_may_come_in_any_order() -> None:
     assert taken.release() == Release(4, (2,))
 
 
-def test_one_release_names_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_names_a_bounded_number_of_loans(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes beyond that is told when there is room for it."""
     monkeypatch.setattr(leases, "NAMED_MAX", 2)
     taken = Borrowed()

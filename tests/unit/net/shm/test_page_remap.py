@@ -91,7 +91,7 @@ def test_the_same_arrangement_is_mapped_once(lent: list[Lent]) -> None:
     assert mapped() == before + 2
 
 
-def test_what_is_kept_alive_lives_as_long_as_a_view(lent: list[Lent]) -> None:
+def test_lease_lives_as_long_as_a_view(lent: list[Lent]) -> None:
     class Lease:
         ended = False
 
@@ -111,7 +111,7 @@ def test_what_is_kept_alive_lives_as_long_as_a_view(lent: list[Lent]) -> None:
     assert Lease.ended
 
 
-def test_what_cannot_be_mapped_side_by_side_is_not(lent: list[Lent]) -> None:
+def test_unmappable_ranges_are_not_mapped_side_by_side(lent: list[Lent]) -> None:
     first, second = lent
     one = stitches(lent)
     address, size_bytes = first.put(1, 2)

@@ -60,7 +60,7 @@ def test_blocks_are_whole_pages_and_never_the_first(segment: Segment) -> None:
     assert starts == [PAGE_BYTES * page for page in (1, 2, 3, 5)]
 
 
-def test_what_is_given_back_is_taken_again(segment: Segment) -> None:
+def test_released_block_is_taken_again(segment: Segment) -> None:
     first = start_of(segment, take(segment, PAGE_BYTES))
     held = take(segment, PAGE_BYTES)
     assert start_of(segment, held) == first
@@ -314,7 +314,9 @@ def test_a_mapping_can_only_be_read() -> None:
         (PAGE_BYTES, 2**63 - 1),
     ],
 )
-def test_what_lies_outside_is_not_read(segment: Segment, offset: int, size_bytes: int) -> None:
+def test_range_outside_the_segment_is_not_read(
+    segment: Segment, offset: int, size_bytes: int
+) -> None:
     with pytest.raises(ProtocolError, match=r"are outside a segment of"):
         Mapping(segment.offer).read(offset, size_bytes, None)
 
@@ -323,7 +325,7 @@ def test_the_last_byte_can_be_read(segment: Segment) -> None:
     assert Mapping(segment.offer).read(segment.size_bytes - 1, 1, None).tolist() == [0]
 
 
-def test_what_is_read_keeps_its_mapping_and_its_lease(segment: Segment) -> None:
+def test_block_that_was_read_keeps_its_mapping_and_its_lease(segment: Segment) -> None:
     block = take(segment, PAGE_BYTES)
     block[:] = 3
     dropped: list[str] = []
@@ -356,7 +358,7 @@ def test_a_reader_sees_that_the_owner_is_gone(segment: Segment) -> None:
             os.close(number)
 
 
-def test_it_can_be_opened_again_while_it_is_there(segment: Segment) -> None:
+def test_segment_can_be_opened_again_while_it_exists(segment: Segment) -> None:
     mapping = Mapping(segment.offer)
     fd = mapping.open()
     assert fd is not None

@@ -268,7 +268,7 @@ def test_payload_travels_by_reference_both_ways(
 
 
 @pytest.mark.spec("R84")
-def test_one_payload_may_lie_in_several_places(network: MemoryNetwork) -> None:
+def test_payload_may_lie_in_several_places(network: MemoryNetwork) -> None:
     server, worker, _ = pair(network)
     blocks = [worker.take(size) for size in (PAGE_BYTES, 100, PAGE_BYTES)]
     for mark, block in enumerate(blocks):
@@ -294,7 +294,7 @@ FRAMES: dict[str, Callable[[Process], Sequence[memoryview]]] = {
 
 
 @pytest.mark.parametrize("which", FRAMES)
-def test_what_cannot_be_lent_travels_in_one_frame(
+def test_payload_that_cannot_be_lent_travels_in_a_single_frame(
     network: MemoryNetwork, carried: list[Packet], which: str
 ) -> None:
     server, worker, _ = pair(network)
@@ -369,7 +369,7 @@ def test_leases_are_returned_without_a_packet(
 
 
 @pytest.mark.spec("R261")
-def test_what_a_posting_cannot_say_travels_as_release(
+def test_release_that_a_posting_cannot_hold_travels_as_a_message(
     network: MemoryNetwork, carried: list[Packet]
 ) -> None:
     server, worker, _ = pair(network)
@@ -581,7 +581,7 @@ def test_the_end_of_a_peer_gives_all_back(network: MemoryNetwork) -> None:
     assert bytes(kept) == bytes(PAGE_BYTES), "what it lent can still be read"
 
 
-def test_one_of_two_that_ends_is_forgotten(network: MemoryNetwork) -> None:
+def test_ended_reader_of_two_is_forgotten(network: MemoryNetwork) -> None:
     server, worker, _ = pair(network)
     other = Process(network, Envelope(JOB, 1, Role.WORKER, 1, 5, 0))
     route = greet(server, other)
@@ -610,7 +610,7 @@ def answers(network: MemoryNetwork, carried: list[Packet], offer: m.Offer) -> li
 
 
 @pytest.mark.spec("R79", "R82", "R90")
-def test_what_cannot_be_mapped_is_said_and_warned_of_once(
+def test_unmappable_segment_is_answered_and_warned_of_once(
     network: MemoryNetwork, carried: list[Packet], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "kvps"):
@@ -645,7 +645,7 @@ def test_the_other_end_warns_once_and_sends_frames(
 
 
 @pytest.mark.spec("R90")
-def test_who_insists_does_not_speak_to_another_machine(network: MemoryNetwork) -> None:
+def test_process_that_demands_shared_memory_refuses_another_machine(network: MemoryNetwork) -> None:
     server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER, insist=True)
     says = r"KVPS_TRANSPORT=shm.*server 0 at mem://s is on another machine.*as one user"
     with pytest.raises(ConfigError, match=says):
@@ -655,7 +655,7 @@ def test_who_insists_does_not_speak_to_another_machine(network: MemoryNetwork) -
 
 @pytest.mark.spec("R90")
 @pytest.mark.parametrize("insists", ["server", "worker"])
-def test_who_insists_ends_with_the_reason_if_it_is_he_who_came(
+def test_connecting_process_that_demands_shared_memory_ends_with_the_reason(
     network: MemoryNetwork,
     monkeypatch: pytest.MonkeyPatch,
     insists: str,
@@ -780,7 +780,7 @@ def test_a_stranger_offers_in_vain(lone: Lone) -> None:
 
 
 @pytest.mark.spec("R260")
-def test_what_a_peer_returned_before_it_sent_a_packet_is_taken_back_before_that(lone: Lone) -> None:
+def test_lease_returned_before_a_packet_is_taken_back_before_the_packet(lone: Lone) -> None:
     """Packets come by the batch, and a lease may be returned while one of them is served."""
     lone.share()
     lone.hear(m.Taken(lone.segment.nonce, True, postings=True))
@@ -882,7 +882,7 @@ def test_where_nothing_is_shared_nothing_is_said_of_it() -> None:
     assert inner.waits == [2.0, None]
 
 
-def test_it_listens_where_it_is_told(lone: Lone) -> None:
+def test_transport_listens_where_it_is_told(lone: Lone) -> None:
     lone.transport.listen("ipc://@somewhere")
     assert lone.inner.listens == ["ipc://@somewhere"]
 
@@ -933,7 +933,7 @@ def test_where_a_packet_has_to_say_what_was_given_back_it_looks_before_it_waits(
     assert lone.inner.waits == [0.0, 0.0, 3.0, 3.0], "it was told"
 
 
-def test_what_was_given_back_is_told_before_a_wait(lone: Lone) -> None:
+def test_released_loans_are_told_before_a_wait(lone: Lone) -> None:
     lone.share()
     lone.hear(push(PAGE_BYTES), lone.loan(1))
     assert lone.inner.messages == []

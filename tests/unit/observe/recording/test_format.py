@@ -189,7 +189,7 @@ def test_things_that_a_replay_has_are_named_by_their_place() -> None:
     assert Decoder(things.__getitem__).loads(octets) == Loaded(None, "the asker")
 
 
-def test_what_is_no_data_is_not_written() -> None:
+def test_values_that_are_no_data_are_not_written() -> None:
     @dataclasses.dataclass
     class Other:
         value: int = 0

@@ -265,6 +265,6 @@ def test_a_full_disk_ends_the_record_and_not_the_process(
         ({"role": "server", "is_full": True}, "the header of this record is damaged"),
     ],
 )
-def test_what_cannot_be_replayed_says_why(header: dict[str, object], why: str) -> None:
+def test_unreplayable_record_says_why(header: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         replay(Record(header, []))

@@ -141,7 +141,7 @@ def test_nothing_to_explain() -> None:
     assert explain(MergedTrace([alone])).findings == ()
 
 
-def test_what_is_uncertain_is_said() -> None:
+def test_uncertain_clocks_and_lost_spans_are_named() -> None:
     trace = Job().trace()
     trace.processes[0].error_ns = 2_500_000
     trace.processes[1].lost = 17

@@ -171,7 +171,7 @@ def test_a_stranger_starts_no_trace() -> None:
 @pytest.mark.parametrize(
     "end", [Send("scheduler", Packet(WORKER, p.Leave(True, 0, True, "done"))), Exit(0, "over")]
 )
-def test_what_was_recorded_leaves_before_the_process(end: Effect) -> None:
+def test_recorded_spans_leave_before_the_process(end: Effect) -> None:
     lens, core, _ = member()
     asked(lens, core)
     lens.tracer.waited(10, 20)

@@ -110,7 +110,7 @@ def test_values_that_nobody_wants_are_freed_at_once(queue):
         gc.enable()
 
 
-def test_what_was_not_begun_leaves_no_value(monkeypatch):
+def test_collective_that_was_not_begun_leaves_no_value(monkeypatch):
     monkeypatch.setattr(module, "PENDING_MAX", 1)
     queue, gate, begun = CollectiveQueue("mine"), threading.Event(), threading.Event()
     queue.add(held(gate, begun), WAIT_S)
@@ -138,7 +138,7 @@ def test_an_awaited_call_ends_with_its_time(queue):
     gate.set()
 
 
-def test_who_wants_to_know_is_told_when_all_collectives_are_over(queue):
+def test_when_over_calls_back_when_all_collectives_are_over(queue):
     values, gate, told = LatestValues(queue), threading.Event(), threading.Event()
     values.begin(gives(1.0, names=["a"]), 0, WAIT_S)
     values.begin(held(gate, names=["b", "c"]), 0, WAIT_S)

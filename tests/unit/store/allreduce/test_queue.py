@@ -69,7 +69,7 @@ def test_a_collective_that_fails_does_not_end_the_others(queue):
 
 
 @pytest.mark.parametrize("error", [WorkerLost("gone"), ZeroDivisionError("what")])
-def test_what_breaks_the_ring_ends_all_later_queue(queue, error):
+def test_broken_ring_ends_all_later_collectives(queue, error):
     one, two = fails(error), gives(1.0)
     queue.add(one, WAIT_S)
     queue.add(two, WAIT_S)

@@ -123,7 +123,7 @@ def test_messages_are_compared_by_their_receiver(ranks: list[Rank]) -> None:
     assert text.startswith("Rank 1 sends to rank 2 what is not received there (g/letters/1>2/7)")
 
 
-def test_one_rank_alone_compares_nothing() -> None:
+def test_single_rank_compares_nothing() -> None:
     one = Rank(None, 0, 1)
     work = one.begin("a")
     one.calls.add_refused(ValueError())

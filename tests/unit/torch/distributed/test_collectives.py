@@ -58,7 +58,7 @@ def test_calls_that_differ_use_different_keys() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_what_is_no_sum_or_not_of_all_ranks_is_a_swap() -> None:
+def test_other_reductions_and_subgroups_are_swaps() -> None:
     assert reduced(group(0), staged(), "MAX") == "g/all"
     assert reduced(group(0, 0, 2), staged(), "SUM") == "g/all"
     assert reduced(group(0, 2, 0, 1), staged(), "SUM") == "g/all_reduce.SUM/float32/4"
@@ -103,7 +103,7 @@ def test_a_member_that_has_left_is_missed_by_what_needs_all() -> None:
     one.reduce("reduce", staged(), "MAX", 0)
 
 
-def test_there_is_an_end_to_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tags_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "LETTERS_MAX", 10)
     one = group(0)
     one.send(staged(), 1, 0)

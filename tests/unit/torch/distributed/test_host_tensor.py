@@ -85,7 +85,7 @@ def test_an_expanded_tensor_is_written_once() -> None:
     assert one.tolist() == [[1.0], [2.0]]
 
 
-def test_what_is_only_written_is_not_read() -> None:
+def test_write_only_tensor_is_not_read() -> None:
     staged = Staged(strided(), is_read=False)
     staged.row.fill_(7)
     staged.deliver()
@@ -170,7 +170,7 @@ def test_complex_halves_are_reduced_in_complex64() -> None:
     assert fold("AVG", rows).to(torch.complex64).tolist() == [1 + 2j, 2]
 
 
-def test_what_torch_cannot_do_is_refused_before_it_travels() -> None:
+def test_reduction_that_torch_cannot_do_is_refused_before_it_travels() -> None:
     with pytest.raises(ConfigError, match=r"ReduceOp.SUM of torch.bits8 is not supported: "):
         check("SUM", torch.bits8)
     for dtype in UNSIGNED:
@@ -179,7 +179,7 @@ def test_what_torch_cannot_do_is_refused_before_it_travels() -> None:
     check_sparse(torch.float16)
 
 
-def test_what_means_nothing_is_refused() -> None:
+def test_senseless_reduction_is_refused() -> None:
     for name, dtype, says in (
         ("UNUSED", torch.float32, r"ReduceOp\.UNUSED is not supported .* SUM, AVG"),
         ("BAND", torch.float32, r"ReduceOp\.BAND needs whole numbers or bool, got torch\.float32"),

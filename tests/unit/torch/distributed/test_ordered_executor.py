@@ -42,7 +42,7 @@ def test_a_collective_goes_on_when_all_its_calls_are_over(tracks: OrderedExecuto
     assert log == ["one begins", "one goes on", "one goes on"]
 
 
-def test_what_needs_no_waiting_is_done_at_once(tracks: OrderedExecutor) -> None:
+def test_steps_without_a_wait_run_at_once(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     over = Ticket()
     over.end(None, None)
@@ -52,7 +52,7 @@ def test_what_needs_no_waiting_is_done_at_once(tracks: OrderedExecutor) -> None:
     assert log == ["one begins", *["one goes on"] * 3]
 
 
-def test_those_of_one_track_follow_each_other_and_others_pass(tracks: OrderedExecutor) -> None:
+def test_steps_of_a_track_follow_each_other_and_others_pass(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     tickets = [Ticket() for _ in range(3)]
     works = [Work(name, []) for name in "abc"]
@@ -90,7 +90,7 @@ def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(
     assert log == ["a begins", "d begins"]
 
 
-def test_what_a_step_raises_is_the_error(tracks: OrderedExecutor) -> None:
+def test_error_of_a_step_is_the_error_of_the_work(tracks: OrderedExecutor) -> None:
     def refused() -> Steps:
         yield []
         raise ConfigError("no")
@@ -169,7 +169,7 @@ def test_a_group_that_fails_ends_all_its_works_and_no_others(tracks: OrderedExec
     assert late.exception() is error
 
 
-def test_what_is_under_way_fails_at_the_end_and_nothing_is_begun_after_it() -> None:
+def test_steps_under_way_fail_at_the_end_and_none_begin_after_it() -> None:
     tracks = OrderedExecutor()
     log: list[str] = []
     first, second, beside = Work("one", []), Work("two", []), Work("three", [])

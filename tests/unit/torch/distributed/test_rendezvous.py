@@ -66,7 +66,7 @@ def outcome(call: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def test_it_is_waited_for_as_long_as_a_replacement_may_take(
+def test_rendezvous_waits_as_long_as_a_replacement_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rendezvous, "RETURN_MAX_S", 0.5)

@@ -15,7 +15,7 @@ def test_a_class_holds_what_it_is_for_with_little_padding(count: int) -> None:
     assert class_of(size) == size
 
 
-def test_there_are_eight_classes_between_powers_of_two() -> None:
+def test_eight_classes_lie_between_powers_of_two() -> None:
     assert len({class_of(count) for count in range(1025, 2049)}) == 8
     sizes = [class_of(count) for count in range(5000)]
     assert sizes == sorted(sizes)

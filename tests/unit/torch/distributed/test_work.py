@@ -14,7 +14,7 @@ from kvps.torch.distributed.work import Work, all_of
 TENSOR = torch.ones(2)
 
 
-def test_it_is_done_when_it_is_ended() -> None:
+def test_work_is_done_when_it_is_ended() -> None:
     work = Work("all_reduce", [TENSOR])
     future = work.get_future()
     assert not work.is_completed()
@@ -75,7 +75,7 @@ def test_the_last_of_several_stands_for_all() -> None:
     assert len(work.get_future().wait()) == 2
 
 
-def test_those_who_wait_in_threads_are_woken() -> None:
+def test_waiting_threads_are_woken() -> None:
     work = Work("one", [])
     done: list[bool] = []
     threads = [threading.Thread(target=lambda: done.append(work.wait())) for _ in range(3)]

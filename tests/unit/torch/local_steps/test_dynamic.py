@@ -66,7 +66,7 @@ def test_a_worker_with_short_turns_may_have_turns_of_all_steps_next() -> None:
     assert steps.of(reports, SILENT_TURNS * 30.1) == 30
 
 
-def test_this_worker_counts_however_old_its_report_is() -> None:
+def test_own_report_counts_however_old() -> None:
     steps = DynamicSteps(30, 1, rank=0)
     assert [steps.of([report(0.3), UNKNOWN], now) for now in (0.0, 1e6)] == [30, 30]
 

@@ -82,7 +82,7 @@ def test_frozen_parameters_belong_to_no_fragment() -> None:
         (lambda one: [one, ["0.weight"]], r"fragments\[1\] is a str"),
     ],
 )
-def test_what_cannot_be_meant(cut: Any, match: str) -> None:
+def test_senseless_fragments_are_refused(cut: Any, match: str) -> None:
     one = model()
     with pytest.raises(ConfigError, match=match):
         fragments_of(trained(one), cut(one))

@@ -70,7 +70,7 @@ def test_at_most_one_is_in_flight_and_each_leaves_once_in_sync_every_steps(
 @pytest.mark.parametrize(
     ("rounds", "begins"), [([0, 0, 0], 0), ([5, 4, 4], 1), ([5, 5, 4], 2), ([3, 4, 3], 0), ([9], 0)]
 )
-def test_who_joins_late_begins_where_the_others_are(rounds: list[int], begins: int) -> None:
+def test_late_worker_begins_where_the_others_are(rounds: list[int], begins: int) -> None:
     schedule = Schedule.of(2 * len(rounds), len(rounds), 1)
     schedule.steps, schedule.in_flight = 1, 0
     schedule.begin_at(rounds)
@@ -90,7 +90,7 @@ def test_who_joins_late_begins_where_the_others_are(rounds: list[int], begins: i
         ((4, 2, 0.5), "delay=0.5"),
     ],
 )
-def test_what_cannot_be_meant(arguments: tuple[int, int, int], match: str) -> None:
+def test_senseless_schedule_is_refused(arguments: tuple[int, int, int], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         Schedule.of(*arguments)
 

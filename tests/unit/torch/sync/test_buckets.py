@@ -39,7 +39,7 @@ def test_later_buckets_are_more_urgent_and_the_next_step_begins_anew() -> None:
     assert buckets.number == 0
 
 
-def test_what_was_collected_before_a_step_was_given_up_is_forgotten() -> None:
+def test_gradients_collected_before_an_abandoned_step_are_forgotten() -> None:
     buckets = Buckets(SIZES, limit_bytes=100)
     assert buckets.add("a") == []
     buckets.begin()

@@ -59,7 +59,7 @@ def test_a_server_is_asked_again_when_it_has_answered_or_time_has_passed() -> No
 
 
 @pytest.mark.spec("R271")
-def test_what_was_not_asked_for_is_refused() -> None:
+def test_figures_without_a_question_are_refused() -> None:
     stage = formed()
     for route in ("s0", "w0"):
         (error,) = sent(stage.say(route, answer(1)), Error)

@@ -79,7 +79,7 @@ def test_every_seat_is_shown_the_workers_first() -> None:
 
 
 @pytest.mark.spec("R128")
-def test_whoever_looks_is_answered_at_once_and_changes_nothing() -> None:
+def test_look_is_answered_at_once_and_changes_nothing() -> None:
     stage = Stage(2, 1)
     stage.hello("w0", "worker")
     before, saved = stage.states(), stage.saved
@@ -102,7 +102,7 @@ def test_whoever_looks_is_answered_at_once_and_changes_nothing() -> None:
 
 
 @pytest.mark.spec("R128")
-def test_one_who_looks_at_the_end_is_no_member_that_parts() -> None:
+def test_look_at_the_end_is_no_member_that_parts() -> None:
     stage = Stage(1, 0)
     stage.form()
     stage.stop()
@@ -111,7 +111,7 @@ def test_one_who_looks_at_the_end_is_no_member_that_parts() -> None:
 
 
 @pytest.mark.spec("R129")
-def test_what_servers_tell_is_shown() -> None:
+def test_stalled_rounds_of_servers_are_shown() -> None:
     stage = Stage(2, 1)
     stage.form()
     stage.say("s0", Stalled((OLD,)))

@@ -124,7 +124,7 @@ def test_without_a_code_the_values_become_what_they_should_be() -> None:
 
 @pytest.mark.spec("R156")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_written(bad: float) -> None:
+def test_nonfinite_values_are_not_written(bad: float) -> None:
     one = Piece()
     found = one.move(eight(bad, 0.2))
     assert str(found[0]) == str(bad)
@@ -141,7 +141,7 @@ def test_a_change_of_what_steps_mean_begins_anew() -> None:
     assert len(one.lead(1) or ()) == 1
 
 
-def test_what_is_forgotten_lacks_nothing() -> None:
+def test_forgotten_range_owes_nothing() -> None:
     one = Piece()
     one.move(eight(0.75))
     one.back.forget(0, 4)
@@ -152,7 +152,7 @@ def test_what_is_forgotten_lacks_nothing() -> None:
     assert one.lead(0) is None
 
 
-def test_what_is_settled_lacks_nothing() -> None:
+def test_settled_range_owes_nothing() -> None:
     one = Piece()
     one.move(eight(0.75, -0.25))
     one.back.settle(one.values, 4, 12)

@@ -153,7 +153,7 @@ def test_more_are_added_up_elsewhere(count: int) -> None:
     assert [gradient.tolist() for gradient in lent] == [[1.0 + rank] * 2 for rank in range(count)]
 
 
-def test_those_that_came_are_added_to_the_first_as_they_come() -> None:
+def test_gradients_are_added_to_the_first_as_they_arrive() -> None:
     one, came = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(5)]
     for rank, gradient in enumerate(came):
         add(one, rank, gradient, lent=False)
@@ -165,7 +165,7 @@ def test_those_that_came_are_added_to_the_first_as_they_come() -> None:
 
 @pytest.mark.parametrize("order", ["lclcl", "clllc", "llcc", "cc" + LENT_MAX * "l" + "cl"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
-def test_what_is_lent_is_never_written_to(order: str, dtype: torch.dtype) -> None:
+def test_lent_gradients_are_never_written_to(order: str, dtype: torch.dtype) -> None:
     """Whatever has come in frames before, or comes after."""
     one, lent = Round(0, 0.0), []
     for rank, how in enumerate(order):

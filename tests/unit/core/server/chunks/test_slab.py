@@ -327,7 +327,7 @@ def test_a_key_of_more_than_half_a_chunk_has_one_without_room() -> None:
     assert capacities == [CHUNK_BYTES, *[CHUNK_BYTES // 2 + 1] * 2 * OPEN_CHUNKS, CHUNK_BYTES]
 
 
-def test_there_is_room_for_what_is_to_come_and_no_more() -> None:
+def test_expected_bytes_get_room_and_no_more() -> None:
     chunks = Chunks()
     slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
     size = CHUNK_BYTES // 5 * 2
@@ -404,7 +404,7 @@ def test_pieces_of_a_large_table_are_whole_rows(width: int) -> None:
         assert pieces[0].size % (PAGE_BYTES // 4) == 0
 
 
-def test_what_is_known_of_filled_rows_ends_with_a_write_over_them() -> None:
+def test_known_filled_rows_end_with_a_write_over_them() -> None:
     one = chunk(10, 20, 30)
     known = torch.tensor([1])
     for start in (0, 10, 30):

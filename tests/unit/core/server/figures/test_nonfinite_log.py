@@ -59,7 +59,7 @@ def test_only_a_store_that_makes_errors_keeps_which_was_the_last() -> None:
         assert found == ((Dropped(10, 9, 2, (3,)),) if is_error else ())
 
 
-def test_what_is_asked_for_is_found_by_where_it_lies_and_whose_it_is() -> None:
+def test_drops_are_found_by_range_and_rank() -> None:
     one = drops()
     one.add("b", [Piece(7, 10, 5)], 2, 4, FLAW)
     one.add("a", [Piece(7, 0, 5), Piece(8, 0, 5)], 2, 5, FLAW)

@@ -37,7 +37,7 @@ def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
     assert texts(stalls) == []
 
 
-def test_what_goes_on_is_said_again_when_it_is_twice_as_old() -> None:
+def test_stall_is_reported_again_when_it_is_twice_as_old() -> None:
     stalls = StragglerLog()
     told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
     assert told == [10, 20, 40, 80]
@@ -55,7 +55,7 @@ def test_each_store_has_its_own() -> None:
     assert texts(stalls, stall("b")) == ["store 'a': rounds close again"]
 
 
-def test_one_that_waits_for_norms_waits_for_no_rank() -> None:
+def test_stall_on_norms_names_no_rank() -> None:
     assert texts(StragglerLog(), Stall("kv", "w", 7, 99.0, (), "")) == []
 
 

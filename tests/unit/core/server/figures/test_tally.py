@@ -137,7 +137,7 @@ def test_rows_count_as_their_key() -> None:
     assert sum(stage.server.counts.durations()[STALENESS].buckets) == 1
 
 
-def test_what_is_counted_by_key_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_by_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tally, "RUNS_MAX", 1)
     monkeypatch.setattr(tally, "READS_MAX", 1)
     found = Tally(Counts())

@@ -241,7 +241,7 @@ class TestInPlace:
         self.revive(one, image)
         assert one.values("later") == [5.0]
 
-    def test_what_was_pushed_and_not_applied_is_void(self) -> None:
+    def test_pushed_but_unapplied_gradients_are_void(self) -> None:
         one = trained()
         image = image_of(one)
         push(one, "w", 0, 3)
@@ -253,7 +253,7 @@ class TestInPlace:
         said = one.say(0, Push(piece.chunk, 1, (0,), 1.0, False, (Run(piece.start, 40, 3),)), row)
         assert acked(said), "it may push that number again"
 
-    def test_who_waits_for_a_key_of_the_cut_is_answered(self) -> None:
+    def test_waiter_for_a_key_of_the_cut_is_answered(self) -> None:
         whole = trained()
         one = stage()
         one.init("x", [1.0])
@@ -262,7 +262,7 @@ class TestInPlace:
         effects = one.revive(image_of(whole))
         assert len(heard(effects, Declared)) == 1
 
-    def test_who_waits_for_a_version_of_it_is_answered(self) -> None:
+    def test_waiter_for_a_version_of_the_cut_is_answered(self) -> None:
         one = trained()
         image = image_of(one)
         later = fresh(image)

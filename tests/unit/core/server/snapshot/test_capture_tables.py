@@ -150,7 +150,7 @@ def test_rows_come_back_on_any_number_of_servers(
     assert [one.version for one in new] == [old[0].version] * after
 
 
-def test_what_is_kept_is_as_it_was_while_training_goes_on() -> None:
+def test_captured_tables_stay_as_they_were_while_training_goes_on() -> None:
     one = trained()
     image, release = one.stage.server.control.snapshot()
     former = [tensor.clone() for tensor in image.tensors()]

@@ -244,7 +244,7 @@ def lend(one: ServerStage, rank: int, number: int, *pieces: torch.Tensor, pull: 
 
 
 @pytest.mark.spec("R80")
-def test_what_is_lent_is_added_up_when_the_round_closes() -> None:
+def test_lent_gradients_are_summed_when_the_round_closes() -> None:
     """Until then it is its sender's: what he writes counts."""
     one = stage(2)
     first, second = torch.ones(2), torch.ones(4)
@@ -267,7 +267,7 @@ def test_a_push_of_a_part_cuts_a_round_whose_pieces_lie_elsewhere() -> None:
 
 
 @pytest.mark.spec("R51", "R53")
-def test_what_is_lent_again_or_too_early_is_not_kept() -> None:
+def test_repeated_or_early_lent_gradients_are_not_kept() -> None:
     one = stage(2)
     lend(one, 0, 0, torch.ones(6))
     before = one.snapshot()
@@ -282,7 +282,7 @@ def test_what_is_lent_again_or_too_early_is_not_kept() -> None:
     assert one.values("c") == [2, 2, 2]
 
 
-def test_what_was_lent_is_let_go_when_its_round_is_closed() -> None:
+def test_lent_gradients_are_released_when_their_round_closes() -> None:
     """All of it: the keys of one push may close at different times."""
     one = stage(2)
     memory = np.ones(6, np.float32)
@@ -296,7 +296,7 @@ def test_what_was_lent_is_let_go_when_its_round_is_closed() -> None:
 
 
 @pytest.mark.spec("R91")
-def test_what_is_lent_is_not_acknowledged_apart_from_its_answer() -> None:
+def test_lent_push_is_acknowledged_by_its_answer_alone() -> None:
     """No window waits for that; a push that wants no values is acknowledged at once."""
     one = stage(2)
     assert lend(one, 0, 0, torch.ones(6), pull=True) == []
@@ -311,7 +311,7 @@ def test_what_is_lent_is_not_acknowledged_apart_from_its_answer() -> None:
 @pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize("rule", ["", "sgd", "adam"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_what_is_updated_block_by_block_is_updated_as_a_whole(
+def test_update_by_blocks_equals_the_update_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, lent: bool, rule: str, dtype: str
 ) -> None:
     """Edges of blocks, of spans and of pieces lie where they like."""
@@ -597,7 +597,7 @@ def test_a_round_of_a_store_that_waits_is_not_closed_without_the_lost(policy: st
     assert pulled(one.show(w1="left")) == ({} if policy == "shrink" else {50: [1, 1]})
 
 
-def test_what_the_lost_one_pushed_stands() -> None:
+def test_pushes_of_a_lost_worker_stand() -> None:
     one = stage(2, optimizer="test", on_worker_lost="shrink")
     one.push(1, "a", [5, 5], 0)
     one.show(w1="lost")
@@ -635,7 +635,7 @@ def ssp(staleness: int = 2, workers: int = 3) -> ServerStage:
 
 
 @pytest.mark.spec("R60")
-def test_who_is_too_far_ahead_waits_until_another_rank_pushes() -> None:
+def test_rank_too_far_ahead_waits_until_another_rank_pushes() -> None:
     one = ssp()
     for number in range(3):
         one.push(0, "a", [1, 1], number)
@@ -652,7 +652,7 @@ def test_who_is_too_far_ahead_waits_until_another_rank_pushes() -> None:
 
 
 @pytest.mark.spec("R60")
-def test_who_only_asks_what_it_owes_waits_for_nobody() -> None:
+def test_question_about_owed_pushes_waits_for_no_rank() -> None:
     one = ssp(staleness=0)
     one.push(1, "a", [1, 1], 0)
     for number in range(2):

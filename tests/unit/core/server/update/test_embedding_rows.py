@@ -142,7 +142,7 @@ def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
         (Embed("no", KEY, 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ProtocolError: .*'no'"),
     ],
 )
-def test_what_no_table_can_be_made_by_is_refused(message: Embed, match: str) -> None:
+def test_impossible_table_is_refused(message: Embed, match: str) -> None:
     table = Tabled()
     before = table.stage.snapshot()
     said = refusal(table.stage.say(1, message))

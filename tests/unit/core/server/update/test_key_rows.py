@@ -132,9 +132,7 @@ def test_numbers_ascend_and_are_all_here(message: str, ids: list[int], says: str
         ({"ranks": (0, 1)}, "ProtocolError: a push for ranks [0, 1]: some were counted, some"),
     ],
 )
-def test_what_is_no_gradient_of_the_table_changes_nothing(
-    more: dict[str, object], says: str
-) -> None:
+def test_wrong_gradient_of_the_table_changes_nothing(more: dict[str, object], says: str) -> None:
     one = stage()
     push(one, 1, [1])
     before = one.snapshot()
@@ -479,7 +477,7 @@ def test_without_an_optimizer_rows_that_became_zero_changed_too() -> None:
 
 @pytest.mark.spec("R178")
 @pytest.mark.parametrize("optimizer", [True, False])
-def test_what_is_not_by_rows_hides_what_changed(optimizer: bool) -> None:
+def test_dense_push_hides_the_changed_rows(optimizer: bool) -> None:
     one = optimized() if optimizer else stage(40)
     round_of(one, 0, [1], [3])
     for rank in (0, 1):
@@ -492,7 +490,7 @@ def test_what_is_not_by_rows_hides_what_changed(optimizer: bool) -> None:
 
 
 @pytest.mark.spec("R178")
-def test_what_only_one_of_a_round_pushed_by_rows_hides_it_too() -> None:
+def test_round_of_rows_and_a_dense_push_hides_the_changed_rows() -> None:
     one = optimized()
     push(one, 0, [1])
     push_whole(one, 1, 1.0, 0)
@@ -509,7 +507,7 @@ def test_with_half_of_the_rows_to_tell_all_may_as_well_be_read() -> None:
 
 
 @pytest.mark.spec("R178")
-def test_what_changed_waits_for_the_asking_ranks_pushes() -> None:
+def test_pull_changed_waits_for_the_asking_ranks_pushes() -> None:
     one = optimized()
     push(one, 0, [1])
     assert one.say(0, PullChanged("kv", "t", 1, 0, 0)) == []
@@ -553,7 +551,7 @@ def test_values_that_were_owed_something_change_as_a_whole() -> None:
     assert changed(one, 2) == {1: -4.0}
 
 
-def test_what_a_key_had_before_it_was_replaced_is_forgotten() -> None:
+def test_changes_of_a_replaced_key_are_forgotten() -> None:
     one = optimized()
     round_of(one, 0, [1], [3])
     chunk = one.chunk(one.pieces["t"][0].chunk)
@@ -564,7 +562,7 @@ def test_what_a_key_had_before_it_was_replaced_is_forgotten() -> None:
 
 @pytest.mark.spec("R171")
 @pytest.mark.parametrize("key", ["v", "none"])
-def test_what_has_no_rows_here_has_none_that_changed(key: str) -> None:
+def test_pull_changed_of_a_key_without_rows_is_refused(key: str) -> None:
     one = stage()
     said = one.say(0, PullChanged("kv", key, 0, 0, 0))
     assert refusal(said).startswith(("ProtocolError: key 'v'", "KeyNotFound: key 'none'"))
@@ -607,7 +605,7 @@ def push_both(one: ServerStage, rank: int, number: int) -> list[Said]:
 
 @pytest.mark.spec("R178")
 @pytest.mark.parametrize("is_again", [False, True])
-def test_what_changed_in_one_table_is_not_what_changed_in_its_neighbour(is_again: bool) -> None:
+def test_changed_rows_of_a_table_are_not_those_of_its_neighbour(is_again: bool) -> None:
     """Though they are counted as one from the moment at which somebody pushes both."""
     one = two_tables()
     if is_again:  # a push whose acknowledgement was lost: it changes nothing

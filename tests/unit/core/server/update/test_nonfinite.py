@@ -72,7 +72,7 @@ def test_workers_must_agree_on_it() -> None:
     assert "Mismatch: store 'kv' was opened with on_nonfinite='error', and is now" in said
 
 
-def test_one_who_does_not_say_it_applies() -> None:
+def test_nonfinite_values_are_applied_by_default() -> None:
     assert Open("kv", "sync", 0, False, "wait", 1).on_nonfinite == "apply"
     one = stage(1, action="apply")
     one.push(0, ABC, bad(), 0)
@@ -88,7 +88,7 @@ def test_one_who_does_not_say_it_applies() -> None:
 @pytest.mark.parametrize("optimizer", ["test", "adam", "lars", ""])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("action", ["skip", "error"])
-def test_what_is_finite_is_applied_and_the_rest_left(
+def test_finite_keys_are_applied_and_the_rest_left(
     action: str, value: float, optimizer: str
 ) -> None:
     """All weights and states are those of a store that never got the round of b."""
@@ -178,7 +178,7 @@ def test_the_ranks_are_named(
         ((INF, 1), "(from rank 0)"),
     ],
 )
-def test_those_that_came_in_frames_are_added_up_as_they_come(
+def test_gradients_in_frames_are_summed_as_they_arrive(
     values: tuple[float, ...], says: str
 ) -> None:
     assert says in push_one_by_one(stage(len(values)), values, lent=False)
@@ -191,7 +191,7 @@ def test_a_push_for_several_ranks_names_them() -> None:
     assert "(from some of ranks 0, 2, or" in notes(one)[0]
 
 
-def test_whose_the_parts_of_a_sum_are() -> None:
+def test_parts_of_a_sum_know_their_ranks() -> None:
     one = Round(0, 0.0)
     for ranks in ((4,), (1, 0), (2,)):
         one.add(ranks, DenseGradient([torch.ones(2)]), lent=False, keep=False)
@@ -467,7 +467,7 @@ def test_the_log_sums_up_what_comes_after_the_first() -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [("sgd", "lars"), ("lars", "sgd"), ("lars", "lamb")])
-def test_what_waits_to_be_known_finite_waits_for_that_under_another_rule(
+def test_round_that_waits_to_be_known_finite_waits_under_another_rule_too(
     first: str, then: str
 ) -> None:
     one = cut(optimizer=first)

@@ -73,7 +73,7 @@ def test_every_server_tells_how_many_there_were_in_all() -> None:
 @pytest.mark.spec("R104", "R105")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_the_post_does(rule: str | None, seed: int) -> None:
+def test_drops_agree_whatever_the_network_does(rule: str | None, seed: int) -> None:
     """Letters are lost, doubled and shuffled, and pushes reach the servers in any order."""
     chance = random.Random(seed)
     rounds, bad = 6, {}
@@ -253,7 +253,7 @@ def test_a_key_that_is_replaced_takes_along_what_waits_of_it() -> None:
     assert cluster.post == []
 
 
-def test_who_has_no_view_yet_tells_later() -> None:
+def test_server_without_a_view_sends_norms_later() -> None:
     """There is no way to servers that no view has named."""
     cluster = Cluster(2, workers=1, rule="sgd", on_nonfinite="skip")
     member = cluster.stages[0].server.member

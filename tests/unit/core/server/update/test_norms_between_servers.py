@@ -47,7 +47,7 @@ def test_a_tensor_on_several_servers_is_updated_as_on_one(
 @pytest.mark.spec("R66")
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(10))
-def test_whatever_the_post_does(rule: str, seed: int) -> None:
+def test_norms_agree_whatever_the_network_does(rule: str, seed: int) -> None:
     """Letters are lost, doubled and shuffled; pushes reach the servers in any order, some early.
     Rounds are sums of two, so there is one result, and it is that of one server, bit for bit of
     what a quiet post gives."""
@@ -183,7 +183,7 @@ def test_sums_that_do_not_fit_change_nothing() -> None:
     assert stage.snapshot() == before
 
 
-def test_who_only_asks_is_answered_when_there_is_an_answer() -> None:
+def test_question_for_norms_is_answered_when_they_are_known() -> None:
     cluster = Cluster(2, workers=1)
     stage = cluster.stages[0]
     ask = Norms("kv", "w", None, 0, (), True)
@@ -198,7 +198,7 @@ def test_who_only_asks_is_answered_when_there_is_an_answer() -> None:
     assert answer.message.sums == told.message.sums
 
 
-def test_what_was_forgotten_or_never_measured_counts_as_nothing() -> None:
+def test_forgotten_or_unmeasured_norms_count_as_nothing() -> None:
     """A rank far ahead on one server, and a change of the rule, must not stop the other one."""
     cluster = Cluster(2, "async")
     stage = cluster.stages[0]

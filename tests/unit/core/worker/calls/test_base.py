@@ -131,7 +131,7 @@ def test_a_creator_may_be_another_rank() -> None:
         assert not call.is_creating(0)
 
 
-def test_what_is_there_is_not_created_again() -> None:
+def test_existing_key_is_not_created_again() -> None:
     store = new_store()
     row = torch.zeros(1)
     for is_there, key in ((True, "w"), (False, "other")):

@@ -54,7 +54,7 @@ class TestCheckpoint:
         assert one.is_done(ticket)
         assert one.finish(ticket).value == 12  # type: ignore[union-attr]
 
-    def test_it_is_asked_for_until_it_is_there_and_answered_once(self) -> None:
+    def test_checkpoint_is_requested_until_complete_and_answered_once(self) -> None:
         one = bench()
         ticket = one.call(TAKE)
         meet(one)
@@ -123,7 +123,7 @@ class TestRestore:
         return done.value.cut, done.value.is_odd, done.value.told
 
     @pytest.mark.spec("R415")
-    def test_one_in_which_the_store_was_never_pushed_to_is_passed_over(self) -> None:
+    def test_checkpoint_without_pushes_is_passed_over(self) -> None:
         cut, is_odd, text = self.restored(bench(), "", c3=900, c4=1000, c6=0, c7=-1)
         assert (cut, is_odd) == (4, True)
         assert "checkpoint 4, at version 1000; passed over checkpoints [6, 7]" in text
@@ -150,7 +150,7 @@ class TestRestore:
         assert self.restored(bench(), "", c4=-1, c6=-1)[:2] == (6, False)
 
     @pytest.mark.spec("R415")
-    def test_one_that_cannot_be_read_is_passed_over(self) -> None:
+    def test_unreadable_checkpoint_is_passed_over(self) -> None:
         one = bench()
         ticket = one.call(calls.RestoreCheckpoint("kv", ""))
         meet(one)
@@ -206,7 +206,7 @@ class TestRestore:
         assert what in str(one.error(ticket))
         assert "complete on all 2 servers" in str(one.error(ticket))
 
-    def test_it_fails_though_the_others_have_passed(self) -> None:
+    def test_failed_restore_raises_though_the_others_have_passed(self) -> None:
         """They were told before, by the scheduler that was there then."""
         one = bench()
         ticket = one.call(RESTORE)

@@ -59,7 +59,7 @@ class TestJoin:
         one.init({"later": HOT})
         assert one.core.stores["kv"].key("later").is_refused, "others may have pushed it"
 
-    def test_one_that_ends_before_it_was_said_is_none(self) -> None:
+    def test_join_that_ends_before_it_was_sent_does_not_count(self) -> None:
         one = ready(1)
         one.call(push({"w": HOT}))
         ticket = one.call(calls.JoinStore("kv"))

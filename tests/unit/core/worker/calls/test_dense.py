@@ -43,7 +43,7 @@ VIEWS = calls.Views.VIEWS
 
 
 class TestPush:
-    def test_one_message_for_each_chunk(self) -> None:
+    def test_push_sends_a_message_for_each_chunk(self) -> None:
         one = ready()
         ticket = one.call(push({"w": HOT}))
         assert one.sent(Push) == [
@@ -232,7 +232,7 @@ class TestViews:
         assert end.value is None
 
     @pytest.mark.parametrize("first", [(), (0,), (1,)])
-    def test_that_nobody_waits_for_any_more(self, first: tuple[int, ...]) -> None:
+    def test_views_of_a_timed_out_push_are_dropped(self, first: tuple[int, ...]) -> None:
         """The push stands, and ends when all values are there, as if they had been wanted."""
         one = ready()
         ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False), 5.0)

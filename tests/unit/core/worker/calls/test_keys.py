@@ -290,7 +290,7 @@ class TestBroadcast:
         key = one.core.stores["kv"].key("w")
         assert (key.number, key.spec) == (0, spec(50))
 
-    def test_one_that_failed_may_be_made_again(self) -> None:
+    def test_failed_broadcast_may_be_made_again(self) -> None:
         one = ready()
         ticket = self.call(one, HOT, torch.zeros(40))
         self.meet(one)
@@ -306,7 +306,7 @@ class TestBroadcast:
             (1, 1),
         ]
 
-    def test_one_that_was_late_counts_once_when_it_is_made_again(self) -> None:
+    def test_late_broadcast_counts_once_when_it_is_made_again(self) -> None:
         """By this count, values from before a broadcast are told from those after it."""
         one = ready()
         key = ("w", Spec("float32", (40,)))
@@ -388,7 +388,7 @@ class TestRelay:
         assert one.core.stores["kv"].key("w").broadcasts == 1
 
     @pytest.mark.spec("R226")
-    def test_who_may_have_read_two_lives_of_rank_0_reads_again(self) -> None:
+    def test_reader_of_two_lives_of_rank_0_reads_again(self) -> None:
         one = bench(rank=1)
         ticket, sink = self.begin(one)
         self.declared(one)
@@ -427,7 +427,7 @@ class TestRelay:
         assert one.is_done(ticket)
         assert sink[0] == 7
 
-    def test_what_may_come_by_steps_is_read_as_ever(self) -> None:
+    def test_values_that_may_come_by_steps_are_read_at_the_end(self) -> None:
         one = bench(rank=1)
         one.core.stores["kv"].feedback.use(rules_of("fp16"))
         self.begin(one)

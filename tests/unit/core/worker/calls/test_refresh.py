@@ -104,7 +104,7 @@ def test_each_server_is_asked_what_changed() -> None:
     assert (fresh.mark.version, fresh.whole, one.keys["t"].applied) == (4, None, 4)
 
 
-def test_what_did_not_change_needs_no_rows() -> None:
+def test_unchanged_table_needs_no_rows() -> None:
     steps = refreshing_of(new_store(), "t")
     first, second = next(steps)
     (fresh,) = end(steps, [reply(first, [], 3), reply(second, [], 3)])
@@ -145,7 +145,7 @@ def test_where_one_server_does_not_know_the_key_is_read_whole() -> None:
 
 
 @pytest.mark.spec("R179")
-def test_those_who_lag_behind_are_asked_again_since_the_same_version() -> None:
+def test_lagging_servers_are_asked_again_since_the_same_version() -> None:
     one = new_store()
     steps = refreshing_of(one, "t")
     first, second = next(steps)
@@ -225,7 +225,7 @@ def test_updates_of_what_is_read_whole_are_told_too() -> None:
 
 
 @pytest.mark.spec("R177")
-def test_it_is_asked_of_the_servers_and_not_of_neighbours() -> None:
+def test_refresh_asks_the_servers_and_no_neighbours() -> None:
     bench = Bench(workers=2, machines=(7, 7))
     bench.open(bundles=True)
     bench.init({"t": torch.zeros(40, 2)})

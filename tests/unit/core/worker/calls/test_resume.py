@@ -107,7 +107,7 @@ def test_without_rounds_its_barriers_are_counted() -> None:
 
 
 @pytest.mark.spec("R393")
-def test_one_that_owes_its_first_push_makes_all_calls_by_itself() -> None:
+def test_replacement_that_owes_its_first_push_makes_all_calls_itself() -> None:
     one = ready()
     one.core.stores["kv"].barriers = {"": 1}
     optimizer = calls.SetOptimizer("kv", resolve("test", {}))
@@ -252,7 +252,7 @@ class TestResume:
         assert one.sent(Optimize)[-1].resumed
 
     @pytest.mark.spec("R122", "R123")
-    def test_it_is_away_if_its_predecessor_was(self) -> None:
+    def test_resumed_worker_is_away_if_its_predecessor_was(self) -> None:
         one = ready(1)
         ticket = self.begin(
             one,

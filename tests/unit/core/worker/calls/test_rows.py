@@ -255,7 +255,7 @@ def test_only_those_who_have_rows_are_asked() -> None:
 
 
 @pytest.mark.spec("R176")
-def test_those_who_lag_behind_are_asked_again() -> None:
+def test_lagging_servers_are_asked_again() -> None:
     steps = pulling(new_store(), 0, 1, 7)
     first, second = next(steps)
     again = steps.send([reply(first, 3), reply(second, 4, 5)])

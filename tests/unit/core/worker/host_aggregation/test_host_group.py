@@ -132,7 +132,9 @@ class TestMeeting:
     @pytest.mark.parametrize(
         "machines", [(0, 0, 0), (1, 1, 1), (2, 3, 4)], ids=["unknown", "beside the server", "apart"]
     )
-    def test_who_has_none_or_needs_none_meets_nobody(self, machines: tuple[int, ...]) -> None:
+    def test_worker_without_neighbours_connects_to_no_worker(
+        self, machines: tuple[int, ...]
+    ) -> None:
         one = Bench(3, 1, machines=machines)
         assert not [it for it in one.effects if isinstance(it, Connect) and it.to == "worker 1"]
         one.open(bundles=True)
@@ -153,7 +155,7 @@ class TestMeeting:
         one.leader(1, WELCOME, incarnation=40)
         assert len(pushes(one, "worker 1")) == 1
 
-    def test_what_one_says_who_is_none_is_not_heard(self) -> None:
+    def test_message_of_a_worker_of_another_machine_is_ignored(self) -> None:
         one = bench(machines=(2, 2, 3))
         assert one.leader(2, WELCOME) == []
 
@@ -314,7 +316,7 @@ class TestRefuses:
         [{"rank": 2}, {"rank": 1, "job": bytes(16)}, {"rank": 1, "role": Role.SERVER}],
         ids=["another machine", "another job", "a server"],
     )
-    def test_who_is_no_neighbour(self, more: dict[str, object]) -> None:
+    def test_worker_of_another_machine_is_refused(self, more: dict[str, object]) -> None:
         one = bench(machines=(2, 2, 3))
         error = self.refusal(one, message=HELLO, **more)  # type: ignore[arg-type]
         assert error.code == Mismatch.code
@@ -337,7 +339,7 @@ class TestRefuses:
         assert (error.seq, error.code) == (1, ProtocolError.code)
         assert "worker 0 expects HELLO first" in error.text
 
-    def test_one_that_has_not_said_hello(self) -> None:
+    def test_neighbour_without_hello_is_refused(self) -> None:
         one = bench(knows=False)
         assert "worker 0 expects HELLO first" in self.refusal(one, 1, ASKED, seq=1).text
 
@@ -357,7 +359,7 @@ class TestRefuses:
             (Beat(0, ""), "a worker may not send Beat to a worker"),
         ],
     )
-    def test_what_is_no_business_of_workers(self, message: Message, says: str) -> None:
+    def test_message_for_servers_is_refused(self, message: Message, says: str) -> None:
         one = bench()
         payload = (ONES,) if isinstance(message, Push) else ()
         (error,) = said(one.neighbour(1, message, *payload, seq=4))
@@ -464,7 +466,7 @@ class TestLeading:
         assert one.sent(Pull) == []
 
     @pytest.mark.spec("R98")
-    def test_its_own_pull_takes_the_answer_that_is_there(self) -> None:
+    def test_leaders_own_pull_takes_the_answer_that_is_there(self) -> None:
         one = bench()
         sink = torch.zeros(4)
         ticket = one.call(pull({"c": sink}))
@@ -597,7 +599,7 @@ class TestAskedAfter:
         assert said(effects, b"from 1") == [Probed((), (Pending(5, "round 0 waits for rank 0"),))]
         assert said(effects, b"from 2") == [], "it wants no values"
 
-    def test_its_own_call_knows_why(self) -> None:
+    def test_leaders_own_call_names_the_reason(self) -> None:
         one = bench()
         ticket = one.call(pull({"c": ONES.clone()}), 5.0)
         one.wait(4.9)
@@ -606,7 +608,7 @@ class TestAskedAfter:
         one.wait(0.1)
         assert "round 0 waits for rank 4" in str(one.error(ticket))
 
-    def test_its_own_flush_lets_a_bundle_go(self) -> None:
+    def test_leaders_own_flush_sends_the_merged_push(self) -> None:
         one = bench()
         one.call(push({"c": ONES}))
         ticket = one.call(calls.Flush("kv"))
@@ -668,7 +670,7 @@ class TestNewLife:
         assert said(effects, b"new") == []
         assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
 
-    def test_its_push_takes_the_place_of_the_old_one(self) -> None:
+    def test_push_of_a_new_life_takes_the_place_of_the_old_push(self) -> None:
         one = bench()
         one.neighbour(1, ASKED, ONES, seq=5)
         one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
@@ -690,7 +692,7 @@ def test_a_lost_neighbour_is_not_waited_for() -> None:
 # --- what must not go wrong -----------------------------------------------------------------------
 
 
-def test_what_a_leader_sends_alone_is_not_the_users_memory() -> None:
+def test_push_of_a_leader_alone_is_a_copy_of_the_users_memory() -> None:
     """After a Timeout he may write there, and what was sent may have to be sent again."""
     one = bench()
     gradient = torch.ones(4)
@@ -763,7 +765,7 @@ def test_nothing_that_was_kept_is_for_a_replacement() -> None:
     assert isinstance(said(effects, "server 0")[0], Pull)
 
 
-def test_what_was_acknowledged_is_not_refused_with_the_rest() -> None:
+def test_acknowledged_push_is_not_refused_with_the_rest() -> None:
     one = bench()
     ticket = one.call(push({"c": ONES}))
     one.neighbour(1, ASKED_TOO, ONES, seq=4)
@@ -784,7 +786,7 @@ class TestEpoch:
         one.effects.clear()
         one.view(epoch=1, since=one.number + 1, cut=1)
 
-    def test_what_a_neighbour_had_asked_is_void(self) -> None:
+    def test_earlier_requests_of_a_neighbour_are_void(self) -> None:
         one = bench()
         one.neighbour(1, ASKED, ONES, seq=50)
         self.begin(one)
@@ -792,7 +794,7 @@ class TestEpoch:
         one.wait(WAIT_MAX_S + 1)
         assert pushes(one) == [], "its push goes nowhere"
 
-    def test_what_it_asks_under_an_older_view_is_not_heard(self) -> None:
+    def test_request_under_an_older_view_is_ignored(self) -> None:
         one = bench()
         self.begin(one)
         assert one.neighbour(1, ASKED, ONES, seq=51, view=one.number - 1) == []
@@ -800,7 +802,7 @@ class TestEpoch:
         one.neighbour(1, ASKED, ONES, seq=51)
         assert said(one.neighbour(1, Probe((51,))))[0] == Probed((), ()), "it is taken in"
 
-    def test_what_was_asked_of_a_leader_is_asked_no_more(self) -> None:
+    def test_request_to_a_leader_is_not_repeated(self) -> None:
         one = bench()
         ticket = one.call(push({"a": ONES}))
         assert len(pushes(one, "worker 1")) == 1
@@ -812,7 +814,7 @@ class TestEpoch:
         assert pushes(one) == []
         assert one.finish(ticket) is None, "its store finds its keys first"
 
-    def test_one_without_neighbours_has_nothing_to_forget(self) -> None:
+    def test_worker_without_neighbours_has_nothing_to_forget(self) -> None:
         one = bench(machines=(1, 1, 1))
         self.begin(one)
         assert not [it for it in one.effects if isinstance(it, Listen)]

@@ -419,7 +419,7 @@ class TestPull:
         [pull(6, after=3), pull(6, least=3), pull(6, broadcasts=1), pull(6, size=3)],
         ids=["after more", "of a version", "after a broadcast", "other elements"],
     )
-    def test_that_the_answer_does_not_meet_is_asked(self, other: Participant) -> None:
+    def test_pull_that_the_answer_does_not_meet_is_sent(self, other: Participant) -> None:
         one = leading()
         answer(one, asked(one, pull(6)), 1.0, version=2)
         answer(one, asked(one, pull(4)), 2.0, version=2)

@@ -26,7 +26,7 @@ def from_peer(incarnation: int = 5, **more: object) -> Envelope:
     return Envelope(**(fields | {"incarnation": incarnation} | more))  # type: ignore[arg-type]
 
 
-def test_one_that_has_not_said_hello_is_refused(sessions: PeerSessions) -> None:
+def test_worker_without_hello_is_refused(sessions: PeerSessions) -> None:
     with pytest.raises(ProtocolError, match="worker 0 expects HELLO first"):
         sessions.of(b"x", from_peer())
     assert sessions.begin(b"x", from_peer(), HELLO)
