@@ -1,7 +1,8 @@
-"""A check of the prose: docstrings name the thing, the glossary defines a word once, and some phrases are banned.
+"""A check of the prose: docstrings and tests name the thing, the glossary defines a word once, and some phrases are banned.
 
 A docstring that begins with a question word ("What a server holds") makes the reader find the noun; a noun
-phrase ("The snapshot of a server") is the noun. So does an attribute's that begins with "Of" or "Who". The banned
+phrase ("The snapshot of a server") is the noun. So does an attribute's that begins with "Of" or "Who". The name of a
+test says its subject, verb and object: "test_lost_server_returns_in_time", not "test_it_comes_back_in_time". The banned
 phrases are those of ``BANNED``, each with the words to write instead. The style rule is in CONTRIBUTING.md.
 """
 
@@ -29,6 +30,10 @@ FRAGMENT = re.compile(
     r"(What|Who|Whom|Whose|Of|(Among|Along|By|From|To|With) (what|which|whom|whose))\b"
 )
 """What no docstring begins with, be it of a class, a function or an attribute."""
+PRONOUN = re.compile(
+    r" *def (test_(he|it|its|one|she|that|there|these|they|this|those|what|whatever|which|who|whoever|whom|whose)_\w*)"
+)
+"""The line of a test whose name begins with a pronoun: its name, and the pronoun."""
 WORDS_MAX = 80
 
 NOUNS = {
@@ -54,7 +59,7 @@ _CODE = re.compile(r"``[^`]+``|`[^`]+`|^ *>>> .*$|^ +\w+:", re.MULTILINE)
 
 def main() -> int:
     """Print what is wrong; return the exit code."""
-    faults = [*modules(), *openings(), *glossary(), *phrases()]
+    faults = [*modules(), *openings(), *tests(), *glossary(), *phrases()]
     print("\n".join(faults), end="\n" if faults else "")
     return 1 if faults else 0
 
@@ -78,6 +83,18 @@ def openings() -> list[str]:
         for line, text, is_docstring in strings(ast.parse(path.read_text("utf-8"))):
             if is_docstring and (start := FRAGMENT.match(text)):
                 faults.append(f"{where}:{line}: begin with a noun or a verb, not {start[0]!r}")
+    return faults
+
+
+def tests() -> list[str]:
+    """Return the tests whose name begins with a pronoun in place of the thing that is tested."""
+    faults = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            if start := PRONOUN.match(line):
+                name, word = start.groups()
+                faults.append(f"{where}:{number}: {name}: name the thing, not {word!r}")
     return faults
 
 
