@@ -62,6 +62,7 @@ from kvps.torch.sync.parameter_sync import (
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
 from kvps.torch.sync.state_dict import StateInStore, in_words
+from kvps.torch.sync.steps import Resumable
 
 Params: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
@@ -88,7 +89,7 @@ NOT_SUMMED = (
 )
 
 
-class Trainer:
+class Trainer(Resumable):
     """Applies an optimizer to parameters, with gradients summed over all workers.
 
     Every worker creates its Trainer with the same arguments. This sets all parameters, and the buffers of a
@@ -201,9 +202,9 @@ class Trainer:
         if self._described is not None and isinstance(kv, KVStore):
             assert isinstance(optimizer, torch.optim.Optimizer)
             self._stored = StateInStore(optimizer, self._model)
-        self._in_store = Trainer._make_step
-        if self._model.is_behind:
-            self._in_store = Trainer._pass_over
+        self._steps = self._model.steps
+        self._steps.choose(Trainer._make_step, Trainer._drop_step, lambda one: one._model.pull())
+        if self._steps.is_behind:
             self._take_batch()
         self.batch_size: float | None = None
         """The batch size for which gradients are scaled that are pushed during backward (``overlap``)."""
@@ -244,38 +245,20 @@ class Trainer:
             self.update(batch_size, ignore_stale_grad)
             return
         if self._owned is None:
-            self._in_store(self, batch_size, ignore_stale_grad)
+            self._steps.run(self, batch_size, ignore_stale_grad)
         else:
-            self._owned.run(lambda: self._in_store(self, batch_size, ignore_stale_grad))
+            self._owned.run(lambda: self._steps.run(self, batch_size, ignore_stale_grad))
 
     def _make_step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         self._model.survive(lambda: self._step(batch_size, ignore_stale_grad), is_step=True)
 
-    def _pass_over(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        """Make no step: the lost worker, which this one replaces, has made it."""
-        if self._model.is_behind:
-            _positive(batch_size)
-            if self._exchange is not None:
-                self._exchange.begin()
-                for param in self._params.values():
-                    param.grad = None  # as behind a step that is made
-            self._model.pass_over(self._wanted())
-        else:  # the script has called resume()
-            self._make_step(batch_size, ignore_stale_grad)
-        if not self._model.is_behind:
-            self._in_store = Trainer._make_step
-
-    def resume(self) -> int:
-        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
-
-        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
-        otherwise computed again and passed over. Call it once, before the first step.
-
-        Example:
-            >>> start = trainer.resume()  # doctest: +SKIP
-            >>> for step in range(start, steps): ...  # doctest: +SKIP
-        """
-        return self._model.resume()
+    def _drop_step(self, batch_size: float, ignore_stale_grad: bool) -> float:
+        _positive(batch_size)
+        if self._exchange is not None:
+            self._exchange.begin()
+            for param in self._params.values():
+                param.grad = None  # as behind a step that is made
+        return self._model.passed_over(self._wanted())
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
         batch = _positive(batch_size)

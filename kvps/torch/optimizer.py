@@ -61,6 +61,7 @@ from kvps.torch.sync.parameter_sync import (
 )
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import from_torch, has_state, in_words, take_over, to_torch
+from kvps.torch.sync.steps import Resumable
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -84,7 +85,7 @@ RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(Resumable, torch.optim.Optimizer):
     """Steps a torch optimizer with gradients that are averaged over all workers.
 
     Every worker creates it with the same arguments. This sets the parameters, and the buffers of a module, to
@@ -204,13 +205,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # With overlap_backward, until it is known that no scaler is used.
         self._exchange.is_held = self._on_store
         self._owned = OwnedSteps(optimizer, self, NOT_OURS)
-        self._in_store = DistributedOptimizer._step_in_store
-        if self._model.is_behind:
-            self._in_store = DistributedOptimizer._pass_over
-            if find_unused:
-                refuse(
-                    "with find_unused=True, steps push other parameters", "do without find_unused"
-                )
+        self._steps = self._model.steps
+        self._steps.choose(
+            DistributedOptimizer._step_in_store,
+            DistributedOptimizer._drop_step,
+            lambda one: one._model.pull(),
+        )
+        if self._steps.is_behind and find_unused:
+            refuse("with find_unused=True, steps push other parameters", "do without find_unused")
         self._used = None
         if find_unused:
             self._used = Agreement(kv.num_workers, len(params), options_of(kv))
@@ -283,7 +285,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_unchanged()
-        self._in_store(self)
+        self._steps.run(self)
         return loss
 
     def _step_in_store(self) -> None:
@@ -325,31 +327,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the gradient of {names_in_words(changed)} was changed (for example clipped) {CLIPPED}"
             )
 
-    def _pass_over(self) -> None:
-        """Make no step: the lost worker, which this one replaces, has made it."""
-        if self._model.is_behind:
-            if "found_inf" in vars(self):
-                refuse("a GradScaler may have dropped steps", "use bfloat16, which needs no scaler")
-            for param in self._model.params.values():
-                param.grad = None
-            self._exchange.begin()
-            self._model.pass_over(self._described.now())
-        else:  # the script has called resume()
-            self._step_in_store()
-        if not self._model.is_behind:
-            self._in_store = DistributedOptimizer._step_in_store
-
-    def resume(self) -> int:
-        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
-
-        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
-        otherwise computed again and passed over. Call it once, before the first step.
-
-        Example:
-            >>> start = optimizer.resume()  # doctest: +SKIP
-            >>> for step in range(start, steps): ...  # doctest: +SKIP
-        """
-        return self._model.resume()
+    def _drop_step(self) -> float:
+        if "found_inf" in vars(self):
+            refuse("a GradScaler may have dropped steps", "use bfloat16, which needs no scaler")
+        for param in self._model.params.values():
+            param.grad = None
+        self._exchange.begin()
+        return self._model.passed_over(self._described.now())
 
     def _is_infinite(self, found: torch.Tensor) -> bool:
         """Whether any worker's gradient is infinite; if not, all are unscaled."""
@@ -370,7 +354,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _may_put_off(self, late: DeferredUpdates, closure: object) -> bool:
         """Whether this step can be deferred to the next forward pass."""
         is_scaled = "found_inf" in vars(self)
-        has_more = self._model.is_behind or self._owned.has_pre_hooks
+        has_more = self._steps.is_behind or self._owned.has_pre_hooks
         is_bound = self._is_synchronized or has_more
         return late.may_defer and not (is_scaled or is_bound or closure)
 

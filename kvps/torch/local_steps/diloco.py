@@ -58,6 +58,7 @@ from kvps.torch.local_steps.schedule import Schedule
 from kvps.torch.sync.arguments import buffers_of, check_plain
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
 from kvps.torch.sync.same_model import demand_same
+from kvps.torch.sync.steps import Steps
 
 log = logging.getLogger("kvps")
 
@@ -196,6 +197,8 @@ class DiLoCo:
                 for _ in self._fragments
             ]
         )
+        cut = self._fragments
+        self._steps = Steps(self._stores, lambda: cut)
         for kv in self._stores:
             residual_state.compress(kv, compression, "compression")
         # Only where each merge is one of all workers do their weights have the same start.
@@ -219,7 +222,7 @@ class DiLoCo:
         constant = {name: param for name, param in params.items() if name not in self._params}
         self._start = self._spread({**constant, **buffers_of(model)}, backup_device)
         self._unentered = warn_unless_entered(inner_optimizer, type(self).__name__)
-        self._leave = DiLoCo._pass_over if self._is_behind else DiLoCo._send
+        self._steps.choose(DiLoCo._send, DiLoCo._drop, DiLoCo._begin_again)
 
     @property
     def stores(self) -> tuple[Any, ...]:
@@ -293,23 +296,13 @@ class DiLoCo:
     def _begin(self) -> None:
         """Begin where the other workers are, or, with a script that took another's place, run again until there."""
         if self._pace is None:  # else the steps between two merges are not known
-            unit = "merges of each fragment" if len(self._fragments) > 1 else "merges"
-            for kv, names in zip(self._stores, self._fragments, strict=True):
-                kv.take_place(names, unit)
-                unit = ""  # it is told of once
-        if not self._is_behind:
+            self._steps.begin("merges of each fragment" if len(self._fragments) > 1 else "merges")
+        if not self._steps.is_behind:
             self._begin_turn()
-
-    @property
-    def _is_behind(self) -> bool:
-        """Whether this worker replaces a lost worker, and its script runs again towards the merges of the others."""
-        return any(kv.catch_up is not None for kv in self._stores)
 
     def _begin_turn(self) -> int:
         """Begin with the fragment whose round the other workers come to next; return the merges of this worker."""
-        rounds = [
-            kv.resume(list(names)) for kv, names in zip(self._stores, self._fragments, strict=True)
-        ]
+        rounds = self._steps.owed()
         self._schedule.begin_at(rounds)
         return sum(rounds)
 
@@ -357,27 +350,12 @@ class DiLoCo:
 
     def _push(self) -> None:
         """Let the next fragment leave."""
-        self._leave(self)
+        self._steps.run(self)
 
-    def _pass_over(self) -> None:
-        """Push nothing: the lost worker, which this one replaces, has; behind the last merge, take the weights."""
-        if not self._is_behind:  # the script has called resume()
-            self._leave = DiLoCo._send
-            self._send()
-            return
-        fragment = self._schedule.next
-        self._stores[fragment].catch_up.step()
-        self._weight.left(fragment)
+    def _drop(self) -> None:
+        self._weight.left(self._schedule.next)
         self._schedule.left()
         self._schedule.taken()
-        waiting = [kv for kv in self._stores if kv.catch_up is not None]
-        if all(kv.catch_up.is_over for kv in waiting):
-            for kv in waiting:
-                kv.end_replay()
-            self._leave = DiLoCo._send
-            with torch.no_grad():
-                self._begin_again()
-            log.warning("this worker has reached the others")
 
     @torch.no_grad()
     def _send(self) -> None:
@@ -519,7 +497,9 @@ class DiLoCo:
         Call it to go on from weights that are not finite.
         """
         self._take()
-        self._survive(partial(self._bring, self._start) if self._is_behind else self._begin_again)
+        self._survive(
+            partial(self._bring, self._start) if self._steps.is_behind else self._begin_again
+        )
 
     def add_tokens(self, count: float) -> None:
         """Count ``count`` tokens, of any unit, towards this worker's weight.
@@ -560,6 +540,7 @@ class DiLoCo:
 
     # --- rollbacks of the servers -------------------------------------------------------------------
 
+    @torch.no_grad()
     def _begin_again(self) -> None:
         self._begin_turn()
         self._bring(self._start)
@@ -576,7 +557,7 @@ class DiLoCo:
 
         Each store tells of it once, by the next call that is made of it.
         """
-        if self._is_behind:
+        if self._steps.is_behind:
             refuse("the servers returned to a checkpoint meanwhile", "lose one process at a time")
         log.warning("%s", error)
         self._away = None

@@ -41,6 +41,7 @@ from kvps.torch.sync.arguments import check_norms
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import StateInStore, in_words
+from kvps.torch.sync.steps import Resumable
 
 
 def shard(
@@ -97,7 +98,7 @@ def shard(
     )
 
 
-class Sharded:
+class Sharded(Resumable):
     """A model whose weights live on the servers, created by :func:`shard`."""
 
     def __init__(
@@ -137,9 +138,12 @@ class Sharded:
         largest = max(sum(sizes[name] for name in block.names) for block in self._blocks)
         self._side: Any = None
         """The store for buffers, if there are any."""
-        self._steps = self._begin()
-        self._in_store = Sharded._pass_over if self._rule.is_behind else Sharded._make_step
-        sender = ReplayingSender if self._rule.is_behind else GradientSender
+        self._begin()
+        self._steps = self._rule.steps
+        self._steps.choose(
+            Sharded._make_step, Sharded._drop_step, lambda one: one._weights.forget()
+        )
+        sender = ReplayingSender if self._steps.is_behind else GradientSender
         self._gradients = GradientHooks(
             self._rule,
             sender(kv, sizes, largest),
@@ -159,8 +163,8 @@ class Sharded:
         """Ends a step, by that of the torch optimizer if there is one, which calls the script's hooks, too."""
         self._hooks = self._watch(optimizer)
 
-    def _begin(self) -> int:
-        """Set the store's optimizer, and take rank 0's buffers; return the first step."""
+    def _begin(self) -> None:
+        """Set the store's optimizer, and take rank 0's buffers."""
         buffers = dict(self.module.named_buffers())
         if buffers:
             # Of their own: a store that takes means has no integers, such as a count of batches.
@@ -169,8 +173,7 @@ class Sharded:
             for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
                 _write(one, found)
         self._rule.install(self._rule.wanted())
-        place = self._kv.take_place(self._rule.trained)
-        return 0 if self._rule.is_behind else int(place.owed)
+        self._rule.steps.begin()
 
     def _watch(self, optimizer: torch.optim.Optimizer | str) -> list[Any]:
         hooks: list[Any] = []
@@ -200,43 +203,24 @@ class Sharded:
         self._step()
 
     def _end_step(self) -> None:
-        self._in_store(self)
+        self._steps.run(self)
 
     def _make_step(self) -> None:
         is_given_up = self._gradients.is_given_up
         self._gradients.step()
-        self._steps += 1
         if is_given_up:
             self._weights.forget()
         self._passes.expect_first()
 
-    def _pass_over(self) -> None:
-        """Make no step: the lost worker, which this one replaces, has made it."""
-        is_behind = self._rule.is_behind
+    def _drop_step(self) -> float:
         self._make_step()
-        if is_behind:
-            self._rule.pass_over(self._rule.wanted())
-        if not self._rule.is_behind:
-            self._weights.forget()
-            self._in_store = Sharded._make_step
-
-    def resume(self) -> int:
-        """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
-
-        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
-        otherwise computed again and passed over. Call it once, before the first step.
-
-        Example:
-            >>> start = sharded.resume()  # doctest: +SKIP
-            >>> for step in range(start, steps): ...  # doctest: +SKIP
-        """
-        self._steps = self._rule.resume()
-        return self._steps
+        return self._rule.passed_over(self._rule.wanted())
 
     @property
     def steps(self) -> int:
         """The number of completed steps, as :meth:`resume` returns it before the first step of a replacement."""
-        return self.resume() if self._steps == 0 and self._rule.is_behind else self._steps
+        steps = self._steps
+        return self.resume() if steps.made == 0 and steps.is_behind else steps.made
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate from the next step on, of an optimizer that was given by name.

@@ -28,8 +28,8 @@ from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions
-from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
+from kvps.torch.sync.steps import Steps
 
 log = logging.getLogger("kvps")
 
@@ -55,6 +55,8 @@ class ParameterSync:
         """The hyper-parameters of the optimizer in the store, as last installed."""
         self.is_given_up = False
         """The gradients of the present step could not be summed; there is nothing to update by."""
+        self.steps = Steps((kv,), lambda: (_trained(params),))
+        """Those of the front end."""
         self._forget = forget
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
@@ -62,7 +64,7 @@ class ParameterSync:
     @property
     def trained(self) -> list[str]:
         """The names of the parameters that are trained."""
-        return [name for name, param in self.params.items() if param.requires_grad]
+        return _trained(self.params)
 
     def spread(self, buffers: Mapping[str, torch.Tensor], hyper: HyperParams | None) -> None:
         """Give every worker rank 0's values, and the store its optimizer, if it has one.
@@ -84,10 +86,7 @@ class ParameterSync:
             self.kv.init(names, values)
             if hyper is not None:
                 self.install(hyper)
-            if isinstance(self.kv, DistStore):
-                self.kv.take_place(self.trained)
-            else:
-                self.kv.resume(self.trained)
+            self.steps.begin()
             self.kv.pull(names, out=values)
         else:
             for name, value in zip(names, values, strict=True):
@@ -97,41 +96,16 @@ class ParameterSync:
         for tensor, value in zip(tensors.values(), values, strict=True):
             if value.dtype != tensor.dtype:
                 tensor.detach().copy_(value.view(tensor.dtype).view(tensor.shape))
-        if self.is_behind and hyper is None:
+        if self.steps.is_behind and hyper is None:
             refuse(
                 "with update_on_kvstore=False, only the other workers have the weights",
                 "use update_on_kvstore=True",
             )
 
-    # --- the place of a lost worker -----------------------------------------------------------------
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether this worker replaces a lost worker, and its script runs again towards the step of the others."""
-        return isinstance(self.kv, KVStore) and self.kv.catch_up is not None
-
-    def resume(self) -> int:
-        """Return the number of steps that this rank has made, where the script then begins."""
-        return self.kv.resume(self.trained) if isinstance(self.kv, KVStore) else 0
-
-    def pass_over(self, hyper: HyperParams) -> None:
-        """Count a step that the lost worker made; behind the last, take the weights.
-
-        Args:
-            hyper: what the script wants of the optimizer at this step.
-
-        Raises:
-            ConfigError: if the step of the others cannot be known.
-        """
-        catch_up = self.kv.catch_up
-        catch_up.step()
+    def passed_over(self, hyper: HyperParams) -> float:
+        """Note what the script wants of the optimizer at a step that is passed over; return its learning rate."""
         self.hyper = hyper
-        if catch_up.is_over:
-            if self.kv.rank == 0:  # what the others want of the optimizer does not count
-                catch_up.check_rate(hyper.number("lr"))
-            self.kv.end_replay()
-            self.pull()
-            log.warning("this worker has reached the others at step %d", catch_up.done)
+        return hyper.number("lr")
 
     def pull(self) -> None:
         """Take the weights that the store has now."""
@@ -230,6 +204,10 @@ class ParameterSync:
         else:
             self.install(self.hyper)
         self.pull()
+
+
+def _trained(params: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name for name, param in params.items() if param.requires_grad]
 
 
 def named(params: object) -> dict[str, torch.Tensor]:

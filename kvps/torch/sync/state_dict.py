@@ -84,7 +84,7 @@ def take_over(optimizer: torch.optim.Optimizer, model: ParameterSync) -> None:
     """Move the state of an optimizer into the store; every worker calls, and rank 0's state counts."""
     found = from_torch(optimizer.state, model.params)
     optimizer.state.clear()
-    if not model.is_behind:
+    if not model.steps.is_behind:
         model.survive(lambda: model.kv.set_optimizer_states(found))
 
 
