@@ -1,4 +1,4 @@
-"""torchft's names for local steps: a script changes one import, ``from kvps.torch.local_sgd import DiLoCo, LocalSGD``.
+"""torchft's names for local steps: a script changes one import, ``from kvps.compat.torchft import DiLoCo, LocalSGD``.
 
 Arguments have the names and the order of torchft.local_sgd. There is no manager, since the servers know the workers:
 pass None. The options that only say how torchft copies and sends are accepted and have no effect.

@@ -235,10 +235,10 @@ class Parallel(Training):
 
 
 class Horovod(Training):
-    """``kvps.horovod``, as a script for Horovod uses it."""
+    """``kvps.compat.horovod``, as a script for Horovod uses it."""
 
     def start(self) -> None:
-        import kvps.horovod as hvd
+        import kvps.compat.horovod as hvd
 
         hvd.init()
         self.optimizer = hvd.DistributedOptimizer(
@@ -248,10 +248,10 @@ class Horovod(Training):
 
 
 class BytePS(Training):
-    """``kvps.byteps``, as a script for BytePS uses it."""
+    """``kvps.compat.byteps``, as a script for BytePS uses it."""
 
     def start(self) -> None:
-        import kvps.byteps as bps
+        import kvps.compat.byteps as bps
 
         bps.init()
         self.optimizer = bps.DistributedOptimizer(

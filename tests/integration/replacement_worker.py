@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import kvps
-import kvps.mx as mx
+import kvps.compat.mx as mx
 import kvps.torch
 
 EPOCHS, STEPS = 4, 3

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 )
 
 import kvps
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 from kvps.torch import DiLoCo, DistributedOptimizer, LocalSGD, shard
 
 INPUTS = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))

@@ -10,7 +10,7 @@ import torch
 
 import kvps
 import kvps.torch
-from kvps.horovod.engine import context
+from kvps.compat.horovod.engine import context
 from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 

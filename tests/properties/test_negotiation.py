@@ -10,9 +10,9 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvps.horovod.negotiation.coordinator import AllJoined, Coordinator, Execute, Refuse
-from kvps.horovod.negotiation.request import ALLREDUCE, CollectiveRequest, Part
-from kvps.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.compat.horovod.negotiation.coordinator import AllJoined, Coordinator, Execute, Refuse
+from kvps.compat.horovod.negotiation.request import ALLREDUCE, CollectiveRequest, Part
+from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
 
 
 @st.composite

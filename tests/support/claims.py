@@ -21,8 +21,8 @@ EVERYDAY = {
     "tests/faults/test_hosts.py::test_a_host_that_is_lost_for_good": (
         "tests/simulation/test_cluster.py::test_a_vanished_host_is_noticed_within_fifteen_seconds"
     ),
-    "tests/integration/test_horovod_three.py::test_an_elastic_job_ends_as_if_no_rank_had_been_lost": (
-        "tests/integration/test_horovod_elastic.py::test_a_failure_returns_to_the_last_commit"
+    "tests/integration/compat/test_horovod_three.py::test_an_elastic_job_ends_as_if_no_rank_had_been_lost": (
+        "tests/integration/compat/test_horovod_elastic.py::test_a_failure_returns_to_the_last_commit"
     ),
     "tests/integration/test_replacement.py::test_at_every_moment_of_a_script": (
         "tests/integration/test_replacement.py::test_a_script_that_runs_again_arrives_where_the_others_are"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import kvps
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 
 Run = Callable[[Callable[[int], Any]], list[Any]]
 SEEDED = threading.Lock()

@@ -2,7 +2,7 @@
 
     kvps-launch -n 2 -s 2 -- python -m tests.support.drop_in_tests PATH/TO/test_torch.py [PYTEST ARGUMENTS]
 
-``horovod.torch`` and ``byteps.torch`` are then ``kvps.horovod`` and ``kvps.byteps``. The tests of Horovod import three helpers from
+``horovod.torch`` and ``byteps.torch`` are then ``kvps.compat.horovod`` and ``kvps.compat.byteps``. The tests of Horovod import three helpers from
 a module ``common`` of theirs, and names that Python and torch had when these tests were written; both are provided here.
 They step every optimizer in ``torch.optim`` with biases. Muon is newer than they are and takes matrices only, so it is hidden.
 Each rank runs all tests in the order of the file. Rank 0 prints, and its exit code is that of pytest; the others end well,
@@ -23,8 +23,8 @@ from types import ModuleType
 import pytest
 import torch
 
-import kvps.byteps
-import kvps.horovod
+import kvps.compat.byteps
+import kvps.compat.horovod
 
 HOROVOD = ("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm")
 BYTEPS = ("compression", "cross_barrier", "ops", "parallel")
@@ -56,8 +56,8 @@ def main(path: str, *arguments: str) -> int:
 def provide() -> None:
     """Make the modules and names known that the tests import."""
     for library, ours, parts in (
-        ("horovod", kvps.horovod, HOROVOD),
-        ("byteps", kvps.byteps, BYTEPS),
+        ("horovod", kvps.compat.horovod, HOROVOD),
+        ("byteps", kvps.compat.byteps, BYTEPS),
     ):
         whole = ModuleType(library)
         whole.torch = ours  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def provide() -> None:
                 f"{ours.__name__}.{part}"
             )
     for part in ("common", "common.exceptions"):
-        sys.modules[f"horovod.{part}"] = importlib.import_module(f"kvps.horovod.{part}")
+        sys.modules[f"horovod.{part}"] = importlib.import_module(f"kvps.compat.horovod.{part}")
     common = ModuleType("common")
     common.mpi_env_rank_and_size = _rank_and_size  # type: ignore[attr-defined]
     common.skip_or_fail_gpu_test = lambda test, reason: test.skipTest(reason)  # type: ignore[attr-defined]

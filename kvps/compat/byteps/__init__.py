@@ -1,13 +1,13 @@
-"""BytePS's interface for PyTorch over kvps: ``import kvps.byteps as bps`` in place of ``import byteps.torch as bps``.
+"""BytePS's interface for PyTorch over kvps: ``import kvps.compat.byteps as bps`` in place of ``import byteps.torch as bps``.
 
 ``docs/migrating/byteps.md`` has a table of every name.
 """
 
-from kvps.byteps import cross_barrier, ops, parallel
-from kvps.byteps.compression import Compression
-from kvps.byteps.ops import *  # noqa: F403  # all of them are names of this package, too
-from kvps.byteps.ops import push_pull_async_inplace
-from kvps.byteps.optimizer import (
+from kvps.compat.byteps import cross_barrier, ops, parallel
+from kvps.compat.byteps.compression import Compression
+from kvps.compat.byteps.ops import *  # noqa: F403  # all of them are names of this package, too
+from kvps.compat.byteps.ops import push_pull_async_inplace
+from kvps.compat.byteps.optimizer import (
     DistributedOptimizer,
     broadcast_object,
     broadcast_optimizer_state,

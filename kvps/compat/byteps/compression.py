@@ -1,5 +1,5 @@
 """BytePS's compression of gradients, which is Horovod's."""
 
-from kvps.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from kvps.compat.horovod.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 
 __all__ = ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kvps import config
-from kvps.horovod import mpi_ops
-from kvps.horovod.compression import Compression, Compressor
-from kvps.horovod.engine.context import current
-from kvps.horovod.mpi_ops import (
+from kvps.compat.horovod import mpi_ops
+from kvps.compat.horovod.compression import Compression, Compressor
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.mpi_ops import (
     Average,
     Sum,
     local_rank,

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from kvps.horovod import functions
-from kvps.horovod import optimizer as horovods
-from kvps.horovod.compression import Compression, Compressor
+from kvps.compat.horovod import functions
+from kvps.compat.horovod import optimizer as horovods
+from kvps.compat.horovod.compression import Compression, Compressor
 
 
 def DistributedOptimizer(  # noqa: N802  # BytePS's name
@@ -68,5 +68,5 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return one rank's object on every rank; see :func:`kvps.horovod.broadcast_object`."""
+    """Return one rank's object on every rank; see :func:`kvps.compat.horovod.broadcast_object`."""
     return functions.broadcast_object(obj, root_rank, name)

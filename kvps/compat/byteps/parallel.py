@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kvps.byteps.ops import push_pull_async_inplace, size, synchronize
-from kvps.horovod.compression import Compression, Compressor
-from kvps.horovod.engine.context import current
-from kvps.horovod.functions import broadcast_parameters
+from kvps.compat.byteps.ops import push_pull_async_inplace, size, synchronize
+from kvps.compat.horovod.compression import Compression, Compressor
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.functions import broadcast_parameters
 
 
 class DistributedDataParallel(torch.nn.Module):

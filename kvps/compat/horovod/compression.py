@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.common.exceptions import InvalidArgument
+from kvps.compat.horovod.common.exceptions import InvalidArgument
 
 
 class Compressor:

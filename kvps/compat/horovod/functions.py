@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from kvps.errors import ConfigError
-from kvps.horovod.engine.context import current
-from kvps.horovod.ops.handles import synchronize
-from kvps.horovod.ops.move import (
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.ops.handles import synchronize
+from kvps.compat.horovod.ops.move import (
     allgather,
     broadcast_,
     broadcast_async_,
 )
-from kvps.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.errors import ConfigError
 from kvps.torch.serialization import pack, unpack
 
 

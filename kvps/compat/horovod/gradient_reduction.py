@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.compression import Compressor
-from kvps.horovod.engine.context import current
-from kvps.horovod.ops.handles import synchronize
-from kvps.horovod.ops.reduce import allreduce_async_, grouped_allreduce_async_
-from kvps.horovod.ops.sparse import sparse_allreduce_async
-from kvps.horovod.process_sets import ProcessSet
-from kvps.horovod.reductions import Adasum, Average, ReduceOp
+from kvps.compat.horovod.compression import Compressor
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.ops.handles import synchronize
+from kvps.compat.horovod.ops.reduce import allreduce_async_, grouped_allreduce_async_
+from kvps.compat.horovod.ops.sparse import sparse_allreduce_async
+from kvps.compat.horovod.process_sets import ProcessSet
+from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp
 
 Group = tuple[torch.Tensor, ...]
 

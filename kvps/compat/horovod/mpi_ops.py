@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvps.horovod.common.exceptions import HorovodInternalError
-from kvps.horovod.engine.context import current
-from kvps.horovod.ops.handles import barrier, join, poll, synchronize
-from kvps.horovod.ops.move import (
+from kvps.compat.horovod.common.exceptions import HorovodInternalError
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.ops.handles import barrier, join, poll, synchronize
+from kvps.compat.horovod.ops.move import (
     allgather,
     allgather_async,
     alltoall,
@@ -17,7 +17,7 @@ from kvps.horovod.ops.move import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from kvps.horovod.ops.reduce import (
+from kvps.compat.horovod.ops.reduce import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -27,14 +27,14 @@ from kvps.horovod.ops.reduce import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from kvps.horovod.ops.scatter import (
+from kvps.compat.horovod.ops.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from kvps.horovod.ops.sparse import sparse_allreduce_async
-from kvps.horovod.process_sets import (
+from kvps.compat.horovod.ops.sparse import sparse_allreduce_async
+from kvps.compat.horovod.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
@@ -42,7 +42,7 @@ from kvps.horovod.process_sets import (
     init,
     remove_process_set,
 )
-from kvps.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+from kvps.compat.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
 
 
 def shutdown() -> None:

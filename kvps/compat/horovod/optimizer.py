@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from kvps import config
-from kvps.horovod.compression import Compression, Compressor, checked
-from kvps.horovod.engine.context import current
-from kvps.horovod.engine.execution import even_rows
-from kvps.horovod.gradient_reduction import Reduction
-from kvps.horovod.process_sets import ProcessSet, global_process_set
-from kvps.horovod.reductions import Adasum, Average, ReduceOp, Sum
+from kvps.compat.horovod.compression import Compression, Compressor, checked
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.engine.execution import even_rows
+from kvps.compat.horovod.gradient_reduction import Reduction
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp, Sum
 
 
 class Distributed(torch.optim.Optimizer):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kvps.horovod.engine.context import Context, begin, current
-from kvps.horovod.engine.operation import Operation
-from kvps.horovod.negotiation.request import ADD_SET, REMOVE_SET, CollectiveRequest
+from kvps.compat.horovod.engine.context import Context, begin, current
+from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.negotiation.request import ADD_SET, REMOVE_SET, CollectiveRequest
 
 
 class ProcessSet:

@@ -6,9 +6,9 @@ from itertools import count
 
 import torch
 
-from kvps.horovod.engine.context import current
-from kvps.horovod.ops.reduce import allreduce_
-from kvps.horovod.reductions import Sum
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.ops.reduce import allreduce_
+from kvps.compat.horovod.reductions import Sum
 from kvps.torch import sync_batchnorm
 
 PREFIX = "sync_batch_norm"

@@ -1,10 +1,10 @@
-"""MXNet's names for scripts of its KVStore: ``import kvps.mx as mx``, with torch tensors in place of MXNet's arrays.
+"""MXNet's names for scripts of its KVStore: ``import kvps.compat.mx as mx``, with torch tensors in place of MXNet's arrays.
 
 Stores, optimizers and their arguments have the names, the argument order and the defaults of MXNet 1.9.1. A name of MXNet
 that is not here raises AttributeError with the way out; :doc:`/migrating/mxnet-names` lists them all.
 
 Example:
-    >>> import kvps.mx as mx
+    >>> import kvps.compat.mx as mx
     >>> kv = mx.kv.create("local")
     >>> kv.init(3, mx.nd.zeros((2,)))
     >>> kv.push(3, [mx.nd.ones((2,)), mx.nd.ones((2,))])
@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import torch
 
-from kvps.mx import gluon, kvstore, ndarray, optimizer
-from kvps.mx.elsewhere import ELSEWHERE, missing
+from kvps.compat.mx import gluon, kvstore, ndarray, optimizer
+from kvps.compat.mx.elsewhere import ELSEWHERE, missing
 
 kv = kvstore
 nd = ndarray
@@ -45,7 +45,7 @@ def cpu(device_id: int = 0) -> torch.device:
     """Return the device of the CPU; every ``device_id`` is the same memory, as in MXNet.
 
     Example:
-        >>> import torch, kvps.mx as mx
+        >>> import torch, kvps.compat.mx as mx
         >>> mx.cpu(1)
         device(type='cpu')
     """
@@ -61,7 +61,7 @@ def gpu(device_id: int = 0) -> torch.device:
     """Return a CUDA device.
 
     Example:
-        >>> import torch, kvps.mx as mx
+        >>> import torch, kvps.compat.mx as mx
         >>> mx.gpu(1)
         device(type='cuda', index=1)
     """

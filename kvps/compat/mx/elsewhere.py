@@ -47,4 +47,4 @@ def missing(place: str, name: str, ways_out: Mapping[str, str]) -> AttributeErro
         ways_out: name -> the way out.
     """
     way_out = ways_out.get(name, "docs/migrating/mxnet-names.md lists what is there")
-    return AttributeError(f"{place}.{name} of MXNet is not in kvps.mx: {way_out}")
+    return AttributeError(f"{place}.{name} of MXNet is not in kvps.compat.mx: {way_out}")

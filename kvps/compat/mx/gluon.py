@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import kvps
+from kvps.compat.mx import optimizer as optimizers
+from kvps.compat.mx.elsewhere import missing
+from kvps.compat.mx.kvstore import SPELLINGS, KVStore
+from kvps.compat.mx.rule import Optimizer
 from kvps.errors import ConfigError
-from kvps.mx import optimizer as optimizers
-from kvps.mx.elsewhere import missing
-from kvps.mx.kvstore import SPELLINGS, KVStore
-from kvps.mx.rule import Optimizer
 from kvps.trainer import Params
 
 _NAMES = {
@@ -35,11 +35,11 @@ class Trainer(kvps.Trainer):
         optimizer: an optimizer of ``mx.optimizer``, or the name of one.
         optimizer_params: the arguments of the optimizer that ``optimizer`` names.
         kvstore: a store of ``mx.kv``, its name, or None.
-        compression_params: as :meth:`kvps.mx.kvstore.KVStore.set_gradient_compression` has them.
+        compression_params: as :meth:`kvps.compat.mx.kvstore.KVStore.set_gradient_compression` has them.
         update_on_kvstore: as :class:`kvps.Trainer` has it.
 
     Example:
-        >>> import torch, kvps.mx as mx
+        >>> import torch, kvps.compat.mx as mx
         >>> model = torch.nn.Linear(3, 1)
         >>> trainer = mx.gluon.Trainer(model, "sgd", {"learning_rate": 0.1}, kvstore="device")
         >>> model(torch.ones(2, 3)).sum().backward()

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import kvps
+from kvps.compat.mx.elsewhere import missing
+from kvps.compat.mx.ndarray import plain
+from kvps.compat.mx.rule import Optimizer
 from kvps.errors import ConfigError
-from kvps.mx.elsewhere import missing
-from kvps.mx.ndarray import plain
-from kvps.mx.rule import Optimizer
 from kvps.store.base import KVStoreBase
 
 SPELLINGS = {"nccl": "device", "horovod": "allreduce", "byteps": "allreduce"}
@@ -38,7 +38,7 @@ class KVStore(KVStoreBase):
         type_: the name by which it was created.
 
     Example:
-        >>> import kvps.mx as mx
+        >>> import kvps.compat.mx as mx
         >>> kv = mx.kv.create("local")
         >>> kv.init("w", mx.nd.zeros((2,)))
         >>> kv.set_optimizer(mx.optimizer.SGD(learning_rate=0.5))

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from kvps.compat.mx.elsewhere import missing
 from kvps.errors import ConfigError
-from kvps.mx.elsewhere import missing
 
 DType: TypeAlias = "str | type | np.dtype[Any] | torch.dtype"
 Shape: TypeAlias = "int | Sequence[int]"
@@ -41,7 +41,7 @@ class NDArray(torch.Tensor):
     """A torch tensor with the methods of MXNet's NDArray that scripts of a store use.
 
     Example:
-        >>> import kvps.mx as mx
+        >>> import kvps.compat.mx as mx
         >>> array = mx.nd.array([[1, 2], [3, 4]])
         >>> (array + 1).asnumpy().tolist(), array.context, array.sum().asscalar()
         ([[2.0, 3.0], [4.0, 5.0]], device(type='cpu'), 10.0)
@@ -122,7 +122,7 @@ def array(
         dtype: the element type; None is the tensor's, and float32 for anything else, as in MXNet.
 
     Example:
-        >>> import numpy as np, kvps.mx as mx
+        >>> import numpy as np, kvps.compat.mx as mx
         >>> mx.nd.array(np.arange(3)).dtype
         torch.float32
     """
@@ -222,7 +222,7 @@ class sparse:  # noqa: N801  (the name of a module of MXNet)
             dtype: the element type; as for :func:`array`.
 
         Example:
-            >>> import torch, kvps.mx as mx
+            >>> import torch, kvps.compat.mx as mx
             >>> rows = mx.nd.sparse.row_sparse_array((mx.nd.ones((1, 2)), [3]), shape=(5, 2))
             >>> rows.to_dense()[3].tolist()
             [1.0, 1.0]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from kvps.mx.elsewhere import missing
-from kvps.mx.ndarray import plain
-from kvps.mx.rule import Optimizer, Rule
+from kvps.compat.mx.elsewhere import missing
+from kvps.compat.mx.ndarray import plain
+from kvps.compat.mx.rule import Optimizer, Rule
 from kvps.store.local_optimizer import ServerRules
 
 _ABSENT = {
@@ -219,7 +219,7 @@ def create(name: str, **kwargs: Any) -> Optimizer:
         ValueError: if there is none.
 
     Example:
-        >>> import kvps.mx as mx
+        >>> import kvps.compat.mx as mx
         >>> mx.optimizer.create("adam", learning_rate=0.1).learning_rate
         0.1
     """
@@ -227,7 +227,7 @@ def create(name: str, **kwargs: Any) -> Optimizer:
     if kind is None:
         ways_out = {absent.lower(): way_out for absent, way_out in _ABSENT.items()}
         way_out = ways_out.get(name.lower(), f"use one of {', '.join(BY_NAME)}")
-        raise ValueError(f"there is no optimizer {name!r} in kvps.mx: {way_out}")
+        raise ValueError(f"there is no optimizer {name!r} in kvps.compat.mx: {way_out}")
     return kind(**kwargs)
 
 
@@ -237,7 +237,7 @@ def get_updater(optimizer: Optimizer) -> Callable[[int | str, torch.Tensor, torc
     The numbers of the optimizer are those of the first call for each weight.
 
     Example:
-        >>> import kvps.mx as mx
+        >>> import kvps.compat.mx as mx
         >>> updater = mx.optimizer.get_updater(mx.optimizer.SGD(learning_rate=0.5))
         >>> weight = mx.nd.ones((2,))
         >>> updater(0, mx.nd.ones((2,)), weight)

@@ -68,7 +68,7 @@ class Optimizer:
         TypeError: for an unknown one.
 
     Example:
-        >>> import kvps.mx as mx
+        >>> import kvps.compat.mx as mx
         >>> sgd = mx.optimizer.SGD(learning_rate=0.1, momentum=0.9, wd=1e-4)
         >>> sgd.learning_rate, sgd.describe().name
         (0.1, 'sgd')

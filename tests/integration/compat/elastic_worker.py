@@ -1,6 +1,6 @@
-"""One rank of an elastic job over ``kvps.horovod``: trains to the end, and dies once on the way.
+"""One rank of an elastic job over ``kvps.compat.horovod``: trains to the end, and dies once on the way.
 
-    kvps-launch -n 3 -s 1 --max-restarts 2 -- python tests/integration/elastic_worker.py FOLDER RANK
+    kvps-launch -n 3 -s 1 --max-restarts 2 -- python tests/integration/compat/elastic_worker.py FOLDER RANK
 
 The rank kills its process at batch 5 unless FOLDER has the file ``died``. Every rank prints its weights at the end.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 
 BATCHES = 12
 COMMIT_EVERY = 3

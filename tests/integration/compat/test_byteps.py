@@ -1,4 +1,4 @@
-"""``import kvps.byteps as bps``: push_pull and what is built on it, against what one process computes."""
+"""``import kvps.compat.byteps as bps``: push_pull and what is built on it, against what one process computes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvps.byteps as bps
-import kvps.horovod as hvd
-from kvps.byteps.cross_barrier import CrossBarrier
+import kvps.compat.byteps as bps
+import kvps.compat.horovod as hvd
+from kvps.compat.byteps.cross_barrier import CrossBarrier
 from tests.support.drop_in import Run, ranks
 
 SEEDED = threading.Lock()

@@ -1,4 +1,4 @@
-"""``import kvps.horovod as hvd``: each collective against what follows from the inputs of all ranks, and each error.
+"""``import kvps.compat.horovod as hvd``: each collective against what follows from the inputs of all ranks, and each error.
 
 Ranks are the two workers of a LocalCluster; ``test_horovod_three.py`` has more ranks and all element types.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 from tests.support.drop_in import Run, check_collectives, equal, ranks
 
 TOLD_S = 2.0

@@ -1,11 +1,11 @@
-"""``kvps.horovod`` in a job of one rank: nothing waits, and nothing changes."""
+"""``kvps.compat.horovod`` in a job of one rank: nothing waits, and nothing changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 from tests.support.drop_in import ranks
 
 pytestmark = pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""Elastic training over ``kvps.horovod``: commits, returns to them, and what each rank goes on with."""
+"""Elastic training over ``kvps.compat.horovod``: commits, returns to them, and what each rank goes on with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 from tests.support.drop_in import Run, alone, batch, close, loss_of, net, ranks, sgd
 
 

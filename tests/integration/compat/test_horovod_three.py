@@ -1,4 +1,4 @@
-"""``kvps.horovod`` on three ranks: all element types, process sets, late and lost ranks, real processes."""
+"""``kvps.compat.horovod`` on three ranks: all element types, process sets, late and lost ranks, real processes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import kvps.horovod as hvd
-from kvps.horovod.engine import context
-from kvps.horovod.engine.engine import Limits
+import kvps.compat.horovod as hvd
+from kvps.compat.horovod.engine import context
+from kvps.compat.horovod.engine.engine import Limits
 from tests.integration.processes import ROOT, Processes
 from tests.support.drop_in import Run, check_collectives, ranks
 
@@ -226,7 +226,7 @@ def test_a_lost_rank_is_named_on_the_others(processes: Processes) -> None:
     script = processes.folder / "lost.py"
     script.write_text(
         "import os, signal, torch\n"
-        "import kvps.horovod as hvd\n"
+        "import kvps.compat.horovod as hvd\n"
         "hvd.init()\n"
         "hvd.barrier()\n"
         "if hvd.rank() == 1:\n"
@@ -245,7 +245,7 @@ def test_a_rank_that_ends_early_does_not_leave_the_others_waiting(processes: Pro
     script = processes.folder / "early.py"
     script.write_text(
         "import torch\n"
-        "import kvps.horovod as hvd\n"
+        "import kvps.compat.horovod as hvd\n"
         "hvd.init()\n"
         "assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3\n"
         "if hvd.rank() == 0:\n"

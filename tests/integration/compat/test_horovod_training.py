@@ -1,4 +1,4 @@
-"""Training over ``kvps.horovod``: the optimizer with its arguments, broadcasts, and batch normalisation.
+"""Training over ``kvps.compat.horovod``: the optimizer with its arguments, broadcasts, and batch normalisation.
 
 The measure is one process with the batches of all ranks.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import kvps.horovod as hvd
+import kvps.compat.horovod as hvd
 from tests.support.drop_in import Run, alone, batch, close, equal, loss_of, net, ranks, sgd
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import kvps
-import kvps.mx as mx
+import kvps.compat.mx as mx
 from tests.integration.processes import Processes, free_port
 from tests.integration.test_dmlc import variables
 
 WORKERS = 2
 SCRIPT = """
 import sys
-import kvps.mx as mx
+import kvps.compat.mx as mx
 
 shape, big, rounds = (2, 3), (1200, 100), 4
 kv = mx.kv.create(sys.argv[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvps
-import kvps.mx as mx
+import kvps.compat.mx as mx
 
 ROOT = Path(kvps.__file__).parents[1]
 PAGE = (ROOT / "docs" / "migrating" / "mxnet-names.md").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_every_optimizer_has_a_row() -> None:
     there = {name for name, rest in rows.items() if "not available" not in rest}
     assert {name.lower() for name in there} == set(mx.optimizer.BY_NAME)
     for name in rows.keys() - there:
-        with pytest.raises(AttributeError, match=r"is not in kvps\.mx: "):
+        with pytest.raises(AttributeError, match=r"is not in kvps\.compat\.mx: "):
             getattr(mx.optimizer, name)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 class HorovodInternalError(RuntimeError):
     """A collective failed: ranks do not fit together, or a rank was lost; the text says which.
 
-    In a function that :func:`kvps.horovod.elastic.run` runs, it means: return to the last commit.
+    In a function that :func:`kvps.compat.horovod.elastic.run` runs, it means: return to the last commit.
     """
 
 
@@ -14,7 +14,7 @@ class InvalidArgument(HorovodInternalError, ValueError):
     """An argument of this rank's call cannot be; the other ranks get a HorovodInternalError that says so.
 
     Horovod raises a ValueError for some of these and a HorovodInternalError for others, and this is both. In a function
-    that :func:`kvps.horovod.elastic.run` runs, it ends the function.
+    that :func:`kvps.compat.horovod.elastic.run` runs, it ends the function.
     """
 
 

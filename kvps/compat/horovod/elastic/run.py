@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvps import config
-from kvps.horovod.common.exceptions import (
+from kvps.compat.horovod.common.exceptions import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
     InvalidArgument,
 )
-from kvps.horovod.elastic.state import State
-from kvps.horovod.engine.context import ALL_HERE_S
-from kvps.horovod.mpi_ops import init, shutdown
+from kvps.compat.horovod.elastic.state import State
+from kvps.compat.horovod.engine.context import ALL_HERE_S
+from kvps.compat.horovod.mpi_ops import init, shutdown
 
 log = logging.getLogger("kvps")
 P = ParamSpec("P")

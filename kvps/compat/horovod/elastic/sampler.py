@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.engine.context import current
+from kvps.compat.horovod.engine.context import current
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of this rank's share of a data set.
 
     Call :meth:`record_batch` after each batch, and give the sampler to a
-    :class:`~kvps.horovod.elastic.TorchState`; after a return to a commit the rest of the epoch is dealt out anew.
+    :class:`~kvps.compat.horovod.elastic.TorchState`; after a return to a commit the rest of the epoch is dealt out anew.
 
     Args:
         dataset: has a length.

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.elastic.sampler import ElasticSampler
-from kvps.horovod.functions import (
+from kvps.compat.horovod.elastic.sampler import ElasticSampler
+from kvps.compat.horovod.functions import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
@@ -37,7 +37,7 @@ class State:
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the reset callbacks; :func:`~kvps.horovod.elastic.run` calls this."""
+        """Call the reset callbacks; :func:`~kvps.compat.horovod.elastic.run` calls this."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
@@ -128,7 +128,7 @@ class TorchState(ObjectState):
     Args:
         model: any module; None for none.
         optimizer: its optimizer, also a DistributedOptimizer.
-        values: as in :class:`ObjectState`; an :class:`~kvps.horovod.elastic.ElasticSampler`, and other modules and
+        values: as in :class:`ObjectState`; an :class:`~kvps.compat.horovod.elastic.ElasticSampler`, and other modules and
             optimizers, are kept by their ``state_dict()``.
     """
 

@@ -17,10 +17,10 @@ from collections import Counter
 from itertools import count
 
 from kvps import config
+from kvps.compat.horovod.common.exceptions import HorovodInternalError
+from kvps.compat.horovod.engine.engine import Engine, Limits
+from kvps.compat.horovod.engine.operation import Operation
 from kvps.errors import WorkerLost
-from kvps.horovod.common.exceptions import HorovodInternalError
-from kvps.horovod.engine.engine import Engine, Limits
-from kvps.horovod.engine.operation import Operation
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.runtime import process
@@ -37,7 +37,7 @@ LOOK_EVERY_S = 0.1
 
 
 class Context:
-    """The state behind the functions of :mod:`kvps.horovod` in one worker."""
+    """The state behind the functions of :mod:`kvps.compat.horovod` in one worker."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None

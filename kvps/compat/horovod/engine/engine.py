@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvps.errors import KvpsError
-from kvps.horovod.common.exceptions import HorovodInternalError
-from kvps.horovod.engine.cycles import Cycles
-from kvps.horovod.engine.execution import Execution, Executor
-from kvps.horovod.engine.operation import Operation
-from kvps.horovod.engine.transfers import Transfers
-from kvps.horovod.negotiation.coordinator import (
+from kvps.compat.horovod.common.exceptions import HorovodInternalError
+from kvps.compat.horovod.engine.cycles import Cycles
+from kvps.compat.horovod.engine.execution import Execution, Executor
+from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.engine.transfers import Transfers
+from kvps.compat.horovod.negotiation.coordinator import (
     AllJoined,
     Coordinator,
     Decision,
@@ -31,9 +30,10 @@ from kvps.horovod.negotiation.coordinator import (
     Over,
     Refuse,
 )
-from kvps.horovod.negotiation.fusion import fused
-from kvps.horovod.negotiation.request import CollectiveRequest, Key, Part
-from kvps.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.compat.horovod.negotiation.fusion import fused
+from kvps.compat.horovod.negotiation.request import CollectiveRequest, Key, Part
+from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.errors import KvpsError
 from kvps.phrases import ranks_in_words
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.ordered_executor import OrderedExecutor

@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
-from kvps.horovod.engine.arithmetic import adasum, finish
-from kvps.horovod.engine.operation import Operation
-from kvps.horovod.engine.transfers import Plan, Transfers
-from kvps.horovod.negotiation.coordinator import Execute
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.engine.arithmetic import adasum, finish
+from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.engine.transfers import Plan, Transfers
+from kvps.compat.horovod.negotiation.coordinator import Execute
+from kvps.compat.horovod.negotiation.request import (
     SUMMING,
     CollectiveRequest,
     Key,

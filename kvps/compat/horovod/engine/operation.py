@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.common.exceptions import HorovodInternalError
-from kvps.horovod.negotiation.request import CollectiveRequest, Part
+from kvps.compat.horovod.common.exceptions import HorovodInternalError
+from kvps.compat.horovod.negotiation.request import CollectiveRequest, Part
 from kvps.torch.distributed.host_tensor import Staged
 
 

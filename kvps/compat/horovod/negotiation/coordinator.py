@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.negotiation.request import (
     ADD_SET,
     ALLREDUCE,
     BARRIER,
@@ -29,7 +29,7 @@ from kvps.horovod.negotiation.request import (
     difference,
     own_fault,
 )
-from kvps.horovod.negotiation.turn import Turn
+from kvps.compat.horovod.negotiation.turn import Turn
 from kvps.phrases import ranks_in_words
 
 WORLD = 0

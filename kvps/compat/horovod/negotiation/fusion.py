@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from kvps.horovod.negotiation.coordinator import Execute
-from kvps.horovod.negotiation.request import ALLREDUCE, BROADCAST, SUMMING
+from kvps.compat.horovod.negotiation.coordinator import Execute
+from kvps.compat.horovod.negotiation.request import ALLREDUCE, BROADCAST, SUMMING
 
 
 def fused(runs: Sequence[tuple[Execute, int]], limit: int) -> list[list[Execute]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgpack
 
+from kvps.compat.horovod.negotiation.request import KINDS, NAME_MAX, CollectiveRequest, Key, Part
 from kvps.errors import ProtocolError
-from kvps.horovod.negotiation.request import KINDS, NAME_MAX, CollectiveRequest, Key, Part
 
 
 @dataclass(frozen=True, slots=True)

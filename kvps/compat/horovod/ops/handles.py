@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.common.exceptions import HorovodInternalError, InvalidArgument
-from kvps.horovod.engine.context import current
-from kvps.horovod.engine.operation import Operation, parts_of
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.common.exceptions import HorovodInternalError, InvalidArgument
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.engine.operation import Operation, parts_of
+from kvps.compat.horovod.negotiation.request import (
     ALLGATHER,
     ALLTOALL,
     BARRIER,
     REDUCESCATTER,
     CollectiveRequest,
 )
-from kvps.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
 
 REFUSED_MAX_S = 0.5
 """Seconds that a refusal waits for the others to have heard of it. Then its name is free for the next call."""

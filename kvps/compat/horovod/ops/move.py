@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.engine.context import current
-from kvps.horovod.negotiation.request import ALLGATHER, ALLTOALL, BROADCAST
-from kvps.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
-from kvps.horovod.ops.reduce import grouped_allreduce
-from kvps.horovod.process_sets import ProcessSet, global_process_set
-from kvps.horovod.reductions import Average
+from kvps.compat.horovod.engine.context import current
+from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLTOALL, BROADCAST
+from kvps.compat.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
+from kvps.compat.horovod.ops.reduce import grouped_allreduce
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.reductions import Average
 
 Tensors = Sequence[torch.Tensor]
 

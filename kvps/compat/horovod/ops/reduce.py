@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.compression import Compression, Compressor, checked
-from kvps.horovod.engine.arithmetic import scale
-from kvps.horovod.negotiation.request import ALLREDUCE, REDUCESCATTER
-from kvps.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
-from kvps.horovod.process_sets import ProcessSet, global_process_set
-from kvps.horovod.reductions import Adasum, Average, ReduceOp, Sum, chosen
+from kvps.compat.horovod.compression import Compression, Compressor, checked
+from kvps.compat.horovod.engine.arithmetic import scale
+from kvps.compat.horovod.negotiation.request import ALLREDUCE, REDUCESCATTER
+from kvps.compat.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp, Sum, chosen
 
 Tensors = Sequence[torch.Tensor]
 

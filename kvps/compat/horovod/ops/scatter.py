@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from kvps.horovod.compression import Compression, Compressor, checked
-from kvps.horovod.negotiation.request import ALLGATHER, REDUCESCATTER
-from kvps.horovod.ops.handles import begin, synchronize
-from kvps.horovod.ops.reduce import Tensors, begin_reduction
-from kvps.horovod.process_sets import ProcessSet, global_process_set
-from kvps.horovod.reductions import Average, ReduceOp, Sum, chosen
+from kvps.compat.horovod.compression import Compression, Compressor, checked
+from kvps.compat.horovod.negotiation.request import ALLGATHER, REDUCESCATTER
+from kvps.compat.horovod.ops.handles import begin, synchronize
+from kvps.compat.horovod.ops.reduce import Tensors, begin_reduction
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.reductions import Average, ReduceOp, Sum, chosen
 
 
 def reducescatter_async(

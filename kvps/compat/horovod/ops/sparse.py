@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from kvps.horovod.negotiation.request import ALLGATHER
-from kvps.horovod.ops.handles import begin, poll, refuse, synchronize
-from kvps.horovod.process_sets import ProcessSet, global_process_set
-from kvps.horovod.reductions import Average, ReduceOp, Sum
+from kvps.compat.horovod.negotiation.request import ALLGATHER
+from kvps.compat.horovod.ops.handles import begin, poll, refuse, synchronize
+from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.reductions import Average, ReduceOp, Sum
 
 
 class SparseHandle:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvps
-import kvps.mx as mx
+import kvps.compat.mx as mx
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 
 SHAPE = (4, 2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import kvps.mx as mx
+import kvps.compat.mx as mx
 from kvps.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ from kvps.errors import ConfigError
     "name", ["", ".elsewhere", ".gluon", ".kvstore", ".ndarray", ".optimizer", ".rule"]
 )
 def test_examples_of_docstrings(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"kvps.mx{name}")).failed == 0
+    assert doctest.testmod(importlib.import_module(f"kvps.compat.mx{name}")).failed == 0
 
 
 def test_types_are_mxnets() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.horovod.engine.arithmetic import adasum, finish, scale
-from kvps.horovod.engine.execution import even_rows
+from kvps.compat.horovod.engine.arithmetic import adasum, finish, scale
+from kvps.compat.horovod.engine.execution import even_rows
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.horovod.negotiation.coordinator import (
+from kvps.compat.horovod.negotiation.coordinator import (
     AllJoined,
     Coordinator,
     Decision,
@@ -12,7 +12,7 @@ from kvps.horovod.negotiation.coordinator import (
     Over,
     Refuse,
 )
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.negotiation.request import (
     ADD_SET,
     ALLGATHER,
     ALLREDUCE,
@@ -22,7 +22,7 @@ from kvps.horovod.negotiation.request import (
     CollectiveRequest,
     Part,
 )
-from kvps.horovod.negotiation.turn import Turn
+from kvps.compat.horovod.negotiation.turn import Turn
 
 
 class Job:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvps.horovod.negotiation.coordinator import Execute
-from kvps.horovod.negotiation.fusion import fused
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.negotiation.coordinator import Execute
+from kvps.compat.horovod.negotiation.fusion import fused
+from kvps.compat.horovod.negotiation.request import (
     ALLGATHER,
     ALLREDUCE,
     BROADCAST,

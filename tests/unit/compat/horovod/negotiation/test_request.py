@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.horovod.negotiation.request import (
+from kvps.compat.horovod.negotiation.request import (
     ADD_SET,
     ALLGATHER,
     ALLREDUCE,

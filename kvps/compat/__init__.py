@@ -1,0 +1,1 @@
+"""Drop-in names of other systems, an annex: nothing else in kvps imports it."""
