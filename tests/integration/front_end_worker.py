@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import os
 import sys
 import traceback
 import warnings
@@ -25,6 +26,8 @@ from tests.integration.front_ends import FRONT_ENDS, Alone, MakeOptimizer, Train
 
 warnings.filterwarnings("ignore")
 
+DEVICE = os.environ.get("SWEEP_DEVICE", "cpu")
+"""Where models and batches lie."""
 STEPS = 6
 CLOSE = 2e-6
 """The largest difference of weights near 1 that different kernels of one formula may cause."""
@@ -50,7 +53,8 @@ def net() -> nn.Sequential:
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+    seeded = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(6, 4, generator=seeded).to(DEVICE)
 
 
 def loss_at(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
@@ -70,7 +74,7 @@ def adam(params: object) -> torch.optim.Optimizer:
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [value.detach().clone() for value in model.state_dict().values()]
+    return [value.detach().cpu().clone() for value in model.state_dict().values()]
 
 
 def run(training: Training, steps: range = range(STEPS)) -> None:
@@ -435,7 +439,8 @@ def bag() -> nn.Module:
 
 
 def ids_at(step: int, rank: int) -> torch.Tensor:
-    return torch.randint(20, (5,), generator=torch.Generator().manual_seed(10 * step + rank))
+    seeded = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(20, (5,), generator=seeded).to(DEVICE)
 
 
 def sparse_loss(step: int) -> Callable[[nn.Module, int], torch.Tensor]:
@@ -477,7 +482,7 @@ def sparse_rows_whose_gradients_cancel(make: Make) -> Sequence[torch.Tensor]:
 
         def loss(model: nn.Module, rank: int, step: int = step) -> torch.Tensor:
             sign = -1.0 if step % 2 and rank else 1.0
-            return sign * model(torch.tensor([0, 1 + rank])).sum()
+            return sign * model(torch.tensor([0, 1 + rank], device=DEVICE)).sum()
 
         training.backward(loss)
         training.step()
@@ -524,7 +529,7 @@ def grad_scaler(make: Make) -> Sequence[torch.Tensor]:
     training = make(net(), plain_sgd)
     if not training.scales:
         raise kvps.ConfigError("each rank skips steps of its own")
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0, growth_interval=100)
     for step in range(STEPS):
         training.zero_grad()
 
@@ -727,10 +732,10 @@ def main(front_end: str, names: list[str]) -> int:
     kind = FRONT_ENDS[front_end]
 
     def make(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1) -> Training:
-        return kind(model, optimizer, rank, size, passes)
+        return kind(model.to(DEVICE), optimizer, rank, size, passes)
 
     def alone(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1) -> Training:
-        return Alone(model, optimizer, rank, size, passes)
+        return Alone(model.to(DEVICE), optimizer, rank, size, passes)
 
     for name in names or list(FEATURES):
         verdict = judge(name, make, alone, CLOSE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -260,23 +261,36 @@ def test_converting_keeps_values_and_leaves_the_rest():
     assert SyncBatchNorm.convert_sync_batchnorm(bare).weight is None
 
 
+ON_A_GPU = """
+import torch
+import kvps
+from kvps.torch import SyncBatchNorm
+
+torch.manual_seed(0)
+plain = torch.nn.BatchNorm2d(3).double()
+batches = [torch.randn(size, 3, 4, 4).double() for size in (2, 5)]
+rank = kvps.create("dist_sync").rank
+layer = SyncBatchNorm.convert_sync_batchnorm(plain).cuda()
+x = batches[rank].cuda().requires_grad_()
+y = layer(x)
+y.pow(3).sum().backward()
+torch.save([y.detach().cpu(), x.grad.cpu(), layer.running_var.cpu()], f"{rank}.pt")
+"""
+
+
 @pytest.mark.cuda
-def test_values_on_a_gpu():
+def test_values_on_a_gpu(processes):
+    # Processes: the backward passes of threads share one thread for each device, and would wait for each other.
+    script = processes.script(ON_A_GPU)
+    launched = processes.kvps("launch", "-n", 2, "-s", 2, "--", sys.executable, script)
+    assert launched.wait(60) == 0, launched
+    found = [torch.load(processes.folder / f"{rank}.pt") for rank in range(2)]
     torch.manual_seed(0)
     plain = torch.nn.BatchNorm2d(3).double()
-    batches = [torch.randn(size, 3, 4, 4).double() for size in (2, 5)]
-
-    def work(rank):
-        layer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain)).cuda()
-        x = batches[rank].cuda().requires_grad_()
-        y = layer(x)
-        y.pow(3).sum().backward()
-        return y.detach().cpu(), x.grad.cpu(), layer.running_var.cpu()
-
-    found = run(work)
-    x = torch.cat(batches).requires_grad_()
+    x = torch.cat([torch.randn(size, 3, 4, 4).double() for size in (2, 5)]).requires_grad_()
     y = plain(x)
     y.pow(3).sum().backward()
-    close(torch.cat([one[0] for one in found]), y.detach())
-    close(torch.cat([one[1] for one in found]), x.grad)
-    close(found[1][2], plain.running_var)
+    outputs, slopes, variances = zip(*found, strict=True)
+    close(torch.cat(outputs), y.detach())
+    close(torch.cat(slopes), x.grad)
+    close(variances[1], plain.running_var)

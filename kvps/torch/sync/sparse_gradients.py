@@ -90,7 +90,7 @@ def _sparse(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.
         like.shape,
         is_coalesced=True,
         check_invariants=False,
-        device="cpu",
+        device=like.device,
     )
 
 
