@@ -25,7 +25,7 @@ JOBS  ?= $(shell expr 2 \* $(CORES))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint prose cover check soak bench docs lock lock-base audit wheel release test-docker clean
+.PHONY: help demo test test-all lint prose cover check soak bench gpu docs lock lock-base audit wheel release test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -97,6 +97,11 @@ soak: .venv/.installed  ## play many more faults, and longer: half an hour of on
 
 bench: .venv/.installed  ## measure kvps beside its peers, and print a table: ten minutes
 	$(BIN)/kvps bench --full
+
+# On a bare machine, without .venv: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+gpu:  ## check and measure kvps on a CUDA device, and write gpu.json and gpu.md: eight minutes at most
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 docs: .venv/.installed-docs  ## build the documentation into docs/_build
 	$(BIN)/sphinx-build -n -W --keep-going -q -b html docs docs/_build

@@ -1,101 +1,442 @@
-"""Measures the way of ResNet-50's gradients from a GPU to the servers and back.
+"""Checks and measures kvps on a CUDA device, within eight minutes, and writes a report.
 
-    .venv/bin/python benchmarks/gpu.py [WORKERS] [SERVERS]        1 2
+    make gpu                                    every part, on a machine with a GPU and torch 2.11 or later
+    python -m benchmarks.gpu copies overlap     some parts, by name
 
-In turns, ten rounds each, the time until the new values are on the GPU:
+The parts, in order of worth; each is a process of its own with a limit of seconds, so that a part that fails
+or hangs costs no other part:
 
-  staged      pushpull of GPU tensors, which come and go through page-locked memory on their own stream
-  pageable    the same by hand: .cpu(), pushpull, .copy_()
-  4 on device 4 values per key, added up on the GPU (dist_sync_device)
-  4 on CPU    4 values per key, each copied and added up on the CPU (dist_sync)
+  tests     every test that needs a CUDA device, the sweep of front ends among them
+  copies    what one training step copies between the device and the host, by torch.profiler: of each front end,
+            exactly the gradients down and the new values up, once, through page-locked memory
+  speed     those copies beside a bare copy of as many page-locked bytes; pushpull of ResNet-50's gradients from
+            the device, beside the same by hand (``.cpu()``, pushpull, ``.copy_()``); four values per key, added up
+            on the device (dist_sync_device) and on the host (dist_sync)
+  overlap   a training step of two workers that share the device: alone, with pushpull after the backward pass,
+            and with DistributedOptimizer, which sends gradients during the backward pass
+  codecs    each codec of gradient compression on the device (benchmarks/codecs.py)
 
-All workers use the first GPU. Needs CUDA.
+Prints a paragraph for benchmarks/LOG.md. Writes that and ``gpu.json`` to ``--out``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
 
 import torch
+from torch import nn
 
 import kvps
+import kvps.torch
 from kvps.bench.workloads import shapes_of
 
+ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 10
+WARM = 2
 PER_KEY = 4
+LIMITS_S = {"tests": 240, "copies": 60, "speed": 60, "overlap": 60, "codecs": 40}
+"""The most seconds that each part may take: 460 in all."""
 
 
-def main() -> None:
-    """Start the cluster, or be a worker of it."""
+def main() -> int:
+    """Run the parts, or one of them in this process; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0],
+        epilog=__doc__.split("\n", 1)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(LIMITS_S))
+    parser.add_argument("--out", type=Path, default=Path(), help="where the report goes (.)")
+    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # run in this process
+    args = parser.parse_args()
+    if unknown := set(args.parts) - LIMITS_S.keys():
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(LIMITS_S)}")
     if not torch.cuda.is_available():
         raise SystemExit("this machine has no CUDA device; nothing was measured")
-    if sys.argv[1:] == ["worker"]:
+    if args.here:
+        args.here.write_text(json.dumps(PARTS[args.parts[0]]()))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    report: dict[str, Any] = {"machine": machine()}
+    for name in args.parts or LIMITS_S:
+        report[name] = part(name)
+        print(f"{name:8} {report[name]}", flush=True)
+        (args.out / "gpu.json").write_text(json.dumps(report, indent=1))
+    text = paragraph(report)
+    (args.out / "gpu.md").write_text(text)
+    print(text)
+    return any("failed" in report[name] for name in report)
+
+
+def machine() -> dict[str, str]:
+    """Return what the figures were measured on."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "kvps": kvps.__version__,
+        "cores": str(os.cpu_count()),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def part(name: str) -> dict[str, Any]:
+    """Run a part in a process of its own; return its figures, or why it failed."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder, "figures.json"), Path(folder, "log")
+        command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", str(out)]
+        with log.open("w") as said:
+            child = subprocess.Popen(
+                command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True
+            )
+            try:
+                why = f"exit {child.wait(LIMITS_S[name])}"
+            except subprocess.TimeoutExpired:
+                why = f"took longer than {LIMITS_S[name]} s"
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+        if not out.exists():
+            return {"failed": f"{why}: {log.read_text()[-3000:]}"}
+        found: dict[str, Any] = json.loads(out.read_text())
+    return {**found, "seconds": round(time.monotonic() - began, 1)}
+
+
+# --- tests ------------------------------------------------------------------------------------------
+
+
+def run_tests() -> dict[str, Any]:
+    """Run every test that is marked ``cuda``; return how many passed, and what failed."""
+    files = [
+        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text()
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results.xml")
+        flags = [
+            "-q",
+            "--all",
+            "-m",
+            "cuda",
+            f"--junitxml={results}",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:benchmark",
+        ]
+        side_by_side = ["-n", str(min(8, os.cpu_count() or 1))]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *flags, *side_by_side, *map(str, files)], cwd=ROOT
+        )
+        cases = list(ElementTree.parse(results).iter("testcase"))
+    failed = {
+        case.get("name", ""): (trouble.get("message") or "")[:1500]
+        for case in cases
+        for trouble in (*case.findall("failure"), *case.findall("error"))
+    }
+    skipped = sum(1 for case in cases if case.find("skipped") is not None)
+    passed = len(cases) - len(failed) - skipped
+    figures = {"passed": passed, "skipped": skipped}
+    return {**figures, "failed": failed} if failed else figures
+
+
+# --- copies -------------------------------------------------------------------------------------------
+
+
+def model_of(layers: int, width: int) -> nn.Sequential:
+    """Return layers of ``width`` x ``width`` on the device."""
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    return nn.Sequential(*blocks).cuda()
+
+
+def a_step(
+    front_end: str, model: nn.Sequential, x: torch.Tensor, bucket_bytes: int = 0
+) -> Callable[[], None]:
+    """Return one training step of ``model`` on ``x`` by a front end."""
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    on_servers = front_end.endswith("servers")
+    if front_end.startswith("Trainer"):
+        trainer = kvps.Trainer(model, sgd, kvstore="dist_sync", update_on_kvstore=on_servers)
+        step: Callable[[], object] = lambda: trainer.step(1)  # noqa: E731
+    elif front_end.startswith("DistributedOptimizer"):
+        buckets = {"bucket_bytes": bucket_bytes} if bucket_bytes else {}
+        step = kvps.torch.DistributedOptimizer(
+            sgd, model, update_on_kvstore=on_servers, **buckets
+        ).step
+    else:
+        step = sgd.step
+
+    def whole() -> None:
+        sgd.zero_grad()
+        model(x).square().mean().backward()
+        step()
+
+    return whole
+
+
+FRONT_ENDS = (
+    "DistributedOptimizer",
+    "DistributedOptimizer, updates on servers",
+    "Trainer",
+    "Trainer, updates on servers",
+)
+
+
+def count_copies() -> dict[str, Any]:
+    """Return, for each front end, what a step copies in each direction, as a share of the model."""
+    return {name: copies_of(name) for name in FRONT_ENDS}
+
+
+def copies_of(front_end: str) -> dict[str, str]:
+    """Profile one step; return the copies by kind: times, bytes, and bytes of the model's."""
+
+    def work(rank: int) -> dict[str, str]:
+        model = model_of(8, 512)
+        size = sum(param.nbytes for param in model.parameters())
+        step = a_step(front_end, model, torch.randn(64, 512, device="cuda"))
+        for _ in range(WARM + 1):
+            step()
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "trace.json")
+            profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        times: Counter[str] = Counter()
+        octets: Counter[str] = Counter()
+        for event in events:
+            if event.get("cat") == "gpu_memcpy" and "DtoD" not in event["name"]:
+                times[event["name"]] += 1
+                octets[event["name"]] += event["args"]["bytes"]
+        return {
+            kind: f"{number} copies, {octets[kind] / size:.3f} of the model"
+            for kind, number in sorted(times.items())
+        }
+
+    with kvps.LocalCluster(workers=1, servers=2) as cluster:
+        found: list[dict[str, str]] = cluster.run(work)
+    return found[0]
+
+
+# --- speed --------------------------------------------------------------------------------------------
+
+
+def measure_speed() -> dict[str, Any]:
+    """Return the milliseconds of each way between the device and the servers."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "speed.json")
+        launch(1, 2, "speed", out)
+        return {**bare_copies(), **json.loads(out.read_text())}
+
+
+def launch(workers: int, servers: int, name: str, out: Path) -> None:
+    """Run ``WORKERS[name]`` as the script of a cluster; rank 0 writes to ``out``."""
+    cluster = ["-m", "kvps.cli.launch", "-n", str(workers), "-s", str(servers), "--"]
+    script = [
+        sys.executable,
+        "-c",
+        f"from benchmarks.gpu import WORKERS; WORKERS[{name!r}]({str(out)!r})",
+    ]
+    subprocess.run([sys.executable, *cluster, *script], cwd=ROOT, check=True)
+
+
+def timed(work: Callable[[], object]) -> list[float]:
+    """Return the milliseconds that each of ``ROUNDS`` calls took, the device's work included."""
+    found = []
+    for number in range(ROUNDS + WARM):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
         work()
-        return
-    workers, servers = [*sys.argv[1:], *("1", "2")[len(sys.argv) - 1 :]]
-    cluster = ["-m", "kvps.cli.launch", "-n", workers, "-s", servers, "--"]
-    raise SystemExit(
-        subprocess.call([sys.executable, *cluster, sys.executable, __file__, "worker"])
-    )
+        torch.cuda.synchronize()
+        if number >= WARM:
+            found.append(1e3 * (time.perf_counter() - began))
+    return found
 
 
-def work() -> None:
-    """Measure as one worker; rank 0 prints."""
+def bare_copies() -> dict[str, str]:
+    """Return the speed of copies of ResNet-50's bytes in one piece, the bound of what can be reached."""
+    elements = sum(torch.Size(shape).numel() for shape in shapes_of("resnet50"))
+    there = torch.randn(elements, device="cuda")
+    here = torch.randn(elements).pin_memory()
+    pageable = torch.randn(elements)
+    gigabytes = 4 * elements / 1e9
+    ways: dict[str, Callable[[], object]] = {
+        "bare copy down": lambda: here.copy_(there, non_blocking=True),
+        "bare copy up": lambda: there.copy_(here, non_blocking=True),
+        "pageable copy down": lambda: pageable.copy_(there),
+    }
+    found = {name: statistics.median(timed(way)) for name, way in ways.items()}
+    return {name: f"{ms:.2f} ms, {gigabytes / ms * 1e3:.1f} GB/s" for name, ms in found.items()}
+
+
+def speed_worker(out_path: str) -> None:
+    """Measure as one worker, the ways in turns."""
+    from kvps.runtime.cuda_staging import Staging, bring_back
+
     shapes = shapes_of("resnet50")
     keys = [f"k{index}" for index in range(len(shapes))]
-    gradients = [[torch.empty(one, device="cuda") for one in shapes] for _ in range(PER_KEY)]
-    out = [torch.empty(one, device="cuda") for one in shapes]
+    gradients = [[torch.randn(shape, device="cuda") for shape in shapes] for _ in range(PER_KEY)]
+    out = [torch.empty(shape, device="cuda") for shape in shapes]
     stores = {name: kvps.create(name) for name in ("dist_sync", "dist_sync_device")}
     for kv in stores.values():
-        kv.init(keys, [torch.zeros(one) for one in shapes])
+        kv.init(keys, [torch.zeros(shape) for shape in shapes])
     plain, on_device = stores["dist_sync"], stores["dist_sync_device"]
     every = [list(values) for values in zip(*gradients, strict=True)]
+    staging = Staging((0, 0))
+    rows = staging.bring(gradients[0], lambda indices: [torch.empty(shapes[i]) for i in indices])
 
     def pageable() -> None:
-        found = plain.pushpull(keys, [one.cpu() for one in gradients[0]])
+        found = plain.pushpull(keys, [value.cpu() for value in gradients[0]])
         for target, value in zip(out, found, strict=True):
             target.copy_(value)
+
+    def down() -> None:
+        staging.bring(gradients[0], lambda indices: [rows[index] for index in indices])
 
     ways: dict[str, Callable[[], object]] = {
         "staged": lambda: plain.pushpull(keys, gradients[0], out=out),
         "pageable": pageable,
         "4 on device": lambda: on_device.pushpull(keys, every, out=out),
         "4 on CPU": lambda: plain.pushpull(keys, every, out=out),
+        "161 copies up": lambda: bring_back(zip(out, rows, strict=True)),
+        "host values": lambda: plain.pushpull(keys, list(rows)),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 2):  # the first two warm up
+    for number in range(ROUNDS + WARM):
         for name, way in ways.items():
-            for values in gradients:
-                for one in values:
-                    one.normal_()
+            for value in (value for values in gradients for value in values):
+                value.normal_()
             torch.cuda.synchronize()
-            plain.barrier()
-            begin = time.perf_counter()
+            began = time.perf_counter()
             way()
             torch.cuda.synchronize()
-            if number >= 2:
-                times[name].append(1e3 * (time.perf_counter() - begin))
-            check(plain, every if name.startswith("4") else [[one] for one in gradients[0]], out)
-    if plain.rank == 0:
-        lines = [
-            f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kvps {kvps.__version__}"
-        ]
-        for name, found in times.items():
-            middle, low, high = statistics.median(found), min(found), max(found)
-            lines.append(f"{name:12} {middle:8.1f} ms ({low:.1f} to {high:.1f})")
-        sys.stdout.write("\n".join([*lines, ""]))
+            if number >= WARM:
+                times[name].append(1e3 * (time.perf_counter() - began))
+            given = every if name.startswith("4") else [[value] for value in gradients[0]]
+            if name in ("staged", "pageable", "4 on device", "4 on CPU"):
+                for values, found in zip(given, out, strict=True):
+                    torch.testing.assert_close(found, torch.stack(values).sum(0))
+    Path(out_path).write_text(json.dumps({name: spread(found) for name, found in times.items()}))
 
 
-def check(kv: kvps.KVStore, given: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    """Demand that one worker's values came back as their sum."""
-    if kv.num_workers == 1:
-        for values, found in zip(given, out, strict=True):
-            torch.testing.assert_close(found, torch.stack(values).sum(0))
+def spread(found: list[float]) -> str:
+    """Return the median, the least and the most."""
+    return f"{statistics.median(found):.1f} ms ({min(found):.1f} to {max(found):.1f})"
+
+
+# --- overlap ------------------------------------------------------------------------------------------
+
+
+def measure_overlap() -> dict[str, Any]:
+    """Return a step's milliseconds: alone, with pushpull after it, with pushpull beside it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "overlap.json")
+        launch(2, 2, "overlap", out)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def overlap_worker(out_path: str) -> None:
+    """Measure as one of two workers that share the device."""
+    model = model_of(12, 1536)
+    x = torch.randn(16384, 1536, device="cuda")
+    kv = kvps.create("dist_sync", name="by hand")
+    keys = [name for name, _ in model.named_parameters()]
+    params = list(model.parameters())
+    alone = a_step("none", model, x)
+    alone()
+    gradients = [param.grad for param in params]
+    assert all(gradient is not None for gradient in gradients)
+    kv.init(keys, [torch.zeros(param.shape) for param in params])
+
+    def after() -> None:
+        alone()
+        kv.pushpull(keys, gradients, out=gradients)  # type: ignore[arg-type]
+
+    def measured(step: Callable[[], object]) -> float:
+        found = []
+        for number in range(ROUNDS + WARM):
+            kv.barrier()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            if number >= WARM:
+                found.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(found)
+
+    alone_ms, after_ms = measured(alone), measured(after)
+    beside_ms = measured(a_step("DistributedOptimizer", model, x))
+    small_ms = measured(a_step("DistributedOptimizer", model, x, bucket_bytes=16 << 20))
+    hidden = (after_ms - min(beside_ms, small_ms)) / (after_ms - alone_ms)
+    figures = {
+        "alone": alone_ms,
+        "after": after_ms,
+        "beside": beside_ms,
+        "beside, buckets of 16 MiB": small_ms,
+    }
+    if kv.rank == 0:
+        rounded = {name: f"{ms:.1f} ms" for name, ms in figures.items()}
+        Path(out_path).write_text(json.dumps({**rounded, "hidden": f"{hidden:.0%}"}))
+    kv.barrier()
+
+
+# --- codecs, and the report ---------------------------------------------------------------------------
+
+
+def measure_codecs() -> dict[str, Any]:
+    """Return the table of benchmarks/codecs.py, line by line."""
+    command = [sys.executable, "benchmarks/codecs.py", "--device", "cuda"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {"table": done.stdout.splitlines()}
+
+
+def paragraph(report: dict[str, Any]) -> str:
+    """Return the report as a paragraph for benchmarks/LOG.md."""
+    told = report["machine"]
+    lines = [
+        f"**On a GPU** ({told['date']}; {told['device']}, torch {told['torch']}, Python {told['python']},"
+        f" {told['cores']} cores; `make gpu`)."
+    ]
+    for name in (name for name in LIMITS_S if name in report):
+        figures = report[name]
+        if isinstance(figures.get("failed"), str):
+            lines.append(f"* {name}: failed, {figures['failed'].splitlines()[-1]}")
+        elif name == "codecs":
+            lines += [f"* {name}:", "  ```", *(f"  {line}" for line in figures["table"]), "  ```"]
+        else:
+            lines.append(
+                f"* {name}: " + "; ".join(f"{key}: {value}" for key, value in figures.items())
+            )
+    return "\n".join([*lines, ""])
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "tests": run_tests,
+    "copies": count_copies,
+    "speed": measure_speed,
+    "overlap": measure_overlap,
+    "codecs": measure_codecs,
+}
+WORKERS = {"speed": speed_worker, "overlap": overlap_worker}
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
