@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvps.core.counts import Counts
+from kvps.core.effects import Note
 from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.barriers import RoutedMessage, Waiter
-from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, Letter
+from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, NodeMessage
 from kvps.core.scheduler.rollback import Rollback
 from kvps.core.texts import TAG_RULE, is_tag, shown
 from kvps.errors import ConfigError, KvpsError, Overload, ProtocolError, StorageError
@@ -30,6 +31,8 @@ from kvps.protocol.envelope import Message, Node, Role
 from kvps.protocol.membership import Error
 
 T = TypeVar("T")
+CheckpointEffect = NodeMessage | RoutedMessage | Note
+"""A message to a member, along all of its connections; an answer to a worker's request; a line of log."""
 RETRY_S = 5.0
 """How long after a cut that was given up the next is tried, at most."""
 STORES_MAX = 1024
@@ -52,8 +55,7 @@ class CheckpointRequest:
 
 
 class CheckpointCoordinator:
-    """The cuts of one job; it decides, and leaves what is to be said in ``letters``, ``answers``
-    and ``notes``."""
+    """The cuts of one job; it decides. The job takes the effects of each call by :meth:`take_effects`."""
 
     def __init__(
         self,
@@ -82,9 +84,8 @@ class CheckpointCoordinator:
         self.recovery: Rollback | None = None
         self.failure = ""
         """Why the servers could not return to a cut: what they hold is of no use from then on."""
-        self.letters: list[Letter] = []
-        self.answers: list[RoutedMessage] = []
-        self.notes: list[tuple[str, str]] = []
+        self._outbox: list[CheckpointEffect] = []
+        """Effects of the call that is being made, in order."""
         self.has_changed = False
         """Something that a restart must know."""
         self.has_pushed = False
@@ -131,6 +132,11 @@ class CheckpointCoordinator:
         self._unpushed_at = now + FIRST_PUSH_MAX_S
         self._go_on(now)
 
+    def take_effects(self) -> list[CheckpointEffect]:
+        """Return the effects that were not taken yet."""
+        effects, self._outbox = self._outbox, []
+        return effects
+
     # --- who is there -------------------------------------------------------------------------
 
     def meet(
@@ -162,8 +168,10 @@ class CheckpointCoordinator:
         self._wishes.clear()  # who has them will see the epoch in the view, and ask no more
         self._granted.clear()
         self._refused.clear()
-        self.notes.append(
-            ("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a rollback")
+        self._outbox.append(
+            Note(
+                "warning", f"server {rank} was replaced: epoch {self.epoch} begins with a rollback"
+            )
         )
         self._again_at = now  # it has to be welcomed before it hears anything else
         return True
@@ -187,7 +195,7 @@ class CheckpointCoordinator:
             raise ConfigError(f"tag={wish.tag!r:.80}: {TAG_RULE}")
         granted = self._granted.get(wish.store)
         if granted is not None and wish.number <= granted[0]:
-            self.answers.append(RoutedMessage(waiter.route, Checkpointed(waiter.seq, granted[1])))
+            self._outbox.append(RoutedMessage(waiter.route, Checkpointed(waiter.seq, granted[1])))
             return
         refused = self._refused.get(wish.store)
         if refused is not None and wish.number == refused[0]:
@@ -238,17 +246,17 @@ class CheckpointCoordinator:
         before = recovery.cut
         recovery.hear(node.rank, message)
         if isinstance(message, Restored) and message.error:
-            self.notes.append(
-                ("error", f"server {node.rank} cannot roll back: {shown(message.error)}")
+            self._outbox.append(
+                Note("error", f"server {node.rank} cannot roll back: {shown(message.error)}")
             )
         if recovery.failure:
             self.failure = _hopeless(recovery.failure)
-            self.notes.append(("error", self.failure))
+            self._outbox.append(Note("error", self.failure))
             self.kept, self.recovery, self.has_changed = 0, None, True
             self._refuse_all(StorageError(self.failure))
         elif recovery.is_over:
-            self.notes.append(
-                ("warning", f"all servers hold cut {recovery.cut}; epoch {self.epoch} begins")
+            self._outbox.append(
+                Note("warning", f"all servers hold cut {recovery.cut}; epoch {self.epoch} begins")
             )
             self.kept, self.recovery, self.has_changed = recovery.cut, None, True
             self._next_at = now + self._pause_s
@@ -264,7 +272,7 @@ class CheckpointCoordinator:
         if self._is_unpushed and self.concluded is None and now >= self._unpushed_at:
             self.concluded = 0
             text = "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays as it is"
-            self.notes.append(("warning", text))
+            self._outbox.append(Note("warning", text))
         self._go_on(now)
         if now >= self._again_at:
             self._say_again(now)
@@ -343,7 +351,7 @@ class CheckpointCoordinator:
             limit="checkpoints",
         )
         self._counts.refused(error)
-        self.notes.append(("warning", str(error)))
+        self._outbox.append(Note("warning", str(error)))
 
     def _end(self, cut: Cut, now: float) -> None:
         if cut.stage is CutStage.COMPLETE:
@@ -352,7 +360,7 @@ class CheckpointCoordinator:
             self._next_at = now + self._pause_s
             if cut.number == self._final:
                 self.concluded = cut.number
-            self.notes.append(("info", f"checkpoint {cut.number} is complete"))
+            self._outbox.append(Note("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is CutStage.GIVEN_UP:
             if not cut.taken and cut.begun_at in self._wished:  # nothing was written
@@ -364,15 +372,15 @@ class CheckpointCoordinator:
             if cut.is_over:
                 self._cut = None
                 self._next_at = now + min(self._every_s or RETRY_S, RETRY_S)
-                self.notes.append(
-                    ("warning", f"checkpoint {cut.number} was abandoned: {cut.reason}")
+                self._outbox.append(
+                    Note("warning", f"checkpoint {cut.number} was abandoned: {cut.reason}")
                 )
 
     def _grant(self, cut: Cut) -> None:
         for asked in self._take_served():
             _keep(self._granted, asked.store, (asked.number, cut.number))
             for waiter in asked.waiters.values():
-                self.answers.append(
+                self._outbox.append(
                     RoutedMessage(waiter.route, Checkpointed(waiter.seq, cut.number))
                 )
 
@@ -392,19 +400,19 @@ class CheckpointCoordinator:
     def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
         _keep(self._refused, asked.store, (asked.number, error))
         for waiter in asked.waiters.values():
-            self.answers.append(
+            self._outbox.append(
                 RoutedMessage(waiter.route, Error(waiter.seq, error.code, str(error)))
             )
 
     def _say_again(self, now: float) -> None:
         self._again_at = now + AGAIN_S
         if self.recovery is not None:
-            self.letters += self.recovery.letters()
+            self._outbox += self.recovery.outgoing()
         elif self._cut is not None:
-            self.letters += self._cut.letters()
+            self._outbox += self._cut.outgoing()
         elif self._is_running:
             for rank in sorted(self._servers - self._shelves.keys()):
-                self.letters.append((Node(Role.SERVER, rank), Recall(self.epoch)))
+                self._outbox.append(NodeMessage(Node(Role.SERVER, rank), Recall(self.epoch)))
 
     @property
     def stage(self) -> str:

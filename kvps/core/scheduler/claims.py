@@ -29,7 +29,7 @@ class Claims:
     """The processes that claim a seat that is taken, and the challenges to its holders."""
 
     def __init__(self) -> None:
-        self.letters: list[tuple[Route, Challenge]] = []
+        self.outgoing: list[tuple[Route, Challenge]] = []
         """To be sent."""
         self._newest = 0
         """The number of the newest challenge."""
@@ -63,4 +63,4 @@ class Claims:
                 self._newest = max(self._newest + 1, int(now * 1e6))
                 link.challenge = self._newest
             link.challenged_at = now
-            self.letters.append((route, Challenge(link.challenge)))
+            self.outgoing.append((route, Challenge(link.challenge)))

@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.texts import shown
@@ -34,7 +35,12 @@ HALT_MAX_S = 30.0
 AGAIN_S = 1.0
 """How often a question is asked again."""
 
-Letter = tuple[Node, Message]
+
+class NodeMessage(NamedTuple):
+    """A message to a member, along all of its connections."""
+
+    node: Node
+    message: Message
 
 
 CUT_MAX = 10**15
@@ -166,25 +172,25 @@ class Cut:
 
     # --- what is said -------------------------------------------------------------------------
 
-    def letters(self) -> Iterator[Letter]:
+    def outgoing(self) -> Iterator[NodeMessage]:
         """Yield the messages to members that have not answered, again if they are due."""
         stage = self.stage
         if stage is CutStage.HALTING:
             for rank in sorted(self.workers - self._standing):
-                yield Node(Role.WORKER, rank), p.Halt(self.number, self.least)
+                yield NodeMessage(Node(Role.WORKER, rank), p.Halt(self.number, self.least))
         if stage in (CutStage.IMAGING, CutStage.WRITING):
             for rank in sorted(self.servers - self.kept.keys()):
-                yield Node(Role.SERVER, rank), p.TakeImage(self.number)
+                yield NodeMessage(Node(Role.SERVER, rank), p.TakeImage(self.number))
         if stage in (CutStage.WRITING, CutStage.GIVEN_UP):
             for rank in sorted(self.workers - self.proceeding):
-                yield Node(Role.WORKER, rank), p.Proceed(self.number)
+                yield NodeMessage(Node(Role.WORKER, rank), p.Proceed(self.number))
         if stage is CutStage.COMMITTING:
             commit = self.commit()
             for rank in sorted(self.servers - self.committed):
-                yield Node(Role.SERVER, rank), commit
+                yield NodeMessage(Node(Role.SERVER, rank), commit)
         if stage is CutStage.GIVEN_UP:
             for rank in sorted(self.servers):
-                yield Node(Role.SERVER, rank), p.GiveUp(self.number)
+                yield NodeMessage(Node(Role.SERVER, rank), p.GiveUp(self.number))
 
     def commit(self) -> p.Commit:
         """Return what the manifest has to say."""

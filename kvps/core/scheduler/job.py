@@ -29,6 +29,7 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
+from kvps.core.scheduler.cut import NodeMessage
 from kvps.core.scheduler.figures.fault_log import FaultLog
 from kvps.core.scheduler.figures.measurements import ServerMeasurements
 from kvps.core.scheduler.figures.status import StatusReport
@@ -213,7 +214,7 @@ class Job:
             self._tell_if_deserted(now)
             self._meet(now)  # after a restart nobody has told them who is there
             self.checkpoints.on_time(now)
-            self._heed_checkpoints()
+            self._perform_checkpoints()
         self._tell(now)
         self._schedule()
 
@@ -232,7 +233,7 @@ class Job:
         """A member says something of cuts."""
         was_returning = self.checkpoints.recovery is not None
         self.checkpoints.hear(node, message, now)
-        self._heed_checkpoints()
+        self._perform_checkpoints()
         if was_returning and self.checkpoints.recovery is None:
             self.fault_log.rolled_back(self.checkpoints.kept, self.checkpoints.failure, now)
             self.apply_changes(now)
@@ -241,21 +242,21 @@ class Job:
     def wish(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
         """A worker wants a cut."""
         self.checkpoints.ask(rank, waiter, wish, now)
-        self._heed_checkpoints()
+        self._perform_checkpoints()
         self._schedule()
 
     def hear_of_pushes(self, now: float) -> None:
         """A worker says that it has pushed."""
         if not self.checkpoints.has_pushed:
             self.checkpoints.pushed(now)
-            self._heed_checkpoints()
+            self._perform_checkpoints()
             self._schedule()
 
     def conclude(self, now: float) -> None:
         """Take one more checkpoint, and none after it: the job is to be stopped."""
         self.note("info", "asked for a last checkpoint")
         self.checkpoints.conclude(now)
-        self._heed_checkpoints()
+        self._perform_checkpoints()
         self._schedule()
 
     def return_to_cut(self, seat: Seat, now: float) -> None:
@@ -285,22 +286,25 @@ class Job:
         ]
         workers = [seat.node.rank for seat in self.seats.workers(State.HELD)]
         self.checkpoints.meet(workers, servers, self.phase is Phase.RUNNING, now)
-        self._heed_checkpoints()
+        self._perform_checkpoints()
 
-    def _heed_checkpoints(self) -> None:
-        """Say and note what the checkpoints have to."""
+    def _perform_checkpoints(self) -> None:
+        """Perform the effects of the checkpoint coordinator."""
         ours = self.checkpoints
-        for node, message in ours.letters:
-            for route in self.seats.by_node[node].links:
-                self.send(route, message)
-        for level, text in ours.notes:
-            self.note(level, text)
-        self.answer(ours.answers)
+        for effect in ours.take_effects():
+            match effect:
+                case NodeMessage(node, message):
+                    for route in self.seats.by_node[node].links:
+                        self.send(route, message)
+                case RoutedMessage():
+                    self.answer([effect])
+                case Note():
+                    self.note(effect.level, effect.text)
         if ours.concluded is not None and not self._is_concluded:
             self._is_concluded = True
             self._outbox.append(Finish(CONCLUDED, ours.concluded))
         self.has_changed |= ours.has_changed
-        ours.letters, ours.notes, ours.answers, ours.has_changed = [], [], [], False
+        ours.has_changed = False
 
     def revive(self, seat: Seat, now: float) -> None:
         """Give a seat back to a member that was lost, is heard again, and was not replaced."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvps.core.scheduler.cut import Letter
+from kvps.core.scheduler.cut import NodeMessage
 from kvps.core.texts import shown
 from kvps.protocol.checkpoint import Recall, Restore, Restored, Shelf
 from kvps.protocol.envelope import Message, Node, Role
@@ -61,10 +61,10 @@ class Rollback:
             case _:
                 pass
 
-    def letters(self) -> Iterator[Letter]:
+    def outgoing(self) -> Iterator[NodeMessage]:
         """Yield the messages to servers that have not answered, again if they are due."""
         for rank in range(self.servers):
             if rank not in self.shelves:
-                yield Node(Role.SERVER, rank), Recall(self.epoch)
+                yield NodeMessage(Node(Role.SERVER, rank), Recall(self.epoch))
             elif self.cut and rank not in self.restored:
-                yield Node(Role.SERVER, rank), Restore(self.epoch, self.cut)
+                yield NodeMessage(Node(Role.SERVER, rank), Restore(self.epoch, self.cut))

@@ -254,9 +254,9 @@ class Scheduler:
         claims = self.job.seats.claims
         is_new = route not in claims
         doubt = self.job.seats.doubt(route, envelope, hello, now)
-        for holder, challenge in claims.letters:
+        for holder, challenge in claims.outgoing:
             self.job.send(holder, challenge)
-        claims.letters = []
+        claims.outgoing = []
         if doubt:
             self.job.send(route, p.Beat(0, doubt))
             if is_new:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import pytest
 
+from kvps.core.effects import Note
 from kvps.core.scheduler import checkpoint_coordinator as module
-from kvps.core.scheduler.barriers import Waiter
-from kvps.core.scheduler.checkpoint_coordinator import RETRY_S, CheckpointCoordinator
-from kvps.core.scheduler.cut import AGAIN_S, HALT_MAX_S
+from kvps.core.scheduler.barriers import RoutedMessage, Waiter
+from kvps.core.scheduler.checkpoint_coordinator import (
+    RETRY_S,
+    CheckpointCoordinator,
+    CheckpointEffect,
+)
+from kvps.core.scheduler.cut import AGAIN_S, HALT_MAX_S, NodeMessage
 from kvps.errors import BY_CODE, ConfigError, Overload, StorageError
 from kvps.protocol.checkpoint import (
     Checkpoint,
@@ -34,6 +41,7 @@ SERVERS = WORKERS = 2
 W0, W1 = Node(Role.WORKER, 0), Node(Role.WORKER, 1)
 S0, S1 = Node(Role.SERVER, 0), Node(Role.SERVER, 1)
 EVERY_S = 60.0
+E = TypeVar("E")
 
 
 class Desk:
@@ -43,13 +51,14 @@ class Desk:
         self, every_s: float = EVERY_S, shelves: bool = True, has_pushed: bool = True
     ) -> None:
         self.core = CheckpointCoordinator(WORKERS, SERVERS)
+        self.effects: list[CheckpointEffect] = []
         self.now = 100.0
         if has_pushed:
             self.core.pushed(self.now)
         self.meet()
         if shelves:
             self.shelve(every_s=every_s)
-        self.letters()
+        self.outgoing()
 
     def meet(self, workers: int = WORKERS, servers: int = SERVERS, is_running: bool = True) -> None:
         self.core.meet(range(workers), range(servers), is_running, self.now)
@@ -60,27 +69,31 @@ class Desk:
             shelf = Shelf(self.core.epoch, keeps, every_s, cuts, max(cuts, default=0))
             self.core.hear(node, shelf, self.now)
 
-    def hear(self, *said: tuple[Node, Message]) -> list[tuple[Node, Message]]:
+    def hear(self, *said: tuple[Node, Message]) -> list[NodeMessage]:
         for node, message in said:
             self.core.hear(node, message, self.now)
-        return self.letters()
+        return self.outgoing()
 
-    def wait(self, seconds: float) -> list[tuple[Node, Message]]:
+    def wait(self, seconds: float) -> list[NodeMessage]:
         self.now += seconds
         self.core.on_time(self.now)
-        return self.letters()
+        return self.outgoing()
 
-    def letters(self) -> list[tuple[Node, Message]]:
-        letters, self.core.letters = self.core.letters, []
-        return letters
+    def taken(self, kind: type[E]) -> list[E]:
+        """Take the effects of one kind; the others stay."""
+        self.effects += self.core.take_effects()
+        found = [effect for effect in self.effects if isinstance(effect, kind)]
+        self.effects = [effect for effect in self.effects if not isinstance(effect, kind)]
+        return found
 
-    def answers(self) -> list[tuple[object, Message]]:
-        answers, self.core.answers = self.core.answers, []
-        return [(one.route, one.message) for one in answers]
+    def outgoing(self) -> list[NodeMessage]:
+        return self.taken(NodeMessage)
+
+    def answers(self) -> list[RoutedMessage]:
+        return self.taken(RoutedMessage)
 
     def notes(self) -> list[str]:
-        notes, self.core.notes = self.core.notes, []
-        return [text for _, text in notes]
+        return [note.text for note in self.taken(Note)]
 
     def ask(
         self, rank: int, number: int = 1, tag: str = "", store: str = "kv", seq: int = 9
@@ -88,7 +101,7 @@ class Desk:
         waiter = Waiter(b"w%d" % rank, seq)
         self.core.ask(rank, waiter, Checkpoint(store, tag, number), self.now)
 
-    def take(self, cut: int = 1, until: str = "committed") -> list[tuple[Node, Message]]:
+    def take(self, cut: int = 1, until: str = "committed") -> list[NodeMessage]:
         """Let a cut that has begun come so far; return what was said last."""
         said = self.hear(*[(node, Halted(cut, {"kv": 5})) for node in (W0, W1)])
         if until == "halted":
@@ -101,7 +114,7 @@ class Desk:
         return self.hear(*[(node, Committed(cut)) for node in (S0, S1)])
 
 
-def errors(answers: list[tuple[object, Message]]) -> list[tuple[object, str]]:
+def errors(answers: list[RoutedMessage]) -> list[tuple[object, str]]:
     return [
         (route, f"{BY_CODE[message.code].__name__}: {message.text}")
         for route, message in answers
@@ -146,13 +159,13 @@ class TestByTheClock:
         assert desk.core.due == desk.now + EVERY_S, "the interval begins with the first push"
         assert desk.wait(EVERY_S) == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
         desk.core.pushed(desk.now)
-        assert desk.letters() == []
+        assert desk.outgoing() == []
 
     @pytest.mark.spec("R413")
     def test_workers_get_one_that_they_ask_for_before_they_push(self) -> None:
         desk = Desk(has_pushed=False)
         desk.ask(0)
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     def test_nobody_wants_any(self) -> None:
         desk = Desk(every_s=0.0)
@@ -267,13 +280,13 @@ class TestTheLast:
         desk.core.conclude(desk.now)
         desk.wait(1.0)
         desk.core.pushed(desk.now)
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
     def test_last_cut_begins_at_once_and_none_follows(self, every_s: float) -> None:
         desk = Desk(every_s=every_s)
         desk.core.conclude(desk.now)
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
         desk.take(until="kept")
         assert desk.core.concluded is None
         desk.hear((S0, Committed(1)), (S1, Committed(1)))
@@ -305,17 +318,17 @@ class TestTheLast:
         desk = Desk()
         desk.meet(servers=1)
         desk.core.conclude(desk.now)
-        assert desk.letters() == []
+        assert desk.outgoing() == []
         desk.meet()
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     def test_last_cut_does_not_wait_for_the_interval_when_the_job_runs_again(self) -> None:
         desk = Desk()
         desk.meet(is_running=False)
         desk.core.conclude(desk.now)
-        assert desk.letters() == []
+        assert desk.outgoing() == []
         desk.meet()
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
 
 # --- by wish ----------------------------------------------------------------------------------------
@@ -326,7 +339,7 @@ class TestByWish:
     def test_all_who_asked_are_answered_when_it_is_complete(self) -> None:
         desk = Desk(every_s=0.0)
         desk.ask(0, tag="best")
-        assert desk.letters() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
+        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
         desk.ask(1, tag="best", seq=4)
         commit = desk.take(until="kept")[0][1]
         assert isinstance(commit, Commit)
@@ -346,7 +359,7 @@ class TestByWish:
         assert desk.answers() == [(b"w0", Checkpointed(9, 1)), (b"w1", Checkpointed(4, 1))]
         desk.ask(0, number=2)
         assert desk.answers() == []
-        assert desk.letters()[-1] == (W1, Halt(2, {}))
+        assert desk.outgoing()[-1] == (W1, Halt(2, {}))
 
     @pytest.mark.spec("R146")
     def test_cut_begun_before_the_request_does_not_answer_it(self) -> None:
@@ -364,7 +377,7 @@ class TestByWish:
         desk = Desk(every_s=0.0)
         with pytest.raises(ConfigError, match="use 1 to 64 of the characters"):
             desk.ask(0, tag=tag)
-        assert desk.letters() == []
+        assert desk.outgoing() == []
 
     @pytest.mark.spec("R244")
     def test_so_many_in_a_minute_and_the_next_waits(self) -> None:
@@ -377,7 +390,7 @@ class TestByWish:
         desk.notes()
         for seq in (9, 10):  # it asks again
             desk.ask(0, number=7, seq=seq)
-        assert (desk.letters(), desk.answers()) == ([], [])
+        assert (desk.outgoing(), desk.answers()) == ([], [])
         (told,) = desk.notes()
         assert told.startswith(
             "a checkpoint of store 'kv' begins in 54 s: workers have asked for 6"
@@ -424,7 +437,7 @@ class TestByWish:
             desk.take(number)
         desk.answers()
         desk.ask(0, number=7, tag="best")
-        assert desk.letters() == []
+        assert desk.outgoing() == []
         assert desk.core.due == desk.now + 20.0
         assert desk.wait(20.0) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
         desk.take(7)
@@ -546,7 +559,7 @@ class TestReturn:
         assert desk.core.due == desk.now
         assert desk.wait(0.0) == [(S0, Recall(1)), (S1, Recall(1))]
         desk.shelve(1)
-        assert desk.letters() == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
+        assert desk.outgoing() == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
         desk.hear((S0, Restored(1, 1)))
         assert desk.wait(AGAIN_S) == [(S1, Restore(1, 1))]
         desk.hear((S1, Restored(1, 1)))
@@ -613,10 +626,10 @@ class TestReturn:
         desk.hear((S0, Restored(1, 1)))
         desk.core.replaced(1, desk.now)
         assert desk.core.epoch == 2
-        desk.letters()
+        desk.outgoing()
         assert desk.hear((S1, Restored(1, 1))) == []
         desk.shelve(1)
-        assert desk.letters() == [(S0, Restore(2, 1)), (S1, Restore(2, 1))]
+        assert desk.outgoing() == [(S0, Restore(2, 1)), (S1, Restore(2, 1))]
 
 
 class TestRestart:

@@ -14,8 +14,8 @@ def link() -> SeatLink:
 
 def asked(claims: Claims) -> list[int]:
     """The numbers of the challenges that are to be sent, which are then."""
-    letters, claims.letters = claims.letters, []
-    return [one.number for _, one in letters]
+    outgoing, claims.outgoing = claims.outgoing, []
+    return [one.number for _, one in outgoing]
 
 
 @pytest.mark.spec("R216")

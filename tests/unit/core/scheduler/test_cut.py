@@ -48,18 +48,18 @@ def to_writing(cut: Cut) -> Cut:
 
 
 def test_first_all_workers_are_asked_to_halt() -> None:
-    assert list(cut_of().letters()) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
+    assert list(cut_of().outgoing()) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
 
 
 def test_standing_worker_is_not_asked_again() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
-    assert list(cut.letters()) == [(W1, Halt(7, {"kv": 5}))]
+    assert list(cut.outgoing()) == [(W1, Halt(7, {"kv": 5}))]
 
 
 @pytest.mark.spec("R134")
 def test_worker_that_is_behind_goes_on_to_where_the_others_are() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
-    assert list(cut.letters()) == [(W1, Halt(7, {"kv": 6}))]
+    assert list(cut.outgoing()) == [(W1, Halt(7, {"kv": 6}))]
     hear(cut, (W1, Halted(7, {"kv": 6})))
     assert cut.stage is CutStage.IMAGING
 
@@ -68,7 +68,7 @@ def test_worker_that_is_behind_goes_on_to_where_the_others_are() -> None:
 def test_worker_in_the_middle_of_a_step_takes_the_others_along() -> None:
     """It may wait for a push of those who stand before it."""
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})), (W1, Halted(7, {"kv": 6}, stands=False)))
-    assert list(cut.letters()) == [(W0, Halt(7, {"kv": 6})), (W1, Halt(7, {"kv": 6}))]
+    assert list(cut.outgoing()) == [(W0, Halt(7, {"kv": 6})), (W1, Halt(7, {"kv": 6}))]
     hear(cut, (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 6}, stands=False)))
     assert cut.stage is CutStage.HALTING
     hear(cut, (W1, Halted(7, {"kv": 6})))
@@ -83,11 +83,11 @@ def test_a_worker_without_the_store_stands_anywhere() -> None:
 @pytest.mark.spec("R134")
 def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> None:
     cut = stand(cut_of())
-    assert list(cut.letters()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
+    assert list(cut.outgoing()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
     hear(cut, (S0, ImageTaken(7)))
     assert cut.stage is CutStage.IMAGING
     hear(cut, (S1, ImageTaken(7)))
-    assert set(cut.letters()) == {
+    assert set(cut.outgoing()) == {
         (S0, TakeImage(7)),
         (S1, TakeImage(7)),
         (W0, Proceed(7)),
@@ -104,14 +104,14 @@ def test_cut_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> No
     hear(cut, (W1, Proceeding(7, True)))
     images = (ImageSum(1, f"{1:064x}"), ImageSum(2, f"{2:064x}"))
     commit = Commit(7, "best", 3, images, (StoreSum("kv", 3, 4, 6), StoreSum("a", 1, 9, 9)))
-    assert list(cut.letters()) == [(S0, commit), (S1, commit)]
+    assert list(cut.outgoing()) == [(S0, commit), (S1, commit)]
     hear(cut, (S1, Committed(7)))
-    assert list(cut.letters()) == [(S0, commit)]
+    assert list(cut.outgoing()) == [(S0, commit)]
     assert not cut.is_over
     hear(cut, (S0, Committed(7)))
     assert cut.stage is CutStage.COMPLETE
     assert cut.is_over
-    assert not list(cut.letters())
+    assert not list(cut.outgoing())
     cut.give_up("too late")
     assert cut.stage is CutStage.COMPLETE
 
@@ -136,9 +136,9 @@ def test_any_failure_ends_the_cut(
     cut = hear(to_writing(cut_of()), (node, message))
     assert cut.stage is CutStage.GIVEN_UP
     assert (cut.reason, cut.by_worker) == (reason, by_worker)
-    letters = list(cut.letters())
-    assert (S0, GiveUp(7)) in letters
-    assert (W0, Proceed(7)) in letters
+    outgoing = list(cut.outgoing())
+    assert (S0, GiveUp(7)) in outgoing
+    assert (W0, Proceed(7)) in outgoing
     hear(cut, (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
     assert cut.is_over
     cut.give_up("something else", by_worker=not by_worker)

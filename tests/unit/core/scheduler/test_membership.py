@@ -126,8 +126,8 @@ class TestDoubt:
         return table
 
     def asked(self, table: Membership) -> dict[str, int]:
-        letters, table.claims.letters = table.claims.letters, []
-        return {str(route): one.number for route, one in letters}
+        outgoing, table.claims.outgoing = table.claims.outgoing, []
+        return {str(route): one.number for route, one in outgoing}
 
     @pytest.mark.spec("R215")
     def test_only_an_answer_to_what_was_asked_since_proves_something(self) -> None:
@@ -212,7 +212,7 @@ class TestAttach:
             table.attach("other", envelope(W0, 1), hello(0, pid=9), 3.0)
         waits = "host:8 claims the seat of worker 0; asking whether it is alive"
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == waits
-        assert [one.number for _, one in table.claims.letters] == [3_000_000]
+        assert [one.number for _, one in table.claims.outgoing] == [3_000_000]
         table.by_node[W0].links["child"].proved = 3_000_000
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == ""
         again = table.attach("child again", envelope(W0, 1), hello(0, pid=8), 3.0)

@@ -18,13 +18,13 @@ def shelf(*cuts: int, epoch: int = 4) -> Shelf:
 @pytest.mark.spec("R140")
 def test_the_newest_cut_that_all_have_is_chosen() -> None:
     recovery = Rollback(4, 2)
-    assert list(recovery.letters()) == [(S0, Recall(4)), (S1, Recall(4))]
+    assert list(recovery.outgoing()) == [(S0, Recall(4)), (S1, Recall(4))]
     recovery.hear(0, shelf(3, 5, 8))
-    assert list(recovery.letters()) == [(S1, Recall(4))]
+    assert list(recovery.outgoing()) == [(S1, Recall(4))]
     recovery.hear(1, shelf(3, 5))
-    assert list(recovery.letters()) == [(S0, Restore(4, 5)), (S1, Restore(4, 5))]
+    assert list(recovery.outgoing()) == [(S0, Restore(4, 5)), (S1, Restore(4, 5))]
     recovery.hear(1, Restored(4, 5))
-    assert list(recovery.letters()) == [(S0, Restore(4, 5))]
+    assert list(recovery.outgoing()) == [(S0, Restore(4, 5))]
     assert not recovery.is_over
     recovery.hear(0, Restored(4, 5))
     assert recovery.is_over
@@ -37,7 +37,7 @@ def test_without_a_common_cut_there_is_no_return() -> None:
     recovery.hear(0, shelf(8))
     recovery.hear(1, shelf())
     assert recovery.failure == "no cut is complete on every server"
-    assert not list(recovery.letters())
+    assert not list(recovery.outgoing())
 
 
 @pytest.mark.spec("R140")
@@ -49,7 +49,7 @@ def test_a_cut_that_a_server_cannot_read_is_passed_over_by_all() -> None:
     recovery.hear(1, Restored(4, 8, "a bit is flipped"))
     recovery.hear(1, Restored(4, 8, "a bit is flipped"))
     assert not recovery.failure
-    assert list(recovery.letters()) == [(S0, Restore(4, 7)), (S1, Restore(4, 7))]
+    assert list(recovery.outgoing()) == [(S0, Restore(4, 7)), (S1, Restore(4, 7))]
     recovery.hear(0, Restored(4, 8))  # said before it heard of the other
     recovery.hear(1, Restored(4, 7))
     assert not recovery.is_over
