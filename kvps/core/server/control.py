@@ -76,7 +76,7 @@ class Control:
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
         oldest: dict[str, tuple[float, Chunk, Span]] = {}
-        for chunk in self._chunks.by_number.values():
+        for chunk in self._chunks.open():
             for span in chunk.spans:
                 if span.rounds:
                     at = span.rounds[0].opened_at
@@ -94,9 +94,7 @@ class Control:
     @property
     def is_settled(self) -> bool:
         """Whether no gradient waits here to be applied."""
-        return not any(
-            span.is_open for chunk in self._chunks.by_number.values() for span in chunk.spans
-        )
+        return self._chunks.is_settled
 
     @property
     def is_resumed(self) -> bool:

@@ -374,7 +374,7 @@ class ServerStore:
                 state = chunk.own_state()
                 assert state is not None
                 adopted[chunk.number] = updater.adopt(chunk.buffer.tensor, state)
-            elif any(span.is_open for span in chunk.spans):
+            elif chunk.is_open:
                 updater.new_state(chunk.buffer.tensor[:0])  # refuses types that it cannot update
         if self.updater is None:
             for chunk in chunks:

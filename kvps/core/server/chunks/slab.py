@@ -196,6 +196,11 @@ class Chunk:
                 if start in self._blank:
                     raise KeyNotFound(f"key {key!r} of store {self.store!r} has no value yet")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a span holds gradients that are not applied yet."""
+        return any(span.is_open for span in self.spans)
+
     def spans_in(self, start: int, stop: int) -> Iterator[Span]:
         """Yield the spans that ``start`` to ``stop`` touches, in order."""
         index = bisect_right(self._starts, start) - 1
@@ -369,6 +374,8 @@ class Chunks:
         self.server = server
         self.servers = servers
         self.by_number: dict[int, Chunk] = {}
+        self._pushed: set[int] = set()
+        """Numbers of the chunks that were pushed to since they were seen settled: no other has an open span."""
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """Store -> element type -> elements of all keys; the room that is left inside chunks is not counted."""
         self.table_bytes: Counter[str] = Counter()
@@ -404,6 +411,27 @@ class Chunks:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
 
+    def pushed(self, chunk: Chunk) -> None:
+        """Note that a chunk may have open spans from now on."""
+        self._pushed.add(chunk.number)
+
+    def open(self) -> Iterator[Chunk]:
+        """Yield the chunks with open spans, the oldest chunk first."""
+        for number in sorted(self._pushed):
+            chunk = self.by_number[number]
+            if chunk.is_open:
+                yield chunk
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no span is open. This is quick to ask after every packet: it looks at one open chunk."""
+        while self._pushed:
+            number = next(iter(self._pushed))
+            if self.by_number[number].is_open:
+                return False
+            self._pushed.remove(number)
+        return True
+
     def span_at(self, piece: Piece) -> Span:
         """Return the span that a piece of a key lies in."""
         return next(self.at(piece.chunk).spans_in(piece.start, piece.start + 1))
@@ -417,6 +445,7 @@ class Chunks:
             self.counts[chunk.store][chunk.dtype] -= piece.size
             if not chunk.spans:
                 del self.by_number[chunk.number]
+                self._pushed.discard(chunk.number)
         return waited
 
     def drop(self, store: str) -> list[int]:
@@ -424,6 +453,7 @@ class Chunks:
         numbers = [chunk.number for chunk in self.of_store(store)]
         for number in numbers:
             del self.by_number[number]
+        self._pushed.difference_update(numbers)
         self.counts.pop(store, None)
         self.table_bytes.pop(store, None)
         return numbers
@@ -431,6 +461,14 @@ class Chunks:
     def of_store(self, store: str) -> list[Chunk]:
         """Return the chunks of one store."""
         return [chunk for chunk in self.by_number.values() if chunk.store == store]
+
+    def check(self) -> None:
+        """Assert the invariants of every chunk."""
+        assert self._pushed <= self.by_number.keys()
+        for chunk in self.by_number.values():
+            assert chunk.spans
+            assert chunk.number in self._pushed or not chunk.is_open
+            chunk.check()
 
 
 class Slab:
