@@ -50,8 +50,8 @@ LEVELS = {
     "error": logging.ERROR,
 }
 LOOK_EVERY_S = 1.0
-"""The longest wait. A signal that comes between Python's last look and the system call ends no wait: its
-handler runs when that returns, and so does what the handler has put into the inbox."""
+"""The longest wait. A signal that arrives just before the system call does not interrupt it: Python runs the handler,
+and the loop the requests that the handler has put into the inbox, when the wait ends."""
 BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log; and an error that was logged before."""
 KINDS_MAX = 100
