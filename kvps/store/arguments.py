@@ -148,17 +148,23 @@ class KnownKeys:
         self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
         """List of keys, as a user gave it -> their names."""
         self._forms: dict[tuple[str, ...], Form] = {}
+        self._last: tuple[tuple[str, ...], Form] | None = None
+        """The list that was looked up last: a call looks its list up several times, and hashes it once."""
 
     def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
         """Know these keys, which may have been others before."""
         self.specs.update(specs)
-        self._forms.clear()
+        self._forget_forms()
 
     def forget(self, names: Iterable[str]) -> None:
         """Know nothing of these keys any more."""
         for name in names:
             self.specs.pop(name, None)
+        self._forget_forms()
+
+    def _forget_forms(self) -> None:
         self._forms.clear()
+        self._last = None
 
     def names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
         """Return the names of one key or a list of keys, and whether it was a list.
@@ -179,7 +185,7 @@ class KnownKeys:
 
     def unknown(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return those that are not known."""
-        if names in self._forms:
+        if self.form(names) is not None:
             return ()
         return tuple(name for name in names if name not in self.specs)
 
@@ -194,11 +200,17 @@ class KnownKeys:
 
     def form(self, names: tuple[str, ...]) -> Form | None:
         """Return what the values of these keys must look like; None if one is not known."""
+        last = self._last  # read once: another thread may call meanwhile
+        if last is not None and last[0] is names:
+            return last[1]
         form = self._forms.get(names)
-        if form is None and all(name in self.specs for name in names):
+        if form is None:
+            if not all(name in self.specs for name in names):
+                return None
             if len(self._forms) >= LISTS_MAX:
                 self._forms.clear()
             form = self._forms[names] = Form([self.specs[name] for name in names])
+        self._last = names, form
         return form
 
 

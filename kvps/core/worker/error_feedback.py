@@ -59,7 +59,7 @@ class ErrorFeedback:
     """Key -> float32, flat, on the device of its last gradient."""
     _cached: dict[str, dict[tuple[int, int], CachedValues]] = field(default_factory=dict)
     """Key -> (chunk, first element in it) of a piece -> its values."""
-    _groups: dict[tuple[str, ...], list[CompressionGroup]] = field(default_factory=dict)
+    _groups: dict[TransferPlan, list[CompressionGroup]] = field(default_factory=dict)
     _unencoded: dict[int, deque[Request]] = field(default_factory=dict)
     """Chunk -> pushes that were made and are not encoded yet, in order."""
 
@@ -84,12 +84,11 @@ class ErrorFeedback:
 
     def groups(self, plan: TransferPlan, rank: int) -> list[CompressionGroup]:
         """Return the keys of ``plan``, by how they travel."""
-        names = tuple([key.name for key in plan.keys])
-        groups = self._groups.get(names)
+        groups = self._groups.get(plan)
         if groups is None:
             if len(self._groups) >= 64:
                 self._groups.clear()
-            groups = self._groups[names] = list(self._grouped(plan, rank))
+            groups = self._groups[plan] = list(self._grouped(plan, rank))
         return groups
 
     def _grouped(self, plan: TransferPlan, rank: int) -> Iterator[CompressionGroup]:

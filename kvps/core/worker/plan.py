@@ -327,13 +327,13 @@ def of_key(numbers: Numbers, index: int) -> int:
     return numbers if isinstance(numbers, int) else numbers[index]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class TransferPlan:
-    """A list of keys, by chunk."""
+    """A list of keys, by chunk; equal to no other plan, so that it is a quick key of a dict."""
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
-    _sizes: Sizes | None = field(default=None, repr=False, compare=False)
+    _sizes: Sizes | None = field(default=None, repr=False)
 
     @property
     def sizes(self) -> Sizes:
