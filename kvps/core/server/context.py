@@ -226,12 +226,12 @@ class RequestContext:
         store = self.store(push.store) if isinstance(push, PushRows) else self.store_of(push.chunk)
         view = self.member.view
         members = view.members if view is not None else ()
-        machines = {one.rank: one.machine for one in members if one.role == Role.WORKER}
+        machines = {member.rank: member.machine for member in members if member.role == Role.WORKER}
         here = machines.get(rank, 0)
         return (
             store.opened.bundles
             and here != 0
-            and all(machines.get(one, 0) == here for one in push.ranks)
+            and all(machines.get(pushed_for, 0) == here for pushed_for in push.ranks)
         )
 
     def _life_of_server(self, rank: int) -> int:
@@ -325,7 +325,9 @@ class RequestContext:
         """Say something to a worker; ``hold`` is released once ``payload`` has been read."""
         packet = Packet(self.member.envelope(), message, payload)
         if payload:
-            self.counts.add("kvps_payload_bytes_total", "out", sum([one.nbytes for one in payload]))
+            self.counts.add(
+                "kvps_payload_bytes_total", "out", sum([frame.nbytes for frame in payload])
+            )
         self.outbox.append(Send(session.route, packet, hold))
         link = session.link
         if payload and link is not None and link.sent_values(self.counts.now):

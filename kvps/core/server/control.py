@@ -416,7 +416,9 @@ class Control:
 
     def drop_old(self, now: float) -> None:
         """Drop the stores that ended a while ago."""
-        for store in [one for one in self._context.stores.values() if self._has_ended(one)]:
+        for store in [
+            candidate for candidate in self._context.stores.values() if self._has_ended(candidate)
+        ]:
             if self._ended.is_due(store.name, now):
                 self._drop(store)
 
@@ -432,7 +434,9 @@ class Control:
 
     def _drop_ended(self) -> None:
         """Drop all stores that have ended: another is made."""
-        for store in [one for one in self._context.stores.values() if self._has_ended(one)]:
+        for store in [
+            candidate for candidate in self._context.stores.values() if self._has_ended(candidate)
+        ]:
             self._drop(store)
 
     def _drop(self, store: ServerStore) -> None:

@@ -41,7 +41,9 @@ def gauges(
         ("kvps_view", ""): member.number,
         ("kvps_round_age_seconds", ""): oldest_round_s,
         ("kvps_stores", ""): len(context.stores),
-        ("kvps_pending_requests", ""): sum([len(one.pending) for one in context.sessions.values()]),
+        ("kvps_pending_requests", ""): sum(
+            [len(session.pending) for session in context.sessions.values()]
+        ),
         ("kvps_memory_limit_bytes", ""): (
             math.inf if budget.limit_bytes is None else budget.limit_bytes
         ),
@@ -76,7 +78,7 @@ def measure(
     rounds: list[OldRound] = []
     if spans <= SPANS_MAX:
         rounds = [old_round(context.member.rank, stall) for stall in control.oldest(now)]
-        oldest_round_s = max([one.age_s for one in rounds], default=0.0)
+        oldest_round_s = max([stalled.age_s for stalled in rounds], default=0.0)
     counted = {**gauges(context, control, epoch, oldest_round_s), **context.counts.values()}
     counts = [
         Count(name, label, float(value))
@@ -84,13 +86,13 @@ def measure(
         if math.isfinite(value)
     ]
     histograms = [
-        Histogram(name, one.buckets, float(one.total_s))
-        for name, one in context.counts.durations().items()
+        Histogram(name, duration.buckets, float(duration.total_s))
+        for name, duration in context.counts.durations().items()
     ]
     versions = context.tally.versions
     stores = [
-        StoreFigures(name, one.opened.mode, len(one.shards), versions.get(name, 0))
-        for name, one in context.stores.items()
+        StoreFigures(name, store.opened.mode, len(store.shards), versions.get(name, 0))
+        for name, store in context.stores.items()
     ]
     answer = Measured(
         number,

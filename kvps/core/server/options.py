@@ -12,7 +12,7 @@ MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
 LATE = ("drop", "next")
 AGREED = tuple(
-    [one.name for one in fields(Open) if one.name not in ("store", "chunk_bytes", "life")]
+    [field.name for field in fields(Open) if field.name not in ("store", "chunk_bytes", "life")]
 )
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 32 << 20

@@ -72,7 +72,7 @@ class PushPull:
         tally = self._context.tally
         tally.counts.add("kvps_pushes_total", judged.verdict.value)
         if judged.verdict is Verdict.COUNTED:
-            tally.pushed(judged.ranks, sum([one.nbytes for one in packet.payload]))
+            tally.pushed(judged.ranks, sum([frame.nbytes for frame in packet.payload]))
 
     def _acknowledge(self, session: Session, seq: int, version: int) -> None:
         self._context.send(session, p.Ack((p.Receipt(seq, version),)))
@@ -91,7 +91,7 @@ class PushPull:
         itemsize = BY_NAME[chunk.dtype].itemsize
         self._context.tally.traffic(chunk.number, message.runs, itemsize)
         if message.code is not None:
-            size = sum([one.nbytes for one in packet.payload])
+            size = sum([frame.nbytes for frame in packet.payload])
             self._context.tally.compressed("in", size, len(gradient) * itemsize)
         reading = None
         if message.pull:
@@ -188,7 +188,7 @@ class PushPull:
         self._count(judged, packet)
         if judged.verdict is Verdict.EARLY:
             return  # as a PUSH that is early
-        piece, size = target.pieces[0], sum([one.nbytes for one in packet.payload])
+        piece, size = target.pieces[0], sum([frame.nbytes for frame in packet.payload])
         self._context.tally.moved_bytes(piece.chunk, piece.start, piece.size, size)
         if isinstance(target, TableRows) and judged.verdict is Verdict.COUNTED:
             store.budget.demand_growth(target.chunk.keys[0])
@@ -307,7 +307,7 @@ class PushPull:
         del session.pending[reading.seq]
         answer, frames = reads.read_rows(store, self._chunks, reading)
         tally, piece = self._context.tally, reading.target.pieces[0]
-        size = sum([one.nbytes for one in frames])
+        size = sum([frame.nbytes for frame in frames])
         tally.moved_bytes(piece.chunk, piece.start, piece.size, size)
         for piece in () if store.ordered else reading.target.pieces:
             span = self._chunks.span_at(piece)

@@ -158,7 +158,7 @@ class Server:
         """A worker, another server or the scheduler said something; :meth:`admit` has let it in."""
         self.counts.now = now
         if packet.payload:
-            size = sum([one.nbytes for one in packet.payload])
+            size = sum([frame.nbytes for frame in packet.payload])
             self.counts.add("kvps_payload_bytes_total", "in", size)
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
@@ -254,7 +254,7 @@ class Server:
         self._outbox.extend(self._stalls.look(oldest))
         self.control.drop_old(now)
         rank = self.member.rank
-        rounds = tuple([old_round(rank, one) for one in oldest if one.age_s >= TELL_AFTER_S])
+        rounds = tuple([old_round(rank, stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
         late = self._tally.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)

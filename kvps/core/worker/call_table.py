@@ -234,7 +234,7 @@ class CallTable:
         for link in self.connections():
             sent += link.outstanding.values()
         known = set(sent)
-        return all(one.confirmed_at >= since for one in sent) and all(
+        return all(request.confirmed_at >= since for request in sent) and all(
             pending.waiting and known.issuperset(pending.waiting)
             for pending in self.pending.values()
         )
@@ -477,7 +477,7 @@ class CallTable:
 
     def forget(self, store: str, error: KvpsError, now: float) -> Effects:
         """A store is closed: end what is under way of it. Its pushes have left, and count."""
-        for pending in [one for one in self.pending.values() if one.call.store == store]:
+        for pending in [entry for entry in self.pending.values() if entry.call.store == store]:
             if pending.finished:  # the caller was told by a Timeout
                 pending.on_end = _nothing
             yield from self.finish(pending, now, error=error)

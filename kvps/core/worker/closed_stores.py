@@ -89,9 +89,9 @@ class ClosedStores:
             label_of(name, life) if server == self.SCHEDULER else name: name
             for name, life in untold.items()
         }
-        for one in stores:
-            name = known.get(one.store)
-            if name is not None and untold[name] == one.life:
+        for closed in stores:
+            name = known.get(closed.store)
+            if name is not None and untold[name] == closed.life:
                 del untold[name]
         if not untold:
             self._untold.pop(server, None)

@@ -65,7 +65,7 @@ class Traffic:
     def received(self, packet: Packet) -> None:
         """Count an answer."""
         if packet.payload:
-            self.received_bytes += sum([one.nbytes for one in packet.payload])
+            self.received_bytes += sum([frame.nbytes for frame in packet.payload])
 
     @property
     def compression_ratio(self) -> float:

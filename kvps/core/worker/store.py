@@ -242,8 +242,8 @@ class WorkerStore:
 def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:
     """Return the numbers of a worker for its next BEAT."""
     return BeatFigures(
-        rounds=max([one.pushes for one in stores.values()], default=0),
-        in_bytes=sum([one.traffic.received_bytes for one in stores.values()]),
-        out_bytes=sum([one.traffic.sent_bytes for one in stores.values()]),
-        goes_on=any(one.opened.on_worker_lost == "shrink" for one in stores.values()),
+        rounds=max([store.pushes for store in stores.values()], default=0),
+        in_bytes=sum([store.traffic.received_bytes for store in stores.values()]),
+        out_bytes=sum([store.traffic.sent_bytes for store in stores.values()]),
+        goes_on=any(store.opened.on_worker_lost == "shrink" for store in stores.values()),
     )

@@ -143,7 +143,7 @@ class Worker:
     def on_script(self, tickets: tuple[int, ...], now: float) -> Effects:
         """The whole script waits in these calls; in none, if some thread of it does not wait."""
         waited_for = [self.table.pending.get(ticket) for ticket in tickets]
-        is_known = all(one is not None and _is_for_user(one) for one in waited_for)
+        is_known = all(entry is not None and _is_for_user(entry) for entry in waited_for)
         self._standstill.hear(tickets if is_known else (), self._calls())
         yield from ()
 
@@ -155,7 +155,7 @@ class Worker:
     def _end_closing(self, now: float, again: str = "") -> Effects:
         """Close the stores of which no call of the user is under way; that which is created ``again`` in any case."""
         held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
-        busy = {one.call.store for one in self.table.pending.values() if _is_for_user(one)}
+        busy = {entry.call.store for entry in self.table.pending.values() if _is_for_user(entry)}
         busy.update(deferred.call.store for some in held for deferred in some)
         for name in sorted(self._closing - (busy - {again})):
             self._closing.discard(name)
@@ -275,7 +275,7 @@ class Worker:
         is_held = self._quiesce.is_on or bool(self._rejoins or self._untold or self._joining)
         if not pending or is_held or self.losses.is_any or self.losses.was_replaced:
             return False
-        if any(not _is_for_user(one) or one.deadline < now + FAR_S for one in pending):
+        if any(not _is_for_user(entry) or entry.deadline < now + FAR_S for entry in pending):
             return False
         has_quorum = any(store.opened.quorum for store in self.stores.values())
         return not has_quorum and self.table.is_settled(now - CONFIRMED_S)
@@ -321,7 +321,7 @@ class Worker:
         yield from self.table.deadlines()
         if self.losses.is_any:
             pending = self.table.pending.values()
-            waited_for = {one.call.store for one in pending if _is_for_user(one)}
+            waited_for = {entry.call.store for entry in pending if _is_for_user(entry)}
             waited_for.update(name for name, resync in self._rejoins.items() if resync.held)
             for name in waited_for:
                 grace_ends_at = self.losses.deadline(self.stores[name])

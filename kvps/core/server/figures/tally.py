@@ -68,7 +68,7 @@ def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:
     for store in stores:
         for rank, seconds in store.means().items():
             largest[rank] = max(seconds, largest.get(rank, 0.0))
-    latest = sorted(largest.items(), key=lambda one: (-one[1], one[0]))[:limit]
+    latest = sorted(largest.items(), key=lambda entry: (-entry[1], entry[0]))[:limit]
     return {str(rank): seconds for rank, seconds in latest}
 
 
@@ -130,7 +130,7 @@ class Tally:
 
     def latest_news(self, limit: int) -> dict[str, float]:
         """Return that of the stores to which there were pushes since this was asked last."""
-        news = [one for one in self._lateness.values() if one.take_news()]
+        news = [lateness for lateness in self._lateness.values() if lateness.take_news()]
         return most_late(news, limit)
 
     def closed(self, store: str, number: int, opened_at: float) -> None:
@@ -185,7 +185,7 @@ class Tally:
     def hot(self, chunks: Chunks) -> tuple[KeyTraffic, ...]:
         """Return the runs with the most traffic, by the names of their keys."""
         found = []
-        for at, count in nlargest(HOT_MAX, self._traffic.items(), key=lambda one: one[1]):
+        for at, count in nlargest(HOT_MAX, self._traffic.items(), key=lambda entry: entry[1]):
             number, start, size = at
             chunk = chunks.by_number.get(number)
             if chunk is None:

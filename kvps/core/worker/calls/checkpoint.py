@@ -165,16 +165,22 @@ def candidates(there: dict[int, int], *, is_any: bool) -> list[int]:
 def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tuple[str, bool]:
     """Return a line on the choice of ``cut``, and whether there is something odd about it."""
     text = f"store {store!r} continues from checkpoint {cut}, at version {there[cut]}"
-    newer = [one for one in there if one > cut and one not in damaged]
-    higher = [one for one, version in there.items() if version > there[cut] and one not in damaged]
+    newer = [number for number in there if number > cut and number not in damaged]
+    higher = [
+        number
+        for number, version in there.items()
+        if version > there[cut] and number not in damaged
+    ]
     if damaged:
         text += f"; checkpoints {damaged} could not be read"
     if newer:
         text += f"; passed over checkpoints {newer}, which do not have the store or no push to it"
     if higher:
-        versions = ", ".join(f"{one} (version {there[one]})" for one in higher[:4])
+        versions = ", ".join(f"{number} (version {there[number]})" for number in higher[:4])
         text += f"; an older checkpoint is further: {versions}. Give it a tag, or remove the newer ones, to take it"
-    older = [one for one in there if one < cut and one not in higher and there[one] >= 0]
+    older = [
+        number for number in there if number < cut and number not in higher and there[number] >= 0
+    ]
     if older:
         text += f"; older checkpoints: {older[-4:]}"
     return text, bool(damaged or newer or higher)

@@ -129,7 +129,10 @@ class PushValues(PushCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
         groups = store.push_groups(plan)
-        if isinstance(self.sinks, tuple) and sum([len(one.plan.shares) for one in groups]) > 1:
+        if (
+            isinstance(self.sinks, tuple)
+            and sum([len(member_group.plan.shares) for member_group in groups]) > 1
+        ):
             unshare(values, self.sinks, plan.sizes)
         sink = sink_for(self.sinks, plan)
         reads: list[ReadTracker] = []
@@ -150,7 +153,9 @@ class PushValues(PushCall):
                     store, group, group.rows(values), alike(own), since, tracker
                 )
                 reads.append(tracker)
-            store.traffic.encoded(plan.payload_bytes, [one.payload_bytes for one in requests])
+            store.traffic.encoded(
+                plan.payload_bytes, [request.payload_bytes for request in requests]
+            )
             yield requests
         store.was_pushed_to = True
         if sink is not None:
@@ -249,7 +254,7 @@ class Allocate(Call):
             for index in {segment.key for segment in share.segments} - copied:
                 if not store.memory.lends(route, tensors[index : index + 1]):
                     copied.add(index)
-        return [None if index in copied else one for index, one in enumerate(tensors)]
+        return [None if index in copied else tensor for index, tensor in enumerate(tensors)]
 
 
 @dataclass(frozen=True, slots=True)

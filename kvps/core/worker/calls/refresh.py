@@ -135,7 +135,7 @@ def _copy(key: Key, call: Refresh, index: int) -> RowRead[ChangedRows]:
 def _is_known(copy: RowRead[ChangedRows]) -> bool:
     """Whether all servers know what changed."""
     answers = [part.told for part in copy.parts]
-    return bool(answers) and all(isinstance(one, Changed) and one.known for one in answers)
+    return bool(answers) and all(isinstance(answer, Changed) and answer.known for answer in answers)
 
 
 def _fresh(copy: RowRead[ChangedRows], pieces: tuple[PieceLocation, ...]) -> Fresh:

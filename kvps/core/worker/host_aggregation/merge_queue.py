@@ -454,5 +454,9 @@ def _versions(shape: Shape, stands: tuple[Stand, ...]) -> tuple[int, ...]:
 
 def _traffic_of(participants: Iterable[Participant]) -> Traffic | None:
     """Return the counters of the store that a merged request is of; None if this worker has no part in it."""
-    own = [one.who.traffic for one in participants if isinstance(one.who, Request)]
+    own = [
+        participant.who.traffic
+        for participant in participants
+        if isinstance(participant.who, Request)
+    ]
     return own[0] if own else None
