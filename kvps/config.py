@@ -349,10 +349,12 @@ def limits(
         >>> limits(["stores=8"], "server", env={"KVPS_LIMITS": "keys=50,stores=9"}).stores
         8
     """
-    inherited = [one for one in (text("KVPS_LIMITS", env=env) or "").split(",") if one.strip()]
-    values = dict([_limit("KVPS_LIMITS", one, TABLE) for one in inherited])
+    inherited = [
+        limit for limit in (text("KVPS_LIMITS", env=env) or "").split(",") if limit.strip()
+    ]
+    values = dict([_limit("KVPS_LIMITS", limit, TABLE) for limit in inherited])
     known = TABLE if role is None else limits_of_role(role)
-    values.update([_limit("--limit", one, known) for one in given])
+    values.update([_limit("--limit", limit, known) for limit in given])
     return Limits(**values)
 
 

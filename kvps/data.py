@@ -56,7 +56,7 @@ def split_and_load(
             "batch), or even_split=False"
         )
     slices = torch.tensor_split(tensor, count, dim=batch_axis)
-    return [one.to(device) for one, device in zip(slices, targets, strict=True)]
+    return [part.to(device) for part, device in zip(slices, targets, strict=True)]
 
 
 def data_sampler(

@@ -350,8 +350,8 @@ class Trainer(Resumable):
         gradients = {name: self._gradient(name) for name in names}
         waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
         dense = {
-            name: dense_of(one) if one.is_sparse else one
-            for name, one in gradients.items()
+            name: dense_of(gradient) if gradient.is_sparse else gradient
+            for name, gradient in gradients.items()
             if name not in waits
         }
         if dense:

@@ -72,7 +72,8 @@ class CompressionPolicy:
 
     def _setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         found = next(
-            (one for pattern, one in self.patterns if fnmatchcase(key, pattern)), self.default
+            (setting for pattern, setting in self.patterns if fnmatchcase(key, pattern)),
+            self.default,
         )
         if found is None or spec.dtype != "float32" or not spec.count:
             return None
@@ -101,7 +102,7 @@ def rules_of(params: str | Mapping[str, object]) -> CompressionPolicy:
         raise ConfigError(f"compression rules={rules!r:.60}: give a list of dicts")
     given.setdefault("type", NONE if rules else None)
     common = {name: value for name, value in given.items() if name in _ALWAYS[1:]}
-    return CompressionPolicy(_setting(given), tuple([_rule(one, common) for one in rules]))
+    return CompressionPolicy(_setting(given), tuple([_rule(rule, common) for rule in rules]))
 
 
 def _rule(rule: object, common: Mapping[str, object]) -> tuple[str, KeyCompression | None]:

@@ -101,7 +101,10 @@ def reason_of(error: Exception) -> str:
 def _snake(name: str) -> str:
     """Return ``ProtocolError`` as ``protocol_error``."""
     return "".join(
-        ["_" * bool(at) + one.lower() if one.isupper() else one for at, one in enumerate(name)]
+        [
+            "_" * bool(at) + letter.lower() if letter.isupper() else letter
+            for at, letter in enumerate(name)
+        ]
     )
 
 

@@ -55,8 +55,8 @@ class Limit(NamedTuple):
 
 
 TABLE = {
-    one.name: Limit(one.name, getattr(Limits(), one.name), *one.metadata["of"])
-    for one in fields(Limits)
+    field.name: Limit(field.name, getattr(Limits(), field.name), *field.metadata["of"])
+    for field in fields(Limits)
 }
 """All limits, by name."""
 
@@ -67,7 +67,7 @@ ALONE = Limits(checkpoints=2**31, tagged_checkpoints=2**31)
 
 def limits_of_role(role: str) -> dict[str, Limit]:
     """Return the limits that a process of ``role`` heeds, by name."""
-    return {name: one for name, one in TABLE.items() if role in one.roles}
+    return {name: limit for name, limit in TABLE.items() if role in limit.roles}
 
 
 def remedy(name: str) -> str:

@@ -207,7 +207,9 @@ class MembershipClient:
     def _ranks(self, *states: str) -> frozenset[int]:
         assert self.view is not None
         return frozenset(
-            one.rank for one in self.view.members if one.role == Role.WORKER and one.state in states
+            member.rank
+            for member in self.view.members
+            if member.role == Role.WORKER and member.state in states
         )
 
     def silent_for(self, now: float) -> float:
@@ -226,9 +228,9 @@ class MembershipClient:
 
     def _join(self) -> Effects:
         """Say HELLO, and where there are keys, before it by which of them this process will speak."""
-        one = self.identity
-        if one.public_key and not one.is_enrolled:
-            yield Send(SCHEDULER, self.packet(p.Enrol(one.public_key, one.command_key)))
+        identity = self.identity
+        if identity.public_key and not identity.is_enrolled:
+            yield Send(SCHEDULER, self.packet(p.Enrol(identity.public_key, identity.command_key)))
         yield Send(SCHEDULER, self.hello())
 
     def key_of(self, node: Node) -> str:
@@ -247,21 +249,21 @@ class MembershipClient:
 
     def hello(self) -> Packet:
         """Return this process's HELLO."""
-        one = self.identity
+        identity = self.identity
         return Packet(
-            Envelope(self.job, 0, one.role, self.rank, self.incarnation, 0),
+            Envelope(self.job, 0, identity.role, self.rank, self.incarnation, 0),
             p.Hello(
                 *PROTOCOL,
-                one.software,
+                identity.software,
                 0,
-                one.role,
-                self.rank if self.welcome else one.rank,
-                one.host,
-                one.pid,
-                one.endpoint,
-                one.guardian,
-                one.master,
-                one.machine,
+                identity.role,
+                self.rank if self.welcome else identity.rank,
+                identity.host,
+                identity.pid,
+                identity.endpoint,
+                identity.guardian,
+                identity.master,
+                identity.machine,
             ),
         )
 

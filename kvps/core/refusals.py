@@ -54,9 +54,9 @@ class RefusedCalls:
         Raises:
             KvpsError: then.
         """
-        one = self._kept.get(kind)
-        if one is not None and one.concerns(attempt):
-            raise from_code(one.code, one.text)
+        refused = self._kept.get(kind)
+        if refused is not None and refused.concerns(attempt):
+            raise from_code(refused.code, refused.text)
 
     def forget(self, kind: Hashable) -> None:
         """Forget a failure after the call has succeeded: later callers have no part in it."""

@@ -26,7 +26,12 @@ def shown(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join([one if one.isprintable() else " " if one.isspace() else "?" for one in text])
+    return "".join(
+        [
+            character if character.isprintable() else " " if character.isspace() else "?"
+            for character in text
+        ]
+    )
 
 
 def is_tag(text: str) -> bool:
@@ -58,5 +63,10 @@ def demand_address(what: str, text: str) -> None:
     scheme, _, place = text.partition("://")
     host, _, port = place.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= PORT_MAX
-    if scheme != "tcp" or not host or not is_port or any(one in host for one in " /?#@;,"):
+    if (
+        scheme != "tcp"
+        or not host
+        or not is_port
+        or any(character in host for character in " /?#@;,")
+    ):
         raise ProtocolError(f"{what} {text!r:.60} is not an address; write it as tcp://HOST:PORT")

@@ -44,12 +44,12 @@ def differences(
     """
     found = []
     for name in sorted(firsts.keys() | seconds.keys()):
-        one, other = firsts.get(name), seconds.get(name)
-        if one is None or other is None:
+        trait, other = firsts.get(name), seconds.get(name)
+        if trait is None or other is None:
             has, lacks = (first, second) if other is None else (second, first)
-            found.append(f"worker {has} has {name} ({one or other}), and worker {lacks} does not")
-        elif one != other:
-            found.append(f"{name} is {one} on worker {first}, and {other} on worker {second}")
+            found.append(f"worker {has} has {name} ({trait or other}), and worker {lacks} does not")
+        elif trait != other:
+            found.append(f"{name} is {trait} on worker {first}, and {other} on worker {second}")
     return "; ".join(found[:SHOWN_MAX]) + and_more(len(found) - SHOWN_MAX)
 
 

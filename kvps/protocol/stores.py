@@ -227,7 +227,7 @@ class StateIs(Answer):
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame per field."""
-        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+        return tuple([BY_ID[field.dtype].itemsize * field.size for field in self.fields])
 
 
 @tag(45)
@@ -242,7 +242,7 @@ class SetState(Message):
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame per field."""
-        return tuple([BY_ID[one.dtype].itemsize * one.size for one in self.fields])
+        return tuple([BY_ID[field.dtype].itemsize * field.size for field in self.fields])
 
 
 # --- looking --------------------------------------------------------------------------------------

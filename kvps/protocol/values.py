@@ -205,7 +205,12 @@ class Pulled(Answer):
         if not self.steps:
             return _sizes(self.dtype, self.runs)
         return (
-            sum([_octets(self.dtype, *one) for one in zip(self.runs, self.steps, strict=False)]),
+            sum(
+                [
+                    _octets(self.dtype, *run_and_step)
+                    for run_and_step in zip(self.runs, self.steps, strict=False)
+                ]
+            ),
         )
 
 
@@ -411,5 +416,5 @@ class Exported(Answer):
         """The ids, the version that each row's last push made, and one frame per column."""
         if not self.count:
             return ()
-        columns = [BY_ID[one.dtype].itemsize * one.size for one in self.fields]
+        columns = [BY_ID[field.dtype].itemsize * field.size for field in self.fields]
         return (8 * self.count, 8 * self.count, *columns)

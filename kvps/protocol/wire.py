@@ -193,7 +193,7 @@ def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
     body = head[HEAD.size : HEAD.size + count * LOAN.size]
     if len(body) < count * LOAN.size:
         raise ProtocolError(f"a head of {len(head)} octets does not hold {count} loans")
-    loans = tuple([Loan(*one) for one in LOAN.iter_unpack(body)])
+    loans = tuple([Loan(*parts) for parts in LOAN.iter_unpack(body)])
     if max(max(loan) for loan in loans) > _INT_MAX:
         raise ProtocolError("a number in a loan is over 2^63-1")
     return loans
@@ -368,7 +368,9 @@ def _check_for(hint: object, owner: type, name: str) -> Check:
     if origin is dict:
         return _map_of(_check_for(arguments[1], owner, name))
     if origin is types.UnionType:
-        return _one_of({_plain(one): _check_for(one, owner, name) for one in arguments})
+        return _one_of(
+            {_plain(argument): _check_for(argument, owner, name) for argument in arguments}
+        )
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _record_of(hint)
     if hint in (int, str):
@@ -383,7 +385,7 @@ def _array_of(check: Check, name: str) -> Check:
     def array(value: object) -> object:
         if type(value) is not tuple or len(value) > limit:
             raise _unlike(f"in {name} an array of at most {limit}", value)
-        return tuple([check(one) for one in value])
+        return tuple([check(element) for element in value])
 
     return array
 
@@ -392,7 +394,7 @@ def _map_of(check: Check) -> Check:
     def mapping(value: object) -> object:
         if type(value) is not dict:
             raise _unlike("a map", value)
-        return {_text(key): check(one) for key, one in value.items()}
+        return {_text(key): check(element) for key, element in value.items()}
 
     return mapping
 
@@ -403,7 +405,7 @@ def _plain(hint: type) -> type:
 
 
 def _one_of(checks: dict[type, Check]) -> Check:
-    names = " or ".join(one.__name__ for one in checks)
+    names = " or ".join(check.__name__ for check in checks)
 
     def union(value: object) -> object:
         check = checks.get(type(value))
@@ -423,15 +425,17 @@ def _record_of(cls: type[tuple[object, ...]]) -> Check:
     def record(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
             raise _unlike(f"a {cls.__name__} of {width} fields", value)
-        made = tuple.__new__(cls, [check(one) for check, one in zip(checks, value, strict=True)])
+        made = tuple.__new__(
+            cls, [check(field) for check, field in zip(checks, value, strict=True)]
+        )
         return made if finish is None else finish(made)
 
     def naturals(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
             raise _unlike(f"a {cls.__name__} of {width} fields", value)
-        for one in value:
-            if type(one) is not int or not 0 <= one <= _INT_MAX:
-                raise _unlike(f"in a {cls.__name__} integers from 0 to 2^63-1", one)
+        for number in value:
+            if type(number) is not int or not 0 <= number <= _INT_MAX:
+                raise _unlike(f"in a {cls.__name__} integers from 0 to 2^63-1", number)
         return tuple.__new__(cls, value)
 
     return naturals if all(check is _natural for check in checks) else record
@@ -458,9 +462,11 @@ _FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.Code
 def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:
     hints = typing.get_type_hints(cls)
     declared = fields(cls)  # type: ignore[arg-type]  # every registered message is a dataclass
-    required = sum(one.default is MISSING and one.default_factory is MISSING for one in declared)
-    return [_check_for(hints[one.name], cls, one.name) for one in declared], required
+    required = sum(
+        field.default is MISSING and field.default_factory is MISSING for field in declared
+    )
+    return [_check_for(hints[field.name], cls, field.name) for field in declared], required
 
 
-_NAMES = {cls: tuple(one.name for one in fields(cls)) for cls in MESSAGES.values()}  # type: ignore[arg-type]  # as above
+_NAMES = {cls: tuple(field.name for field in fields(cls)) for cls in MESSAGES.values()}  # type: ignore[arg-type]  # as above
 _CHECKS = {cls: _checks_of(cls) for cls in MESSAGES.values()}

@@ -167,10 +167,10 @@ class Supervisor(Core):
         """Whether the command has said by itself that it is done."""
         view = self.member.view
         return view is not None and any(
-            one.role == Role.WORKER
-            and (one.rank, one.incarnation) == (self.member.rank, self.member.incarnation)
-            and one.state == "left"
-            for one in view.members
+            member.role == Role.WORKER
+            and (member.rank, member.incarnation) == (self.member.rank, self.member.incarnation)
+            and member.state == "left"
+            for member in view.members
         )
 
     def _ask(self, number: int, now: float) -> Effects:

@@ -170,7 +170,7 @@ class Barriers:
         self.compared[name] = rank, at.traits
         answers = [RoutedMessage(waiter.route, Released(waiter.seq))]
         open_ = self.open.get(name, {})
-        number = next((one for one in sorted(open_) if rank not in open_[one]), None)
+        number = next((turn for turn in sorted(open_) if rank not in open_[turn]), None)
         if number is None:
             if open_ or name in self.released:
                 return answers
@@ -194,9 +194,9 @@ class Barriers:
         code, text = at.code, at.text
         other = next(
             (
-                (its_rank, one.what)
-                for its_rank, one in standing.items()
-                if one and its_rank != rank and at.what and one.what not in ("", at.what)
+                (its_rank, waiter.what)
+                for its_rank, waiter in standing.items()
+                if waiter and its_rank != rank and at.what and waiter.what not in ("", at.what)
             ),
             None,
         )
@@ -217,14 +217,17 @@ class Barriers:
         if number is not None:
             self._admit(name, 0)
             self.refused[name] = RefusedCall(attempt, code, text)
-            waiters += [(one_rank, one) for one_rank, one in standing.items() if one]
+            waiters += [(one_rank, waiter) for one_rank, waiter in standing.items() if waiter]
             waiters = list(dict(reversed(waiters)).items())  # who stood here before, too
             if standing:
                 for _ in self._take(name, number):
                     pass
             if name not in self.open.keys() | self.released.keys():
                 self.hasty.discard(name)
-        return [RoutedMessage(one.route, Error(one.seq, code, text)) for _, one in waiters]
+        return [
+            RoutedMessage(answered.route, Error(answered.seq, code, text))
+            for _, answered in waiters
+        ]
 
     def resume(self, rank: int, store: str, pushed: int) -> list[RoutedMessage]:
         """A rank goes on after so many rounds of a store; return the answers that are due by that."""
@@ -244,10 +247,10 @@ class Barriers:
         """Forget the barriers of stores that all ranks have closed."""
         ended = {store for store, ranks in self.closed.items() if ranks >= self.required}
         for names in (self.released, self.after, self.floating, self.refused, self.compared):
-            for name in [one for one in names if one[0] in ended and one not in self.open]:
+            for name in [entry for entry in names if entry[0] in ended and entry not in self.open]:
                 del names[name]
         self.hasty = {name for name in self.hasty if name[0] not in ended or name in self.open}
-        for store, rank in [one for one in self.resumed if one[0] in ended]:
+        for store, rank in [entry for entry in self.resumed if entry[0] in ended]:
             del self.resumed[store, rank]
         for store in ended:
             del self.closed[store]
@@ -294,9 +297,9 @@ class Barriers:
     def _land(self, name: Name, number: int) -> list[RoutedMessage]:
         """Give floating ranks the number that is open now, if it is theirs."""
         floating = self.floating.get(name, {})
-        for rank, one in list(floating.items()):
-            if self._number_after(name, one.after) == number:
-                self.open[name][number][rank] = one.waiter
+        for rank, arrival in list(floating.items()):
+            if self._number_after(name, arrival.after) == number:
+                self.open[name][number][rank] = arrival.waiter
                 del floating[rank]
         if not floating:
             self.floating.pop(name, None)
@@ -307,8 +310,8 @@ class Barriers:
         floating = self.floating.get(name, {})
         if not floating or name in self.open:
             return []
-        after = min(one.after for one in floating.values())
-        here = {rank for rank, one in floating.items() if one.after == after}
+        after = min(arrival.after for arrival in floating.values())
+        here = {rank for rank, arrival in floating.items() if arrival.after == after}
         if not here >= self._needed(name, after):
             return []
         number = self.released.get(name, -1) + 1
@@ -367,10 +370,10 @@ class Barriers:
         if name in self.refused and self.refused[name].attempt.number <= number:
             del self.refused[name]
         self.released[name], after = number, self.after[name][number]
-        passed = [one for one in sorted(self.open[name]) if one <= number]
-        answers = [waiter.released(one) for one in passed for waiter in self._take(name, one)]
-        for one in [one for one in self.after[name] if one < number]:  # the one before
-            del self.after[name][one]
+        passed = [turn for turn in sorted(self.open[name]) if turn <= number]
+        answers = [waiter.released(turn) for turn in passed for waiter in self._take(name, turn)]
+        for earlier in [turn for turn in self.after[name] if turn < number]:  # the one before
+            del self.after[name][earlier]
         self.after[name][number] = after
         return answers
 
@@ -423,8 +426,8 @@ class Barriers:
 
     def restore(self, passed: dict[Name, Passed], resumed: dict[tuple[str, int], int]) -> None:
         """Continue from the state of an earlier scheduler; waiting ranks ask again."""
-        self.released = {name: one.number for name, one in passed.items()}
-        self.after = {name: {one.number: one.after} for name, one in passed.items()}
+        self.released = {name: last.number for name, last in passed.items()}
+        self.after = {name: {last.number: last.after} for name, last in passed.items()}
         self.resumed = resumed
 
     def withdraw(self, rank: int) -> None:

@@ -321,9 +321,9 @@ class CheckpointCoordinator:
                 self._wished.popleft()
         if wish is not None or is_due:
             self._served = {
-                store: one
-                for store, one in self._wishes.items()
-                if wish is not None and one.tag == wish.tag
+                store: asked
+                for store, asked in self._wishes.items()
+                if wish is not None and asked.tag == wish.tag
             }
             self.begun += 1
             if self._is_concluding:
@@ -386,9 +386,11 @@ class CheckpointCoordinator:
 
     def _take_served(self) -> list[CheckpointRequest]:
         """Return the wishes that the cut was begun for and that still stand; they stand no more."""
-        served = [one for store, one in self._served.items() if self._wishes.get(store) is one]
-        for one in served:
-            del self._wishes[one.store]
+        served = [
+            asked for store, asked in self._served.items() if self._wishes.get(store) is asked
+        ]
+        for request in served:
+            del self._wishes[request.store]
         self._served = {}
         return served
 
@@ -430,7 +432,7 @@ class CheckpointCoordinator:
 
     @property
     def _keeps(self) -> bool:
-        return bool(self._shelves) and all(one.keeps for one in self._shelves.values())
+        return bool(self._shelves) and all(shelf.keeps for shelf in self._shelves.values())
 
     @property
     def _is_timed(self) -> bool:
@@ -450,7 +452,7 @@ class CheckpointCoordinator:
     @property
     def _every_s(self) -> float:
         """How often cuts are taken; 0 for only when asked."""
-        wanted = [one.every_s for one in self._shelves.values() if one.every_s]
+        wanted = [shelf.every_s for shelf in self._shelves.values() if shelf.every_s]
         return min(wanted, default=0.0)
 
 

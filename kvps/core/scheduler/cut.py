@@ -200,18 +200,20 @@ class Cut:
         )
         stores: dict[str, p.StoreSum] = {}
         for kept in self.kept.values():
-            for one in kept.stores:
-                known = stores.get(one.store)
-                stores[one.store] = one if known is None else _together(known, one)
+            for store_sum in kept.stores:
+                known = stores.get(store_sum.store)
+                stores[store_sum.store] = (
+                    store_sum if known is None else _together(known, store_sum)
+                )
         return p.Commit(
             self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last
         )
 
 
-def _together(one: p.StoreSum, other: p.StoreSum) -> p.StoreSum:
+def _together(total: p.StoreSum, other: p.StoreSum) -> p.StoreSum:
     return p.StoreSum(
-        one.store,
-        one.begins + other.begins,
-        min(one.lowest, other.lowest),
-        max(one.highest, other.highest),
+        total.store,
+        total.begins + other.begins,
+        min(total.lowest, other.lowest),
+        max(total.highest, other.highest),
     )

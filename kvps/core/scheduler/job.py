@@ -271,7 +271,7 @@ class Job:
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
             if left := self.seats.workers(State.LEFT):
-                ranks = ", ".join(str(one.node.rank) for one in left)
+                ranks = ", ".join(str(seat.node.rank) for seat in left)
                 self.note(
                     "warning",
                     f"the rounds since the cut are repeated without those that have left: worker {ranks}",

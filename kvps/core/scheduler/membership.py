@@ -190,9 +190,11 @@ class Membership:
         seat.software = shortened(hello.software)
         is_guardian = seat.is_guarded and hello.guardian
         if seat.is_guarded and not is_guardian:
-            if (hello.host, hello.pid) not in [(one.host, one.pid) for one in seat.links.values()]:
+            if (hello.host, hello.pid) not in [
+                (known.host, known.pid) for known in seat.links.values()
+            ]:
                 seat.begin_script(now)
-            for at in [at for at, one in seat.links.items() if one.is_guardian is False]:
+            for at in [at for at, earlier in seat.links.items() if earlier.is_guardian is False]:
                 self.drop(at, now)
         self._bind(route, seat, SeatLink(hello.host, hello.pid, is_guardian, now), now)
         self.claims.close(route)
@@ -354,7 +356,9 @@ class Membership:
         """Assert the invariants."""
         incarnations = [seat.incarnation for seat in self.by_node.values() if seat.incarnation]
         assert len(set(incarnations)) == len(incarnations), "two seats share an incarnation"
-        assert all(one <= self.issued for one in incarnations), "an incarnation was not issued"
+        assert all(incarnation <= self.issued for incarnation in incarnations), (
+            "an incarnation was not issued"
+        )
         links = {route: seat for seat in self.by_node.values() for route in seat.links}
         assert links == self.routes, "routes and links differ"
         assert len(links) == sum(len(seat.links) for seat in self.by_node.values()), "shared route"

@@ -54,11 +54,11 @@ def dump(snapshot: SavedState) -> bytes:
         )
         for seat in snapshot.seats.by_node.values()
     ]
-    passed = [(*name, *one) for name, one in snapshot.passed.items()]
+    passed = [(*name, *last) for name, last in snapshot.passed.items()]
     resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
     counts = (settings.workers, settings.servers)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
-    runs = [(run, *one) for run, one in snapshot.rendezvous.runs.items()]
+    runs = [(run, *found) for run, found in snapshot.rendezvous.runs.items()]
     rendezvous = (snapshot.rendezvous.issued, runs)
     state: bytes = msgpack.packb((head, seats, passed, resumed, snapshot.cuts, rendezvous))
     return state
@@ -108,11 +108,11 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
             for name, value in zip(_NAMES, values, strict=True):
                 setattr(seat, name, value)
             seat.keys = own, command
-        for one in barriers:
-            _demand(one, (str, str, int, int))
-        for one in resumed:
-            _demand(one, (str, int, int))
-        passed = {(store, name): Passed(*one) for store, name, *one in barriers}
+        for barrier in barriers:
+            _demand(barrier, (str, str, int, int))
+        for entry in resumed:
+            _demand(entry, (str, int, int))
+        passed = {(store, name): Passed(*last) for store, name, *last in barriers}
         places = {(store, rank): pushed for store, rank, pushed in resumed}
         begun, kept, epoch, is_returning, since = cuts
         rendezvous = RendezvousTable()

@@ -271,14 +271,14 @@ class Scheduler:
             link.proved, link.is_guardian = alive.number, alive.guardian and seat.is_guarded
 
     def _on_ping(self, route: Route, seq: int, packet: Packet, now: float) -> None:
-        size = sum([one.nbytes for one in packet.payload])
+        size = sum([frame.nbytes for frame in packet.payload])
         if size > p.PING_BYTES_MAX:
             raise ProtocolError(f"a PING of {size} octets; at most {p.PING_BYTES_MAX} are echoed")
         if not self._pings.is_within(now):
             self.job.counts.add("kvps_dropped_packets_total", "looks")
             return
         pong = p.Pong(seq, self._process.clock(), size)
-        self.job.send(route, pong, tuple([memoryview(bytes(one)) for one in packet.payload]))
+        self.job.send(route, pong, tuple([memoryview(bytes(frame)) for frame in packet.payload]))
 
     def _note_refusal(self, who: str, error: KvpsError, now: float) -> None:
         """Say in the log that a newcomer was refused, unless that was said of many just now."""
@@ -418,7 +418,7 @@ class Scheduler:
 
     def _on_close(self, route: Route, envelope: Envelope, close: p.Close, now: float) -> None:
         seat = self._recognise(route, envelope, now)
-        self.job.barriers.close(seat.node.rank, [one.store for one in close.stores])
+        self.job.barriers.close(seat.node.rank, [store.store for store in close.stores])
         self.job.send(route, p.Closed(close.stores))
 
     def _on_barrier(self, route: Route, envelope: Envelope, barrier: p.Barrier, now: float) -> None:
@@ -474,7 +474,7 @@ class Scheduler:
             raise ProtocolError(f"{seat.node} sent figures; only servers may")
         rank = seat.node.rank
         self.job.measurements.hear(rank, seat.incarnation, measured, now)
-        short = [one.value for one in measured.counts if one.name == SHORT_ROUNDS]
+        short = [figure.value for figure in measured.counts if figure.name == SHORT_ROUNDS]
         self.job.fault_log.short_rounds(rank, sum(short), now)
 
     def seen(self, seq: int, now: float) -> p.Seen:

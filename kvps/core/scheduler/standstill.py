@@ -54,26 +54,26 @@ class Standstills:
         if now < self._looked_at + LOOK_EVERY_S:
             return ""
         self._looked_at = now
-        present = [one for one in seats if one.state is not State.LEFT]
-        workers = [one for one in present if one.node.role is Role.WORKER]
+        present = [candidate for candidate in seats if candidate.state is not State.LEFT]
+        workers = [seat for seat in present if seat.node.role is Role.WORKER]
         if not self._is_certain(present, workers, now):
             return ""
-        self._told = {(one.node.rank, one.incarnation): _mark(one) for one in workers}
+        self._told = {(worker.node.rank, worker.incarnation): _mark(worker) for worker in workers}
         self._text = _in_words(workers, now)
         self.found += 1
         return self._text
 
     def _is_certain(self, present: list[Seat], workers: list[Seat], now: float) -> bool:
-        if len(workers) < 2 or not all(one.progress.standstill for one in workers):
+        if len(workers) < 2 or not all(worker.progress.standstill for worker in workers):
             return False
-        for one in present:
-            heard_at = one.progress.heard_at
-            if one.state is not State.HELD or one.is_replacement or heard_at is None:
+        for seat in present:
+            heard_at = seat.progress.heard_at
+            if seat.state is not State.HELD or seat.is_replacement or heard_at is None:
                 return False
             if now - heard_at > GAP_S:
                 return False
-        since = max(self._disturbed_at, *(one.progress.still_since for one in workers))
-        return all((one.progress.heard_at or 0.0) >= since + STILL_S for one in workers)
+        since = max(self._disturbed_at, *(worker.progress.still_since for worker in workers))
+        return all((worker.progress.heard_at or 0.0) >= since + STILL_S for worker in workers)
 
 
 def _mark(seat: Seat) -> tuple[int, float]:
@@ -82,13 +82,13 @@ def _mark(seat: Seat) -> tuple[int, float]:
 
 def _in_words(workers: list[Seat], now: float) -> str:
     by_call: dict[str, list[Seat]] = {}
-    for one in workers:
-        by_call.setdefault(one.progress.waits_in, []).append(one)
+    for worker in workers:
+        by_call.setdefault(worker.progress.waits_in, []).append(worker)
     told = []
     for call, seats in list(by_call.items())[:SHOWN_MAX]:
-        ranks = ", ".join(str(one.node.rank) for one in seats[:SHOWN_MAX])
+        ranks = ", ".join(str(seat.node.rank) for seat in seats[:SHOWN_MAX])
         who = f"worker{'s' * (len(seats) > 1)} {ranks}{and_more(len(seats) - SHOWN_MAX)}"
-        waited_s = now - max(one.progress.moved_at for one in seats)
+        waited_s = now - max(seat.progress.moved_at for seat in seats)
         told.append(
             f"{who} {'have' if len(seats) > 1 else 'has'} waited in {call} for {waited_s:.0f} s"
         )

@@ -187,7 +187,7 @@ class TraceCoordinator:
         if now >= current.until + KEEP_S:
             self.recording = None
         elif now < current.until:
-            for route in [one for one, at in self._members.items() if now >= at + GONE_S]:
+            for route in [silent for silent, at in self._members.items() if now >= at + GONE_S]:
                 del self._members[route]
             for route in self._members:
                 yield route, AskClock(current.number, clock)

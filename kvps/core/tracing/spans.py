@@ -71,7 +71,7 @@ class TimeSpan(NamedTuple):
 
 def pack(spans: Iterable[TimeSpan]) -> bytes:
     """Return spans as bytes; a number that is too large for its field is the largest that is not."""
-    return b"".join([_packed(one) for one in spans])
+    return b"".join([_packed(span) for span in spans])
 
 
 def _packed(span: TimeSpan) -> bytes:

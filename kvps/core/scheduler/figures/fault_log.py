@@ -100,12 +100,14 @@ class FaultLog:
 
     def _open(self, node: Node) -> Fault | None:
         """Return the fault of a member that is not over."""
-        faults = [one for one in self.faults if one.node == node and one.over_at is None]
+        faults = [fault for fault in self.faults if fault.node == node and fault.over_at is None]
         return faults[-1] if faults else None
 
     def _step(self, node: Node, text: str, now: float, is_over: float | None = None) -> None:
         """Add a step to the newest fault of a member; ``is_over`` None opens it again."""
-        fault = next((one for one in reversed(self.faults) if one.node == node), None)
+        fault = next(
+            (candidate for candidate in reversed(self.faults) if candidate.node == node), None
+        )
         if fault is not None:
             self._add(fault, text, now)
             fault.over_at = is_over

@@ -122,17 +122,31 @@ def _printable(measured: Measured) -> Measured:
     return Measured(
         measured.number,
         tuple(
-            [one._replace(name=_text(one.name), label=_text(one.label)) for one in measured.counts]
-        ),
-        tuple([one._replace(name=_text(one.name)) for one in measured.histograms]),
-        tuple(
-            [one._replace(store=_text(one.store), mode=_text(one.mode)) for one in measured.stores]
-        ),
-        tuple(
-            [one._replace(store=_text(one.store), key=_text(one.key)) for one in measured.traffic]
+            [
+                figure._replace(name=_text(figure.name), label=_text(figure.label))
+                for figure in measured.counts
+            ]
         ),
         tuple(
-            [one._replace(store=_text(one.store), key=_text(one.key)) for one in measured.rounds]
+            [histogram._replace(name=_text(histogram.name)) for histogram in measured.histograms]
+        ),
+        tuple(
+            [
+                store._replace(store=_text(store.store), mode=_text(store.mode))
+                for store in measured.stores
+            ]
+        ),
+        tuple(
+            [
+                traffic._replace(store=_text(traffic.store), key=_text(traffic.key))
+                for traffic in measured.traffic
+            ]
+        ),
+        tuple(
+            [
+                round_._replace(store=_text(round_.store), key=_text(round_.key))
+                for round_ in measured.rounds
+            ]
         ),
     )
 

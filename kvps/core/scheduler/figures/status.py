@@ -59,10 +59,10 @@ class StatusReport:
             if not self._is_valid(server, at, seats, now):
                 continue
             for told in rounds:
-                one = told._replace(server=server, age_s=told.age_s + now - at)
-                if one.store not in oldest or one.age_s > oldest[one.store].age_s:
-                    oldest[one.store] = one
-        return tuple(sorted(oldest.values(), key=lambda one: -one.age_s))
+                stalled = told._replace(server=server, age_s=told.age_s + now - at)
+                if stalled.store not in oldest or stalled.age_s > oldest[stalled.store].age_s:
+                    oldest[stalled.store] = stalled
+        return tuple(sorted(oldest.values(), key=lambda stalled: -stalled.age_s))
 
 
 def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[Figures, ...]:
@@ -95,14 +95,14 @@ def waits(
         if not ranks and call in SET_BY_RANK_0 and rank:
             ranks = (0,)
         if not ranks:
-            ranks = tuple(sorted({one for each in rounds for one in each.missing} - {rank}))
+            ranks = tuple(sorted({missing for each in rounds for missing in each.missing} - {rank}))
         found.append(Wait(rank, call, waited_s, ranks[:RANKS_MAX]))
     return tuple(found[:WAITS_MAX])
 
 
 def in_order(seats: Iterable[Seat]) -> list[Seat]:
     """Return seats as they are shown, the workers first."""
-    return sorted(seats, key=lambda one: (-one.node.role, one.node.rank))
+    return sorted(seats, key=lambda seat: (-seat.node.role, seat.node.rank))
 
 
 def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
