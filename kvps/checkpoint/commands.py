@@ -58,8 +58,8 @@ def _row(cut: LocatedCut) -> list[str]:
         manifest.written,
         str(manifest.servers),
         "\n".join(name for name, _ in stores),
-        "\n".join(f"{one.keys:,}" for _, one in stores),
-        "\n".join(_versions(one.lowest, one.highest) for _, one in stores),
+        "\n".join(f"{store.keys:,}" for _, store in stores),
+        "\n".join(_versions(store.lowest, store.highest) for _, store in stores),
         bytes_in_words(manifest.size),
         complete,
     ]

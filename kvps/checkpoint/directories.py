@@ -97,12 +97,12 @@ def _path_of(number: int, name: str, size: int, directories: Sequence[Checkpoint
 
 
 def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
-    for path, one in zip(paths, manifest.images, strict=True):
+    for path, image in zip(paths, manifest.images, strict=True):
         size = regular_file.size_of(path)
         if size is None:
             return (
                 f"{path} is missing; if that server has a folder of its own, give this folder too"
             )
-        if size != one.size:
-            return f"{path} has {size} octets, and its manifest says {one.size}"
+        if size != image.size:
+            return f"{path} has {size} octets, and its manifest says {image.size}"
     return ""

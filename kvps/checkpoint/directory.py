@@ -273,10 +273,10 @@ class CheckpointDirectory:
         """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
         sizes = (
-            (server, regular_file.size_of(folder / one.name), one)
-            for server, one in _each(manifest)
+            (server, regular_file.size_of(folder / image.name), image)
+            for server, image in _each(manifest)
         )
-        return frozenset(server for server, size, one in sizes if size == one.size)
+        return frozenset(server for server, size, image in sizes if size == image.size)
 
     def complete(
         self, job: bytes | None = None, server: int | None = None, servers: int | None = None
@@ -312,8 +312,8 @@ class CheckpointDirectory:
         folder = self.cut_folder(manifest.cut)
         found = {
             number
-            for number, one in _each(manifest)
-            if regular_file.size_of(folder / one.name) is not None
+            for number, image in _each(manifest)
+            if regular_file.size_of(folder / image.name) is not None
         }
         return bool(whole) and whole == found
 

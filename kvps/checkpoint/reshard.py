@@ -64,10 +64,10 @@ def merged(snapshots: Sequence[Snapshot], store: str) -> dict[str, torch.Tensor]
         StorageError: as :func:`regroup`, or if there is no such store.
     """
     stores = gathered(snapshots)
-    for one in stores:
-        if one.name == store:
-            return {key.name: _whole(key) for key in one.keys}
-    names = ", ".join(repr(one.name) for one in stores) or "none"
+    for saved in stores:
+        if saved.name == store:
+            return {key.name: _whole(key) for key in saved.keys}
+    names = ", ".join(repr(saved.name) for saved in stores) or "none"
     raise StorageError(f"there is no store {store!r} in this checkpoint; there is {names}")
 
 
@@ -156,34 +156,38 @@ def _gathered_tables(some: Sequence[StoreSnapshot]) -> tuple[TableSnapshot, ...]
     return tuple(tables.values())
 
 
-def _later(one: SpanHistory, other: SpanHistory) -> SpanHistory:
+def _later(mine: SpanHistory, other: SpanHistory) -> SpanHistory:
     def highest(left: dict[int, int], right: dict[int, int]) -> dict[int, int]:
         return {rank: max(left.get(rank, 0), right.get(rank, 0)) for rank in left | right}
 
     return SpanHistory(
-        max(one.version, other.version),
-        max(one.step, other.step),
-        highest(one.pushed, other.pushed),
-        highest(one.head_start, other.head_start),
-        highest(one.clock_from, other.clock_from),
+        max(mine.version, other.version),
+        max(mine.step, other.step),
+        highest(mine.pushed, other.pushed),
+        highest(mine.head_start, other.head_start),
+        highest(mine.clock_from, other.clock_from),
     )
 
 
 def _joined(some: Sequence[JoinsSnapshot]) -> JoinsSnapshot:
     """Return the joins as the server has them that has heard most of them."""
     newest = max(some, key=attrgetter("over"))
-    made = {rank: max(one.made.get(rank, 0) for one in some) for one in some for rank in one.made}
+    made = {
+        rank: max(tracker.made.get(rank, 0) for tracker in some)
+        for tracker in some
+        for rank in tracker.made
+    }
     return newest._replace(made=made)
 
 
-def _both(store: StoreSnapshot, one: KeySnapshot, other: KeySnapshot) -> KeySnapshot:
-    if (one.spec, one.call) != (other.spec, other.call):
+def _both(store: StoreSnapshot, left: KeySnapshot, other: KeySnapshot) -> KeySnapshot:
+    if (left.spec, left.call) != (other.spec, other.call):
         raise StorageError(
-            f"key {one.name!r} of store {store.name!r} is {one.spec} after call {one.call} on one "
+            f"key {left.name!r} of store {store.name!r} is {left.spec} after call {left.call} on one "
             f"server, {other.spec} after call {other.call} on another; these are not of one cut"
         )
-    portions = sorted((*one.portions, *other.portions), key=attrgetter("start"))
-    return replace(one, portions=tuple(portions))
+    portions = sorted((*left.portions, *other.portions), key=attrgetter("start"))
+    return replace(left, portions=tuple(portions))
 
 
 def _demand_all(store: StoreSnapshot, key: KeySnapshot, start: int, stop: int) -> None:
@@ -224,16 +228,16 @@ def _part(store: StoreSnapshot, key: KeySnapshot, server: int, servers: int) -> 
 
 def _within(portions: Iterable[SnapshotPart], part: Part) -> Iterator[SnapshotPart]:
     """Yield what of ``portions`` lies in ``part``, cut where its boundaries run through them."""
-    for one in portions:
-        count = one.weight.numel()
-        start = max(one.start, part.start)
-        stop = min(one.start + count, part.start + part.size)
-        if start == one.start and stop == one.start + count:
-            yield one
+    for portion in portions:
+        count = portion.weight.numel()
+        start = max(portion.start, part.start)
+        stop = min(portion.start + count, part.start + part.size)
+        if start == portion.start and stop == portion.start + count:
+            yield portion
         elif start < stop:
-            inside = slice(start - one.start, stop - one.start)
-            state = {name: tensor[inside] for name, tensor in one.state.items()}
-            yield SnapshotPart(start, one.history, one.weight[inside], state)
+            inside = slice(start - portion.start, stop - portion.start)
+            state = {name: tensor[inside] for name, tensor in portion.state.items()}
+            yield SnapshotPart(start, portion.history, portion.weight[inside], state)
 
 
 def _whole(key: KeySnapshot) -> torch.Tensor:

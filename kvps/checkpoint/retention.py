@@ -28,31 +28,33 @@ def superfluous(complete: Sequence[Manifest], common: int) -> list[Manifest]:
         complete: all that are complete here, oldest first; the last was completed just now.
         common: the newest checkpoint of the same job that all servers have; 0 for none yet.
     """
-    ours = [one for one in complete if one.job == complete[-1].job]
+    ours = [manifest for manifest in complete if manifest.job == complete[-1].job]
     reached: dict[str, int] = {}
-    for one in ours:
-        if one.cut <= common:
-            for name, store in one.stores.items():
+    for image in ours:
+        if image.cut <= common:
+            for name, store in image.stores.items():
                 reached[name] = max(store.highest, reached.get(name, 0))
-    kept = {common, *(one.cut for one in complete[-KEPT:]), *_last_of_closed(ours)}
+    kept = {common, *(manifest.cut for manifest in complete[-KEPT:]), *_last_of_closed(ours)}
     return [
-        one
-        for one in complete
-        if not one.tag and one.cut not in kept and (one in ours or _is_passed(one, reached))
+        manifest
+        for manifest in complete
+        if not manifest.tag
+        and manifest.cut not in kept
+        and (manifest in ours or _is_passed(manifest, reached))
     ]
 
 
-def _is_passed(one: Manifest, reached: Mapping[str, int]) -> bool:
-    return all(store.highest <= reached.get(name, -1) for name, store in one.stores.items())
+def _is_passed(manifest: Manifest, reached: Mapping[str, int]) -> bool:
+    return all(store.highest <= reached.get(name, -1) for name, store in manifest.stores.items())
 
 
 def _last_of_closed(ours: Sequence[Manifest]) -> list[int]:
     """Return the newest cuts with a store that no newer cut of the job has."""
     found, seen = [], set[str]()
-    for one in reversed(ours):
-        if one is not ours[-1] and not one.stores.keys() <= seen:
-            found.append(one.cut)
-        seen |= one.stores.keys()
+    for manifest in reversed(ours):
+        if manifest is not ours[-1] and not manifest.stores.keys() <= seen:
+            found.append(manifest.cut)
+        seen |= manifest.stores.keys()
     return found[:CLOSED_KEPT]
 
 
@@ -65,7 +67,7 @@ def further(complete: Sequence[Manifest]) -> Manifest | None:
         complete: as for :func:`superfluous`.
     """
     *others, newest = complete
-    if any(one.job == newest.job for one in others):
+    if any(other.job == newest.job for other in others):
         return None
-    like = [one for one in others if one.stores.keys() & newest.stores.keys()]
+    like = [other for other in others if other.stores.keys() & newest.stores.keys()]
     return like[-1] if like else None

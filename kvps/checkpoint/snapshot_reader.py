@@ -74,8 +74,8 @@ def image_of(given: object, tensors: dict[str, torch.Tensor]) -> Snapshot:
         raise ValueError(f"there is no server {server} of {servers}")
     columns = _Columns(tensors)
     stores = tuple(
-        _store(index, one, columns)
-        for index, one in enumerate(validation.array("stores", row["stores"]))
+        _store(index, row_of, columns)
+        for index, row_of in enumerate(validation.array("stores", row["stores"]))
     )
     columns.check_all_used()
     if len({store.name for store in stores}) < len(stores):
@@ -89,10 +89,15 @@ def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
     row = validation.record("a store", given, *_STORE, *_TABLES, "tables")
     opened = _open(row["open"])
     try:
-        histories = [history_of(one) for one in validation.array("histories", row["histories"])]
-        forms = [_form(one) for one in validation.array("forms", row["forms"])]
+        histories = [
+            history_of(row_of) for row_of in validation.array("histories", row["histories"])
+        ]
+        forms = [_form(row_of) for row_of in validation.array("forms", row["forms"])]
         specs: dict[object, Spec] = {}
-        keys = [_key(one, histories, forms, specs) for one in validation.array("keys", row["keys"])]
+        keys = [
+            _key(row_of, histories, forms, specs)
+            for row_of in validation.array("keys", row["keys"])
+        ]
         if len({key.name for key in keys}) < len(keys):
             raise ValueError("a key is in it twice")
         return StoreSnapshot(
@@ -103,8 +108,8 @@ def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
             keys=_with_tensors(index, keys, columns),
             joins=_joins(row["joins"]),
             tables=tuple(
-                tables.table_of(f"{index}/table/{number}", one, columns.cut)
-                for number, one in enumerate(validation.array("tables", row["tables"]))
+                tables.table_of(f"{index}/table/{number}", row_of, columns.cut)
+                for number, row_of in enumerate(validation.array("tables", row["tables"]))
             ),
             **{name: validation.natural(name, row[name]) for name in CALLS},
         )
@@ -115,8 +120,10 @@ def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
 def _open(given: object) -> Open:
     """Options that an older writer did not know have their defaults."""
     row = validation.table("open", given)
-    known = {one.name: one for one in fields(Open)}
-    missing = [name for name, one in known.items() if one.default is MISSING and name not in row]
+    known = {field.name: field for field in fields(Open)}
+    missing = [
+        name for name, field in known.items() if field.default is MISSING and name not in row
+    ]
     if missing or row.keys() - known.keys():
         names = ", ".join(known)
         raise ValueError(f"the options of a store are {names}, got {reprlib.repr(list(row))}")
@@ -182,7 +189,7 @@ def _key(
     name = validation.text("a key's name", name, least=1)
     try:
         lengths = tuple(
-            [validation.natural("a shape", one) for one in validation.array("a shape", shape)]
+            [validation.natural("a shape", dim) for dim in validation.array("a shape", shape)]
         )
         spec = specs.get((_dtype(dtype), lengths))
         if spec is None:

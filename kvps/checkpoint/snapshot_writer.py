@@ -94,14 +94,14 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
         portions = []
         for portion in key.portions:
             count = _checked_count(key, portion)
-            form = tuple([(name, NAMES[one.dtype]) for name, one in portion.state.items()])
+            form = tuple([(name, NAMES[tensor.dtype]) for name, tensor in portion.state.items()])
             number = forms.setdefault(form, len(forms))
             if number == len(states):
                 names = [f"{index}/state/{name}/{dtype}" for name, dtype in form]
                 states.append([_column(columns, name) for name in names])
             weights.append(portion.weight)
-            for column, one in zip(states[number], portion.state.values(), strict=True):
-                column.append(one)
+            for column, state in zip(states[number], portion.state.values(), strict=True):
+                column.append(state)
             portions.append((portion.start, count, histories.number_of(portion.history), number))
         keys.append((key.name, key.spec.dtype, key.spec.shape, key.call, portions))
     return {
@@ -138,8 +138,8 @@ def _checked_count(key: KeySnapshot, portion: SnapshotPart) -> int:
     weight = portion.weight
     count = weight.numel()
     fits = weight.dim() == 1 and NAMES.get(weight.dtype) == key.spec.dtype
-    for one in portion.state.values():
-        fits = fits and one.dim() == 1 and one.numel() == count and one.dtype in NAMES
+    for tensor in portion.state.values():
+        fits = fits and tensor.dim() == 1 and tensor.numel() == count and tensor.dtype in NAMES
     if not fits:
         raise StorageError(
             f"key {key.name!r} at element {portion.start}: its weight must be flat and "

@@ -76,7 +76,7 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
             return found
 
         fresh = create(recipe.hyper).new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
-        dtypes = {WEIGHT: recipe.dtype} | {one: NAMES[row.dtype] for one, row in fresh.items()}
+        dtypes = {WEIGHT: recipe.dtype} | {name: NAMES[row.dtype] for name, row in fresh.items()}
         columns: dict[str, tuple[torch.Tensor, ...]] = {
             title: (
                 (column(_column(title), dtype, count * recipe.dim).view(count, recipe.dim),)
@@ -127,7 +127,7 @@ def row_of_history(history: SpanHistory) -> tuple[object, ...]:
     maps = [history.pushed, history.head_start]
     if history.clock_from:
         maps.append(history.clock_from)
-    return history.version, history.step, *(tuple(sorted(one.items())) for one in maps)
+    return history.version, history.step, *(tuple(sorted(by_rank.items())) for by_rank in maps)
 
 
 def history_of(given: object) -> SpanHistory:

@@ -52,10 +52,10 @@ class Watch:
 
 def moved(fd: int) -> Moved | None:
     """Return what has moved along the connection of a descriptor; None if that is none, or none any more."""
-    with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as one:
-        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         if len(info) == _INFO.size:
             taken, received = _INFO.unpack(info)
-            (waiting,) = struct.unpack("@i", fcntl.ioctl(one, termios.TIOCOUTQ, bytes(4)))
+            (waiting,) = struct.unpack("@i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
             return Moved(received, taken, waiting)
     return None

@@ -135,21 +135,21 @@ class Inflow:
 
     def closed(self, fd: int) -> None:
         """A connection broke."""
-        one = self._connections.pop(fd, None)
-        if one is not None and one.base is not None:
+        connection = self._connections.pop(fd, None)
+        if connection is not None and connection.base is not None:
             self._give_back_until = self._clock() + GIVE_BACK_S
 
     def took(self, fd: int, octets: int) -> None:
         """So many bytes of messages were taken out, framing included."""
-        one = self._connections.get(fd)
-        if one is not None:
-            one.taken += octets
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.taken += octets
 
     def know(self, fd: int) -> None:
         """A packet was received along a connection."""
-        one = self._connections.get(fd)
-        if one is not None:
-            one.is_known = True
+        connection = self._connections.get(fd)
+        if connection is not None:
+            connection.is_known = True
 
     def wait_s(self, timeout_s: float | None) -> float | None:
         """Return how long may be waited at most, if nothing comes."""
@@ -167,12 +167,12 @@ class Inflow:
         if not self._has_work(began) or began < self._look_at:
             return
         rests: dict[int, float] = {}
-        for fd, one in list(self._connections.items()):
+        for fd, connection in list(self._connections.items()):
             received = _received(fd)
             if received is None:
                 self.closed(fd)
             else:
-                rests[fd] = received - one.taken - DRIFT_PER_S * (began - one.since)
+                rests[fd] = received - connection.taken - DRIFT_PER_S * (began - connection.since)
         for fd, limit in self._excessive(rests):
             self._close(
                 fd,
@@ -196,12 +196,12 @@ class Inflow:
         strangers: list[tuple[float, int]] = []
         members: list[tuple[float, int]] = []
         for fd, rest in rests.items():
-            one = self._connections[fd]
-            limit = known if one.is_known else strange
-            if rest > limit or (one.is_known and one.is_swelling(rest, strange)):
+            connection = self._connections[fd]
+            limit = known if connection.is_known else strange
+            if rest > limit or (connection.is_known and connection.is_swelling(rest, strange)):
                 yield fd, limit
             elif rest > PETTY_BYTES:
-                (members if one.is_known else strangers).append((rest, fd))
+                (members if connection.is_known else strangers).append((rest, fd))
         for some, most in ((strangers, self._limits.crowd), (members, self._limits.members)):
             together = sum([rest for rest, _ in some])
             for rest, fd in sorted(some, reverse=True):
@@ -214,8 +214,8 @@ class Inflow:
         """Return the oldest of those that carry nothing, where there are too many."""
         idle = [
             fd
-            for fd, one in self._connections.items()  # in the order in which they were opened
-            if not one.is_known and now >= one.since + IDLE_S
+            for fd, connection in self._connections.items()  # in the order in which they were opened
+            if not connection.is_known and now >= connection.since + IDLE_S
         ]
         return idle[: max(0, len(idle) - self._idle_max)]
 

@@ -92,14 +92,14 @@ class MemoryTransport:
         copies = self._network.filter(packet)
         head, *payload = wire.encode(packet)
         if hold is not None:
-            payload = [bytes(one) for one in payload]
+            payload = [bytes(frame) for frame in payload]
             hold.release()
         peer = self._peers.get(route)
         if peer is None:
             return
         self._network.carried[type(packet.message).__name__] += 1
         for _ in range(copies):
-            peer[0]._arrive(peer[1], [bytes(head), *(bytearray(one) for one in payload)])
+            peer[0]._arrive(peer[1], [bytes(head), *(bytearray(frame) for frame in payload)])
 
     def _arrive(self, route: Route, frames: list[bytes | bytearray] | Disconnected) -> None:
         self._arrived.append((route, frames))
@@ -115,7 +115,7 @@ class MemoryTransport:
             if isinstance(frames, Disconnected):
                 yield route, frames
                 continue
-            packet = wire.decode([memoryview(one) for one in frames])
+            packet = wire.decode([memoryview(frame) for frame in frames])
             try:
                 is_heard = self._admit(route, packet.envelope, type(packet.message))
             except KvpsError as error:

@@ -56,7 +56,7 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 def memory_bytes(cgroup: Path = _CGROUP) -> int:
     """Return how much memory this process may have: that of the machine, or of a control group that it is in."""
     limits = [_number(group / version.limit) for group, version in _groups(cgroup, _PROCESS)]
-    return min([machine_bytes(), *[one for one in limits if one is not None]])
+    return min([machine_bytes(), *[limit for limit in limits if limit is not None]])
 
 
 def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
@@ -74,7 +74,7 @@ def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
             cached = _numbers(group / "memory.stat")
             caches = sum([cached.get(name, 0) for name in version.caches])
             uses.append(MemoryUse(max(0, used - caches), limit))
-    return max(uses, key=lambda one: one.used_bytes / one.total_bytes)
+    return max(uses, key=lambda use: use.used_bytes / use.total_bytes)
 
 
 def machine_bytes() -> int:

@@ -52,7 +52,7 @@ class Outflow:
 
     def look(self) -> None:
         """Release what has left."""
-        for route in [one for one, queue in self.leaving.items() if queue[0].tracker.done]:
+        for route in [gone for gone, queue in self.leaving.items() if queue[0].tracker.done]:
             queue = self.leaving[route]
             while queue and queue[0].tracker.done:
                 _, hold, copied_bytes = queue.popleft()

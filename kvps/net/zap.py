@@ -158,7 +158,9 @@ class Porter:
         now = self._clock()
         if is_news or (self.waiting and now >= self.waiting[0].until):
             self.waiting = [
-                one for one in self.waiting if not self._decide(one, is_last=now >= one.until)
+                caller
+                for caller in self.waiting
+                if not self._decide(caller, is_last=now >= caller.until)
             ]
 
     def _decide(self, question: _Question, is_last: bool) -> bool:

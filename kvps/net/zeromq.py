@@ -220,10 +220,10 @@ class ZmqTransport:
         self._router = router
         self._poller.register(router, zmq.POLLIN)
 
-    def _asked_by(self, one: zmq.Socket[bytes]) -> Porter:
+    def _asked_by(self, socket: zmq.Socket[bytes]) -> Porter:
         """Have libzmq ask for each connection of a socket whether it is allowed; return the object that answers."""
-        one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        one.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self._porter is None:
             opens, learns = self._keys.opens if self._keys else {}, self._role is Role.SERVER
             self._porter = Porter(self._context, Keyring(os.geteuid(), opens, learns))
@@ -231,12 +231,12 @@ class ZmqTransport:
         return self._porter
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        one = self._context.socket(kind)
+        socket = self._context.socket(kind)
         for option, value in _OPTIONS:
-            one.setsockopt(option, value)
+            socket.setsockopt(option, value)
         # Per frame, checked by libzmq before it allocates.
-        one.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
-        return one
+        socket.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
+        return socket
 
     def connect(self, to: Connect) -> None:
         """Open a connection; it replaces an older one of its name.
@@ -351,7 +351,7 @@ class ZmqTransport:
                 self._porter.answer()
             if self._porter.waiting:
                 self._porter.look()
-        for events in [one for one in ready if one in self._events_of]:
+        for events in [source for source in ready if source in self._events_of]:
             self._heed(self._events_of[events])
         while self._refusals:
             yield self._refusals.popleft()
@@ -360,19 +360,21 @@ class ZmqTransport:
         self._inflow.look()
         if self._router is not None and self._router in ready:
             yield from self._receive(self._router, None)
-        for one in ready:
-            name = self._names.get(one) if isinstance(one, zmq.Socket) else None
+        for arrived_at in ready:
+            name = self._names.get(arrived_at) if isinstance(arrived_at, zmq.Socket) else None
             if name is not None:
-                yield from self._receive(one, name)
+                yield from self._receive(arrived_at, name)
 
-    def _receive(self, one: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
+    def _receive(
+        self, socket: zmq.Socket[bytes], name: str | None
+    ) -> Iterator[tuple[Route, Packet]]:
         for _ in range(BATCH):
             if (
-                one.closed or self._names.get(one) != name
+                socket.closed or self._names.get(socket) != name
             ):  # what came before led to another in its place
                 return
             try:
-                frames = self._frames(one, 1 if name is None else 0)
+                frames = self._frames(socket, 1 if name is None else 0)
             except zmq.Again:
                 return
             if frames is None:
@@ -392,7 +394,7 @@ class ZmqTransport:
                 self._inflow.know(fd)
             yield route, packet
 
-    def _frames(self, one: zmq.Socket[bytes], before: int) -> list[zmq.Frame] | None:
+    def _frames(self, socket: zmq.Socket[bytes], before: int) -> list[zmq.Frame] | None:
         """Return the frames of the next message; None while a message with too many is dropped.
 
         Args:
@@ -403,32 +405,32 @@ class ZmqTransport:
             zmq.Again: if there is no message.
             ProtocolError: at the start of a message that has too many frames.
         """
-        if one in self._surplus:
-            if not self._drop_surplus(one):
+        if socket in self._surplus:
+            if not self._drop_surplus(socket):
                 return None
-            if self._surplus.pop(one) > SURPLUS_MAX:
+            if self._surplus.pop(socket) > SURPLUS_MAX:
                 give_back()
-        frames = [one.recv(zmq.NOBLOCK, copy=False)]
+        frames = [socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             if len(frames) > before + wire.PAYLOAD_FRAMES_MAX:
-                self._surplus[one] = len(frames)
+                self._surplus[socket] = len(frames)
                 self._doorman.counts["bytes"] += 1
                 if (fd := descriptor_of(frames)) is not None and before:
                     self._inflow.took(fd, self._octets(frames))
-                route = frames[0].bytes if before else self._names[one]
+                route = frames[0].bytes if before else self._names[socket]
                 raise ProtocolError(
                     f"a message of more than {1 + wire.PAYLOAD_FRAMES_MAX} frames "
                     f"(from {whence(route, frames[before:])})"
                 )
-            frames.append(one.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
+            frames.append(socket.recv(zmq.NOBLOCK, copy=False))  # the rest of a message is there
         return frames
 
-    def _drop_surplus(self, one: zmq.Socket[bytes]) -> bool:
+    def _drop_surplus(self, socket: zmq.Socket[bytes]) -> bool:
         """Take out some of a message that has too many frames; return whether that was the end of it."""
         fd, octets, is_over = None, 0, False
-        self._surplus[one] += SURPLUS_BATCH
+        self._surplus[socket] += SURPLUS_BATCH
         for _ in range(SURPLUS_BATCH):
-            frame = one.recv(zmq.NOBLOCK, copy=False)
+            frame = socket.recv(zmq.NOBLOCK, copy=False)
             fd = descriptor_of([frame, frame]) if fd is None else fd
             octets += self._octets([frame, frame])
             if not frame.more:
@@ -519,10 +521,10 @@ class ZmqTransport:
 
     def _fade(self, now: float) -> None:
         """Close the connections that have others in their place for long enough."""
-        for _, dealer in [one for one in self._fading if now >= one[0]]:
+        for _, dealer in [entry for entry in self._fading if now >= entry[0]]:
             self._deafen(dealer)
             dealer.close(0)
-        self._fading = [one for one in self._fading if now < one[0]]
+        self._fading = [entry for entry in self._fading if now < entry[0]]
 
     def _deafen(self, dealer: zmq.Socket[bytes]) -> None:
         """Read nothing more from a connection."""

@@ -48,7 +48,10 @@ class PageLocks:
         del self._ranges[first:last]
         for begin, _ in met:
             self._unlock(begin)
-        low, high = min([start, *(one[0] for one in met)]), max([stop, *(one[1] for one in met)])
+        low, high = (
+            min([start, *(range_[0] for range_ in met)]),
+            max([stop, *(range_[1] for range_ in met)]),
+        )
         if not self._lock(low, high - low):
             return False
         insort(self._ranges, (low, high))
@@ -75,11 +78,11 @@ class Staging:
             values: on any devices.
             allocate: returns new rows for those of ``values`` with these indices.
         """
-        rows = [one if one.is_cuda else row_of(one) for one in values]
-        away = [index for index, one in enumerate(values) if one.is_cuda]
+        rows = [value if value.is_cuda else row_of(value) for value in values]
+        away = [index for index, value in enumerate(values) if value.is_cuda]
         if away:
             with self._mutex:  # pages must not be unlocked under a copy
-                places = [self._locked(one) for one in allocate(away)]
+                places = [self._locked(memory_of) for memory_of in allocate(away)]
                 for index, row in zip(away, places, strict=True):
                     rows[index] = row
                 _copy_down([values[index] for index in away], places)
@@ -126,7 +129,9 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    streams = {device: _stream(device) for device in {one.device for one in values}}
+    streams = {
+        device: _stream(device) for device in {device_value.device for device_value in values}
+    }
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))  # which makes the values
     for value, row in zip(values, rows, strict=True):

@@ -147,11 +147,11 @@ def _bound(bind: str) -> tuple[str, str]:
     """Return why a process cannot listen at an address, and the process that does; empty texts if it can."""
     host, port = config.host_of(bind), config.port_of("--bind", bind)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as libzmq does
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as libzmq does
         try:
-            one.bind(("" if host == "*" else host, port))
-            one.listen()
+            listener.bind(("" if host == "*" else host, port))
+            listener.listen()
         except OSError as error:
             text = error.strerror or str(error)
             return text, _holder(port)

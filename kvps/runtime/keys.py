@@ -97,7 +97,7 @@ def text_for(path: str, role: str) -> str:
     """
     found = _found(path, role)
     of(found, role, path)
-    return "".join([one.text(with_secret=bool(one.secret)) for one in found])
+    return "".join([section.text(with_secret=bool(section.secret)) for section in found])
 
 
 def _found(path: str, role: str) -> list[Section]:
@@ -107,9 +107,11 @@ def _found(path: str, role: str) -> list[Section]:
         return _read(place)
     names = ("look", "admin") if role == "look" else (role,)
     files = [place / f"{name}.key" for name in names]
-    own = next((one for one in files if one.exists()), files[0])
+    own = next((candidate for candidate in files if candidate.exists()), files[0])
     public = sorted((place / PUBLIC).glob("*.pub"))
-    return _read(own) + [each.public_half for one in public for each in _read(one, is_public=True)]
+    return _read(own) + [
+        each.public_half for path in public for each in _read(path, is_public=True)
+    ]
 
 
 def load_if_any(path: str | None, role: str) -> Keys | None:
@@ -128,23 +130,39 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
         ConfigError: if what it needs is not among them.
     """
     found = list(sections)
-    pinned = tuple(dict.fromkeys([one.public for one in found if one.role == "scheduler"]))
+    pinned = tuple(
+        dict.fromkeys([section.public for section in found if section.role == "scheduler"])
+    )
     if not pinned:
         raise ConfigError(
             f"--keys {path} has no public key of the scheduler: put {PUBLIC}/scheduler.pub from "
             "'kvps keygen' there"
         )
-    session = next((one for one in found if one.role == SESSION and one.secret), None)
+    session = next(
+        (section for section in found if section.role == SESSION and section.secret), None
+    )
     if session is not None:
         return Keys(pinned, None, session.pair, is_enrolled=True)
     wanted = ("look", "admin") if role == "look" else (role,)
-    own = next((one for name in wanted for one in found if one.role == name and one.secret), None)
+    own = next(
+        (
+            section
+            for name in wanted
+            for section in found
+            if section.role == name and section.secret
+        ),
+        None,
+    )
     if own is None:
         raise ConfigError(
             f"--keys {path} has no secret key of the role {role}: put {role}.key from 'kvps "
             "keygen' there"
         )
-    opens = {one.public: RoleKey(one.role, one.until) for one in found if one.role != "scheduler"}
+    opens = {
+        section.public: RoleKey(section.role, section.until)
+        for section in found
+        if section.role != "scheduler"
+    }
     return Keys(pinned, own.pair, opens=opens if role == "scheduler" else {})
 
 
@@ -180,7 +198,7 @@ def parse(text: str, path: str) -> list[Section]:
         if not equals or not found or name in found[-1]:
             raise ConfigError(f"{path} is not a file of keys: {line!r:.60}")
         found[-1][name] = value
-    return [_section(one, path) for one in found]
+    return [_section(body, path) for body in found]
 
 
 def _section(fields: dict[str, str], path: str) -> Section:
@@ -231,10 +249,10 @@ def write(folder: Path, sections: Iterable[Section]) -> list[Path]:
     try:
         for place in (folder, folder / PUBLIC):
             place.mkdir(0o700, parents=True, exist_ok=True)
-        for one in sections:
+        for section in sections:
             for path, content in (
-                (folder / f"{one.role}.key", _secret_text(one)),
-                (folder / PUBLIC / f"{one.role}.pub", one.text(with_secret=False)),
+                (folder / f"{section.role}.key", _secret_text(section)),
+                (folder / PUBLIC / f"{section.role}.pub", section.text(with_secret=False)),
             ):
                 _put(path, content)
                 written.append(path)
@@ -275,7 +293,7 @@ def retire(folder: Path) -> list[Path]:
     Raises:
         ConfigError: if they cannot be removed.
     """
-    current = {one.public for role in ROLES for one in _secrets_of(folder, role)}
+    current = {section.public for role in ROLES for section in _secrets_of(folder, role)}
     gone = []
     for path in sorted((folder / PUBLIC).glob("*.pub")):
         (section,) = _read(path, is_public=True)
@@ -327,7 +345,7 @@ class KeyMemory:
     def __init__(self, sections: Iterable[Section]) -> None:
         self.fd = os.memfd_create("kvps-keys", os.MFD_CLOEXEC)
         os.fchmod(self.fd, 0o600)
-        text = "".join([one.text(with_secret=bool(one.secret)) for one in sections])
+        text = "".join([section.text(with_secret=bool(section.secret)) for section in sections])
         os.write(self.fd, text.encode())
 
     @property

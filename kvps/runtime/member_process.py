@@ -105,7 +105,7 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
         inbox.put(stop(number))
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [handle(one, put) for one in numbers]
+    before = [handle(signal_number, put) for signal_number in numbers]
     try:
         yield
     finally:

@@ -36,7 +36,7 @@ class OpenStores:
     @property
     def names(self) -> set[str]:
         """Return the names of the open stores."""
-        return {one.name for one in self._open}
+        return {store.name for store in self._open}
 
     def watch(self, store: Endable) -> None:
         """``store`` is open."""

@@ -54,11 +54,11 @@ def stopped_by_signals() -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, AGAIN_S)  # not here: it would be dropped again
 
     def on_signal(number: int, frame: object) -> NoReturn:
-        for one in NUMBERS:
-            signal.signal(one, signal.SIG_IGN)
+        for stop_signal in NUMBERS:
+            signal.signal(stop_signal, signal.SIG_IGN)
         _stop(128 + number)
 
-    before = {one: handle(one, on_signal) for one in NUMBERS}
+    before = {number: handle(number, on_signal) for number in NUMBERS}
     sys.unraisablehook = on_dropped
     try:
         yield

@@ -122,9 +122,9 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
         case FindCuts():
             shelf = CheckpointDirectory(folder, order.server)
             complete = shelf.complete(order.job, order.server, order.servers)
-            found = [one for one in complete if order.tag in ("", one.tag)]
-            cuts = tuple([one.cut for one in found])
-            versions = tuple([_version(one, order.store) for one in found if order.store])
+            found = [manifest for manifest in complete if order.tag in ("", manifest.tag)]
+            cuts = tuple([manifest.cut for manifest in found])
+            versions = tuple([_version(manifest, order.store) for manifest in found if order.store])
             return FoundCuts(cuts, shelf.highest(), order.for_whom, versions=versions)
         case Read():
             shelf = CheckpointDirectory(folder, order.server)
@@ -168,11 +168,12 @@ def manifest_of(order: Complete) -> Manifest:
         workers=order.workers,
         version=__version__,
         images=tuple(
-            ImageFile(image_name(server, servers), one.size, one.sha256)
-            for server, one in enumerate(commit.images)
+            ImageFile(image_name(server, servers), image.size, image.sha256)
+            for server, image in enumerate(commit.images)
         ),
         stores={
-            one.store: StoreVersions(one.begins, one.lowest, one.highest) for one in commit.stores
+            store.store: StoreVersions(store.begins, store.lowest, store.highest)
+            for store in commit.stores
         },
         tag=commit.tag,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -273,7 +273,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._ticket.is_over and all(one.is_over for one in self._before)
+        return self._ticket.is_over and all(ticket.is_over for ticket in self._before)
 
     def when_over(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when the call is over: now if it is, else in another thread, where it must not block.
@@ -292,8 +292,8 @@ class Handle:
             KvpsError: if it failed; Timeout if its ``timeout`` passed.
         """
         began = time.perf_counter()
-        for one in self._before:
-            one.wait()
+        for ticket in self._before:
+            ticket.wait()
         self._ticket.wait()
         with self._lock:
             if not self._is_taken:

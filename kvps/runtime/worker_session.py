@@ -133,8 +133,8 @@ class WorkerSession(Listener):
         numbers = {id(ticket): number for number, ticket in self._tickets.items()}
         waited = waited_tickets()
         # Those of other sessions, such as of another rank in a LocalCluster, do not concern this one.
-        mine = [one for one in waited if id(one) in numbers or one.is_over]
-        return tuple(sorted(numbers.get(id(one), 0) for one in mine))
+        mine = [asked for asked in waited if id(asked) in numbers or asked.is_over]
+        return tuple(sorted(numbers.get(id(asked), 0) for asked in mine))
 
     def _end(self, number: int, value: object, error: KvpsError | None) -> None:
         ticket = self._tickets.pop(number, None)

@@ -302,7 +302,7 @@ def default_chunk_bytes(session: WorkerSession) -> int:
         return wish
     if share_memory(session):
         return SHARED_CHUNK_BYTES
-    endpoints = [one.endpoint for one in session.info.members if one.endpoint]
+    endpoints = [member.endpoint for member in session.info.members if member.endpoint]
     if all(config.is_loopback(endpoint) for endpoint in endpoints):
         return LOOPBACK_CHUNK_BYTES
     return NETWORK_CHUNK_BYTES
@@ -310,7 +310,7 @@ def default_chunk_bytes(session: WorkerSession) -> int:
 
 def share_memory(session: WorkerSession) -> bool:
     """Whether all members of the job share memory, so that no payload is under way between them."""
-    machines = {one.machine for one in session.info.members}
+    machines = {member.machine for member in session.info.members}
     return len(machines) == 1 and 0 not in machines  # 0: one of them does not share memory
 
 

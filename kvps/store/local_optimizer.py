@@ -281,7 +281,7 @@ class TorchOptimizer:
             name, _, field = title.rpartition("/")
             found[name][field] = tensor
         whole = self.optimizer.state_dict()
-        params = [one for group in self.optimizer.param_groups for one in group["params"]]
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
         number_of = {param: number for number, param in enumerate(params)}
         for name, state in found.items():
             if state:

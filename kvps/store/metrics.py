@@ -66,13 +66,13 @@ def of_servers(
         rank: of this worker.
         staleness: by key, as :meth:`~kvps.KVStore.staleness` returns it.
     """
-    ages = [one.age_s for answer in answers for one in answer.rounds]
+    ages = [stalled.age_s for answer in answers for stalled in answer.rounds]
     return {
         "staleness": max(staleness.values(), default=0),
         "lateness_s": max([answer.late.get(str(rank), 0.0) for answer in answers], default=0.0),
         "dropped_rounds": max(
             [count for answer in answers for count in answer.dropped.values()], default=0
         ),
-        "open_rounds": len({one.key for answer in answers for one in answer.rounds}),
+        "open_rounds": len({stalled.key for answer in answers for stalled in answer.rounds}),
         "oldest_round_s": max(ages, default=0.0),
     }

@@ -71,13 +71,13 @@ def marks_of(
     given: Any = held if is_many and held is not None else [held] * len(names)
     if not isinstance(given, list | tuple) or len(given) != len(names):
         raise ConfigError(f"{len(names)} keys need as many entries in held=, from the last call")
-    if not all(one is None or isinstance(one, Holding) for one in given):
+    if not all(holding is None or isinstance(holding, Holding) for holding in given):
         raise ConfigError(f"held={held!r:.60}: give the result of the last call, or None")
     places = targets or [()] * len(names)
     return tuple(
         [
-            None if one is None else one.mark_of(some)
-            for one, some in zip(given, places, strict=True)
+            None if holding is None else holding.mark_of(some)
+            for holding, some in zip(given, places, strict=True)
         ]
     )
 
@@ -131,7 +131,7 @@ class Copies:
         ]
         self.sinks = tuple(
             [
-                next((one for one in some if is_direct and is_row(one)), None)
+                next((target for target in some if is_direct and is_row(target)), None)
                 for some in self._targets
             ]
         )
@@ -142,7 +142,7 @@ class Copies:
     def deliver(self, found: Sequence[Fresh]) -> Holding | list[Holding]:
         """Write the changes; return the state of the copies."""
         held = []
-        places = Counter([one.data_ptr() for some in self._targets for one in some])
+        places = Counter([target.data_ptr() for some in self._targets for target in some])
         for index, fresh in enumerate(found):
             targets, shape = self._targets[index], self._specs[index].shape
             for target in targets:
@@ -152,7 +152,7 @@ class Copies:
                         target.index_copy_(0, ids.to(target.device), some)
                 elif fresh.whole is not target:
                     target.copy_(fresh.whole.view(shape))
-            is_own = all(places[one.data_ptr()] == 1 for one in targets)
+            is_own = all(places[place.data_ptr()] == 1 for place in targets)
             is_counted = is_own and fresh.mark is not None and self._are_counted[index]
             held.append(Holding(fresh.mark, targets) if is_counted else Holding())
         return held if self._is_many else held[0]

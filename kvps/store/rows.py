@@ -50,7 +50,7 @@ def are_rows(value: object, spec: Spec | None) -> bool:
         is_pair = isinstance(value, tuple) and len(value) == 2 and _is_table(spec)
         if is_pair and _dims(value[0]) == 1:
             return True
-        return len(value) > 0 and all(are_rows(one, spec) for one in value)
+        return len(value) > 0 and all(are_rows(element, spec) for element in value)
     return False
 
 
@@ -96,7 +96,7 @@ def _dims(value: object) -> int:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.ndim
     if isinstance(value, list | tuple | range):
-        return 1 if all(type(one) is int for one in value) else -1
+        return 1 if all(type(element) is int for element in value) else -1
     return -1
 
 
@@ -146,25 +146,25 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
             "dense value"
         )
     _demand_elements(name, spec)
-    given = value if isinstance(value, list) or not _is_one(value, spec) else [value]
+    given = value if isinstance(value, list) or not _is_single(value, spec) else [value]
     assert isinstance(given, list | tuple)
-    each = [_one(name, spec, one) for one in given]
+    each = [_ids_and_rows(name, spec, value) for value in given]
     ids, rows = each[0]
     if len(each) > 1:
-        ids = torch.cat([one.cpu() for one, _ in each])
-        rows = torch.cat([one.to(rows.device) for _, one in each])
+        ids = torch.cat([places.cpu() for places, _ in each])
+        rows = torch.cat([gradient.to(rows.device) for _, gradient in each])
     unique, places, summed = coalesce(ids.cpu(), rows)
     return Rows(unique, places, summed.cpu())
 
 
-def _is_one(value: object, spec: Spec) -> bool:
+def _is_single(value: object, spec: Spec) -> bool:
     """Whether ``value`` is one value, and not one per device."""
     return isinstance(value, torch.Tensor) or (
         isinstance(value, tuple) and len(value) == 2 and _dims(value[0]) == 1
     )
 
 
-def _one(name: str, spec: Spec, value: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _ids_and_rows(name: str, spec: Spec, value: object) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers, in any order, and rows, [k, width]."""
     if isinstance(value, torch.Tensor):
         return _of_coo(name, spec, value)
@@ -275,12 +275,12 @@ class Pick:
         self._out = out
         outs: Sequence[object] = out if isinstance(out, list | tuple) else [out]
         self._targets: list[torch.Tensor] = []
-        for one in outs if out is not None else ():
-            if not isinstance(one, torch.Tensor | np.ndarray):
+        for target_given in outs if out is not None else ():
+            if not isinstance(target_given, torch.Tensor | np.ndarray):
                 raise Mismatch(
-                    f"key {name!r}: an output is a tensor or an array, got {type(one).__name__}"
+                    f"key {name!r}: an output is a tensor or an array, got {type(target_given).__name__}"
                 )
-            target = target_of(name, one)
+            target = target_of(name, target_given)
             fits = tuple(target.shape) in (spec.shape, self._shape)
             if not fits or target.dtype is not TORCH[spec.dtype]:
                 raise Mismatch(
@@ -327,6 +327,6 @@ def picks_of(
             raise ConfigError(f"{len(names)} keys need a list of as many {what}, one for each key")
         each.append(given)
     return [
-        Pick(name, specs.get(name), ids, one)
-        for name, ids, one in zip(names, each[0], each[1], strict=True)
+        Pick(name, specs.get(name), ids, target)
+        for name, ids, target in zip(names, each[0], each[1], strict=True)
     ]

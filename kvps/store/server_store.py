@@ -203,8 +203,8 @@ class DistStore(KVStore):
         tensors: list[torch.Tensor] = self._call(calls.Allocate(self._name, keys, is_lent=True))
         settings = map(self._requests.setting_of, keys)
         return [
-            None if setting is not None else one
-            for one, setting in zip(tensors, settings, strict=True)
+            None if setting is not None else tensor
+            for tensor, setting in zip(tensors, settings, strict=True)
         ]
 
     def chunks_of(self, names: Sequence[str]) -> dict[str, Collection[tuple[int, int]]]:

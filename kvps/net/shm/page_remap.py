@@ -65,7 +65,7 @@ class PageRemapper:
             keep: what must live as long as the block is referred to.
         """
         mappings = list(self._mappings())
-        mapped = {(one.offer.nonce, one.address) for one in mappings}
+        mapped = {(mapping.offer.nonce, mapping.address) for mapping in mappings}
         if mapped != self._mapped:  # pages of those who are gone must not be kept
             self._mapped = mapped
             self._kept.clear()
@@ -85,16 +85,16 @@ class PageRemapper:
 
 def _arrange(mappings: Sequence[Mapping], ranges: Ranges) -> object | None:
     """Map ``ranges`` one behind the other; None if they are not pages of these mappings."""
-    parts = [_part(mappings, *one) for one in ranges]
+    parts = [_part(mappings, *found) for found in ranges]
     known = [part for part in parts if part is not None]
     return _stitch(mappings, known) if len(known) == len(parts) and _are_pages(known) else None
 
 
 def _part(mappings: Iterable[Mapping], address: int, size_bytes: int) -> RemappedPart | None:
-    for one in mappings:
-        offset = address - one.address
-        if 0 <= offset <= one.offer.size - size_bytes:
-            return RemappedPart(one.offer.nonce, offset, size_bytes)
+    for mapping in mappings:
+        offset = address - mapping.address
+        if 0 <= offset <= mapping.offer.size - size_bytes:
+            return RemappedPart(mapping.offer.nonce, offset, size_bytes)
     return None
 
 
@@ -106,7 +106,7 @@ def _are_pages(parts: Sequence[RemappedPart]) -> bool:
 
 
 def _stitch(mappings: Iterable[Mapping], parts: Sequence[RemappedPart]) -> object | None:
-    by_nonce = {one.offer.nonce: one for one in mappings}
+    by_nonce = {mapping.offer.nonce: mapping for mapping in mappings}
     size_bytes = sum(part.size_bytes for part in parts)
     held = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = int(np.frombuffer(held, np.uint8).ctypes.data)

@@ -199,7 +199,7 @@ class Segment:
                 ranges.append((start, size))
         if ranges and sum(ranges[-1]) == self._used:
             self._used = ranges.pop()[0]
-        fit = min((one for one in ranges if one[1] >= size_bytes), key=_size, default=None)
+        fit = min((free for free in ranges if free[1] >= size_bytes), key=_size, default=None)
         if fit is not None:
             ranges.remove(fit)
             ranges.append((fit[0] + size_bytes, fit[1] - size_bytes))

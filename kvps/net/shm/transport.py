@@ -211,7 +211,7 @@ class SharingTransport:
     @property
     def mappings(self) -> list[Mapping]:
         """The mapped memory of peers."""
-        return [one.mapping for one in self._peers.values()]
+        return [peer.mapping for peer in self._peers.values()]
 
     def wake(self) -> None:
         """Make a waiting :meth:`poll` return; any thread may call this."""
@@ -232,7 +232,7 @@ class SharingTransport:
         """Lend ``payload``; None if it is small, or does not lie in our segment."""
         segment = self._segment
         assert segment is not None, "nobody reads what there is not"
-        if sum([one.nbytes for one in payload]) < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
+        if sum([frame.nbytes for frame in payload]) < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
             return None
         offsets = []
         for frame in payload:
@@ -264,7 +264,7 @@ class SharingTransport:
         lease = peer.taken.take(number)
         if lease is None:
             raise ProtocolError(f"lease {number} of {sender.node} was already returned")
-        payload = [peer.mapping.read(one.offset, one.size, lease).data for one in loans]
+        payload = [peer.mapping.read(loan.offset, loan.size, lease).data for loan in loans]
         return Packet(sender, packet.message, tuple(payload), loans)
 
     # --- receiving -------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ class SharingTransport:
             peer.route = next(iter(self._routes_of(peer)), peer.route)
 
     def _routes_of(self, peer: Peer) -> list[Route]:
-        return [route for route, one in self._by_route.items() if one is peer]
+        return [route for route, other in self._by_route.items() if other is peer]
 
     # --- agreeing on it --------------------------------------------------------------------------
 
@@ -453,7 +453,7 @@ class SharingTransport:
                 self._segment.postings.forget(nonce)
             for route in self._routes_of(peer):
                 self._part(route)
-            for identity in [key for key, one in self._by_identity.items() if one is peer]:
+            for identity in [key for key, other in self._by_identity.items() if other is peer]:
                 del self._by_identity[identity]
 
 
@@ -482,7 +482,7 @@ class SharedMemory:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""
         first, size_bytes = self._segment.address, self._segment.size_bytes
         return route in self._segment.readers and all(
-            0 <= one.data_ptr() - first < size_bytes for one in pieces
+            0 <= piece.data_ptr() - first < size_bytes for piece in pieces
         )
 
     def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -490,7 +490,7 @@ class SharedMemory:
 
         It is read-only, and keeps the loans as long as it lives.
         """
-        ranges = tuple([(one.data_ptr(), one.nbytes) for one in parts])
+        ranges = tuple([(part.data_ptr(), part.nbytes) for part in parts])
         block = self._stitches.beside(ranges, keep=tuple(parts))
         return None if block is None else torch.from_numpy(block).view(parts[0].dtype)
 

@@ -197,7 +197,7 @@ class InProcessSession:
         if (
             packet.payload and source == SERVER
         ):  # which changes its values while they are still read
-            copies = tuple([memoryview(bytearray(one)) for one in packet.payload])
+            copies = tuple([memoryview(bytearray(frame)) for frame in packet.payload])
             packet = replace(packet, payload=copies)
         elif packet.payload:
             packet = replace(packet, loans=(_LENT,) * len(packet.payload))

@@ -162,11 +162,11 @@ class LocalCluster:
         )
         for rank in range(self.servers):
             keys = self._keys_of("server")
-            one, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
+            opened, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
             own = own_identity(Role.SERVER, self.scheduler, keys)
             identity = replace(own, rank=rank, endpoint=endpoint)
             core = Server(identity, now, share_bytes(self.servers), memory, limits=limits)
-            self._drive(f"server {rank}", core, one)
+            self._drive(f"server {rank}", core, opened)
 
     def _keys_of(self, role: str) -> Keys | None:
         return of(self._sections, role) if self._sections else None

@@ -256,7 +256,7 @@ class CollectiveGroup:
             cards = self._gathered(torch.frombuffer(text, dtype=torch.uint8))
             if (
                 dist.is_nccl_available()
-                and len({one.numpy().tobytes() for one in cards}) == self.size
+                and len({told.numpy().tobytes() for told in cards}) == self.size
             ):
                 assert self._board is not None
                 torch.cuda.set_device(device)  # of this thread

@@ -41,7 +41,7 @@ class LatestValues:
             KeyNotFound: if there is none.
         """
         newest = [self._newest.get(name) for name in names]
-        without = {one for one in set(newest) if one is None or one.has_failed}
+        without = {holder for holder in set(newest) if holder is None or holder.has_failed}
         collectives = []
         for name, collective in zip(names, newest, strict=True):
             latest = collective if collective not in without else self._made.get(name)

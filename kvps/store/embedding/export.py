@@ -80,7 +80,7 @@ def _columns(block: ExportBatch) -> list[tuple[str, torch.Tensor]]:
         ("rows" if name == WEIGHT else f"state.{name}", column)
         for name, column in block.columns.items()
     ]
-    rest.sort(key=lambda one: -one[1].element_size())
+    rest.sort(key=lambda column: -column[1].element_size())
     return [
         ("ids", torch.from_numpy(block.ids)),
         ("versions", torch.from_numpy(block.stamps)),

@@ -325,7 +325,7 @@ class EmbeddingTable:
         self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None
     ) -> Any:
         whole = torch.from_numpy(ids)
-        places = [torch.from_numpy(one) for one in split(ids, self._servers)]
+        places = [torch.from_numpy(indices) for indices in split(ids, self._servers)]
         parts = tuple([(whole[place], gradients[place]) for place in places])
         check_size(f"table {self.name!r}", parts)
         store = self.store
