@@ -203,7 +203,9 @@ class Trainer(Resumable):
             assert isinstance(optimizer, torch.optim.Optimizer)
             self._stored = StateInStore(optimizer, self._model)
         self._steps = self._model.steps
-        self._steps.choose(Trainer._make_step, Trainer._drop_step, lambda one: one._model.pull())
+        self._steps.choose(
+            Trainer._make_step, Trainer._drop_step, lambda trainer: trainer._model.pull()
+        )
         if self._steps.is_behind:
             self._take_batch()
         self.batch_size: float | None = None

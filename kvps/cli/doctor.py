@@ -79,17 +79,17 @@ def _main(argv: Sequence[str]) -> int:
 
 def report(findings: Sequence[CheckResult], colour: bool) -> str:
     """Return the findings as a person is shown them: a line each, and below it what to do."""
-    width = max([len(one.name) for one in findings])
+    width = max([len(finding.name) for finding in findings])
     lines = []
-    for one in findings:
-        level = f"{one.level.value:<4}"
+    for finding in findings:
+        level = f"{finding.level.value:<4}"
         if colour:
-            level = f"\x1b[{STYLES[one.level]}m{level}\x1b[0m"
-        lines.append(f"{level}  {one.name:<{width}}  {one.figure}")
-        if one.advice:
-            lines.append(f"{'':<{6 + width}}  -> {one.advice}")
-    failed = sum([one.level is Level.FAIL for one in findings])
-    warned = sum([one.level is Level.WARN for one in findings])
+            level = f"\x1b[{STYLES[finding.level]}m{level}\x1b[0m"
+        lines.append(f"{level}  {finding.name:<{width}}  {finding.figure}")
+        if finding.advice:
+            lines.append(f"{'':<{6 + width}}  -> {finding.advice}")
+    failed = sum([finding.level is Level.FAIL for finding in findings])
+    warned = sum([finding.level is Level.WARN for finding in findings])
     lines += ["", f"{failed} failed, {warned} to look at" if failed or warned else "all is well"]
     return "\n".join(lines)
 
@@ -99,7 +99,7 @@ def as_json(findings: Sequence[CheckResult], found: Measurements) -> str:
     shown = {
         "scheduler": found.scheduler,
         "exit_code": exit_code(findings),
-        "findings": [{**one._asdict(), "level": one.level.value} for one in findings],
+        "findings": [{**finding._asdict(), "level": finding.level.value} for finding in findings],
     }
     return json.dumps(shown, indent=2)
 

@@ -133,7 +133,7 @@ def add_http(parser: Parser, what: str = "") -> None:
 def add_limits(parser: Parser, role: str) -> None:
     """Add ``--limit``, for the named limits that a role heeds."""
     names = ", ".join(
-        [f"{one.name} ({one.default})" for one in TABLE.values() if role in one.roles]
+        [f"{limit.name} ({limit.default})" for limit in TABLE.values() if role in limit.roles]
     )
     parser.add_argument(
         "--limit",

@@ -63,18 +63,23 @@ def screen(job: bytes, seen: Seen) -> str:
     figures = seen.figures or (UNKNOWN,) * len(seen.members)
     lines += _table(
         ("member", "state", "incarnation", "where", "version", "memory", "heard", "status"),
-        [_member(*one) for one in zip(seen.members, figures, strict=False)],
+        [
+            _member(*sight_and_figures)
+            for sight_and_figures in zip(seen.members, figures, strict=False)
+        ],
     )
-    presence = {one.rank: one.presence for one in seen.members if one.role == Role.WORKER}
+    presence = {
+        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
+    }
     if seen.rounds:
         lines += ["", "oldest open rounds:"]
         lines += _table(
             ("store", "key", "round", "open for", "waits for"),
-            [_round(one, presence) for one in seen.rounds],
+            [_round(round_, presence) for round_ in seen.rounds],
         )
     problems = problems_of(seen)
-    for one in problems:
-        lines += ["", f"problem: {one.text}", f"  -> {one.advice}"]
+    for problem in problems:
+        lines += ["", f"problem: {problem.text}", f"  -> {problem.advice}"]
     if not seen.rounds and not problems:
         lines += ["", "no round has been open for long"]
     return "\n".join(lines)
@@ -90,24 +95,30 @@ def _facts(seen: Seen) -> list[str]:
     return lines
 
 
-def _member(one: Sight, figures: Figures) -> tuple[str, ...]:
-    name = f"{Role(one.role)} {one.rank}"
-    if one.state == "empty":
-        return name, one.state, "", "", "", "", "", one.presence
-    where, heard = f"{one.host}:{one.pid}", f"{one.heard_s:.1f} s"
-    memory = bytes_in_words(figures.memory_bytes) if one.role == Role.SERVER else ""
+def _member(sight: Sight, figures: Figures) -> tuple[str, ...]:
+    name = f"{Role(sight.role)} {sight.rank}"
+    if sight.state == "empty":
+        return name, sight.state, "", "", "", "", "", sight.presence
+    where, heard = f"{sight.host}:{sight.pid}", f"{sight.heard_s:.1f} s"
+    memory = bytes_in_words(figures.memory_bytes) if sight.role == Role.SERVER else ""
     if memory and figures.limit_bytes:
         memory += f" of {bytes_in_words(figures.limit_bytes)}"
     version = figures.software or "unknown"
-    incarnation = str(one.incarnation)
-    return name, one.state, incarnation, where, version, memory, heard, one.presence
+    incarnation = str(sight.incarnation)
+    return name, sight.state, incarnation, where, version, memory, heard, sight.presence
 
 
-def _round(one: OldRound, presence: dict[int, str]) -> tuple[str, ...]:
+def _round(round_: OldRound, presence: dict[int, str]) -> tuple[str, ...]:
     waits_for = "other servers"
-    if one.missing:
-        waits_for = ranks_in_words(one.missing, lambda rank: presence.get(rank, ""))
-    return one.store, one.key[:KEY_SHOWN], str(one.number), f"{one.age_s:.0f} s", waits_for
+    if round_.missing:
+        waits_for = ranks_in_words(round_.missing, lambda rank: presence.get(rank, ""))
+    return (
+        round_.store,
+        round_.key[:KEY_SHOWN],
+        str(round_.number),
+        f"{round_.age_s:.0f} s",
+        waits_for,
+    )
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

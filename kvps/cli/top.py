@@ -182,7 +182,7 @@ def _live(console: Console, watcher: Watcher) -> int:
             ready, _, _ = select.select([watcher.woken, *keyboard], [], [], DRAW_EVERY_S)
             if watcher.woken in ready:
                 os.read(watcher.woken, 1 << 12)
-            if any(one in ready and _wants_out(os.read(one, 64)) for one in keyboard):
+            if any(stream in ready and _wants_out(os.read(stream, 64)) for stream in keyboard):
                 break
     return 0
 
@@ -248,7 +248,9 @@ def rendered(picture: Picture, complaint: str, width: int, height: int | None) -
     parts: list[RenderableType] = [_title(picture)]
     if complaint:
         parts.append(Text(complaint, style="bold red"))
-    parts += [Text(f"{one.text}: {one.advice}", style="bold red") for one in picture.problems]
+    parts += [
+        Text(f"{problem.text}: {problem.advice}", style="bold red") for problem in picture.problems
+    ]
     parts.append(Text(""))
     room = None if height is None else max(MEMBERS_MIN, height - OWN_LINES - len(parts))
     rounds = picture.rounds if room is None else picture.rounds[: max(1, room // 4)]
@@ -256,8 +258,8 @@ def rendered(picture: Picture, complaint: str, width: int, height: int | None) -
     if room is not None:
         room = max(MEMBERS_MIN, room - len(rounds))
         if len(members) > room:
-            urgent = set(sorted(members, key=lambda one: one.urgency)[:room])
-            members = [one for one in members if one in urgent]
+            urgent = set(sorted(members, key=lambda line: line.urgency)[:room])
+            members = [line for line in members if line in urgent]
     parts.append(_members(members, width))
     left = len(picture.workers) + len(picture.servers) - len(members)
     if left:
@@ -341,27 +343,27 @@ def _cut(text: str) -> RenderableType:
 def _members(members: Sequence[MemberLine], width: int) -> RenderableType:
     heads = columns_for(width)
     table = _table(heads)
-    for one in members:
-        cells = _cells(one)
-        style = {"held": "", "left": "dim", "empty": "dim"}.get(one.sight.state, "red")
+    for line in members:
+        cells = _cells(line)
+        style = {"held": "", "left": "dim", "empty": "dim"}.get(line.sight.state, "red")
         table.add_row(*[cells.get(head, "") for head in heads], style=style)
     return table
 
 
-def _cells(one: MemberLine) -> dict[str, RenderableType]:
+def _cells(line: MemberLine) -> dict[str, RenderableType]:
     """Return what is to be shown of a member, by column."""
-    sight, figures = one.sight, one.figures
+    sight, figures = line.sight, line.figures
     cells: dict[str, RenderableType] = {
-        "member": str(one.node),
+        "member": str(line.node),
         "state": sight.state,
         "status": _cut(sight.presence),
     }
-    if not one.is_held:
+    if not line.is_held:
         return cells
     cells["where"], cells["heard"] = _cut(f"{sight.host}:{sight.pid}"), f"{sight.heard_s:.1f} s"
-    cells["in"], cells["out"] = _speed(one.in_s), _speed(one.out_s)
-    if one.node.role is Role.WORKER:
-        cells["rounds"], cells["rounds/s"] = f"{figures.rounds:,}", f"{one.rounds_s:.1f}"
+    cells["in"], cells["out"] = _speed(line.in_s), _speed(line.out_s)
+    if line.node.role is Role.WORKER:
+        cells["rounds"], cells["rounds/s"] = f"{figures.rounds:,}", f"{line.rounds_s:.1f}"
         cells["late"] = _late(figures.late_s)
     else:
         cells["memory"] = _memory(figures.memory_bytes, figures.limit_bytes)
@@ -386,9 +388,11 @@ def _speed(bytes_s: float) -> str:
 
 def _rounds(picture: Picture, rounds: Sequence[OldRound]) -> RenderableType:
     table = _table(("store", "key", "round", "open for", "waits for"))
-    for one in rounds:
-        store, key, who = map(_cut, (one.store, one.key[:KEY_SHOWN], picture.waits_for(one)))
-        table.add_row(store, key, str(one.number), f"{one.age_s:.0f} s", who)
+    for round_ in rounds:
+        store, key, who = map(
+            _cut, (round_.store, round_.key[:KEY_SHOWN], picture.waits_for(round_))
+        )
+        table.add_row(store, key, str(round_.number), f"{round_.age_s:.0f} s", who)
     return table
 
 

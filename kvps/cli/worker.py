@@ -161,7 +161,7 @@ def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, 
     if keys is None or command_key is None:
         yield {}
         return
-    scheduler = [Section("scheduler", one) for one in keys.scheduler]
+    scheduler = [Section("scheduler", public) for public in keys.scheduler]
     with closing(KeyMemory([Section(SESSION, *command_key), *scheduler])) as memory:
         yield {"KVPS_KEYS": memory.path}
 

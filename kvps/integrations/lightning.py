@@ -83,7 +83,9 @@ class KvpsStrategy(DDPStrategy):
                 "the servers have their mean: use KvpsStrategy(update_on_kvstore=False)"
             )
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers)
-        self.optimizers = [self._distributed(one, len(optimizers) == 1) for one in optimizers]
+        self.optimizers = [
+            self._distributed(optimizer, len(optimizers) == 1) for optimizer in optimizers
+        ]
 
     def _distributed(self, optimizer: torch.optim.Optimizer, is_only: bool) -> DistributedOptimizer:
         module = self.lightning_module

@@ -81,7 +81,7 @@ def text(parsed: argparse.Namespace, command: Sequence[str]) -> str:
     if parsed.nodes is not None:
         raise ConfigError("--nodes is for --dry-run=sbatch: Kubernetes places the pods; omit it")
     job = _job(parsed, command)
-    objects = [f"---\n{document(one)}" for one in manifests(job, parsed.dry_run)]
+    objects = [f"---\n{document(manifest)}" for manifest in manifests(job, parsed.dry_run)]
     return head(job, parsed.keys or "keys") + "".join(objects)
 
 
@@ -197,7 +197,7 @@ def _share(role: str, cpus: str | None, memory: str | None) -> sbatch.Share:
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    pairs = [one.partition("=") for one in given]
+    pairs = [variable.partition("=") for variable in given]
     for name, equals, value in pairs:
         if not name or not equals:
             raise ConfigError(f"--env {name + value!r}: write it as NAME=VALUE")

@@ -424,7 +424,7 @@ class Launch:
             self._on_worker_end(child, code)
         if code and self._stage is LaunchStage.GOING and self._may_restart(child, code):
             self._start_worker(child.rank, child.life + 1)
-        if not any(one.role == "worker" for one in self._children.values()):
+        if not any(child.role == "worker" for child in self._children.values()):
             self._on_no_worker()
 
     def _on_worker_end(self, child: Child, code: int) -> None:
@@ -528,7 +528,7 @@ class Launch:
     @property
     def _may_drain(self) -> bool:
         has_time = self._plan.checkpoint_dir is not None and self._plan.grace_s is not None
-        return has_time and any(one.role == "worker" for one in self._children.values())
+        return has_time and any(child.role == "worker" for child in self._children.values())
 
     def _give_up_draining(self, why: str) -> None:
         log.warning("no last checkpoint: %s; ending the job", why)
@@ -538,7 +538,7 @@ class Launch:
         """Ask the commands to end; servers and scheduler follow."""
         left_s = max(0.0, self._grace_until - time.monotonic())
         self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s)
-        if any(one.role == "worker" for one in self._children.values()):
+        if any(child.role == "worker" for child in self._children.values()):
             self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
         else:
             self._signal(signal.SIGTERM)
@@ -548,7 +548,7 @@ class Launch:
         if self._stage is LaunchStage.DRAINING:
             self._give_up_draining(f"it took more than {self._plan.grace_s:g} s")
             return
-        names = ", ".join(one.name for one in self._children.values())
+        names = ", ".join(child.name for child in self._children.values())
         is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
         log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
         if self._stage is LaunchStage.ENDING:

@@ -129,7 +129,7 @@ class TracebackFolder:
         if _RANK.sub(b"", line) != HEADER:
             return [line]
         new = _Traceback(who, now)
-        if any(one.who != who for one in self._kept.get(who.role, ())):
+        if any(kept.who != who for kept in self._kept.get(who.role, ())):
             self._held[who] = new, []
             return self._compare(who, line, now)
         new.add(line, now)
@@ -140,7 +140,7 @@ class TracebackFolder:
         """Hold a line back if it was shown before."""
         mine, held = self._held[who]
         before = self._like(mine)
-        if any(one.is_over and one.lines == mine.lines for one in before):
+        if any(other.is_over and other.lines == mine.lines for other in before):
             return [*self.end(who, now), *self._feed(who, line, now)]
         is_call = mine.lines and mine.lines[-1].startswith(b" ")
         mine.add(line, now)
@@ -158,12 +158,16 @@ class TracebackFolder:
 
     def _like(self, mine: _Traceback) -> list[_Traceback]:
         kept = self._kept.get(mine.who.role, ())
-        return [one for one in kept if one.who != mine.who and mine.may_become(one)]
+        return [
+            traceback
+            for traceback in kept
+            if traceback.who != mine.who and mine.may_become(traceback)
+        ]
 
-    def _keep(self, one: _Traceback) -> None:
-        self._own[one.who] = one
-        kept = self._kept.setdefault(one.who.role, [])
-        kept.append(one)
+    def _keep(self, traceback: _Traceback) -> None:
+        self._own[traceback.who] = traceback
+        kept = self._kept.setdefault(traceback.who.role, [])
+        kept.append(traceback)
         while len(kept) > KEPT_MAX and not kept[0].same:
             kept.pop(0)
 
@@ -177,17 +181,22 @@ class TracebackFolder:
         if who not in self._held:
             return []
         mine, held = self._held.pop(who)
-        for one in self._like(mine):
-            if one.lines == mine.lines:
-                one.same.append(who)
-                one.same_at = now
+        for other in self._like(mine):
+            if other.lines == mine.lines:
+                other.same.append(who)
+                other.same_at = now
                 return []
         return held
 
     def due(self) -> float | None:
         """Return when :meth:`on_time` has something to show."""
         times = [mine.at for mine, _ in self._held.values()]
-        times += [one.same_at for kept in self._kept.values() for one in kept if one.same]
+        times += [
+            traceback.same_at
+            for kept in self._kept.values()
+            for traceback in kept
+            if traceback.same
+        ]
         return min(times) + PAUSE_S if times else None
 
     def on_time(self, now: float) -> Iterator[Shown]:
@@ -196,9 +205,10 @@ class TracebackFolder:
             if now >= mine.at + PAUSE_S and (lines := self.end(who, mine.at)):
                 yield Shown((who,), lines)
         for kept in self._kept.values():
-            for one in kept:
-                if one.same and now >= one.same_at + PAUSE_S:
+            for traceback in kept:
+                if traceback.same and now >= traceback.same_at + PAUSE_S:
                     yield Shown(
-                        tuple(one.same), [f"the same traceback as that of {one.who} above".encode()]
+                        tuple(traceback.same),
+                        [f"the same traceback as that of {traceback.who} above".encode()],
                     )
-                    one.same = []
+                    traceback.same = []

@@ -65,8 +65,8 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         sys.unraisablehook = was_dropped
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for to_handle, handler in before.items():
+            signal.signal(to_handle, handler)
 
 
 def _stop(code: object) -> NoReturn:

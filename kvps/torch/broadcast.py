@@ -168,13 +168,15 @@ def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
 def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], root: int) -> None:
     """Put the root's values into ``tensors``."""
     if root:
-        flat = torch.cat([bits(one).cpu() for one in tensors])
+        flat = torch.cat([bits(tensor).cpu() for tensor in tensors])
         blank = torch.zeros_like(flat)
         kv.broadcast("bits", blank, out=blank)  # a key of that size, whatever it was before
         kv.pushpull("bits", flat if kv.rank == root else blank, out=flat)
-        rows = list(torch.split(flat, [one.nbytes for one in tensors]))
+        rows = list(torch.split(flat, [tensor.nbytes for tensor in tensors]))
     else:
-        rows = [one.detach() if one.dtype in NAMES else bits(one).clone() for one in tensors]
+        rows = [
+            tensor.detach() if tensor.dtype in NAMES else bits(tensor).clone() for tensor in tensors
+        ]
         kv.broadcast(list(names), rows, out=rows)
     for tensor, row in zip(tensors, rows, strict=True):
         if row.dtype != tensor.dtype or root:  # it came as bytes

@@ -48,7 +48,7 @@ class DeferredUpdates:
             for number, group in enumerate(optimizer.param_groups)
             for param in group["params"]
         }
-        self._group_of = {name: number_of.get(one, 0) for name, one in model.params.items()}
+        self._group_of = {name: number_of.get(param, 0) for name, param in model.params.items()}
         step = type(optimizer).step
         # Hooks were called when the script made the step: this is one of its parts.
         self._plain_step: Any = getattr(step, "__wrapped__", step)

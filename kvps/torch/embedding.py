@@ -113,8 +113,8 @@ class Embedding(torch.nn.Module):
 
     def _push(self) -> None:
         gathered, self._gathered = self._gathered, []
-        ids = torch.cat([one for one, _ in gathered])
-        gradients = torch.cat([one for _, one in gathered])
+        ids = torch.cat([own_ids for own_ids, _ in gathered])
+        gradients = torch.cat([gradient for _, gradient in gathered])
         divisor = self._divisor
         if divisor > 1:
             gradients = gradients / divisor

@@ -75,9 +75,9 @@ class PendingParameter(torch.nn.Parameter):
 
 def _bring(values: Iterable[Any]) -> bool:
     """Make the updates of pending parameters among ``values``; return whether there was any."""
-    pending = [one for one in values if type(one) is PendingParameter]
-    for owner in {one._kvps_owner for one in pending}:  # of two optimizers, for example
-        owner.finish_of([one for one in pending if vars(one).get("_kvps_owner") is owner])
+    pending = [value for value in values if type(value) is PendingParameter]
+    for owner in {param._kvps_owner for param in pending}:  # of two optimizers, for example
+        owner.finish_of([param for param in pending if vars(param).get("_kvps_owner") is owner])
     return bool(pending)
 
 
@@ -104,7 +104,7 @@ class ForwardOverlap:
         params: Mapping[str, torch.Tensor],
         update: Callable[[list[str]], None],
     ) -> None:
-        if any(isinstance(one, torch.jit.ScriptModule) for one in module.modules()):
+        if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
             raise ConfigError(
                 "overlap_forward=True: a scripted module reads its weights before their update is in; use the "
                 "module that was scripted, or overlap_forward=False"
@@ -116,9 +116,9 @@ class ForwardOverlap:
         self.is_compiled = False
         """Torch has compiled something since this was made."""
         self._hooks = [
-            one.register_forward_pre_hook(_bring_own, prepend=True)
-            for one in module.modules()
-            if any(True for _ in one.parameters(recurse=False))
+            submodule.register_forward_pre_hook(_bring_own, prepend=True)
+            for submodule in module.modules()
+            if any(True for _ in submodule.parameters(recurse=False))
         ]
         self._compilations = Compilations(self)
         self._compilations.watch()
@@ -188,9 +188,9 @@ class Compilations:
         reference = weakref.ref(overlap)
 
         def begin(_: object) -> None:
-            one = reference()
-            if one is not None:
-                one.compile()
+            overlap = reference()
+            if overlap is not None:
+                overlap.compile()
 
         self._begin = begin
         self._end = weakref.finalize(overlap, _drop, self._callbacks, begin)
@@ -206,6 +206,6 @@ class Compilations:
         self._end()
 
 
-def _drop(callbacks: list[Any], one: Any) -> None:
-    if one in callbacks:
-        callbacks.remove(one)
+def _drop(callbacks: list[Any], callback: Any) -> None:
+    if callback in callbacks:
+        callbacks.remove(callback)

@@ -209,7 +209,7 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         self._steps.choose(
             DistributedOptimizer._step_in_store,
             DistributedOptimizer._drop_step,
-            lambda one: one._model.pull(),
+            lambda optimizer: optimizer._model.pull(),
         )
         if self._steps.is_behind and find_unused:
             refuse("with find_unused=True, steps push other parameters", "do without find_unused")
@@ -600,7 +600,7 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         they are of its rank; otherwise its residuals start at zero.
         """
         self._finish()
-        whole = {name: one for name, one in state_dict.items() if name != RESTS}
+        whole = {name: value for name, value in state_dict.items() if name != RESTS}
         if not self._on_store:
             self._inner.load_state_dict(whole)
         else:

@@ -62,7 +62,7 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
 
     def blank(name: str, shape: list[int]) -> torch.Tensor:
         nonlocal room
-        if not all(type(one) is int and one >= 0 for one in shape):
+        if not all(type(dim) is int and dim >= 0 for dim in shape):
             raise ValueError(f"shape {shape!r:.60}")
         room -= math.prod(shape) * _dtype(name).itemsize  # before anything is allocated
         if room < 0:
@@ -113,8 +113,8 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
     if kind in _PLAIN:
         return obj
 
-    def inner(one: object, place: str) -> object:
-        return _plain(one, at + place, depth + 1, aside)
+    def inner(value: object, place: str) -> object:
+        return _plain(value, at + place, depth + 1, aside)
 
     if isinstance(obj, int) and kind is int:
         if -(2**63) <= obj < 2**64:
@@ -123,15 +123,15 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
     if isinstance(obj, complex) and kind is complex:
         return msgpack.ExtType(COMPLEX, _packed([obj.real, obj.imag]))
     if isinstance(obj, list | tuple) and kind in (list, tuple, torch.Size):
-        some = [inner(one, f"[{index}]") for index, one in enumerate(obj)]
+        some = [inner(element, f"[{index}]") for index, element in enumerate(obj)]
         return some if kind is list else msgpack.ExtType(TUPLE, _packed(some))
     if isinstance(obj, set | frozenset) and kind in (set, frozenset):
-        some = [inner(one, "{...}") for one in obj]
+        some = [inner(element, "{...}") for element in obj]
         return msgpack.ExtType(SET if kind is set else FROZENSET, _packed(some))
     if isinstance(obj, dict) and kind in (dict, OrderedDict):
         pairs = [
-            (inner(key, f" key {key!r:.40}"), inner(one, f"[{key!r:.40}]"))
-            for key, one in obj.items()
+            (inner(key, f" key {key!r:.40}"), inner(element, f"[{key!r:.40}]"))
+            for key, element in obj.items()
         ]
         if kind is dict and all(type(key) in (str, int, bool, float) for key, _ in pairs):
             return dict(pairs)
@@ -185,9 +185,9 @@ def _extension(
         case 3:  # FROZENSET
             return frozenset(read(given))
         case 4:  # DICT
-            return {key: one for key, one in read(given)}  # noqa: C416  # pairs are lists here
+            return {key: value for key, value in read(given)}  # noqa: C416  # pairs are lists here
         case 5:  # ORDERED
-            return OrderedDict((key, one) for key, one in read(given))
+            return OrderedDict((key, value) for key, value in read(given))
         case 6:  # INT
             return int.from_bytes(given, "little", signed=True)
         case 7:  # COMPLEX

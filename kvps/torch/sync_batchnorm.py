@@ -213,7 +213,7 @@ class _Normalise(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         channels, count = x.shape[1], x.numel() // max(1, x.shape[1])
         if count:
-            var, mean = (one.double() for one in torch.var_mean(x, dims, correction=0))
+            var, mean = (moment.double() for moment in torch.var_mean(x, dims, correction=0))
         else:
             var = mean = torch.zeros(channels, dtype=torch.float64, device=x.device)
         own = torch.full((1,), float(count), dtype=torch.float64, device=x.device)

@@ -56,7 +56,7 @@ def encode(state: _RendezvousState, meeting: Meeting | None) -> tuple[str, ...]:
         "meeting": meeting,
     }
     nodes = {*state.participants, *state.wait_list, *state.redundancy_list, *state.last_heartbeats}
-    return (_line(head), *[_line(_node(state, one)) for one in sorted(nodes)])
+    return (_line(head), *[_line(_node(state, node)) for node in sorted(nodes)])
 
 
 def _line(value: object) -> str:

@@ -176,7 +176,7 @@ class Collectives:
         counts = torch.tensor([count], dtype=torch.int64, device="cpu")
         every = [blank(1, torch.int64) for _ in self._ranks]
         yield from self._gathered(f"{kind}.counts", Staged(counts), every)
-        most = max(int(one) for one in every)
+        most = max(int(count) for count in every)
         indices = [blank(mine.sparse_dim() * most, torch.int64) for _ in self._ranks]
         width = mine.values()[:1].numel() if count else mine.shape[mine.sparse_dim() :].numel()
         values = [blank(width * most, mine.dtype) for _ in self._ranks]
@@ -185,7 +185,9 @@ class Collectives:
         sent = padded(mine.values().reshape(-1), len(values[0]))
         yield from self._gathered(f"{kind}.values", Staged(sent), values)
         parts = []
-        for number, where, what in zip([int(one) for one in every], indices, values, strict=True):
+        for number, where, what in zip(
+            [int(count) for count in every], indices, values, strict=True
+        ):
             at = where.view(most, mine.sparse_dim())[:number].t()
             rows = what.view(most, *mine.shape[mine.sparse_dim() :])[:number]
             parts.append((at, rows.float() if mine.dtype in HALF else rows))
@@ -208,8 +210,8 @@ class Collectives:
         if not self._is_sum(op, dtype):
             return track, self._scatter_here(f"reduce_scatter.{op}", output, inputs, op)
         keys = [
-            self._sum_key(f"reduce_scatter.{op}.{rank}", op, one)
-            for rank, one in zip(self._ranks, inputs, strict=True)
+            self._sum_key(f"reduce_scatter.{op}.{rank}", op, staged)
+            for rank, staged in zip(self._ranks, inputs, strict=True)
         ]
         return track, self._rounds(keys, output, inputs, op)
 
@@ -218,8 +220,8 @@ class Collectives:
     ) -> Steps:
         yield self._board.make_sums(keys, self._timeout_s)
         rows = [
-            padded(one.row.to(getattr(torch, spec.dtype)), spec.count)
-            for one, (_, spec) in zip(inputs, keys, strict=True)
+            padded(staged.row.to(getattr(torch, spec.dtype)), spec.count)
+            for staged, (_, spec) in zip(inputs, keys, strict=True)
         ]
         mine, (name, spec) = self.rank, keys[self.rank]
         sink = blank(spec.count, rows[mine].dtype)
@@ -235,7 +237,7 @@ class Collectives:
 
     def _scatter_here(self, kind: str, output: Staged, inputs: Sequence[Staged], op: str) -> Steps:
         rows = [blank(len(output.row), output.row.dtype) for _ in self._ranks]
-        yield from self._swapped(kind, [one.row for one in inputs], rows)
+        yield from self._swapped(kind, [staged.row for staged in inputs], rows)
         output.deliver(fold(op, rows))
 
     # --- everybody to everybody -----------------------------------------------------------------
@@ -251,7 +253,7 @@ class Collectives:
         return self._track("all"), self._all_gather(outputs, given)
 
     def _all_gather(self, outputs: Sequence[Staged], given: Staged) -> Steps:
-        rows = [one.row for one in outputs]
+        rows = [staged.row for staged in outputs]
         if len({len(row) for row in rows}) == 1:
             yield from self._gathered("all_gather", given, rows)
         else:
@@ -286,8 +288,10 @@ class Collectives:
         return self._track("pair"), self._all_to_all(outputs, inputs)
 
     def _all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Steps:
-        rows = [blank(len(one.row), one.row.dtype) for one in outputs]  # both may be one tensor
-        yield from self._swapped("all_to_all", [one.row for one in inputs], rows)
+        rows = [
+            blank(len(staged.row), staged.row.dtype) for staged in outputs
+        ]  # both may be one tensor
+        yield from self._swapped("all_to_all", [staged.row for staged in inputs], rows)
         for output, row in zip(outputs, rows, strict=True):
             output.deliver(row)
 
@@ -296,11 +300,11 @@ class Collectives:
     ) -> Steps:
         """Fill ``rows[r]`` with what member r has ``given`` this one."""
         me, mine, theirs = self._board.rank, [], []
-        for rank, one, row in zip(self._ranks, given, rows, strict=True):
+        for rank, sent, row in zip(self._ranks, given, rows, strict=True):
             if rank == me:
-                row.copy_(one)
+                row.copy_(sent)
                 continue
-            mine.append((self._pair(f"{kind}/{me}>{rank}", one), one))
+            mine.append((self._pair(f"{kind}/{me}>{rank}", sent), sent))
             theirs.append((self._pair(f"{kind}/{rank}>{me}", row), rank, row))
         yield from mailbox.swap(self._board, self._timeout_s, mine, theirs)
 
@@ -337,8 +341,8 @@ class Collectives:
             return track, self._hear([(name, self._ranks[src], output)])
         output.deliver(inputs[src].row)
         told = [
-            (f"{post}/{rank}", one.row)
-            for rank, one in zip(self._ranks, inputs, strict=True)
+            (f"{post}/{rank}", staged.row)
+            for rank, staged in zip(self._ranks, inputs, strict=True)
             if rank != self._board.rank
         ]
         return track, self._tell(told, 1)

@@ -62,16 +62,20 @@ class Staged:
                 "sparse tensors (torch.sparse_coo), too, for SUM and AVG"
             )
         self._tensor = tensor.detach()
-        one = self._tensor
-        fits = one.is_cpu and one.is_contiguous() and not one.is_inference()
-        self._is_itself = fits and not one.is_conj() and not one.is_neg()
+        staged = self._tensor
+        fits = staged.is_cpu and staged.is_contiguous() and not staged.is_inference()
+        self._is_itself = fits and not staged.is_conj() and not staged.is_neg()
         if self._is_itself:
-            self.row = one.view(-1)
+            self.row = staged.view(-1)
         elif is_read:
             with torch.inference_mode(False), torch.no_grad():
-                self.row = torch.empty(one.shape, dtype=one.dtype, device="cpu").copy_(one).view(-1)
+                self.row = (
+                    torch.empty(staged.shape, dtype=staged.dtype, device="cpu")
+                    .copy_(staged)
+                    .view(-1)
+                )
         else:
-            self.row = blank(one.numel(), one.dtype)
+            self.row = blank(staged.numel(), staged.dtype)
 
     @property
     def shape(self) -> torch.Size:

@@ -193,8 +193,8 @@ class OrderedExecutor:
             if is_last:
                 then()
 
-        for one in run.tickets:
-            one.when_over(over)
+        for ticket in run.tickets:
+            ticket.when_over(over)
 
 
 def _destroyed(group: str) -> ConfigError:

@@ -195,14 +195,16 @@ class ProcessGroup(dist.ProcessGroup):
                 "all_reduce_coalesced: the tensors have different types; make one call per type"
             )
         parts = [Staged(tensor) for tensor in tensors]
-        joined = torch.cat([one.row for one in parts])
+        joined = torch.cat([part.row for part in parts])
         whole = Staged(joined)
         op = reduction_of(opts, [whole])
         track, steps = self._collectives.reduce("all_reduce", whole, op, None)
 
         def apart() -> Any:
             yield from steps
-            for part, row in zip(parts, joined.split([len(one.row) for one in parts]), strict=True):
+            for part, row in zip(
+                parts, joined.split([len(part.row) for part in parts]), strict=True
+            ):
                 part.deliver(row)
 
         call = f"all_reduce_coalesced({op_of(opts)}) of {described(tensors)}"
@@ -233,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         (output,), (given,) = single("reduce_scatter", outputs), single("reduce_scatter", inputs)
         self._demand_all("reduce_scatter", given)
         demand_same("reduce_scatter", output, given[self.rank()])
-        staged = [Staged(one) for one in given]
+        staged = [Staged(tensor) for tensor in given]
         op = reduction_of(opts, staged)
         plan = self._collectives.reduce_scatter(Staged(output, is_read=False), staged, op)
         call = f"reduce_scatter({op_of(opts)}) of {described(given)}"
@@ -300,8 +302,8 @@ class ProcessGroup(dist.ProcessGroup):
         (output,), (given,) = single("all_gather", outputs), single("all_gather", inputs)
         self._demand_all("all_gather", output)
         demand_same("all_gather", output[self.rank()], given)
-        is_even = all(is_same(one, given) for one in output)
-        staged = [Staged(one, is_read=False) for one in output]
+        is_even = all(is_same(tensors, given) for tensors in output)
+        staged = [Staged(tensor, is_read=False) for tensor in output]
         plan = self._collectives.all_gather(staged, Staged(given))
         call = f"all_gather of {described([given] if is_even else output)}"
         return self._begin("all_gather", call, plan, output)
@@ -316,7 +318,7 @@ class ProcessGroup(dist.ProcessGroup):
         if output.is_contiguous():
             return self.allgather([parts], [staged.row], opts)
         whole = Staged(output, is_read=False)
-        outputs = [Staged(one) for one in whole.row.split([given.numel()] * self._size)]
+        outputs = [Staged(row) for row in whole.row.split([given.numel()] * self._size)]
         track, steps = self._collectives.all_gather(outputs, staged)
 
         def together() -> Any:
@@ -333,10 +335,10 @@ class ProcessGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
         """Do :meth:`allgather` for several tensors; ``outputs[r]`` are those of rank r."""
-        by_tensor = [list(one) for one in zip(*outputs, strict=True)]
+        by_tensor = [list(tensors) for tensors in zip(*outputs, strict=True)]
         pairs = zip(by_tensor, inputs, strict=True)
         works = [self.allgather([output], [given], opts) for output, given in pairs]
-        result = [one for output in outputs for one in output]
+        result = [tensor for output in outputs for tensor in output]
         return _last("all_gather_coalesced", works, result)
 
     @noted
@@ -360,8 +362,8 @@ class ProcessGroup(dist.ProcessGroup):
         mine = self.rank()
         demand_same("all_to_all", outputs[mine], inputs[mine])
         staged = [Staged(output, is_read=False) for output in outputs]
-        plan = self._collectives.all_to_all(staged, [Staged(one) for one in inputs])
-        sizes = [one.numel() for one in inputs], [one.numel() for one in outputs]
+        plan = self._collectives.all_to_all(staged, [Staged(tensor) for tensor in inputs])
+        sizes = [staged.numel() for staged in inputs], [staged.numel() for staged in outputs]
         self._calls.add_exchange(f"all_to_all of {type_name(inputs[0].dtype)}", *sizes)
         return self._carry_out("all_to_all", plan, outputs)
 
@@ -401,12 +403,14 @@ class ProcessGroup(dist.ProcessGroup):
         if root == self.rank():
             (output,) = single("gather", outputs)
             self._demand_all("gather", output)
-            for one in output:
-                demand_same("gather", one, given)
-            staged = [Staged(one, is_read=False) for one in output]
+            for tensor in output:
+                demand_same("gather", tensor, given)
+            staged = [Staged(tensor, is_read=False) for tensor in output]
         plan = self._collectives.gather(staged, Staged(given), root)
         call = f"gather(dst={self._ranks[root]}) of {described(inputs)}"
-        return self._begin("gather", call, plan, [one for output in outputs for one in output])
+        return self._begin(
+            "gather", call, plan, [tensor for output in outputs for tensor in output]
+        )
 
     @noted
     def scatter(
@@ -418,9 +422,9 @@ class ProcessGroup(dist.ProcessGroup):
         if root == self.rank():
             (given,) = single("scatter", inputs)
             self._demand_all("scatter", given)
-            for one in given:
-                demand_same("scatter", output, one)
-            staged = [Staged(one) for one in given]
+            for tensor in given:
+                demand_same("scatter", output, tensor)
+            staged = [Staged(tensor) for tensor in given]
         plan = self._collectives.scatter(Staged(output, is_read=False), staged, root)
         call = f"scatter(src={self._ranks[root]}) of {described(outputs)}"
         return self._begin("scatter", call, plan, outputs)

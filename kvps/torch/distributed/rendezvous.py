@@ -112,7 +112,7 @@ def register() -> None:
 
 def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     """Return torch's store, and the rank and number of workers of this process's cluster."""
-    given = dict(one.split("=") for one in query.split("&") if one)
+    given = dict(field.split("=") for field in query.split("&") if field)
     rank = int(given["rank"]) if "rank" in given else config.whole("RANK")
     size = int(given["world_size"]) if "world_size" in given else config.whole("WORLD_SIZE")
     session = _join(rank, size, timeout_s)
@@ -254,16 +254,16 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
     _await_all(store, session, time.monotonic() + timeout_s)
     until = time.monotonic() + min(timeout_s, ALL_HERE_MAX_S)
     while True:
-        here = [store.get(f"kvps.{one}").decode() for one in range(size)]
-        strange = [one for one in range(size) if not _is_member(session, one, here[one])]
+        here = [store.get(f"kvps.{index}").decode() for index in range(size)]
+        strange = [index for index in range(size) if not _is_member(session, index, here[index])]
         generation = hashlib.blake2b("-".join(here).encode(), digest_size=8).hexdigest()
         if not strange:
             store.set(f"kvps.{generation}.{rank}", "")
-            if store.check([f"kvps.{generation}.{one}" for one in range(size)]):
+            if store.check([f"kvps.{generation}.{index}" for index in range(size)]):
                 return generation
         if time.monotonic() > until:
             others = strange or [
-                one for one in range(size) if not store.check([f"kvps.{generation}.{one}"])
+                index for index in range(size) if not store.check([f"kvps.{generation}.{index}"])
             ]
             error = WorkerLost(
                 f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank {rank} within "
@@ -271,7 +271,7 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
                 "started again, start the others again, too, as torchrun does"
             )
             info = session.info
-            if all(info.incarnation(one) < info.incarnation(rank) for one in others):
+            if all(info.incarnation(other) < info.incarnation(rank) for other in others):
                 error.exit_code = (
                     EXIT_CONFIG  # they go on in an older group: another attempt would end so, too
                 )
@@ -290,7 +290,7 @@ def _await_all(store: Store, session: Any, until: float) -> None:
     pause_s = LOOK_EVERY_S * max(1.0, len(ranks) / RANKS_AT_ONCE)
     begun = time.monotonic()
     look = begun + LOOK_FOR_MISSING_S
-    while not store.check([f"kvps.{one}" for one in ranks]):
+    while not store.check([f"kvps.{rank}" for rank in ranks]):
         now = time.monotonic()
         if now > look:
             may_return = now < begun + RETURN_MAX_S
@@ -306,13 +306,13 @@ def _demand_others(store: Store, session: Any, *, is_late: bool, may_return: boo
         WorkerLost: if one has ended, or ``is_late``. One that is lost has not, while it ``may_return``.
         ConfigError: if one was refused.
     """
-    missing = [one for one in range(session.info.workers) if not store.check([f"kvps.{one}"])]
-    for one in missing:
-        if store.check([refused := f"{REFUSED}.{one}"]):
-            raise ConfigError(f"rank {one} was refused: {store.get(refused).decode()}")
+    missing = [rank for rank in range(session.info.workers) if not store.check([f"kvps.{rank}"])]
+    for rank in missing:
+        if store.check([refused := f"{REFUSED}.{rank}"]):
+            raise ConfigError(f"rank {rank} was refused: {store.get(refused).decode()}")
     info = session.info  # one view, which the loop may replace meanwhile
     here = {*info.workers_in("held"), *(info.workers_in("lost") if may_return else [])}
-    gone = [one for one in missing if one not in here]
+    gone = [rank for rank in missing if rank not in here]
     if missing and (gone or is_late):
         reason = "ended first" if gone else "did not begin in time"
         raise WorkerLost(
@@ -338,9 +338,9 @@ def _serve_to_the_end() -> None:
 
     A rank that fails does not wait: the others shall hear of it.
     """
-    for one in _shared.served:
-        if one.calls is not None and one.session.rank == 0 and ending.exit_code == 0:
-            await_goodbyes(one.calls, one.others)
+    for served in _shared.served:
+        if served.calls is not None and served.session.rank == 0 and ending.exit_code == 0:
+            await_goodbyes(served.calls, served.others)
     _shared.served.clear()
 
 

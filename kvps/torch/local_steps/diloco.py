@@ -518,8 +518,8 @@ class DiLoCo:
         # Each join waits for the other workers, which go on merging the other fragments until they join.
         with ThreadPoolExecutor(len(self._stores)) as threads:
             joins = [threads.submit(kv.join) for kv in self._stores]
-        for one in joins:
-            self._survive(one.result)
+        for join in joins:
+            self._survive(join.result)
         self.pull()
 
     def checkpoint(self, tag: str | None = None) -> int:

@@ -46,7 +46,7 @@ def _balanced(params: Mapping[str, torch.Tensor], count: int) -> Fragments:
         )
     sizes = [0] * count
     chosen: dict[str, int] = {}
-    for name in sorted(params, key=lambda one: -_bytes(params[one])):
+    for name in sorted(params, key=lambda name: -_bytes(params[name])):
         lightest = sizes.index(min(sizes))
         chosen[name] = lightest
         # A parameter without elements counts, too, so that no fragment stays empty.
@@ -64,8 +64,8 @@ def _given(params: Mapping[str, torch.Tensor], wanted: Sequence[Any]) -> Fragmen
     names = {param: name for name, param in params.items()}
     found: list[tuple[str, ...]] = []
     places: dict[str, int] = {}
-    for number, one in enumerate(wanted):
-        members = _parameters(one, f"fragments[{number}]")
+    for number, entry in enumerate(wanted):
+        members = _parameters(entry, f"fragments[{number}]")
         foreign = [param for param in members if param not in names]
         if foreign:
             shapes = ", ".join([str(tuple(param.shape)) for param in foreign[:3]])
@@ -101,7 +101,7 @@ def _parameters(given: object, where: str) -> list[torch.Tensor]:
     elif isinstance(given, torch.Tensor):
         found = [given]
     elif isinstance(given, Sequence) and not isinstance(given, str):
-        found = [param for one in given for param in _parameters(one, where)]
+        found = [param for element in given for param in _parameters(element, where)]
     else:
         raise ConfigError(
             f"{where} is a {type(given).__name__}; give a module, a parameter, or a list of them"

@@ -118,13 +118,13 @@ class GroupHooks:
             self._weights.end_remembering()
         self._weights.release(names)
         outputs = [
-            one
-            for one in tree_leaves(output)
-            if isinstance(one, torch.Tensor) and one.grad_fn is not None
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
         ]
-        for one in outputs:
+        for tensor in outputs:
             output_hook = partial(self._on_gradient_of_output, number)
-            one.register_hook(output_hook)  # type: ignore[no-untyped-call]  # torch has no types there
+            tensor.register_hook(output_hook)  # type: ignore[no-untyped-call]  # torch has no types there
         if graph_task() != -1 or (outputs and (number == REST or self._order.is_last(number))):
             return
         self._weights.free(names)
@@ -141,7 +141,7 @@ class GroupHooks:
         self.ring()
         if self._reached is not None and self._reached not in (REST, number):
             left = self._blocks[self._reached].names
-            self._weights.free([one for one in left if not self._params[one].requires_grad])
+            self._weights.free([name for name in left if not self._params[name].requires_grad])
         self._reached = number
         before = self._order.before(number)
         self._weights.expect(self._open(number))

@@ -32,10 +32,10 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
             "init= fills modules on the meta device, but this module has values; build it under "
             "torch.device('meta'), or remove init="
         )
-    for path, one in members:
-        if init is None and _reset_of(one) is None:
+    for path, submodule in members:
+        if init is None and _reset_of(submodule) is None:
             raise ConfigError(
-                f"module {path!r} ({type(one).__name__}) is on the meta device and has no "
+                f"module {path!r} ({type(submodule).__name__}) is on the meta device and has no "
                 "reset_parameters(): give init=, a function that is called with each such module "
                 "and fills its own "
                 "parameters and buffers"
@@ -64,13 +64,13 @@ def upload(
     """
     sent: set[str] = set()
     for block in blocks:
-        bare = [one for _, one in block.members if _own_meta(one)]
+        bare = [submodule for _, submodule in block.members if _own_meta(submodule)]
         if bare:
             _make_real(block, bare, params, weights, device, is_filled=kv.rank == 0)
             if kv.rank == 0:
                 with torch.no_grad():
-                    for one in reversed(bare):  # what is inside first, as constructors do
-                        _fill(one, init)
+                    for submodule in reversed(bare):  # what is inside first, as constructors do
+                        _fill(submodule, init)
         names = [name for name in block.names if name not in sent]
         if names:
             kv.init(names, [weights.stand_in(name) for name in names])
@@ -99,10 +99,10 @@ def _make_real(
             torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]  # an optimizer may know it already
         if is_filled:
             param.data = weights.empty(name)  # also of one that another block has sent
-    for one in bare:
-        for title, buffer in one.named_buffers(recurse=False):
+    for submodule in bare:
+        for title, buffer in submodule.named_buffers(recurse=False):
             if buffer.is_meta:
-                one._buffers[title] = torch.empty_like(buffer, device=device)
+                submodule._buffers[title] = torch.empty_like(buffer, device=device)
 
 
 def _fill(module: torch.nn.Module, init: Init | None) -> None:
@@ -115,7 +115,7 @@ def _fill(module: torch.nn.Module, init: Init | None) -> None:
 
 def _own_meta(module: torch.nn.Module) -> bool:
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    return any(one.is_meta for one in own)
+    return any(tensor.is_meta for tensor in own)
 
 
 def _reset_of(module: torch.nn.Module) -> Callable[[], object] | None:

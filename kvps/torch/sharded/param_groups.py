@@ -60,24 +60,24 @@ def cut(
         ['', '0', '2']
     """
     heads = list(_repeated(module)) if chosen is None else _checked(module, chosen)
-    names = {id(one): name for name, one in params.items()}
+    names = {id(param): name for name, param in params.items()}
     blocks = {id(module): ParamGroup("", module)}
 
-    def walk(one: torch.nn.Module, path: str, block: ParamGroup) -> None:
-        if one in heads and one is not block.module:
-            if id(one) in blocks:  # a module that is used in two places
+    def walk(submodule: torch.nn.Module, path: str, block: ParamGroup) -> None:
+        if submodule in heads and submodule is not block.module:
+            if id(submodule) in blocks:  # a module that is used in two places
                 return
-            block = blocks[id(one)] = ParamGroup(path, one)
-        block.members.append((path, one))
-        for param in one.parameters(recurse=False):
+            block = blocks[id(submodule)] = ParamGroup(path, submodule)
+        block.members.append((path, submodule))
+        for param in submodule.parameters(recurse=False):
             name = names[id(param)]
             if name not in block.names:
                 block.names.append(name)
-        for title, child in one.named_children():
+        for title, child in submodule.named_children():
             walk(child, f"{path}.{title}" if path else title, block)
 
     walk(module, "", blocks[id(module)])
-    return [one for one in blocks.values() if one.names or one.module is module]
+    return [block for block in blocks.values() if block.names or block.module is module]
 
 
 def _repeated(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -104,15 +104,15 @@ def _is_callable(module: torch.nn.Module) -> bool:
 def _checked(module: torch.nn.Module, chosen: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
     inside = set(module.modules())
     heads = list(chosen)
-    for number, one in enumerate(heads):
-        if one not in inside:
+    for number, head in enumerate(heads):
+        if head not in inside:
             raise ConfigError(
-                f"blocks: element {number} is a {type(one).__name__}, not a module inside the model; "
+                f"blocks: element {number} is a {type(head).__name__}, not a module inside the model; "
                 "give modules such as [*model.layers, model.head]"
             )
-        if not _is_callable(one):
+        if not _is_callable(head):
             raise ConfigError(
-                f"blocks: element {number} is a {type(one).__name__}, which is never called; give its "
+                f"blocks: element {number} is a {type(head).__name__}, which is never called; give its "
                 "elements"
             )
     return heads
@@ -159,13 +159,13 @@ class ExecutionOrder:
 
     def before(self, number: int) -> int | None:
         """Return which block was entered before this one: backward comes to it next."""
-        places = [place for place, one in enumerate(self._seen) if one == number]
-        earlier = [one for one in self._seen[: places[-1]] if one != number] if places else []
+        places = [place for place, number_seen in enumerate(self._seen) if number_seen == number]
+        earlier = [seen for seen in self._seen[: places[-1]] if seen != number] if places else []
         if number == REST:
             earlier = self._seen
         return earlier[-1] if earlier and earlier[-1] != REST else None
 
     def first(self) -> int | None:
         """Return the block that a forward pass begins with, behind the rest."""
-        known = [one for one in (self._seen or self._known) if one != REST]
+        known = [group for group in (self._seen or self._known) if group != REST]
         return known[0] if known else None

@@ -141,7 +141,7 @@ class Sharded(Resumable):
         self._begin()
         self._steps = self._rule.steps
         self._steps.choose(
-            Sharded._make_step, Sharded._drop_step, lambda one: one._weights.forget()
+            Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget()
         )
         sender = ReplayingSender if self._steps.is_behind else GradientSender
         self._gradients = GradientHooks(
@@ -170,18 +170,18 @@ class Sharded(Resumable):
             # Of their own: a store that takes means has no integers, such as a count of batches.
             self._side = create_own(self._kv.type, "shard.buffers", options_of(self._kv))
             self._side.init(list(buffers), [carried(buffer) for buffer in buffers.values()])
-            for one, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
-                _write(one, found)
+            for own, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
+                _write(own, found)
         self._rule.install(self._rule.wanted())
         self._rule.steps.begin()
 
     def _watch(self, optimizer: torch.optim.Optimizer | str) -> list[Any]:
         hooks: list[Any] = []
-        one: Any  # torch gives these methods no types
-        for one in self.module.modules():
-            if any(True for _ in one.parameters(recurse=False)):
-                hooks.append(one.register_state_dict_post_hook(partial(self._put_weights)))
-                hooks.append(one.register_load_state_dict_pre_hook(_refuse_to_load))
+        submodule: Any  # torch gives these methods no types
+        for submodule in self.module.modules():
+            if any(True for _ in submodule.parameters(recurse=False)):
+                hooks.append(submodule.register_state_dict_post_hook(partial(self._put_weights)))
+                hooks.append(submodule.register_load_state_dict_pre_hook(_refuse_to_load))
         if isinstance(optimizer, torch.optim.Optimizer):
             # Before it, so that it finds no gradients, and changes nothing.
             hooks.append(optimizer.register_step_pre_hook(lambda *_: self._end_step()))
@@ -258,7 +258,7 @@ class Sharded(Resumable):
             >>> with sharded.gathered(model.head):  # doctest: +SKIP
             ...     print(model.head.weight.norm())
         """
-        wanted = {id(one) for top in modules or (self.module,) for one in top.parameters()}
+        wanted = {id(param) for top in modules or (self.module,) for param in top.parameters()}
         names = [name for name, param in self._rule.params.items() if id(param) in wanted]
         self._weights.bring(names)
         self._weights.hold(names)
@@ -308,7 +308,7 @@ class Sharded(Resumable):
             self._check_names(state_dict)
         self._weights.forget()
         for names in self._once():
-            self._kv.broadcast(names, [self._given(one, state_dict) for one in names], None)
+            self._kv.broadcast(names, [self._given(name, state_dict) for name in names], None)
         for name, buffer in _lasting(self.module).items():
             value = carried(state_dict[name].to(buffer.dtype) if state_dict else buffer)
             _write(buffer, self._side.broadcast(name, value, None))
@@ -342,8 +342,8 @@ class Sharded(Resumable):
     ) -> None:
         """Put the servers' weights into the state_dict of a module, of its own parameters."""
         keys = {
-            title: self._rule.key_of[one]
-            for title, one in module.named_parameters(recurse=False, remove_duplicate=False)
+            title: self._rule.key_of[param]
+            for title, param in module.named_parameters(recurse=False, remove_duplicate=False)
         }
         names = list(dict.fromkeys(keys.values()))
         found = dict(zip(names, self._kv.pull(names), strict=True))
@@ -411,9 +411,9 @@ def _lasting(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return those buffers that are in a state_dict."""
     return {
         f"{path}.{title}" if path else title: buffer
-        for path, one in module.named_modules()
-        for title, buffer in one.named_buffers(recurse=False)
-        if title not in one._non_persistent_buffers_set
+        for path, submodule in module.named_modules()
+        for title, buffer in submodule.named_buffers(recurse=False)
+        if title not in submodule._non_persistent_buffers_set
     }
 
 

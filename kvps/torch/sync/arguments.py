@@ -46,14 +46,14 @@ def check_norms(given: object, owner: str) -> None:
     """
     if not isinstance(given, torch.nn.Module):
         return
-    for path, one in given.named_modules():
-        is_table = isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        if is_table and one.max_norm is not None and one.weight.requires_grad:
+    for path, submodule in given.named_modules():
+        is_table = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if is_table and submodule.max_norm is not None and submodule.weight.requires_grad:
             raise ConfigError(
-                f"{path or 'the module'}: {type(one).__name__}(max_norm={one.max_norm:g}) rescales rows of its weight in "
+                f"{path or 'the module'}: {type(submodule).__name__}(max_norm={submodule.max_norm:g}) rescales rows of its weight in "
                 f"each forward pass, other rows on each worker, so that the weights of a {owner} would differ between "
                 "workers. Create it without max_norm, and limit norms with the optimizer on the workers: after step(), "
-                f"call weight.data.renorm_({one.norm_type:g}, 0, {one.max_norm:g}) on every worker"
+                f"call weight.data.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g}) on every worker"
             )
 
 

@@ -127,9 +127,9 @@ class GradientMemory:
         small = [name for name in wanted if self._params[name].nbytes < SMALL_BYTES]
         large = [name for name in wanted if self._params[name].nbytes >= SMALL_BYTES]
         for some in filter(None, (large, small)):
-            for name, one in zip(some, self._kv.lent_like(some), strict=True):
-                if one is not None:
-                    self._places[name] = Place.of(one)
+            for name, tensor in zip(some, self._kv.lent_like(some), strict=True):
+                if tensor is not None:
+                    self._places[name] = Place.of(tensor)
         self._known.update(new)
         if self._places:
             # The tensors that autograd makes live until the hook: they come from the heap, not from new pages.

@@ -81,7 +81,7 @@ class ParameterSync:
         """
         tensors = {**self.params, **buffers}
         names = list(tensors)
-        values = [carried(one) for one in tensors.values()]
+        values = [carried(tensor) for tensor in tensors.values()]
         if isinstance(self.kv, KVStore):
             self.kv.init(names, values)
             if hyper is not None:
@@ -260,7 +260,7 @@ def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Te
     Raises:
         ConfigError: naming what is missing.
     """
-    theirs = {one for group in optimizer.param_groups for one in group["params"]}
+    theirs = {param for group in optimizer.param_groups for param in group["params"]}
     for name, tensor in params.items():
         if tensor.requires_grad and tensor not in theirs:
             raise ConfigError(
