@@ -34,8 +34,10 @@ class Gloo:
         self._parts = buckets_of([math.prod(shape) for shape in shapes])
         self._buckets = [torch.empty(sum(sizes)) for sizes in self._parts]
         self._gradients = [[torch.empty(size) for size in sizes] for sizes in self._parts]
-        held = self._buckets if is_in_place else [one for many in self._gradients for one in many]
-        self._rows = [one.numpy() for one in held]
+        held = (
+            self._buckets if is_in_place else [array for many in self._gradients for array in many]
+        )
+        self._rows = [array.numpy() for array in held]
 
     def gradients(self) -> Sequence[Row]:
         """Return the gradients, or the buckets that hold them, as rows."""

@@ -69,8 +69,8 @@ def _copy(count_bytes: int) -> Callable[[], object]:
 
 
 def _add(count_bytes: int) -> Callable[[], object]:
-    one, other, target = (_random(count_bytes) for _ in range(3))
-    return lambda: np.add(one, other, out=target)
+    addend, other, target = (_random(count_bytes) for _ in range(3))
+    return lambda: np.add(addend, other, out=target)
 
 
 def _random(count_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

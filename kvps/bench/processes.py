@@ -134,9 +134,11 @@ class Group:
         Raises:
             KvpsError: if a process failed, or the trial takes too long.
         """
-        self._turn_until(lambda: not any(one.is_measured for one in self._children), self._limit_s)
-        if any(one.is_measured for one in self._children):
-            names = ", ".join(one.name for one in self._children)
+        self._turn_until(
+            lambda: not any(child.is_measured for child in self._children), self._limit_s
+        )
+        if any(child.is_measured for child in self._children):
+            names = ", ".join(child.name for child in self._children)
             raise KvpsError(
                 f"after {self._limit_s:g} s still running: {names}; measure fewer rounds"
             )

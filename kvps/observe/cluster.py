@@ -50,10 +50,10 @@ class Moment:
         return cls(
             now - figures.age_s,
             measured.number,
-            {(one.name, one.label): one.value for one in measured.counts},
-            {one.name: one.buckets for one in measured.histograms},
-            {one.store: one.version for one in measured.stores},
-            {(one.store, one.key): one.moved_bytes for one in measured.traffic},
+            {(count.name, count.label): count.value for count in measured.counts},
+            {histogram.name: histogram.buckets for histogram in measured.histograms},
+            {store.store: store.version for store in measured.stores},
+            {(traffic.store, traffic.key): traffic.moved_bytes for traffic in measured.traffic},
         )
 
     def value(self, name: str, label: str = "") -> float:
@@ -87,19 +87,22 @@ class Track:
 
     def rate(self, name: str, label: str = "") -> float:
         """Return by how much a counter grows per second, between the last two answers."""
-        return self._rate([(one.at, one.value(name, label)) for one in self._pair])
+        return self._rate([(moment.at, moment.value(name, label)) for moment in self._pair])
 
     def rounds_rate(self) -> float:
         """Return how many versions the stores advance per second: those with rounds, or all if none has."""
-        kept = [one.store for one in self.stores if one.mode == "sync"] or list(self.last.versions)
+        kept = [figure.store for figure in self.stores if figure.mode == "sync"] or list(
+            self.last.versions
+        )
         points = [
-            (one.at, sum([one.versions.get(store, 0) for store in kept])) for one in self._pair
+            (moment.at, sum([moment.versions.get(store, 0) for store in kept]))
+            for moment in self._pair
         ]
         return self._rate(points)
 
     def moved_rate(self, key: tuple[str, str]) -> float:
         """Return how many bytes of values of a run of keys move per second."""
-        return self._rate([(one.at, one.moved.get(key, 0)) for one in self._pair])
+        return self._rate([(moment.at, moment.moved.get(key, 0)) for moment in self._pair])
 
     def growth(self, name: str, label: str = "") -> float:
         """Return by how much a counter has grown in the window."""
@@ -107,7 +110,7 @@ class Track:
 
     def grown_buckets(self, name: str) -> list[int]:
         """Return the values that came into each bucket of a histogram in the window."""
-        before, after = [one.buckets.get(name, ()) for one in (self.moments[0], self.last)]
+        before, after = [moment.buckets.get(name, ()) for moment in (self.moments[0], self.last)]
         empty = (0,) * (len(bounds_of(name)) + 1)
         pairs = zip(before or empty, after or empty, strict=False)
         return [max(0, new - old) for old, new in pairs]
@@ -147,12 +150,12 @@ class ClusterHistory:
                 track = self._tracks[figures.rank] = Track(figures.incarnation)
             track.stores = figures.measured.stores
             track.add(Moment.of(figures, sample.at))
-        for rank in self._tracks.keys() - {one.rank for one in sample.figures}:
+        for rank in self._tracks.keys() - {figure.rank for figure in sample.figures}:
             del self._tracks[rank]
         self._number += 1
         document: dict[str, Any] = {"sample": self._number, **sample.status}
         links = {rank: track.links() for rank, track in self._tracks.items()}
-        document["servers"] = servers = [self._server(one, links) for one in sample.figures]
+        document["servers"] = servers = [self._server(figure, links) for figure in sample.figures]
         document["workers"] = self._workers(document, links)
         document["totals"] = self._totals(servers)
         document["staleness"] = self._staleness()
@@ -167,14 +170,16 @@ class ClusterHistory:
         """Return the lines of the charts, one list for each, the oldest first."""
         lines = list(self._history)
         end = now if now is not None else lines[-1]["at"] if lines else 0.0
-        servers = sorted({rank for one in lines for rank in one["servers"]})
+        servers = sorted({rank for line in lines for rank in line["servers"]})
         return {
             "sample": self._number,
-            "age_s": [end - one["at"] for one in lines],
-            "rounds_per_s": [one["rounds_per_s"] for one in lines],
-            "p50_s": [one["p50_s"] for one in lines],
-            "p99_s": [one["p99_s"] for one in lines],
-            "servers": {str(rank): [one["servers"].get(rank) for one in lines] for rank in servers},
+            "age_s": [end - line["at"] for line in lines],
+            "rounds_per_s": [line["rounds_per_s"] for line in lines],
+            "p50_s": [line["p50_s"] for line in lines],
+            "p99_s": [line["p99_s"] for line in lines],
+            "servers": {
+                str(rank): [line["servers"].get(rank) for line in lines] for rank in servers
+            },
         }
 
     # --- the parts of the document ----------------------------------------------------------
@@ -204,7 +209,9 @@ class ClusterHistory:
             "memory_limit_bytes": limit,
             "memory_share": used / limit if limit else None,
             "memory_used_ratio": last.value("kvps_memory_used_ratio"),
-            "link_share": _median([min(1.0, sum(one)) for one in links[figures.rank].values()]),
+            "link_share": _median(
+                [min(1.0, sum(shares)) for shares in links[figures.rank].values()]
+            ),
             "pending_requests": last.value("kvps_pending_requests"),
             "short_rounds": last.value("kvps_short_rounds_total"),
             "duplicates": last.value("kvps_pushes_total", "duplicate"),
@@ -214,17 +221,17 @@ class ClusterHistory:
             "snapshots_failed": last.value("kvps_checkpoints_total", "failed"),
             "snapshot_bytes": last.value("kvps_checkpoint_bytes_total"),
             "rollbacks": last.value("kvps_rollbacks_total", "restored"),
-            "stores": [one._asdict() for one in figures.measured.stores],
-            "rounds": [one._asdict() for one in figures.measured.rounds],
+            "stores": [store._asdict() for store in figures.measured.stores],
+            "rounds": [round_._asdict() for round_ in figures.measured.rounds],
         }
 
     def _workers(self, document: Mapping[str, Any], links: Links) -> list[dict[str, Any]]:
         """Return each worker: how late it pushes, how long a round has waited for it, and its busiest link."""
         waits: dict[int, float] = {}
         for server in document["servers"]:
-            for one in server["rounds"]:
-                for rank in one["missing"]:
-                    waits[rank] = max(waits.get(rank, 0.0), one["age_s"])
+            for stalled in server["rounds"]:
+                for rank in stalled["missing"]:
+                    waits[rank] = max(waits.get(rank, 0.0), stalled["age_s"])
         found = []
         for member in document.get("members", ()):
             if member["role"] != "worker":
@@ -243,10 +250,10 @@ class ClusterHistory:
                     "waited_s": waits.get(rank),
                     "link": busiest(links, rank),
                     "bytes_per_s": sum(
-                        [one.rate("kvps_worker_bytes_total", label) for one in tracks]
+                        [track.rate("kvps_worker_bytes_total", label) for track in tracks]
                     ),
                     "pushes_per_s": sum(
-                        [one.rate("kvps_worker_pushes_total", label) for one in tracks]
+                        [track.rate("kvps_worker_pushes_total", label) for track in tracks]
                     ),
                 }
             )
@@ -256,26 +263,26 @@ class ClusterHistory:
         return sum([track.growth(name, label) for track in self._tracks.values()])
 
     def _totals(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-        buckets = added([one["round_buckets"] for one in servers])
-        moved = [one["in_bytes_per_s"] + one["out_bytes_per_s"] for one in servers]
-        for one, each in zip(servers, moved, strict=True):
-            one["traffic_share"] = each / sum(moved) if sum(moved) else None  # type: ignore[index]
+        buckets = added([server["round_buckets"] for server in servers])
+        moved = [server["in_bytes_per_s"] + server["out_bytes_per_s"] for server in servers]
+        for server, each in zip(servers, moved, strict=True):
+            server["traffic_share"] = each / sum(moved) if sum(moved) else None  # type: ignore[index]
         return {
             "has_rounds": any(
-                store["mode"] == "sync" for one in servers for store in one["stores"]
+                store["mode"] == "sync" for server in servers for store in server["stores"]
             ),
-            "rounds_per_s": max([one["rounds_per_s"] for one in servers], default=0.0),
-            "in_bytes_per_s": sum([one["in_bytes_per_s"] for one in servers]),
-            "out_bytes_per_s": sum([one["out_bytes_per_s"] for one in servers]),
+            "rounds_per_s": max([server["rounds_per_s"] for server in servers], default=0.0),
+            "in_bytes_per_s": sum([server["in_bytes_per_s"] for server in servers]),
+            "out_bytes_per_s": sum([server["out_bytes_per_s"] for server in servers]),
             "round_p50_s": quantile(LATENCY, buckets, 0.5),
             "round_p99_s": quantile(LATENCY, buckets, 0.99),
-            "short_rounds": sum([one["short_rounds"] for one in servers]),
+            "short_rounds": sum([server["short_rounds"] for server in servers]),
             "imbalance": max(moved) / fmean(moved) if moved and sum(moved) else None,
         }
 
     def _staleness(self) -> dict[str, object]:
         """Return how many pushes were how stale, since the servers began."""
-        counts = added([one.last.buckets.get(STALENESS, ()) for one in self._tracks.values()])
+        counts = added([track.last.buckets.get(STALENESS, ()) for track in self._tracks.values()])
         return {"bounds": list(STALENESS_BOUNDS), "counts": counts, "pushes": sum(counts)}
 
     def _keys(self, all_figures: Iterable[ServerFigures]) -> list[dict[str, Any]]:
@@ -283,22 +290,22 @@ class ClusterHistory:
         found = [
             {
                 "server": figures.rank,
-                **one._asdict(),
-                "bytes_per_s": self._tracks[figures.rank].moved_rate((one.store, one.key)),
+                **traffic._asdict(),
+                "bytes_per_s": self._tracks[figures.rank].moved_rate((traffic.store, traffic.key)),
             }
             for figures in all_figures
-            for one in figures.measured.traffic
+            for traffic in figures.measured.traffic
         ]
-        found.sort(key=lambda one: -one["moved_bytes"])
-        total = sum([one["moved_bytes"] for one in found])
-        for one in found:
-            one["share"] = one["moved_bytes"] / total if total else 0.0
+        found.sort(key=lambda key_line: -key_line["moved_bytes"])
+        total = sum([key_line["moved_bytes"] for key_line in found])
+        for key_line in found:
+            key_line["share"] = key_line["moved_bytes"] / total if total else 0.0
         return found[:KEYS_MAX]
 
     def _compression(self, direction: str) -> dict[str, object]:
         tracks = self._tracks.values()
         size, uncompressed = [
-            sum([one.last.value(name, direction) for one in tracks])
+            sum([track.last.value(name, direction) for track in tracks])
             for name in ("kvps_compressed_bytes_total", "kvps_uncompressed_bytes_total")
         ]
         ratio = uncompressed / size if size else None
@@ -314,8 +321,8 @@ def _line(document: Mapping[str, Any], at: float) -> dict[str, Any]:
         "p50_s": totals["round_p50_s"],
         "p99_s": totals["round_p99_s"],
         "servers": {
-            one["rank"]: one["in_bytes_per_s"] + one["out_bytes_per_s"]
-            for one in document["servers"][:LINES_MAX]
+            server["rank"]: server["in_bytes_per_s"] + server["out_bytes_per_s"]
+            for server in document["servers"][:LINES_MAX]
         },
     }
 
@@ -331,8 +338,8 @@ def busiest(links: Links, rank: int) -> dict[str, Any] | None:
     own = {server: shares[rank] for server, shares in links.items() if rank in shares}
     if not own:
         return None
-    server = max(own, key=lambda one: sum(own[one]))
-    others = [min(1.0, sum(one)) for other, one in links[server].items() if other != rank]
+    server = max(own, key=lambda rank_of_server: sum(own[rank_of_server]))
+    others = [min(1.0, sum(shares)) for other, shares in links[server].items() if other != rank]
     in_share, out_share = own[server]
     return {
         "server": server,

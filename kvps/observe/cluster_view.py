@@ -65,24 +65,24 @@ class Picture:
     @property
     def rounds_s(self) -> float:
         """Rounds per second of the fastest worker."""
-        return max([one.rounds_s for one in self.workers], default=0.0)
+        return max([worker.rounds_s for worker in self.workers], default=0.0)
 
     @property
     def in_s(self) -> float:
         """Bytes of values per second that all servers receive."""
-        return sum([one.in_s for one in self.servers])
+        return sum([server.in_s for server in self.servers])
 
     @property
     def out_s(self) -> float:
         """Bytes of values per second that all servers send."""
-        return sum([one.out_s for one in self.servers])
+        return sum([server.out_s for server in self.servers])
 
-    def waits_for(self, one: OldRound) -> str:
+    def waits_for(self, stalled: OldRound) -> str:
         """Say which ranks an open round waits for, and how they stand."""
-        if not one.missing:
+        if not stalled.missing:
             return "other servers"
         presence = {line.node.rank: line.sight.presence for line in self.workers}
-        return ranks_in_words(one.missing, lambda rank: presence.get(rank, ""))
+        return ranks_in_words(stalled.missing, lambda rank: presence.get(rank, ""))
 
 
 class ClusterView:
@@ -112,9 +112,10 @@ class ClusterView:
         while len(self._kept) > 2 and now - self._kept[0][0] > WINDOW_S:
             self._kept.popleft()
         then, _, before = self._kept[0]
-        known = {_life(one): figures for one, figures in _pairs(before)}
+        known = {_life(sight): figures for sight, figures in _pairs(before)}
         lines = [
-            _line(one, figures, known.get(_life(one)), now - then) for one, figures in _pairs(seen)
+            _line(sight, figures, known.get(_life(sight)), now - then)
+            for sight, figures in _pairs(seen)
         ]
         return Picture(
             job.hex()[:8],
@@ -123,8 +124,8 @@ class ClusterView:
             seen.software,
             seen.epoch,
             seen.checkpoint,
-            tuple([one for one in lines if one.node.role is Role.WORKER]),
-            tuple([one for one in lines if one.node.role is Role.SERVER]),
+            tuple([line for line in lines if line.node.role is Role.WORKER]),
+            tuple([line for line in lines if line.node.role is Role.SERVER]),
             seen.rounds,
             tuple(problems_of(seen)),
         )
@@ -136,8 +137,8 @@ def _pairs(seen: Seen) -> list[tuple[Sight, Figures]]:
     return list(zip(seen.members, figures, strict=False))
 
 
-def _life(one: Sight) -> tuple[int, int, int]:
-    return one.role, one.rank, one.incarnation
+def _life(sight: Sight) -> tuple[int, int, int]:
+    return sight.role, sight.rank, sight.incarnation
 
 
 def _line(sight: Sight, figures: Figures, before: Figures | None, seconds: float) -> MemberLine:
@@ -150,7 +151,7 @@ def _line(sight: Sight, figures: Figures, before: Figures | None, seconds: float
         Node(Role(sight.role), sight.rank),
         sight,
         figures,
-        rate(lambda one: one.rounds),
-        rate(lambda one: one.in_bytes),
-        rate(lambda one: one.out_bytes),
+        rate(lambda figures_then: figures_then.rounds),
+        rate(lambda figures_then: figures_then.in_bytes),
+        rate(lambda figures_then: figures_then.out_bytes),
     )

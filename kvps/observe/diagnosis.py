@@ -143,7 +143,7 @@ def diagnose(m: Measurements) -> list[CheckResult]:
 
 def exit_code(findings: Sequence[CheckResult]) -> int:
     """Return 1 if anything failed, else 0."""
-    return int(any(one.level is Level.FAIL for one in findings))
+    return int(any(finding.level is Level.FAIL for finding in findings))
 
 
 def _address(m: Measurements) -> Findings:
@@ -217,9 +217,9 @@ def _versions(m: Measurements) -> Findings:
         return []
     theirs = m.seen.software
     others = [
-        f"{_node(one)} has {figures.software}"
-        for one, figures in zip(m.seen.members, m.seen.figures, strict=False)
-        if one.state == "held" and figures.software not in ("", m.software)
+        f"{_node(member)} has {figures.software}"
+        for member, figures in zip(m.seen.members, m.seen.figures, strict=False)
+        if member.state == "held" and figures.software not in ("", m.software)
     ]
     if theirs != m.software:
         others.insert(0, f"the scheduler has {theirs or 'an older version'}")
@@ -234,13 +234,15 @@ def _members(m: Measurements) -> Findings:
     if m.seen is None:
         return []
     found = []
-    lost = [one for one in m.seen.members if one.state in ("lost", "gone")]
+    lost = [member for member in m.seen.members if member.state in ("lost", "gone")]
     silent = [
-        one for one in m.seen.members if one.state == "held" and one.heard_s >= SILENT_AFTER_S
+        member
+        for member in m.seen.members
+        if member.state == "held" and member.heard_s >= SILENT_AFTER_S
     ]
-    empty = [one for one in m.seen.members if one.state == "empty"]
-    servers = [one for one in lost if one.role == Role.SERVER]
-    workers = [one for one in lost if one.role == Role.WORKER]
+    empty = [member for member in m.seen.members if member.state == "empty"]
+    servers = [member for member in lost if member.role == Role.SERVER]
+    workers = [member for member in lost if member.role == Role.WORKER]
     for bad, advice in (
         (
             servers,
@@ -253,14 +255,17 @@ def _members(m: Measurements) -> Findings:
         ),
     ):
         if bad:
-            told = [f"{_node(one)} ({one.host}) is {one.presence}" for one in bad]
+            told = [f"{_node(member)} ({member.host}) is {member.presence}" for member in bad]
             found.append((Level.FAIL, some_of(told, MEMBERS_SHOWN), advice))
     if silent:
-        told = [f"{_node(one)} ({one.host}:{one.pid}) is {one.presence}" for one in silent]
+        told = [
+            f"{_node(member)} ({member.host}:{member.pid}) is {member.presence}"
+            for member in silent
+        ]
         advice = "its process is stopped, its host overloaded, or the network between them cut: look there"
         found.append((Level.WARN, some_of(told, MEMBERS_SHOWN), advice))
     if empty:
-        told = [_node(one) for one in empty]
+        told = [_node(member) for member in empty]
         advice = "start them, or expect fewer with kvps-scheduler --workers and --servers"
         figure = f"not joined yet: {some_of(told, MEMBERS_SHOWN)}"
         found.append((Level.WARN, figure, advice))
@@ -271,8 +276,8 @@ def _progress(m: Measurements) -> Findings:
     if m.seen is None:
         return []
     return [
-        (Level.FAIL if one.is_certain else Level.WARN, one.text, one.advice)
-        for one in problems_of(m.seen)
+        (Level.FAIL if problem.is_certain else Level.WARN, problem.text, problem.advice)
+        for problem in problems_of(m.seen)
     ] or [(Level.OK, "no worker waits for long", "")]
 
 
@@ -348,14 +353,14 @@ def _descriptors(m: Measurements) -> Findings:
     limits = m.limits
     counts = [0, 0]
     if m.seen is not None:
-        for one in m.seen.members:
-            counts[one.role == Role.SERVER] += 1
+        for member in m.seen.members:
+            counts[member.role == Role.SERVER] += 1
     workers, servers = max(1, counts[0]), max(1, counts[1])
     needs = {
         "worker": max(descriptors.of_worker(workers, servers), descriptors.LEAST),
         "server": max(descriptors.of_server(workers, servers), descriptors.LEAST),
     }
-    who, count = max(needs.items(), key=lambda one: one[1])
+    who, count = max(needs.items(), key=lambda need: need[1])
     need = limits.open + count + descriptors.SPARE
     hard = "no limit" if limits.hard < 0 else f"{limits.hard:,}"
     job = f"a {who} of this job" if m.seen is not None else "the smallest job"
@@ -381,8 +386,8 @@ def _bind(m: Measurements) -> Findings:
 # --- words -------------------------------------------------------------------------------------------
 
 
-def _node(one: Sight) -> str:
-    return str(Node(Role(one.role), one.rank))
+def _node(sight: Sight) -> str:
+    return str(Node(Role(sight.role), sight.rank))
 
 
 def _median(values: Sequence[float]) -> float:

@@ -62,10 +62,10 @@ class _Families:
                 continue
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             names = metric.label.split(",") if metric.label else []
-            one = kind(metric.name, metric.help, labels=names)
+            samples = kind(metric.name, metric.help, labels=names)
             for label, value in sorted(_values(metric, self._sample.values).items()):
-                one.add_metric(label.split(",") if names else [], value)
-            yield one
+                samples.add_metric(label.split(",") if names else [], value)
+            yield samples
 
 
 def _values(metric: Metric, values: Mapping[tuple[str, str], float]) -> dict[str, float]:

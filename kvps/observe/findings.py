@@ -50,9 +50,11 @@ class Finding(NamedTuple):
 
 def findings(document: Mapping[str, Any]) -> list[dict[str, str]]:
     """Return what there is to say, the worst first; nothing if all is well."""
-    found = [one for rule in RULES for one in rule(document)]
+    found = [finding for rule in RULES for finding in rule(document)]
     order = (BAD, WARN, INFO)
-    return [one._asdict() for one in sorted(found, key=lambda one: order.index(one.level))]
+    return [
+        judged._asdict() for judged in sorted(found, key=lambda finding: order.index(finding.level))
+    ]
 
 
 def _phase(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -76,9 +78,9 @@ def _faults(document: Mapping[str, Any]) -> Iterator[Finding]:
 def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
     """Say why the job does not go on; before that is known, name the workers that the oldest open rounds wait for."""
     problems = document.get("problems", ())
-    for one in problems:
-        text = f"{one['text'][:1].upper()}{one['text'][1:]}. {one['advice'][:1].upper()}{one['advice'][1:]}."
-        member = f"worker {one['ranks'][0]}" if len(one["ranks"]) == 1 else ""
+    for problem in problems:
+        text = f"{problem['text'][:1].upper()}{problem['text'][1:]}. {problem['advice'][:1].upper()}{problem['advice'][1:]}."
+        member = f"worker {problem['ranks'][0]}" if len(problem["ranks"]) == 1 else ""
         yield Finding(BAD, "workers", text, member)
     if problems:
         return
@@ -100,7 +102,7 @@ def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
     least_s = max(LATE_S, LATE_SHARE / rate if rate else 0.0)
     workers = document["workers"]
     for worker in workers:
-        others = [one["lateness_s"] or 0.0 for one in workers if one is not worker]
+        others = [other["lateness_s"] or 0.0 for other in workers if other is not worker]
         late_s = worker["lateness_s"]
         is_slow = late_s is not None and late_s >= least_s and others
         if is_slow and late_s >= 2 * median(others) and (worker["waited_s"] or 0.0) < WAIT_S:
@@ -206,7 +208,7 @@ def _servers(document: Mapping[str, Any]) -> Iterator[Finding]:
                 "on (--limit used_memory) it refuses new work. End other processes there, give it more, or add servers.",
                 name.lower(),
             )
-        others = [one["answer_s"] for one in servers if one is not server]
+        others = [other["answer_s"] for other in servers if other is not server]
         is_slower = bool(others) and answer_s >= SLOWER * median(others)
         if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
             yield Finding(
@@ -229,7 +231,7 @@ def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
     totals = document["totals"]
     moved = totals["in_bytes_per_s"] + totals["out_bytes_per_s"]
     if (totals["imbalance"] or 0.0) >= IMBALANCE and moved >= TRAFFIC_MIN:
-        busiest = max(document["servers"], key=lambda one: one["traffic_share"])
+        busiest = max(document["servers"], key=lambda server: server["traffic_share"])
         yield Finding(
             WARN,
             "keys",
@@ -248,7 +250,7 @@ def _checkpoints(document: Mapping[str, Any]) -> Iterator[Finding]:
     if every_s and age_s is not None and age_s > 3 * every_s:
         text = f"The newest checkpoint is {age_s:.0f} s old, and one is due every {every_s:g} s."
         yield Finding(WARN, "checkpoints", text)
-    if any(one["snapshots_failed"] for one in document["servers"]):
+    if any(server["snapshots_failed"] for server in document["servers"]):
         yield Finding(WARN, "checkpoints", "A server could not write its part of a checkpoint.")
 
 

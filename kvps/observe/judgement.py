@@ -48,8 +48,8 @@ def judge(
         >>> judge(circle, [])[0].text
         'worker 0 has waited in push() for worker 1 for 9 s; worker 1 has waited in barrier() for worker 0 for 8 s'
     """
-    by_rank = {one.rank: one for one in waits}
-    circle = _circle({rank: one for rank, one in by_rank.items() if one.waited_s >= CIRCLE_S})
+    by_rank = {wait.rank: wait for wait in waits}
+    circle = _circle({rank: wait for rank, wait in by_rank.items() if wait.waited_s >= CIRCLE_S})
     if circle:
         told = [_told(by_rank[rank]) for rank in circle[:SHOWN_MAX]]
         return [
@@ -61,20 +61,26 @@ def judge(
                 tuple(circle),
             )
         ]
-    found = [_of_round(one, presence) for one in rounds if one.age_s >= STUCK_S and one.missing]
-    named = {rank for one in found for rank in one.ranks}
-    rest = [one for one in waits if one.waited_s >= STUCK_S and not named.intersection(one.ranks)]
-    for one in sorted(rest, key=lambda one: -one.waited_s)[:SHOWN_MAX]:
-        if not one.ranks and found:
+    found = [
+        _of_round(round_, presence)
+        for round_ in rounds
+        if round_.age_s >= STUCK_S and round_.missing
+    ]
+    named = {rank for problem in found for rank in problem.ranks}
+    rest = [
+        wait for wait in waits if wait.waited_s >= STUCK_S and not named.intersection(wait.ranks)
+    ]
+    for longest in sorted(rest, key=lambda wait: -wait.waited_s)[:SHOWN_MAX]:
+        if not longest.ranks and found:
             continue  # for that round, in all likelihood
-        who = ranks_in_words(one.ranks, presence) if one.ranks else ""
+        who = ranks_in_words(longest.ranks, presence) if longest.ranks else ""
         found.append(
             Problem(
                 False,
-                f"worker {one.rank} has waited in {one.call} for {one.waited_s:.0f} s"
+                f"worker {longest.rank} has waited in {longest.call} for {longest.waited_s:.0f} s"
                 f"{f', for {who}' * bool(who)}",
                 "look at the scripts, hosts and links of these workers, or at the servers if none is named",
-                one.ranks or (one.rank,),
+                longest.ranks or (longest.rank,),
             )
         )
     return found
@@ -82,25 +88,27 @@ def judge(
 
 def problems_of(seen: Seen) -> list[Problem]:
     """Return why a job does not go on, by the answer to LOOK."""
-    presence = {one.rank: one.presence for one in seen.members if one.role == Role.WORKER}
+    presence = {
+        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
+    }
     return judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, ""))
 
 
-def _of_round(one: OldRound, presence: Callable[[int], str]) -> Problem:
-    who = ranks_in_words(one.missing, presence)
+def _of_round(round_: OldRound, presence: Callable[[int], str]) -> Problem:
+    who = ranks_in_words(round_.missing, presence)
     return Problem(
         False,
-        f"round {one.number} of key {one.key[:KEY_SHOWN]!r} of store {one.store!r} has been open for {one.age_s:.0f} s, and "
+        f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} has been open for {round_.age_s:.0f} s, and "
         f"waits for {who}",
         "look at the script, the host and the link of what it waits for",
-        one.missing,
+        round_.missing,
     )
 
 
-def _told(one: Wait) -> str:
-    who = f"worker{'s' * (len(one.ranks) != 1)} {', '.join(map(str, one.ranks[:SHOWN_MAX]))}"
-    more = and_more(len(one.ranks) - SHOWN_MAX)
-    return f"worker {one.rank} has waited in {one.call} for {who}{more} for {one.waited_s:.0f} s"
+def _told(wait: Wait) -> str:
+    who = f"worker{'s' * (len(wait.ranks) != 1)} {', '.join(map(str, wait.ranks[:SHOWN_MAX]))}"
+    more = and_more(len(wait.ranks) - SHOWN_MAX)
+    return f"worker {wait.rank} has waited in {wait.call} for {who}{more} for {wait.waited_s:.0f} s"
 
 
 def _circle(waits: Mapping[int, Wait]) -> list[int]:

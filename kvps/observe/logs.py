@@ -138,8 +138,12 @@ def begin_in_script() -> None:
     """
     given = config.text(VARIABLE)
     log = logging.getLogger("kvps")
-    root = [one for one in logging.getLogger().handlers if isinstance(one.formatter, JsonLines)]
-    is_begun = root or any(isinstance(one, _Handler) for one in log.handlers)
+    root = [
+        present
+        for present in logging.getLogger().handlers
+        if isinstance(present.formatter, JsonLines)
+    ]
+    is_begun = root or any(isinstance(present, _Handler) for present in log.handlers)
     if given is None or as_format(VARIABLE, given) == "text" or is_begun:
         return
     handler = _Handler()

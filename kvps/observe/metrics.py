@@ -241,8 +241,8 @@ def of_role(role: str) -> list[Metric]:
 def page() -> str:
     """Return the table as Markdown, for the documentation."""
     rows = [
-        f"| `{one.name}` | {one.kind} | {_labels(one)} | {', '.join(one.roles)} | {one.help} |"
-        for one in METRICS
+        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {', '.join(metric.roles)} | {metric.help} |"
+        for metric in METRICS
     ]
     return "\n".join(
         ["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows]

@@ -91,13 +91,13 @@ def rules() -> str:
     """Return the alert rules as YAML; every string in it is JSON, which YAML contains."""
     lines = ["# Made by python -m kvps.observe.monitoring --write", "groups:", "  - name: kvps"]
     lines.append("    rules:")
-    for one in ALERTS:
+    for alert in ALERTS:
         lines += [
-            f"      - alert: {one.name}",
-            f"        expr: {json.dumps(one.expression)}",
-            f"        for: {one.minutes}m",
-            f"        labels: {{severity: {one.severity}}}",
-            f"        annotations: {{summary: {json.dumps(one.summary)}}}",
+            f"      - alert: {alert.name}",
+            f"        expr: {json.dumps(alert.expression)}",
+            f"        for: {alert.minutes}m",
+            f"        labels: {{severity: {alert.severity}}}",
+            f"        annotations: {{summary: {json.dumps(alert.summary)}}}",
         ]
     return "\n".join(lines) + "\n"
 

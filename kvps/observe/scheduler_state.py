@@ -18,7 +18,7 @@ from kvps.protocol.membership import Seen
 def state_of(core: Scheduler, now: float) -> State:
     """Return the state of a scheduler."""
     job = core.job
-    seats = Counter([f"{one.node.role},{one.state.value}" for one in job.seats.by_node.values()])
+    seats = Counter([f"{seat.node.role},{seat.state.value}" for seat in job.seats.by_node.values()])
     gauges: dict[tuple[str, str], float] = {
         ("kvps_epoch", ""): job.checkpoints.epoch,
         ("kvps_view", ""): job.number,
@@ -52,7 +52,7 @@ def shown(core: Scheduler, now: float) -> dict[str, object]:
 def as_json(job: bytes, seen: Seen) -> dict[str, object]:
     """Return the answer to a status query as a program is shown it."""
     members: list[dict[str, object]] = [
-        {**one._asdict(), "role": str(Role(one.role))} for one in seen.members
+        {**sight._asdict(), "role": str(Role(sight.role))} for sight in seen.members
     ]
     for member, figures in zip(members, seen.figures, strict=False):  # an old scheduler has none
         member.update(figures._asdict())
@@ -64,9 +64,9 @@ def as_json(job: bytes, seen: Seen) -> dict[str, object]:
         "epoch": seen.epoch,
         "checkpoint": seen.checkpoint,
         "members": members,
-        "rounds": [one._asdict() for one in seen.rounds],
-        "waits": [one._asdict() for one in seen.waits],
-        "problems": [one._asdict() for one in problems_of(seen)],
+        "rounds": [round_._asdict() for round_ in seen.rounds],
+        "waits": [wait._asdict() for wait in seen.waits],
+        "problems": [problem._asdict() for problem in problems_of(seen)],
     }
 
 
@@ -84,10 +84,10 @@ def _more(job: Job, now: float) -> dict[str, object]:
             "stage": ours.stage,
             "failure": ours.failure,
         },
-        "faults": [_fault(one, now) for one in reversed(job.fault_log.faults)],
+        "faults": [_fault(fault, now) for fault in reversed(job.fault_log.faults)],
         "events": [
-            {"age_s": now - one.at, "level": one.level, "text": one.text}
-            for one in reversed(job.fault_log.events)
+            {"age_s": now - event.at, "level": event.level, "text": event.text}
+            for event in reversed(job.fault_log.events)
         ],
     }
 

@@ -133,7 +133,7 @@ class KvpsServer:
             rank=rank,
             memory_limit=share_bytes(neighbours) if memory_limit is None else memory_limit,
             threads=config.whole("KVPS_THREADS"),
-            plugins=[one for one in (config.text("KVPS_PLUGIN") or "").split(",") if one],
+            plugins=[plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin],
             insecure=not keys,
             checkpoint_dir=folder,
             checkpoint_every_s=every_s,

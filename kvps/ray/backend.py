@@ -251,9 +251,9 @@ class StoreBackend(Backend):
         keys = self._cluster.worker_keys()
         ray.get(warmed)
         taken = []
-        for position, one in enumerate(workers):
-            variables = torch_variables(one.ranks, self._master) | self._cluster.settings
-            place = ServerPlace(self._cluster.scheduler, one.ranks["RANK"], keys, variables)
+        for position, entry in enumerate(workers):
+            variables = torch_variables(entry.ranks, self._master) | self._cluster.settings
+            place = ServerPlace(self._cluster.scheduler, entry.ranks["RANK"], keys, variables)
             taken.append(worker_group.execute_single_async(position, worker.take, place))
         ray.get(taken)
 
@@ -264,7 +264,7 @@ class StoreBackend(Backend):
             log.warning("all workers are replaced; the servers have kept the weights")
             return
         self._end(0.0)
-        first = next(at for at, one in enumerate(workers) if one.ranks["RANK"] == 0)
+        first = next(at for at, entry in enumerate(workers) if entry.ranks["RANK"] == 0)
         self._master = group.execute_single(first, worker.free_address, workers[first].address)
         folder = checkpoint_folder(plan, workers[0].filesystem, workers[0].storage)
         self._cluster = StartedCluster(plan, len(workers), folder)

@@ -47,12 +47,12 @@ class DemandResources(ControllerCallback):
 
 def _nodes() -> list[dict[str, float]]:
     """Return the resources of each node."""
-    return [one["Resources"] for one in ray.nodes() if one["Alive"]]
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def subscribe() -> None:
     """Have trainers that this process starts from now on check their demand."""
     ours = f"{DemandResources.__module__}.{DemandResources.__name__}"
-    known = [one for one in os.environ.get(CALLBACKS, "").split(",") if one.strip()]
+    known = [callback for callback in os.environ.get(CALLBACKS, "").split(",") if callback.strip()]
     if ours not in known:
         os.environ[CALLBACKS] = ",".join([*known, ours])

@@ -109,7 +109,7 @@ def demand_version(found: str) -> None:
     Raises:
         ConfigError: if it is older.
     """
-    numbers = tuple(int(one) for one in re.findall(r"\d+", found)[:2])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if numbers < RAY_OLDEST:
         oldest = ".".join(map(str, RAY_OLDEST))
         raise ConfigError(
@@ -261,11 +261,11 @@ def keys_text(sections: Iterable[Section], role: str) -> str:
     """Return the keys that a process of a role needs: its own, and the public halves of all others."""
     return "".join(
         [
-            one.text(with_secret=True)
-            if one.role == role
-            else one.public_half.text(with_secret=False)
-            for one in sections
-            if one.role in (role, "scheduler") or role == "scheduler"
+            section.text(with_secret=True)
+            if section.role == role
+            else section.public_half.text(with_secret=False)
+            for section in sections
+            if section.role in (role, "scheduler") or role == "scheduler"
         ]
     )
 

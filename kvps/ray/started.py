@@ -83,7 +83,7 @@ class StartedCluster:
     def _places(self, plan: RayPlan, folder: str | None) -> list[str]:
         """Return the node of each server, once all actors have started."""
         scheduler = self._scheduler.place.remote(__version__)
-        places = [one.place.remote(__version__, folder) for one in self._servers]
+        places = [server.place.remote(__version__, folder) for server in self._servers]
         late = self._waited(places, plan.start_timeout)
         if late:
             total, free = ray.cluster_resources(), ray.available_resources()

@@ -60,9 +60,9 @@ class _Walk:
     def _say(self, *words: object) -> None:
         self.hash.update(("\0".join([str(word) for word in words]) + "\1").encode())
 
-    def add(self, one: Any) -> None:
+    def add(self, value: Any) -> None:
         """Add one thing; without recursion, as lists of objects may be long chains."""
-        stack: list[Iterator[Any]] = [iter((one,))]
+        stack: list[Iterator[Any]] = [iter((value,))]
         while stack:
             try:
                 item = next(stack[-1])
@@ -73,82 +73,84 @@ class _Walk:
             if inner is not None:
                 stack.append(inner)
 
-    def _enter(self, one: Any) -> Iterator[Any] | None:
+    def _enter(self, value: Any) -> Iterator[Any] | None:
         """Add ``one`` itself; return what is inside."""
-        if one is None or isinstance(one, bool | int | str):
-            self._say(type(one).__name__, repr(one))
+        if value is None or isinstance(value, bool | int | str):
+            self._say(type(value).__name__, repr(value))
             return None
-        if isinstance(one, float):
-            self.hash.update(b"float" + struct.pack("<d", one))
+        if isinstance(value, float):
+            self.hash.update(b"float" + struct.pack("<d", value))
             return None
-        if isinstance(one, enum.Enum | type) or (callable(one) and hasattr(one, "__qualname__")):
+        if isinstance(value, enum.Enum | type) or (
+            callable(value) and hasattr(value, "__qualname__")
+        ):
             self._say(
                 "name",
-                getattr(one, "__qualname__", type(one).__qualname__),
-                getattr(one, "name", ""),
+                getattr(value, "__qualname__", type(value).__qualname__),
+                getattr(value, "name", ""),
             )
             return None
-        if isinstance(one, bytes | bytearray | memoryview):
-            self._octets(one)
+        if isinstance(value, bytes | bytearray | memoryview):
+            self._octets(value)
             return None
-        if id(one) in self._seen:
-            self._say("again", self._seen[id(one)])
+        if id(value) in self._seen:
+            self._say("again", self._seen[id(value)])
             return None
-        self._seen[id(one)] = len(self._seen)
-        self._kept.append(one)
-        if hasattr(one, "data_ptr"):  # a tensor
-            self._say("tensor", one.dtype, tuple(one.shape))
-            if one.numel():
-                flat = one.detach().cpu().contiguous().reshape(-1)
-                self._octets(flat.numpy().tobytes() if one.dtype.itemsize != 2 else _halves(flat))
+        self._seen[id(value)] = len(self._seen)
+        self._kept.append(value)
+        if hasattr(value, "data_ptr"):  # a tensor
+            self._say("tensor", value.dtype, tuple(value.shape))
+            if value.numel():
+                flat = value.detach().cpu().contiguous().reshape(-1)
+                self._octets(flat.numpy().tobytes() if value.dtype.itemsize != 2 else _halves(flat))
             return None
-        if hasattr(one, "__array_interface__"):
-            self._say("array", one.dtype, one.shape)
-            self._octets(one.tobytes())
+        if hasattr(value, "__array_interface__"):
+            self._say("array", value.dtype, value.shape)
+            self._octets(value.tobytes())
             return None
-        return self._inside(one)
+        return self._inside(value)
 
     def _octets(self, octets: bytes | bytearray | memoryview) -> None:
         self._say("octets", memoryview(octets).nbytes)
         if self._values:
             self.hash.update(octets)
 
-    def _inside(self, one: Any) -> Iterator[Any] | None:
-        self._say(type(one).__qualname__)
-        match one:
+    def _inside(self, value: Any) -> Iterator[Any] | None:
+        self._say(type(value).__qualname__)
+        match value:
             case Counter() | Mapping():
-                self._say(len(one))
-                return iter([part for item in one.items() for part in item])
+                self._say(len(value))
+                return iter([part for item in value.items() for part in item])
             case list() | tuple() | deque():
-                self._say(len(one))
-                return iter(list(one))
+                self._say(len(value))
+                return iter(list(value))
             case set() | frozenset():
-                self._say(*sorted([digest(part, values=self._values) for part in one]))
+                self._say(*sorted([digest(part, values=self._values) for part in value]))
                 return None
             case GeneratorType():
-                frame = one.gi_frame
-                self._say(one.__qualname__, -1 if frame is None else frame.f_lasti)
+                frame = value.gi_frame
+                self._say(value.__qualname__, -1 if frame is None else frame.f_lasti)
                 return None
             case count():
-                self._say(repr(one))
+                self._say(repr(value))
                 return None
             case _:
-                return iter(self._parts(one))
+                return iter(self._parts(value))
 
-    def _parts(self, one: Any) -> list[Any]:
+    def _parts(self, value: Any) -> list[Any]:
         """Return the attributes of an object; of memory only what was written to."""
-        match f"{type(one).__module__}.{type(one).__qualname__}":
+        match f"{type(value).__module__}.{type(value).__qualname__}":
             case "kvps.core.server.chunks.slab.Chunk":
                 # The short form does not record when readers have let go of a buffer.
-                holds = one.buffer.holds if self._values else None
-                return [_without_gaps(one), holds, *_attributes(one, {"buffer"})]
+                holds = value.buffer.holds if self._values else None
+                return [_without_gaps(value), holds, *_attributes(value, {"buffer"})]
             case "kvps.core.embedding.id_index.IdIndex":
-                return [one._ids[: one.used], *_attributes(one, {"_ids"})]
+                return [value._ids[: value.used], *_attributes(value, {"_ids"})]
             case "kvps.core.embedding.table.EmbeddingRows":
-                slots = one._stamps[: one._index.used].nonzero()[0]
-                return [one._arenas.read(slots), *_attributes(one, {"_arenas"})]
+                slots = value._stamps[: value._index.used].nonzero()[0]
+                return [value._arenas.read(slots), *_attributes(value, {"_arenas"})]
             case _:
-                return _attributes(one)
+                return _attributes(value)
 
 
 def _halves(flat: Any) -> bytes:
@@ -157,17 +159,17 @@ def _halves(flat: Any) -> bytes:
     return octets
 
 
-def _attributes(one: object, but: set[str] | None = None) -> list[Any]:
+def _attributes(holder: object, but: set[str] | None = None) -> list[Any]:
     """Return names and values of the attributes of ``one``, sorted by name."""
-    names = set(getattr(one, "__dict__", ()))
-    for cls in type(one).__mro__:
+    names = set(getattr(holder, "__dict__", ()))
+    for cls in type(holder).__mro__:
         slots = getattr(cls, "__slots__", ())
         names.update((slots,) if isinstance(slots, str) else slots)
     names -= SKIPPED | (but or set()) | {"__dict__", "__weakref__"}
     found: list[Any] = []
     for name in sorted(names):
-        if hasattr(one, name):
-            found += [name, getattr(one, name)]
+        if hasattr(holder, name):
+            found += [name, getattr(holder, name)]
     return found
 
 

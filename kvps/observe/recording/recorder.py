@@ -130,7 +130,7 @@ class RingLens(Lens):
         """Return what the ring keeps of a request: its name, and its arguments if those are small."""
         if not isinstance(item, CoreRequest):
             return What.UNKNOWN, now, [_name_of(item)]
-        words = ", ".join([type(one).__name__ for one in item.args])
+        words = ", ".join([type(argument).__name__ for argument in item.args])
         octets = b""
         if item.name in SMALL and self._dumps is not None:
             wanted = (item.args, dict(item.options), item.is_timed)

@@ -115,10 +115,12 @@ class Encoder:
 
     def _nested(self, value: Any, depth: int) -> Any:
         def inner(values: Any) -> list[Any]:
-            return [self._plain(one, depth) for one in values]
+            return [self._plain(element, depth) for element in values]
 
         if dataclasses.is_dataclass(value):
-            fields = [getattr(value, one.name) for one in dataclasses.fields(value) if one.init]
+            fields = [
+                getattr(value, field.name) for field in dataclasses.fields(value) if field.init
+            ]
             return ["c", self._name(type(value)), inner(fields)]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["c", self._name(type(value)), inner(value)]
@@ -207,7 +209,7 @@ class Decoder:
         return {"t": tuple, "l": list, "f": frozenset, "S": set}[kind](self._all(values))
 
     def _all(self, values: list[Any]) -> list[Any]:
-        return [self._value(one) for one in values]
+        return [self._value(element) for element in values]
 
     def _tensor(self, number: int, dtype: str, shape: list[int], octets: bytes) -> torch.Tensor:
         flat = (

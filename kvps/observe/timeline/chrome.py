@@ -30,7 +30,7 @@ def document(trace: MergedTrace) -> dict[str, Any]:
             "kvps": FORMAT,
             "wall_clock_at_0": trace.wall_s + (begin - trace.clock) / 1e9,
             "clock_error_us": None if error is None else error / 1000,
-            "spans_lost": sum([one.lost for one in trace.processes]),
+            "spans_lost": sum([process.lost for process in trace.processes]),
         },
         "traceEvents": [*_metadata(trace), *_slices(trace, begin), *_arrows(trace, begin)],
     }

@@ -88,7 +88,9 @@ class CriticalPath:
         self._begin = trace.begin
         """Before that, not all workers were recorded."""
         for process in trace.processes:
-            computing = [one.begin for one in process.spans if one.kind is SpanKind.COMPUTE]
+            computing = [
+                computed.begin for computed in process.spans if computed.kind is SpanKind.COMPUTE
+            ]
             self._begin = max(self._begin, min(computing, default=0))
             self._by_node[process.node] = process
             self._scripts[process.node] = ProcessTrack(
@@ -174,7 +176,9 @@ class CriticalPath:
         if request is None or span.role == NOBODY:
             return None
         peer = Node(Role(span.role), span.rank)
-        sent = [one for one in self._sent.get((request, peer), ()) if one.begin < span.begin]
+        sent = [
+            earlier for earlier in self._sent.get((request, peer), ()) if earlier.begin < span.begin
+        ]
         return (peer, sent[-1]) if sent else None
 
     def _way(self, sender: Node, sent: int, receiver: Node, looked_at: int) -> Iterator[Stretch]:

@@ -62,21 +62,21 @@ def explain(trace: MergedTrace) -> Explanation:
         'no worker waited for a call in this trace: nothing can be said about its steps'
     """
     path = CriticalPath(trace).walk()
-    total = sum([one.end - one.begin for one in path])
-    lost = sum([one.lost for one in trace.processes])
+    total = sum([stretch.end - stretch.begin for stretch in path])
+    lost = sum([process.lost for process in trace.processes])
     error_ns = trace.error_ns
     error_ms = None if error_ns is None else error_ns / 1e6
     if not total:
         return Explanation(0.0, (), error_ms, lost)
     times: Counter[Cause] = Counter()
-    for one in path:
-        times[one.cause] += one.end - one.begin
+    for stretch in path:
+        times[stretch.cause] += stretch.end - stretch.begin
     findings = [
         *_computing(trace, path, times, total),
         *_at_nodes(times, total),
         *_links(times, total),
     ]
-    findings.sort(key=lambda one: -one.share)
+    findings.sort(key=lambda finding: -finding.share)
     return Explanation(total / 1e9, tuple(findings), error_ms, lost)
 
 
@@ -88,9 +88,9 @@ def _computing(
 ) -> list[BoundingCause]:
     """Return the workers whose computation is waited for."""
     computed = {
-        one.node: sum([span.took for span in one.spans if span.kind is SpanKind.COMPUTE])
-        for one in trace.processes
-        if one.node.role is Role.WORKER
+        process.node: sum([span.took for span in process.spans if span.kind is SpanKind.COMPUTE])
+        for process in trace.processes
+        if process.node.role is Role.WORKER
     }
     found = []
     for cause, took in times.items():
@@ -107,15 +107,15 @@ def _computing(
                 f"takes {100 * waited / total:.0f} % of the other workers' time"
             )
         found.append(BoundingCause("compute", (node,), took / total, detail))
-    if len(found) > 1 and not any(one.detail for one in found):  # none is slow: they take turns
-        nodes = tuple(sorted([one.nodes[0] for one in found]))
-        return [BoundingCause("compute", nodes, sum([one.share for one in found]))]
+    if len(found) > 1 and not any(cause.detail for cause in found):  # none is slow: they take turns
+        nodes = tuple(sorted([cause.nodes[0] for cause in found]))
+        return [BoundingCause("compute", nodes, sum([cause.share for cause in found]))]
     return found
 
 
 def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
     """Return for how long the other workers waited while ``node`` computed; nanoseconds, the mean of them."""
-    computing = [one for one in path if one.cause == Cause("compute", node)]
+    computing = [stretch for stretch in path if stretch.cause == Cause("compute", node)]
     waited: list[int] = []
     for process in trace.processes:
         if process.node.role is not Role.WORKER or process.node == node:
@@ -123,8 +123,8 @@ def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
         waits = [span for span in process.spans if span.kind is SpanKind.WAIT]
         waited.append(
             sum(
-                max(0, min(one.end, span.end) - max(one.begin, span.begin))
-                for one, span in _pairs(computing, waits)
+                max(0, min(stretch.end, span.end) - max(stretch.begin, span.begin))
+                for stretch, span in _pairs(computing, waits)
             )
         )
     return sum(waited) / len(waited)
@@ -133,7 +133,7 @@ def _waited_for(trace: MergedTrace, path: list[Stretch], node: Node) -> float:
 def _pairs(stretches: list[Stretch], waits: list[TimeSpan]) -> list[tuple[Stretch, TimeSpan]]:
     """Return the pairs that overlap; both lists are walked once."""
     pairs = []
-    ascending, index = sorted(stretches, key=lambda one: one.begin), 0
+    ascending, index = sorted(stretches, key=lambda stretch: stretch.begin), 0
     for span in waits:
         while index < len(ascending) and ascending[index].end <= span.begin:
             index += 1
@@ -181,7 +181,7 @@ def _links(times: Counter[Cause], total: int) -> list[BoundingCause]:
         return []
     _, most = pairs.most_common(1)[0]
     if most >= ONE_LINK * all_ns:
-        return [_link(one, took, up[one], total) for one, took in pairs.items()]
+        return [_link(pair, took, up[pair], total) for pair, took in pairs.items()]
     ends: Counter[Node] = Counter()
     for (first, second), took in pairs.items():
         ends[first] += took
@@ -194,7 +194,7 @@ def _links(times: Counter[Cause], total: int) -> list[BoundingCause]:
             if node in pair
         )
         return [BoundingCause("link", (node,), all_ns / total, detail)]
-    return [_link(one, took, up[one], total) for one, took in pairs.items()]
+    return [_link(pair, took, up[pair], total) for pair, took in pairs.items()]
 
 
 def _other(pair: tuple[Node, Node], node: Node) -> Node:
@@ -265,12 +265,12 @@ def _lines(found: Explanation) -> list[str]:
         "",
     ]
     rest = 0.0
-    for one in found.findings:
-        if one.share < SHOWN_MIN:
-            rest += one.share
+    for finding in found.findings:
+        if finding.share < SHOWN_MIN:
+            rest += finding.share
             continue
-        detail = f" ({one.detail})" if one.detail else ""
-        lines.append(f"{100 * one.share:5.0f} %  {title(one)}{detail}")
+        detail = f" ({finding.detail})" if finding.detail else ""
+        lines.append(f"{100 * finding.share:5.0f} %  {title(finding)}{detail}")
     if rest >= 0.005:
         lines.append(f"{100 * rest:5.0f} %  all else")
     if found.error_ms is None:

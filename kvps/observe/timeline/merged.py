@@ -47,18 +47,20 @@ class MergedTrace:
     @property
     def begin(self) -> int:
         """When the first span begins."""
-        return min([one.spans[0].begin for one in self.processes if one.spans], default=0)
+        return min(
+            [process.spans[0].begin for process in self.processes if process.spans], default=0
+        )
 
     @property
     def end(self) -> int:
         """When the last span ends."""
-        return max([span.end for one in self.processes for span in one.spans], default=0)
+        return max([span.end for process in self.processes for span in process.spans], default=0)
 
     @property
     def error_ns(self) -> int | None:
         """By how much the times of two processes may differ from the truth; None if unknown."""
-        errors = [one.error_ns for one in self.processes]
-        return None if None in errors else max([one or 0 for one in errors], default=0)
+        errors = [process.error_ns for process in self.processes]
+        return None if None in errors else max([error or 0 for error in errors], default=0)
 
 
 class ClockOffset:
@@ -73,9 +75,9 @@ class ClockOffset:
         self._trips = trips
         self._near: dict[int, RoundTrip] = {}
         self.error_ns: int | None = None
-        self._is_equal = all(abs(_offset(one)) <= _half(one) for one in trips)
+        self._is_equal = all(abs(_offset(trip)) <= _half(trip) for trip in trips)
         if trips and self._is_equal:
-            self.error_ns = min([_half(one) for one in trips])
+            self.error_ns = min([_half(trip) for trip in trips])
 
     def apply(self, clock: int) -> int:
         """Return the scheduler's time when the member's clock showed ``clock``."""
@@ -84,7 +86,7 @@ class ClockOffset:
         second = clock // SECOND_NS
         if second not in self._near:
             middle = second * SECOND_NS + SECOND_NS // 2
-            errors = [_half(one) + abs(one.clock - middle) // DRIFT for one in self._trips]
+            errors = [_half(trip) + abs(trip.clock - middle) // DRIFT for trip in self._trips]
             self.error_ns = max(self.error_ns or 0, min(errors) + SECOND_NS // 2 // DRIFT)
             self._near[second] = self._trips[errors.index(min(errors))]
         return clock + _offset(self._near[second])

@@ -135,7 +135,7 @@ class Tracer:
         if len(self._peers) < ROUTES_MAX:
             self._peers[route] = peer
         seq, number, chunk = ids_of(packet, is_ours=not isinstance(route, bytes))
-        octets = sum([one.nbytes for one in packet.payload])
+        octets = sum([frame.nbytes for frame in packet.payload])
         rest = seq, number, chunk, octets
         if isinstance(message, VALUES):
             self._add(SpanKind.SCATTER, peer, began, made, *rest)
@@ -153,7 +153,7 @@ class Tracer:
         peer = self._peer_of(route)
         is_ours = isinstance(route, bytes)
         seq, number, chunk = ids_of(packet, is_ours=is_ours)
-        rest = seq, number, chunk, sum([one.nbytes for one in packet.payload])
+        rest = seq, number, chunk, sum([frame.nbytes for frame in packet.payload])
         if is_ours or not self._is_worker:
             self._add(SpanKind.REPLY, peer, before, done, *rest)
             return
