@@ -32,8 +32,6 @@ from tests.simulation.training import (
     Job,
     check,
     faults_of,
-    kill_at_each_packet,
-    lose_each_packet,
     one_hot,
     outlive,
     patient,
@@ -117,15 +115,6 @@ def small_job() -> Job:
     job.faults = Faults(in_order=True)
     job.ways = ["pushpull", "push, pull"]
     return job
-
-
-def test_any_one_packet_may_be_lost() -> None:
-    lose_each_packet(small_job())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_may_die_at_any_packet(rank: int) -> None:
-    kill_at_each_packet(small_job(), rank)
 
 
 # --- asynchronous: each push counts once, and every pull is of one version ------------------------

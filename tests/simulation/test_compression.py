@@ -17,10 +17,8 @@ from kvps.compression.policy import CompressionPolicy, rules_of
 from kvps.errors import Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.training import (
-    LOST,
     SEEDS,
     Job,
-    befall_each_packet,
     check,
     faults_of,
     once,
@@ -166,13 +164,3 @@ def test_values_are_those_of_one_process(seed: int, request: pytest.FixtureReque
     job = job_of(seed)
     with replayable(request, job):
         play(job)
-
-
-@pytest.mark.parametrize("fate", [LOST, (0.0, 0.0), (0.5,)], ids=["lost", "twice", "late"])
-@pytest.mark.parametrize("has_optimizer", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_any_single_packet_may_meet_any_fate(has_optimizer: bool, fate: tuple[float, ...]) -> None:
-    job = Compressed(3, workers=2, servers=2, steps=3, sizes={"a": 65, "b": 7})
-    job.store = Store(bigarray_bound=64)
-    job.has_optimizer = has_optimizer
-    job.ways = ["pushpull", "push, pull", "pushpull"]
-    befall_each_packet(job, fate, (train, is_trained))  # type: ignore[arg-type]

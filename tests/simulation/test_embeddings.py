@@ -23,8 +23,6 @@ from tests.simulation.training import (
     FEWER,
     Job,
     faults_of,
-    kill_at_each_packet,
-    lose_each_packet,
     once,
     patient,
     replayable,
@@ -175,14 +173,6 @@ def small_job() -> TableJob:
     job = TableJob(3, 2, 2, 2, recipe=recipe(momentum=0.5, lr=1.0))
     job.faults = Faults(in_order=True)
     return job
-
-
-def test_any_one_packet_may_be_lost() -> None:
-    lose_each_packet(small_job(), (train, is_whole))  # type: ignore[arg-type]  # it is a Job
-
-
-def test_a_worker_may_die_at_any_packet() -> None:
-    kill_at_each_packet(small_job(), 1, (train, is_whole))  # type: ignore[arg-type]
 
 
 # --- without rounds ------------------------------------------------------------------------------

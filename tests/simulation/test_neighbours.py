@@ -19,8 +19,6 @@ from tests.simulation.training import (
     FEWER,
     Job,
     faults_of,
-    kill_at_each_packet,
-    lose_each_packet,
     outlive,
     patient,
     replayable,
@@ -148,30 +146,6 @@ def test_the_leaders_take_turns() -> None:
     played(lambda rank: train(job, rank), job.machines, watch=watch)
     assert set(led) == {"worker 0", "worker 1", "worker 2"}
     assert max(led.values()) < 2 * min(led.values())
-
-
-# --- every single fault ---------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R96")
-@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
-def test_any_one_packet_may_be_lost(workers: int, servers: int) -> None:
-    lose_each_packet(neighbourly_job(workers, servers))
-
-
-@pytest.mark.spec("R96")
-@pytest.mark.parametrize(
-    ("workers", "servers", "rank"),
-    [
-        (2, 2, 0),
-        pytest.param(2, 2, 1, marks=pytest.mark.thorough),
-        pytest.param(3, 1, 0, marks=pytest.mark.thorough),
-        pytest.param(3, 1, 1, marks=pytest.mark.thorough),
-        (3, 1, 2),
-    ],
-)
-def test_a_worker_may_die_at_any_packet(workers: int, servers: int, rank: int) -> None:
-    kill_at_each_packet(neighbourly_job(workers, servers), rank)
 
 
 @pytest.mark.spec("R96")

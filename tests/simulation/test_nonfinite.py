@@ -22,8 +22,6 @@ from tests.simulation.training import (
     Play,
     check,
     faults_of,
-    kill_at_each_packet,
-    lose_each_packet,
     once,
     patient,
     replayable,
@@ -259,15 +257,6 @@ def small_job() -> Flawed:
     job.ways = ["pushpull", "push, pull", "pushpull"]
     job.flaws = {(1, 0, "w"): (199, NAN), (0, 1, "w"): (0, INF), (0, 2, "b"): (0, NAN)}
     return job
-
-
-def test_any_one_packet_may_be_lost() -> None:
-    lose_each_packet(small_job(), FLAWED)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_worker_may_die_at_any_packet(rank: int) -> None:
-    kill_at_each_packet(small_job(), rank, FLAWED)
 
 
 def test_the_log_names_a_round_the_rank_and_the_key_once() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.simulation.cluster import Cluster, Script, Store, Values
-from tests.simulation.training import LOST, SEEDS, Job, befall_each_packet, faults_of, replayable
+from tests.simulation.training import SEEDS, Job, faults_of, replayable
 
 
 def job_of(seed: int) -> Job:
@@ -90,10 +90,3 @@ def smallest(late: str) -> Job:
     job = Job(0, workers=2, servers=1, steps=2, ways=["pushpull", "pushpull"])
     job.store = Store(quorum=1, grace_s=0.0, late=late, on_worker_lost="shrink")
     return job
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("fate", [LOST, (0.0, 0.0), (3.0,)], ids=["lost", "twice", "late"])
-@pytest.mark.parametrize("late", ["drop", "next"])
-def test_every_single_fault_of_the_smallest_job(late: str, fate: tuple[float, ...]) -> None:
-    befall_each_packet(smallest(late), fate, (train, judge))

@@ -16,8 +16,6 @@ from tests.simulation.test_swarm import judge, patience, play
 from tests.simulation.training import (
     Job,
     check,
-    kill_at_each_packet,
-    lose_each_packet,
     once,
     patient,
     replayable,
@@ -141,9 +139,6 @@ def is_trained(job: TableJob, tables: Values) -> None:
     check(job.steps, tables, reference(job)[-1])
 
 
-TRAINING = (train, is_trained)
-
-
 def count(job: TableJob, rank: int) -> Script:
     """Without rounds: each push takes 1 from rows of its own, and from one that all share."""
     kv, rows = job.store, job.workers * job.steps + 1
@@ -228,13 +223,3 @@ def small() -> TableJob:
     job.ways = ["push, refresh", "push, refresh", "push, pull rows"]
     job.dense = 0.0
     return job
-
-
-@pytest.mark.spec("R172")
-def test_any_packet_may_be_lost() -> None:
-    lose_each_packet(small(), TRAINING)  # type: ignore[arg-type]
-
-
-@pytest.mark.spec("R172")
-def test_a_worker_may_end_at_any_packet() -> None:
-    kill_at_each_packet(small(), 1, TRAINING)  # type: ignore[arg-type]
