@@ -38,7 +38,9 @@ def main(folder: Path, pause_s: float, is_late: bool = False) -> None:
     )
     names, weights = list(SIZES), initial()
     kv.init(names, weights)
+    end = time.monotonic() + LIMIT_S
     while is_late and not list((folder / "checkpoints").glob("cut-*/manifest.json")):
+        assert time.monotonic() < end, f"no checkpoint is complete after {LIMIT_S:g} s"
         time.sleep(0.01)
     kv.set_optimizer("adam", lr=0.01)
     step = kv.resume(names)

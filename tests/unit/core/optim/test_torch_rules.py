@@ -312,15 +312,6 @@ def test_nadams_product_is_torchs_after_a_thousand_steps_and_then_stays_zero() -
 
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
-def test_an_empty_slice_is_no_update(name: str) -> None:
-    updater = create(resolve(name, {}))
-    weight = torch.zeros(0)
-    updater.apply(
-        weight, torch.zeros(0), updater.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.1)
-    )
-
-
-@pytest.mark.parametrize("name", sorted(CLASSES))
 def test_integer_weights_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' cannot update a weight of torch.int32; use"):
         create(resolve(name, {})).new_state(torch.zeros(3, dtype=torch.int32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -368,18 +369,23 @@ TestReadingWithShortReleases.settings = settings(  # type: ignore[attr-defined]
 
 
 def test_many_leases_are_given_back_by_other_threads() -> None:
-    """Leases are dropped anywhere, while the loop tells of them."""
+    """Leases are dropped anywhere, while the loop tells of them; each memory is released, and once."""
     given, taken = Lent(), Borrowed()
-    held = [taken.take(given.give(None, None)) for _ in range(3000)]
+    memories = give(given, 3000)
+    held = [taken.take(number) for number in list(given.open)]
     random.Random(0).shuffle(held)
     parts = [held[start::3] for start in range(3)]
     held.clear()
-    threads = [threading.Thread(target=one.clear) for one in parts]
-    for one in threads:
-        one.start()
+    threads = [threading.Thread(target=part.clear) for part in parts]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 60.0
     while len(given):
+        assert time.monotonic() < end, f"{len(given)} of 3000 leases were not given back"
         message = taken.release()
         if message is not None:
             given.release(message)
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.join()
+    assert not any(memory.is_held for memory in memories)
+    assert taken.release() is None
