@@ -420,21 +420,6 @@ def test_ranks_that_share_a_gpu():
 # --- training -------------------------------------------------------------------------------------------
 
 
-def test_two_workers_learn_digits():
-    data, unseen = digits.load()
-
-    def work(rank):
-        torch.manual_seed(rank)
-        model = digits.ConvNet()
-        for _ in digits.train(store(), model, data, digits.EPOCHS, digits.BATCH, digits.LR):
-            pass
-        return digits.accuracy(model, unseen), model.state_dict()
-
-    (first, weights), (second, others) = run(work)
-    assert first == second >= 0.97
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
 def test_a_trainer_does_as_over_servers_that_sum():
     data, _ = digits.load()
     starts = [digits.ConvNet(), digits.ConvNet()]  # rank 0's counts

@@ -6,7 +6,6 @@ weights: a weight that differs in its last bit would move a gradient across a th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,12 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 
 import kvps
 import kvps.torch
-from examples import digits
 from kvps.torch import DistributedOptimizer
 
 WORKERS = 2
@@ -66,10 +62,6 @@ def loss_of(params: dict[str, torch.nn.Parameter], rank: int, step: int) -> torc
 
 def kept(params: dict[str, torch.nn.Parameter]) -> Tensors:
     return {name: one.detach().clone() for name, one in params.items()}
-
-
-def as_it_is(rest: torch.Tensor) -> torch.Tensor:
-    return rest.clone()
 
 
 def two_bits(rest: torch.Tensor) -> torch.Tensor:
@@ -156,39 +148,6 @@ def test_a_trainer_follows_mxnets_rule(
         assert_close(found, reference.params)
         assert rests.keys() == {"cut", "small"}
         assert_close(reference.rests[rank], rests)
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("on_store", [True, False])
-@pytest.mark.parametrize(
-    ("codec", "atol"), [("fp16", 0.01), ("bf16", 0.05), ("int8", 0.1)], ids=str
-)
-@pytest.mark.parametrize("pull", [False, True])
-def test_a_trainer_with_a_close_codec_is_close(
-    codec: str, atol: float, pull: bool, on_store: bool
-) -> None:
-    """What a codec cannot say comes one step later: the error does not grow with the steps."""
-
-    def work(rank: int) -> Tensors:
-        params = parameters()
-        compression = {"type": codec, "min_bytes": 0, "pull": pull}
-        trainer = kvps.Trainer(
-            params, "sgd", LR, "dist_sync", compression, update_on_kvstore=on_store
-        )
-        for step in range(STEPS):
-            loss_of(params, rank, step).backward()
-            trainer.step(WORKERS)
-            for one in params.values():
-                one.grad = None
-        return kept(params)
-
-    reference = Reference(as_it_is)
-    for step in range(STEPS):
-        reference.step(step)
-    for found in run(work):
-        assert_close(found, reference.params, atol)
-        differs = (found["cut"] - reference.params["cut"]).abs().max()
-        assert differs > 1e-5, "something was compressed"
 
 
 @pytest.mark.usefixtures("transport")
@@ -399,50 +358,3 @@ def test_a_state_dict_of_another_rank_owes_nothing() -> None:
         return bool(optimizer.kvstore.compression_state())
 
     assert run(work) == [True, False]
-
-
-SUM = {"reduction": "sum"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("compression", "lr", "loss"),
-    [
-        ({"type": "fp16"}, 0.5, {}),
-        ({"type": "bf16"}, 0.5, {}),
-        ({"type": "int8", "pull": True}, 0.5, {}),
-        ({"type": "2bit", "threshold": 0.5 / 32}, 0.5, {}),
-        ({"type": "1bit", "threshold": 0.0}, 0.3 / 32, SUM),
-        ({"type": "topk", "ratio": 0.01, "pull": True}, 0.5, {}),
-        ({"type": "randomk", "ratio": 0.1}, 0.5, {}),
-    ],
-    ids=lambda one: one["type"] if isinstance(one, dict) and "type" in one else "",
-)
-def test_an_optimizer_learns_digits_by_every_codec(
-    compression: dict[str, Any], lr: float, loss: dict[str, Any]
-) -> None:
-    """In batches of 32 for each worker, as examples/compressed_digits.py does it with a Trainer."""
-    torch.manual_seed(3)
-    first = digits.ConvNet()
-    seen, unseen = digits.load()
-    epochs = 12
-
-    def work(rank: int) -> float:
-        model = copy.deepcopy(first)
-        sgd: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        optimizer = DistributedOptimizer(
-            sgd, model, "dist_sync", {**compression, "min_bytes": 2000}
-        )
-        sampler = kvps.data_sampler(seen, optimizer.kvstore)
-        loader = DataLoader(seen, 32, sampler=sampler)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 - epoch / epochs)
-        for epoch in range(epochs):
-            sampler.set_epoch(epoch)
-            for images, labels in loader:
-                optimizer.zero_grad()
-                cross_entropy(model(images), labels, **loss).backward()
-                optimizer.step()
-            scheduler.step()
-        return digits.accuracy(model, unseen)
-
-    assert min(run(work)) >= 0.97

@@ -194,39 +194,6 @@ def test_a_step_does_not_take_a_discarded_gradient_for_0(ignore: bool) -> None:
             trainer.step(1, ignore_stale_grad=ignore)
 
 
-def adversaries(model: Any, makes: Any, judges: Any, rows: slice, how: str) -> list[torch.Tensor]:
-    """Train both halves; the generator's loss reaches the discriminator, too, which is not frozen."""
-    for step in range(4):
-        (model.judges if how == "model" else judges).zero_grad()
-        model.judges(INPUTS[rows]).square().mean().backward()
-        model.judges(model.makes(INPUTS[rows]).detach()).sub(1).square().mean().backward()
-        judges.step()
-        (model.makes if how == "model" else makes).zero_grad()
-        loss = loss_of(model, rows)
-        loss.backward()
-        if step == 2:
-            continue  # a bad batch
-        makes.step()
-    return values(model)
-
-
-@pytest.mark.parametrize("how", ["model", "optimizer"])
-@pytest.mark.parametrize("name", ["optimizer", "trainer"])
-def test_adversaries_need_not_be_frozen(name: str, how: str) -> None:
-    options = {"update_on_kvstore": True}
-
-    def work(rank: int) -> list[torch.Tensor]:
-        model = Pair()
-        halves = [front_end(name, half, **options) for half in (model.makes, model.judges)]
-        return adversaries(model, halves[0], halves[1], rows_of(rank, WORKERS), how)
-
-    model = Pair()
-    expected = adversaries(model, sgd(model.makes), sgd(model.judges), slice(24), how)
-    with kvps.LocalCluster(WORKERS, 2) as cluster:
-        for found in cluster.run(work):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
 def test_a_frozen_sharded_model_may_be_an_adversary() -> None:
     """What the error of a sharded model says: freeze it meanwhile."""
 

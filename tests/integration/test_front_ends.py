@@ -1,7 +1,8 @@
 """The sweep: every front end by every feature of torch gives what one process gives on all batches, or refuses it by name.
 
 ``tests/integration/front_end_worker.py`` has the features, ``front_ends.py`` the front ends. A job runs all features by one
-front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason.
+front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with its reason. Each day plays another quarter of
+the front ends, and ``--all`` all of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import pytest
 from tests.integration.front_end_worker import FEATURES
 from tests.integration.front_ends import FRONT_ENDS
 from tests.integration.processes import Processes
+from tests.support import tiers
 
 LIMIT_S = 150.0
+TODAY = list(FRONT_ENDS)[tiers.day() % 4 :: 4]
 
 PASSES = "refused .*(backward_passes_per_step=|overlap=False|call step\\(\\) after each backward)"
 DISCARDED = "refused .*(discarded before step|call step\\(\\) after each backward|overlap=False)"
@@ -139,10 +142,17 @@ def verdicts(
     return said
 
 
-@pytest.mark.thorough
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=(pytest.mark.cuda, pytest.mark.thorough))]
+)
+@pytest.mark.parametrize(
+    "front_end",
+    [
+        pytest.param(name, marks=() if name in TODAY else pytest.mark.thorough)
+        for name in FRONT_ENDS
+    ],
+)
 def test_results_are_those_of_one_process(
     processes: Processes, front_end: str, device: str
 ) -> None:

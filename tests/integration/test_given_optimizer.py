@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -210,35 +210,6 @@ def test_a_hook_after_the_step_reads_new_weights() -> None:
 # --- schedulers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["step", "cycle"])
-def test_a_trainer_with_updates_in_the_store_follows_a_scheduler(kind: str, overlap: bool) -> None:
-    """StepLR changes rates, and OneCycleLR the momentum, too; the second group has a rate of its own."""
-
-    def trained(model: Model, sgd: Optimizer, step: Callable[[], object]) -> list[torch.Tensor]:
-        if kind == "step":
-            train(model, step, StepLR(sgd, 1, 0.5))
-        else:
-            train(model, step, OneCycleLR(sgd, [0.4, 0.1], total_steps=STEPS + 1))
-        return weights(model)
-
-    alone = net()
-    sgd = torch.optim.SGD(groups(alone), lr=0.1, momentum=0.9)
-    expected = trained(alone, sgd, lambda: sgd.step())
-
-    def work(rank: int) -> list[torch.Tensor]:
-        model = net()
-        sgd = torch.optim.SGD(groups(model), lr=0.1, momentum=0.9)
-        trainer = kvps.Trainer(model, sgd, kvstore="dist_sync", overlap=overlap)
-        found = trained(model, sgd, lambda: trainer.step(2))
-        assert trainer.learning_rate == sgd.param_groups[0]["lr"]
-        return found
-
-    with kvps.LocalCluster(2, 1) as cluster:
-        for found in cluster.run(work):
-            torch.testing.assert_close(found, expected)
-
-
 def test_a_rate_that_was_set_is_where_a_scheduler_goes_on() -> None:
     with kvps.LocalCluster():
         model = net()
@@ -362,45 +333,3 @@ def test_an_optimizer_that_exchanges_gradients_itself_is_refused() -> None:
         hvd.shutdown()
         with pytest.raises(kvps.ConfigError, match="got a DistributedOptimizer"):
             DistributedOptimizer(DistributedOptimizer(sgd, model), model)
-
-
-def trained_twice(begin: Callable[[Model, Optimizer], Loop]) -> dict[str, torch.Tensor]:
-    """Train, save model and optimizer by their state dicts, and train on from these; return the weights."""
-    saved: list[dict[str, Any]] = []
-    weights_now: dict[str, torch.Tensor] = {}
-    for _ in range(2):
-        model = net()
-        model.load_state_dict(weights_now or model.state_dict())
-        sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        loop = begin(model, sgd)
-        for state in saved:
-            sgd.load_state_dict(state)
-        train(model, loop.step)
-        saved = [copy.deepcopy(sgd.state_dict())]
-        weights_now = {name: value.clone() for name, value in model.state_dict().items()}
-        loop.close()
-    return weights_now
-
-
-@pytest.mark.parametrize("name", ["trainer", "trainer, overlap", "shard"])
-def test_the_optimizers_state_dict_is_that_of_the_servers(name: str) -> None:
-    """A script that saves and loads the optimizer that it gave loses no momenta."""
-    found = trained_twice(FRONT_ENDS[name])
-    wanted = trained_twice(lambda _, sgd: Loop(sgd.step))
-    for key, value in wanted.items():
-        torch.testing.assert_close(found[key], value)
-
-
-@pytest.mark.parametrize("name", ["servers", "trainer", "shard"])
-def test_the_servers_go_on_from_the_state_of_a_given_optimizer(name: str) -> None:
-    def trained(begin: Callable[[Model, Optimizer], Loop]) -> list[torch.Tensor]:
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        train(model, sgd.step)
-        loop = begin(model, sgd)
-        train(model, loop.step)
-        found = [value.clone() for value in model.state_dict().values()]
-        loop.close()
-        return found
-
-    torch.testing.assert_close(trained(FRONT_ENDS[name]), trained(lambda _, sgd: Loop(sgd.step)))

@@ -15,7 +15,6 @@ from kvps.runtime.worker_session import WorkerSession
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 ALL = ["local", "device", *DIST, *(f"{name}_device" for name in DIST)]
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
 
 def run(work, workers=1, servers=1):
@@ -211,17 +210,6 @@ def test_broadcast_creates_and_replaces():
     run(work, workers=2, servers=2)
 
 
-def test_a_key_that_another_rank_has_initialised_is_known():
-    def work(rank):
-        kv = store()
-        if rank == 0:
-            kv.init("w", torch.arange(300_000.0))
-        kv.barrier()
-        return kv.pull("w")[-1].item()
-
-    assert run(work, workers=2, servers=2) == [299_999.0] * 2
-
-
 def test_init_gives_everyone_the_value_of_rank_0():
     def work(rank):
         kv = store()
@@ -247,19 +235,6 @@ def test_sync_reads_exactly_the_version_after_its_pushes():
     run(work, workers=3, servers=2)
 
 
-def test_a_pull_waits_for_min_version():
-    def work(rank):
-        kv = store("dist_async")
-        kv.init("w", torch.zeros(1))
-        if rank == 0:
-            assert kv.pull("w", min_version=3).item() == 3
-        else:
-            for _ in range(3):
-                kv.push("w", torch.ones(1))
-
-    run(work, workers=2)
-
-
 def test_many_rounds_in_flight():
     def work(rank):
         kv = store()
@@ -273,23 +248,6 @@ def test_many_rounds_in_flight():
         return kv.pull("w").item()
 
     assert run(work, workers=2) == [199.0, 199.0]
-
-
-def test_a_pull_under_concurrent_pushes_is_one_version():
-    count = 400_000
-
-    def work(rank):
-        kv = store("dist_async")
-        kv.init("w", torch.zeros(count))
-        for _ in range(15):
-            if rank:
-                kv.push("w", torch.ones(count))
-            else:
-                assert len(kv.pull("w").unique()) == 1
-        kv.barrier()
-        return kv.pull("w").unique().tolist()
-
-    assert run(work, workers=3, servers=3) == [[30.0]] * 3
 
 
 def test_ssp_waits_for_the_slowest():
@@ -313,41 +271,6 @@ def test_ssp_waits_for_the_slowest():
             kv.push("w", torch.ones(1))
 
     run(work, workers=2)
-
-
-def test_barriers_make_pushes_visible():
-    def work(rank):
-        kv = store("dist_async")
-        kv.init("w", torch.zeros(200_000))
-        for step in range(1, 6):
-            kv.push("w", torch.ones(200_000))
-            kv.barrier()
-            assert kv.pull("w").unique().tolist() == [3.0 * step]
-            kv.barrier("read")
-
-    run(work, workers=3, servers=2)
-
-
-def test_ssp_counts_from_the_join_on():
-    """A rank with fewer batches holds nobody up once all have joined, in this epoch or the next."""
-
-    def work(rank):
-        kv = store("dist_ssp", staleness=2)
-        kv.init("w", torch.zeros(4))
-        table = kv.embedding("e", 2, optimizer="sgd", lr=1.0)
-        ids, rows = torch.tensor([7]), torch.ones(1, 2)
-        for epoch in range(2):
-            for _ in range((3, 12)[rank ^ epoch]):
-                kv.push("w", torch.ones(4))
-                table.push(ids, rows)
-                kv.pull("w")
-                table.pull(ids)
-            kv.join()
-            assert kv.pull("w", timeout=10.0).tolist() == [15.0 * (epoch + 1)] * 4
-            table.pull(ids, timeout=10.0)
-            kv.barrier()
-
-    run(work, workers=2, servers=2)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -440,36 +363,6 @@ def test_the_learning_rate_reaches_the_next_round(name):
 
     workers = 1 if name == "local" else 2
     assert run(work, workers=workers) == [-1.25 * workers] * workers
-
-
-def test_setting_the_optimizer_again_keeps_its_state():
-    def work(rank):
-        kv = store()
-        kv.set_optimizer("sgd", lr=1.0, momentum=1.0)
-        kv.init("w", torch.zeros(1))
-        kv.push("w", torch.ones(1))
-        kv.set_optimizer("sgd", lr=0.5, momentum=1.0)
-        assert kv.pushpull("w", torch.ones(1)).item() == -2.0
-
-    run(work)
-
-
-@pytest.mark.parametrize("name", ["lars", "lamb"])
-def test_norms_are_of_the_whole_tensor(name):
-    torch.manual_seed(1)
-    weight, gradients = torch.randn(900, 700), [torch.randn(900, 700) for _ in range(3)]
-
-    def work(rank):
-        kv = store()
-        kv.set_optimizer(name, lr=0.1, weight_decay=0.01)
-        kv.init("w", weight)
-        for gradient in gradients:
-            out = kv.pushpull("w", gradient)
-        return out
-
-    whole, spread = run(work)[0], run(work, servers=3)[0]
-    assert not torch.allclose(whole, weight, rtol=1e-4)
-    torch.testing.assert_close(spread, whole, rtol=1e-5, atol=1e-7)
 
 
 def test_optimizer_states_survive_in_a_file(tmp_path):
@@ -595,19 +488,6 @@ def test_host_aggregation_is_on_by_store_and_variable(
     assert [one.opened.bundles for one in opened if isinstance(one, OpenStore)] == [bundles]
 
 
-def test_workers_that_disagree_on_host_aggregation():
-    def work(rank):
-        try:
-            kvps.create("dist_sync", timeout=20, host_aggregation=rank == 0)
-        except kvps.Mismatch as error:
-            return str(error)
-        return ""
-
-    first, second = sorted(run(work, workers=2))
-    assert first == "", "who came first has the store"
-    assert "bundles=" in second
-
-
 BAD_CALLS = [
     (lambda kv: kv.push("x", torch.ones(2)), kvps.KeyNotFound, "'x' was never initialised"),
     (lambda kv: kv.pull("x"), kvps.KeyNotFound, "'x'"),
@@ -662,39 +542,12 @@ def test_bad_calls_raise_at_the_offender_and_change_nothing(name):
     run(work)
 
 
-def test_two_different_inits():
-    def work(rank):
-        kv = kvps.create("dist_sync", timeout=10)
-        if rank == 0:
-            kv.init("w", torch.zeros(4))
-        else:
-            with pytest.raises(kvps.Mismatch, match=r"'w'.*float32\[4\].*float16\[4\]"):
-                kv.init("w", torch.zeros(4, dtype=torch.float16))
-            kv.init("w", torch.zeros(4))
-        assert kv.pushpull("w", torch.ones(4)).tolist() == [2] * 4
-
-    run(work, workers=2)
-
-
 def test_same_name_with_two_types_is_refused():
     def work(rank):
         kv = kvps.create("dist_sync", name="mine", timeout=10)
         with pytest.raises(kvps.Mismatch, match=r"'mine'.*dist_sync.*dist_async"):
             kvps.create("dist_async", name="mine", timeout=10)
         kv.barrier()
-
-    run(work, workers=2)
-
-
-def test_same_name_with_two_types_on_two_workers_is_refused():
-    def work(rank):
-        if rank == 0:
-            kvps.create("dist_sync", name="mine").init("w", torch.zeros(1))
-        first = kvps.create("dist_sync", name="gate", timeout=10)
-        first.barrier()
-        if rank == 1:
-            with pytest.raises(kvps.Mismatch, match=r"mode='sync'.*mode='async'"):
-                kvps.create("dist_async", name="mine", timeout=10)
 
     run(work, workers=2)
 
@@ -736,61 +589,6 @@ def test_a_push_that_needs_an_optimizer_is_refused_by_the_call_itself(kind):
     run(work, workers=2)
 
 
-def test_an_optimizer_that_rank_0_alone_set_is_enough():
-    def work(rank):
-        kv = kvps.create("dist_async", timeout=30)
-        kv.init("w", torch.zeros(1))
-        if rank == 0:
-            kv.set_optimizer("test")
-        kv.barrier()
-        for _ in range(5):
-            kv.push("w", torch.ones(1))
-        kv.barrier()
-        assert kv.pull("w").item() == 10
-
-    run(work, workers=2)
-
-
-WITHOUT_OPTIMIZER = """
-import kvps, torch
-kv = kvps.create("dist_async")
-kv.init("w", torch.zeros(1))
-try:
-    kv.push("w", torch.ones(1))
-except kvps.ConfigError as error:
-    print(error)
-kv.set_optimizer("test")
-kv.push("w", torch.ones(1))
-print(kv.pull("w").item())
-"""
-
-
-def test_an_embedded_store_that_needs_an_optimizer_says_so(processes):
-    one = processes.python(processes.script(WITHOUT_OPTIMIZER))
-    assert one.wait(60) == 0, one
-    said, pulled = one.out.splitlines()
-    assert "store 'store-0' of type dist_async has no optimizer" in said
-    assert pulled == "1.0"
-
-
-def test_ranks_that_set_different_optimizers():
-    def work(rank):
-        kv = kvps.create("dist_sync", timeout=10)
-        kv.set_optimizer("sgd", lr=0.1)
-        if rank == 0:
-            kv.set_learning_rate(0.2)
-            kv.set_optimizer("sgd", lr=0.3)
-        else:
-            with pytest.raises(kvps.Mismatch, match=r"rank 1 set.*0\.5.*rank 0 set.*0\.2"):
-                kv.set_learning_rate(0.5)
-            with pytest.raises(kvps.Mismatch, match=r"rank 1 set.*0\.4.*rank 0 set.*0\.3"):
-                kv.set_optimizer("sgd", lr=0.4)
-        kv.barrier()
-        return kv.type
-
-    run(work, workers=2)
-
-
 def test_a_timeout_names_who_is_missing():
     def work(rank):
         kv = kvps.create("dist_sync", timeout=20)
@@ -808,20 +606,6 @@ def test_a_timeout_names_who_is_missing():
         return kv.pull("w").item()
 
     assert run(work, workers=2) == [2, 2]
-
-
-def test_an_integer_key_refuses_a_float_rule():
-    def work(rank):
-        kv = kvps.create("dist_sync", timeout=10)
-        kv.set_optimizer("sgd", lr=0.1)
-        kv.init("w", torch.zeros(1, dtype=torch.int32))
-        with pytest.raises(kvps.ConfigError, match="int32"):
-            kv.pushpull("w", torch.ones(1, dtype=torch.int32))
-        assert kv.pull("w").item() == 0
-        kv.set_optimizer("test")
-        assert kv.pushpull("w", torch.ones(1, dtype=torch.int32)).item() == 1
-
-    run(work)
 
 
 def test_a_plugin_is_created_by_its_name():

@@ -231,23 +231,6 @@ def test_delayed_nesterov_is_sgd_whose_momentum_waits_for_all_workers() -> None:
     assert_like(found, [world, world])
 
 
-def test_in_async_mode_a_slow_worker_may_make_fewer_steps() -> None:
-    def work(rank: int) -> tuple[int, int, Weights]:
-        model = net()
-        optimizer = inner(model)
-        with DiLoCo(model, optimizer, sync_every=(2, 6)[rank], mode="async") as outer:
-            for index in range((8, 24)[rank]):
-                step(model, optimizer, rank, index)
-            outer.stores[0].barrier()
-            version = outer.stores[0].version("0.weight")
-            outer.pull()
-            return outer.syncs, version, weights(model)
-
-    zero, one = run(work)
-    assert zero[:2] == one[:2] == (4, 8)
-    assert all(torch.equal(*pair) for pair in zip(zero[2], one[2], strict=True))
-
-
 def test_a_worker_knows_how_old_its_last_push_was() -> None:
     """Rank 0 merges three times while rank 1 sleeps, so the next push of rank 1 starts from weights three pushes old."""
 
@@ -548,32 +531,6 @@ def test_torchft_arguments_that_servers_cannot_use_are_refused() -> None:
 # --- bad input -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"fragments": 3}, "sync_every=100 is not a multiple of the 3 fragments"),
-        ({"fragments": 9}, "fragments=9: use 1 to 4"),
-        ({"delay": 100}, "delay=100: use 0 to 99 steps"),
-        ({"weight": 0}, "weight=0: use a number above 0"),
-        ({"alpha": 2}, "alpha=2"),
-        ({"mode": "ssp"}, "mode='ssp'"),
-        ({"dynamic_sync_every": True}, "dynamic_sync_every=True needs mode='async'"),
-        (
-            {"dynamic_sync_every": True, "mode": "async", "fragments": 2},
-            "dynamic_sync_every=True needs one fragment, not 2",
-        ),
-        ({"outer": "muon"}, "outer='muon'"),
-        ({"outer": "delayed_nesterov"}, "outer='delayed_nesterov' needs mode='async'"),
-        ({"compression": {"type": "e3m1"}}, "type='e3m1'"),
-        ({"on_worker_lost": "panic"}, "on_worker_lost='panic'"),
-    ],
-)
-def test_arguments_that_cannot_be_meant(options: dict[str, Any], match: str) -> None:
-    model = net()
-    with pytest.raises(kvps.ConfigError, match=match):
-        DiLoCo(model, inner(model), **options)
-
-
 def test_a_foreign_optimizer_is_refused() -> None:
     model = net()
     with pytest.raises(kvps.ConfigError, match="inner_optimizer: give a torch optimizer, got str"):
@@ -749,76 +706,6 @@ def test_a_server_that_is_lost(processes: Processes, tmp_path: Path, options: st
     assert launched.wait(60.0) == 0, launched
     assert launched.err.count("starting it again") == 1, "no worker fails"
     ends_alike(launched)
-
-
-PACED = """
-import os, pathlib, sys, time
-import torch, kvps.torch
-folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-is_second = rank == 0 and (folder / "crash").exists()
-while is_second and not (folder / "join").exists():
-    time.sleep(0.01)
-with kvps.torch.DiLoCo(
-    model, optimizer, "delayed_nesterov", sync_every=12, mode="async", dynamic_sync_every=True
-) as outer:
-    syncs = 0
-    while not (folder / f"end {rank}").exists():
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        due = time.monotonic() + (0.06 if rank else 0.02)
-        while time.monotonic() < due:
-            time.sleep(0.001)
-        optimizer.step()
-        if rank == 0 and not is_second and (folder / "crash").exists():
-            os._exit(1)
-        if outer.syncs > syncs:
-            syncs = outer.syncs
-            print(f"turn of {rank}: {outer.sync_every} steps, age {outer.age}", flush=True)
-print(f"end of {rank}", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_dynamic_steps_while_the_fastest_worker_is_lost_joins_and_leaves(
-    processes: Processes, tmp_path: Path
-) -> None:
-    """The slow worker makes a third of the steps while there is a fast worker, and all of them otherwise."""
-    script = processes.script(PACED)
-    flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script, tmp_path)
-    launched = processes.kvps("launch", *flags)
-
-    def turns() -> list[tuple[int, int]]:
-        found = re.findall(r"turn of 1: (\d+) steps, age (\d+)", launched.out)
-        return [(int(steps), int(age)) for steps, age in found]
-
-    def until_turns(least: int, most: int) -> list[tuple[int, int]]:
-        """Wait for five turns in a row of so many steps."""
-        begin = len(turns())
-
-        def look() -> list[tuple[int, int]]:
-            newest = turns()[begin:][-5:]
-            is_there = len(newest) == 5 and all(least <= steps <= most for steps, _ in newest)
-            return newest if is_there else []
-
-        try:
-            return until(look, f"five turns of {least} to {most} steps", 90.0)
-        except AssertionError:
-            raise AssertionError(f"{turns()}: {launched}") from None
-
-    newest = until_turns(3, 7)
-    assert sum([age for _, age in newest]) <= 10, "three times as many with 12 steps"
-    (tmp_path / "crash").touch()
-    until_turns(12, 12)
-    (tmp_path / "join").touch()
-    until_turns(3, 7)
-    (tmp_path / "end 0").touch()
-    launched.expect("end of 0")
-    until_turns(12, 12)
-    (tmp_path / "end 1").touch()
-    assert launched.wait(60.0) == 0, launched
 
 
 CHECKPOINT = """

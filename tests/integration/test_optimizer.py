@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,65 +12,26 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import kvps
 from kvps.torch import DistributedOptimizer, broadcast_optimizer_state
-from tests.integration.processes import Processes
-
-Weights = list[torch.Tensor]
-Maker = Callable[..., torch.optim.Optimizer]
-
-DATA = torch.Generator().manual_seed(1)
-INPUTS = torch.randn(24, 6, generator=DATA)
-LABELS = torch.randint(3, (24,), generator=DATA)
-STEPS = 6
-OPTIMIZERS: dict[str, Maker] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-}
-
-
-def net(seed: int = 0) -> torch.nn.Sequential:
-    """A small model; ``seed`` chooses its weights."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3), torch.nn.LayerNorm(3)
-    )
-    draw(model, seed)
-    return model
-
-
-def draw(model: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(generator=generator)
-
-
-def weights(model: torch.nn.Module) -> Weights:
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def loss_of(model: torch.nn.Module, rows: slice) -> torch.Tensor:
-    return cross_entropy(model(INPUTS[rows]), LABELS[rows])
-
-
-def part(rank: int, workers: int) -> slice:
-    """The part of the batch that one worker takes."""
-    return slice(rank * 24 // workers, (rank + 1) * 24 // workers)
-
-
-def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
-    with kvps.LocalCluster(workers, servers) as cluster:
-        return cluster.run(work, *arguments)
-
-
-def assert_all(results: list[Weights], expected: Weights) -> None:
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
-        assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True)), "to the bit"
+from tests.integration.training_loops import (
+    INPUTS,
+    LABELS,
+    OPTIMIZERS,
+    STEPS,
+    Maker,
+    Weights,
+    assert_all,
+    draw,
+    loss_of,
+    net,
+    part,
+    run,
+    weights,
+)
 
 
 def alone(name: str, passes: int = 1) -> Weights:
@@ -116,36 +75,6 @@ def test_workers_give_the_weights_of_one_process(
         return [one.clone() for one in model.state_dict().values()]
 
     assert_all(run(workers, work), alone(name))
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("on_store", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("way", ["passes", "no_sync"])
-def test_passes_are_added_up(name: str, on_store: bool, way: str) -> None:
-    """Two half batches before each step, on two workers."""
-
-    def work(rank: int) -> Weights:
-        model = net(seed=rank)
-        optimizer = DistributedOptimizer(
-            OPTIMIZERS[name](model.parameters()),
-            model.named_parameters(),
-            backward_passes_per_step=2 if way == "passes" else 1,
-            update_on_kvstore=on_store,
-        )
-        scheduler = StepLR(optimizer, 2, 0.5)
-        first = part(rank, 2)
-        half = slice(first.start, first.start + 6), slice(first.start + 6, first.stop)
-        for _ in range(STEPS):
-            optimizer.zero_grad()
-            with optimizer.no_sync() if way == "no_sync" else nullcontext():
-                loss_of(model, half[0]).backward()
-            loss_of(model, half[1]).backward()
-            optimizer.step()
-            scheduler.step()
-        return weights(model)
-
-    assert_all(run(2, work), alone(name, passes=2))
 
 
 def test_arguments_may_be_given_by_position() -> None:
@@ -221,35 +150,6 @@ def test_a_sum_is_divided_by_nothing() -> None:
     assert run(2, work) == [[-3.0, -3.0]] * 2
 
 
-@pytest.mark.parametrize("on_store", [True, False])
-def test_groups_and_their_rates(on_store: bool) -> None:
-    """Two groups under a scheduler that treats them differently."""
-
-    def groups(model: torch.nn.Sequential) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [{"params": model[0].parameters(), "lr": 0.2}, {"params": [*model[2:].parameters()]}],
-            lr=0.1,
-            momentum=0.5,
-        )
-
-    def train(optimizer: torch.optim.Optimizer, model: torch.nn.Module, rows: slice) -> Weights:
-        scheduler = LambdaLR(optimizer, [lambda epoch: 0.5**epoch, lambda epoch: 1 / (1 + epoch)])
-        for _ in range(4):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            optimizer.step()
-            scheduler.step()
-        return weights(model)
-
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        optimizer = DistributedOptimizer(groups(model), model, update_on_kvstore=on_store)
-        return train(optimizer, model, part(rank, 2))
-
-    model = net()
-    assert_all(run(2, work), train(groups(model), model, slice(24)))
-
-
 def test_a_scheduler_that_was_made_before(recwarn: pytest.WarningsRecorder) -> None:
     with kvps.LocalCluster():
         model = net()
@@ -286,28 +186,6 @@ def test_gradients_can_be_clipped(explicit: bool) -> None:
         model = net(rank)
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
         return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
-
-    model = net()
-    expected = train(torch.optim.SGD(model.parameters(), lr=0.5), model, slice(24))
-    assert_all(run(2, work), expected)
-
-
-def test_clipping_with_an_overlapped_forward_pass() -> None:
-    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            if isinstance(optimizer, DistributedOptimizer):
-                optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-        return weights(model)
-
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        optimizer = DistributedOptimizer(sgd, model, overlap_forward=True)
-        return train(optimizer, model, part(rank, 2))
 
     model = net()
     expected = train(torch.optim.SGD(model.parameters(), lr=0.5), model, slice(24))
@@ -442,54 +320,6 @@ def test_workers_may_use_different_parameters(on_store: bool) -> None:
     assert_all(run(2, work), weights(model))
 
 
-def test_frozen_parameters_may_thaw() -> None:
-    def train(optimizer: Any, model: torch.nn.Sequential, rows: slice) -> Weights:
-        for step in range(4):
-            model[0].requires_grad_(step >= 2)
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            optimizer.step()
-        return weights(model)
-
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        model[0].requires_grad_(False)
-        return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
-
-    model = net()
-    expected = train(torch.optim.SGD(model.parameters(), lr=0.1), model, slice(24))
-    assert_all(run(2, work), expected)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
-def test_sparse_gradients(cls: Maker) -> None:
-    """The rows that any worker has used are updated, and sparse optimizers get sparse gradients."""
-    ids = torch.tensor([[0, 3], [3, 7]])
-
-    def make() -> torch.nn.Embedding:
-        table = torch.nn.Embedding(9, 4, sparse=True)
-        draw(table, 0)
-        return table
-
-    def work(rank: int) -> Weights:
-        table = make()
-        optimizer = DistributedOptimizer(cls(table.parameters(), lr=0.1), table)
-        for _ in range(3):
-            optimizer.zero_grad()
-            table(ids[rank]).square().mean().backward()
-            optimizer.step()
-        return weights(table)
-
-    table = make()
-    optimizer = cls(table.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        table(ids).square().mean().backward()
-        optimizer.step()
-    assert_all(run(2, work), weights(table))
-
-
 # --- the optimizer itself ---------------------------------------------------------------------------
 
 
@@ -590,42 +420,6 @@ def test_a_closure_is_averaged_each_time() -> None:
     model = net().double()
     expected = train(torch.optim.LBFGS(model.parameters(), max_iter=4), model, slice(24))
     assert_all(run(2, work), expected)
-
-
-def test_hooks_of_the_optimizer_are_called() -> None:
-    with kvps.LocalCluster():
-        model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        called: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-        optimizer.register_step_post_hook(lambda *_: called.append("after"))
-        loss_of(model, slice(24)).backward()
-        optimizer.step()
-        assert called == ["before", "after"]
-
-
-def test_a_scheduler_with_momentum() -> None:
-    """OneCycleLR looks at ``defaults`` and changes momentum, too, also on the servers."""
-
-    def train(optimizer: Any, model: torch.nn.Module, rows: slice) -> Weights:
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss_of(model, rows).backward()
-            optimizer.step()
-            scheduler.step()
-        return weights(model)
-
-    def work(rank: int, on_store: bool) -> Weights:
-        model = net(rank)
-        sgd = OPTIMIZERS["sgd"](model.parameters())
-        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
-        return train(optimizer, model, part(rank, 2))
-
-    model = net()
-    expected = train(OPTIMIZERS["sgd"](model.parameters()), model, slice(24))
-    for on_store in (True, False):
-        assert_all(run(2, work, on_store), expected)
 
 
 # --- uneven batches ---------------------------------------------------------------------------------
@@ -802,19 +596,6 @@ def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
 # --- what cannot be ---------------------------------------------------------------------------------
 
 
-def test_a_second_gradient_before_the_step_is_refused() -> None:
-    with kvps.LocalCluster():
-        model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        loss_of(model, slice(24)).backward()
-        with pytest.raises(
-            kvps.ConfigError, match="got another gradient after the first was pushed"
-        ):
-            loss_of(model, slice(24)).backward()
-        optimizer.close()
-        loss_of(model, slice(24)).backward()
-
-
 @pytest.mark.parametrize("on_store", [False, True])
 def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None:
     """Each of them runs a backward of its own within backward, and so adds a gradient of the layer.
@@ -851,8 +632,8 @@ def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None
     alone, sgd = made()
     backward(alone)
     sgd.step()
-    for weights in run(2, work):
-        torch.testing.assert_close(weights, list(alone.parameters()))
+    for found in run(2, work):
+        torch.testing.assert_close(found, list(alone.parameters()))
 
 
 @pytest.mark.parametrize("on_store", [False, True])
@@ -894,25 +675,6 @@ def test_the_newest_optimizer_has_the_gradients() -> None:
             second.zero_grad()
         assert first._model.kv.version("0.weight") == 0
         assert second._model.kv.version("0.weight") == 2
-
-
-def test_a_step_may_be_skipped() -> None:
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        loss_of(model, slice(3)).backward()
-        model.zero_grad()  # not the optimizer's
-        loss_of(model, slice(5)).backward()
-        optimizer.zero_grad()
-        loss_of(model, part(rank, 2)).backward()
-        optimizer.step()
-        return weights(model)
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model, slice(24)).backward()
-    sgd.step()
-    assert_all(run(2, work), weights(model))
 
 
 @pytest.mark.parametrize(
@@ -983,24 +745,6 @@ def test_asynchronous_stores(store: str) -> None:
     assert run(2, work) == [-2.0, -2.0]
 
 
-@pytest.mark.parametrize("on_store", [True, False])
-def test_buffers_take_the_first_values_of_rank_0(on_store: bool) -> None:
-    def work(rank: int) -> list[torch.Tensor]:
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-        model[1].running_mean.fill_(rank + 1.0)
-        model[1].num_batches_tracked.fill_(rank + 5)
-        model.register_buffer("mask", torch.tensor([rank == 0, True]))
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
-        model(torch.randn(4, 2)).sum().backward()
-        optimizer.step()
-        return [model[1].num_batches_tracked, model.mask]
-
-    for batches, mask in run(2, work):
-        assert batches == 6
-        assert mask.tolist() == [True, True]
-
-
 def test_without_a_cluster() -> None:
     model = net()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")
@@ -1012,45 +756,3 @@ def test_without_a_cluster() -> None:
     sgd.step()
     torch.testing.assert_close(weights(model), weights(other))
     assert "DistributedOptimizer over <KVStore local" in repr(optimizer)
-
-
-# --- a replacement ------------------------------------------------------------------------------------
-
-CRASHING = """
-import os, sys, torch, kvps.torch
-model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
-sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-with torch.no_grad():
-    for param in model.parameters():
-        param.fill_(0.1)
-optimizer = kvps.torch.DistributedOptimizer(
-    sgd, model, update_on_kvstore=True, overlap_forward=sys.argv[2] == "overlap"
-)
-kv = optimizer.kvstore
-start = kv.resume([name for name, _ in model.named_parameters()])
-for step in range(start, 6):
-    if kv.rank == 1 and start == 0 and step == 3 and sys.argv[1] == "crash":
-        os._exit(1)
-    optimizer.zero_grad()
-    generator = torch.Generator().manual_seed(2 * step + kv.rank)
-    model(torch.randn(6, 3, generator=generator)).square().mean().backward()
-    optimizer.step()
-optimizer.close()
-print(f"from {start}: {model[0].weight.tolist()}", flush=True)
-"""
-
-
-@pytest.mark.parametrize("manner", ["plain", pytest.param("overlap", marks=pytest.mark.slow)])
-def test_a_replacement_goes_on_where_the_lost_worker_was(processes: Processes, manner: str) -> None:
-    script = processes.script(CRASHING)
-
-    def ends(how: str) -> list[str]:
-        flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script)
-        launched = processes.kvps("launch", *flags, how, manner)
-        assert launched.wait(90.0) == 0, launched
-        return sorted(re.findall(r"from (\d: .*)", launched.out))
-
-    crashed, whole = ends("crash"), ends("not")
-    assert [one[0] for one in whole] == ["0", "0"]
-    assert crashed[1][0] in "23", "it was given up between two steps, perhaps with one under way"
-    assert {one[3:] for one in crashed} == {one[3:] for one in whole}

@@ -70,26 +70,6 @@ def test_only_what_changed_travels(kind: str, asked: list[Any]) -> None:
     assert asked == [1] * 10, "on either server one row, in every step but the first"
 
 
-@pytest.mark.parametrize("kind", ["dist_sync", "dist_async", "dist_ssp"])
-def test_refresh_brings_rows_of_other_workers(kind: str) -> None:
-    def work(rank: int) -> torch.Tensor:
-        kv = opened(kind)
-        copy, held = torch.empty(COUNT, WIDTH), None
-        for step in range(8):
-            ids = torch.randperm(COUNT, generator=torch.Generator().manual_seed(10 * step + rank))
-            kv.push("t", (ids[:5], torch.full((5, WIDTH), 1.0 + rank)))
-            if (step + rank) % 2:
-                held = kv.refresh("t", copy, held)
-        kv.barrier()
-        kv.refresh("t", copy, held)
-        assert torch.equal(copy, kv.pull("t"))
-        return copy
-
-    first, second, third = run(work, workers=3)
-    assert torch.equal(first, second)
-    assert torch.equal(first, third)
-
-
 def test_a_copy_that_was_written_to_or_is_another_is_read_whole(asked: list[Any]) -> None:
     def work(rank: int) -> None:
         kv = opened()
@@ -167,20 +147,6 @@ def test_where_there_are_no_servers_it_is_a_pull(kind: str) -> None:
         assert len(kv.refresh(["t", "v"], [copy, vector], held)) == 2
 
     run(work)
-
-
-def test_a_key_that_is_replaced_begins_anew(asked: list[Any]) -> None:
-    def work(rank: int) -> None:
-        kv = opened()
-        copy = torch.empty(COUNT, WIDTH)
-        held = kv.refresh("t", copy)
-        whole = torch.full((COUNT, WIDTH), 5.0)
-        kv.broadcast("t", whole, out=whole)
-        kv.refresh("t", copy, held)
-        assert copy.eq(5.0).all()
-
-    run(work, workers=2)
-    assert not asked
 
 
 def test_mistakes_are_named() -> None:

@@ -67,6 +67,13 @@ def test_a_script_that_runs_again_arrives_where_the_others_are(
     assert (processes.folder / "died").exists()
 
 
+def test_an_optimizer_on_the_servers_resumes(processes: Processes) -> None:
+    job = launched(processes, "optimizer", "1", "epoch", "resume")
+    assert job.wait(60.0) == 0, job
+    assert weights_of(job) == [undisturbed("optimizer")] * 2
+    assert (processes.folder / "died").exists()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("moment", MOMENTS)

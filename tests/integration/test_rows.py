@@ -10,10 +10,9 @@ import kvps
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.sparse_update import update_rows
 from kvps.core.optim.torch_rules import Terms, create
-from kvps.errors import ConfigError, KeyNotFound, Mismatch, NonFinite
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
 
 COUNT, WIDTH = 40, 12
-DIST = ["dist_sync", "dist_async", "dist_ssp"]
 
 
 def run(work, workers=2, servers=2):
@@ -83,44 +82,6 @@ def test_the_sum_of_a_round_is_assigned(kind, form):
         assert version == 2
 
 
-def test_ranks_that_push_different_rows_or_none_or_all_are_added_up():
-    rows = torch.randn(3, WIDTH)
-    pushes = [([1, 30, 2], rows), ([], rows[:0]), ([2, 30, 30], rows)]
-
-    def work(rank):
-        kv = store()
-        kv.init("t", table())
-        kv.push("t", pushes[rank])
-        first = kv.pull("t")
-        kv.push("t", table(1) if rank == 1 else pushes[rank])
-        second = kv.pull("t")
-        kv.push("t", pushes[rank])
-        return first, second, kv.pull("t")
-
-    for first, second, third in run(work, workers=3):
-        torch.testing.assert_close(first, summed(*pushes))
-        torch.testing.assert_close(second, summed(*pushes) + table(1))
-        torch.testing.assert_close(third, summed(*pushes))
-
-
-def test_the_caller_may_reuse_what_it_pushed():
-    def work(rank):
-        kv = store()
-        kv.init("t", table())
-        ids, rows = torch.tensor([3, 4]), torch.ones(2, WIDTH)
-        kv.push("t", (ids, rows))
-        rows.fill_(9)
-        ids.fill_(0)
-        handle = kv.push("t", coo([5], rows[:1]), async_op=True)
-        first = kv.row_sparse_pull("t", row_ids=[3, 4, 0, 5])
-        handle.wait()
-        assert handle.done()
-        return first
-
-    for first in run(work):
-        assert first[:, 0].tolist() == [0.0, 0.0, 0.0, 18.0]
-
-
 def test_dense_keys_and_rows_in_one_call():
     def work(rank):
         kv = store()
@@ -138,31 +99,6 @@ def test_dense_keys_and_rows_in_one_call():
             torch.testing.assert_close(one[0], summed(([1], 2 * torch.ones(1, WIDTH))))
             assert one[1].tolist() == [2.0] * 5
         assert out.sum() == 2 * WIDTH
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32])
-def test_other_types(dtype):
-    def work(rank):
-        kv = store()
-        kv.init("t", torch.zeros(COUNT, WIDTH, dtype=dtype))
-        kv.push("t", ([8, 8, 9], torch.ones(3, WIDTH, dtype=dtype)))
-        return kv.row_sparse_pull("t", row_ids=[9, 8])
-
-    for rows in run(work):
-        assert rows.dtype is dtype
-        assert rows[:, 3].tolist() == [2, 4]
-
-
-def test_a_key_whose_rows_are_too_long_is_pushed_and_pulled_as_a_whole():
-    def work(rank):
-        kv = store()
-        kv.init("wide", torch.zeros(1, 1000))
-        kv.push("wide", ([0], torch.ones(1, 1000)))
-        return kv.row_sparse_pull("wide", row_ids=[0, 0])
-
-    for rows in run(work):
-        assert rows.shape == (2, 1000)
-        assert (rows == 2).all()
 
 
 # --- updates -----------------------------------------------------------------------------------
@@ -204,61 +140,6 @@ def test_only_rows_that_were_pushed_are_updated(kind, rule):
         torch.testing.assert_close(got, weights)
 
 
-def test_a_rule_with_norms_sees_a_dense_gradient():
-    ids, rows = [3, 30], torch.ones(2, WIDTH)
-
-    def work(rank):
-        kv = store()
-        kv.set_optimizer("lamb", lr=0.1)
-        kv.init(["rows", "dense"], [table(), table()])
-        kv.push("rows", (ids, rows))
-        kv.push("dense", summed((ids, rows)))
-        return kv.pull(["rows", "dense"])
-
-    for got, expected in run(work):
-        torch.testing.assert_close(got, expected)
-        assert not torch.equal(got, table())
-
-
-@pytest.mark.parametrize("kind", ["dist_async", "dist_ssp"])
-def test_without_rounds_each_push_is_an_update(kind):
-    def work(rank):
-        kv = store(kind)
-        kv.set_optimizer("sgd", lr=1.0)
-        kv.init("t", torch.zeros(COUNT, WIDTH))
-        for _ in range(5):
-            kv.push("t", ([rank, 20, 39], -torch.ones(3, WIDTH)))
-            own = kv.row_sparse_pull("t", row_ids=[rank, 20])
-            assert own[0, 0] >= 1
-        kv.barrier()
-        return kv.row_sparse_pull("t", row_ids=[0, 1, 20, 39, 5])[:, 0].tolist(), kv.version("t")
-
-    for rows, version in run(work):
-        assert rows == [5.0, 5.0, 10.0, 10.0, 0.0]
-        assert version == 10
-
-
-def test_nonfinite_rows_are_dropped_on_every_server():
-    def work(rank):
-        kv = store(on_nonfinite="error")
-        kv.set_optimizer("sgd", lr=1.0, momentum=0.9)
-        kv.init("t", torch.zeros(COUNT, WIDTH))
-        rows = torch.ones(2, WIDTH)
-        rows[1, 3] = float("nan") if rank == 1 else 0.0
-        kv.push("t", ([0, 39], rows))
-        with pytest.raises(
-            NonFinite, match=r"round 0 of key 't' was dropped: 1 value.*from rank 1"
-        ):
-            kv.row_sparse_pull("t", row_ids=[0])
-        first = kv.row_sparse_pull("t", row_ids=[0, 39])
-        kv.push("t", ([0, 39], torch.ones(2, WIDTH)))
-        return first, kv.row_sparse_pull("t", row_ids=[0, 39, 5])
-
-    for first, second in run(work):
-        assert not first.any()
-        assert second[:, 0].tolist() == [-2.0, -2.0, 0.0]
-
-
 # --- what is pulled ----------------------------------------------------------------------------
 
 
@@ -287,20 +168,6 @@ def test_rows_come_in_the_order_of_their_numbers_repeats_allowed(kind):
         assert torch.equal(handle.wait()[0], whole[[4, 3]])
 
     run(work, 1 if kind != "dist_sync" else 2)
-
-
-def test_a_pull_waits_for_the_round_of_its_own_push():
-    def work(rank):
-        kv = store()
-        kv.init("t", torch.zeros(COUNT, WIDTH))
-        got = []
-        for number in range(1, 20):
-            kv.push("t", ([number, 39], torch.full((2, WIDTH), float(number))))
-            got.append(kv.row_sparse_pull("t", row_ids=[39, number, number - 1])[:, 0].tolist())
-        return got
-
-    for got in run(work):
-        assert got == [[2.0 * number, 2.0 * number, 0.0] for number in range(1, 20)]
 
 
 def test_several_keys_at_once():
@@ -379,16 +246,5 @@ def test_rows_without_elements(kind):
             with pytest.raises(Mismatch, match=r"'t' is float32\[3,0\], and its rows have no elem"):
                 call()
         assert kv.pushpull("t", torch.zeros(3, 0)).shape == (3, 0)
-
-    run(work, 1)
-
-
-def test_async_without_an_optimizer_is_refused():
-    def work(rank):
-        kv = store("dist_async")
-        kv.init("t", table())
-        with pytest.raises(ConfigError, match="has no optimizer"):
-            kv.push("t", ([1], torch.ones(1, WIDTH)), async_op=True).wait()
-        assert torch.equal(kv.row_sparse_pull("t", row_ids=[1]), table()[[1]])
 
     run(work, 1)

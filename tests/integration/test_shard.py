@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import kvps
 from kvps.torch import shard
+from tests.integration.training_loops import (
+    OPTIMIZERS,
+    STEPS,
+    Maker,
+    draw,
+    loss_of,
+    part,
+    run,
+)
 
 Weights = dict[str, torch.Tensor]
-Maker = Callable[..., torch.optim.Optimizer]
-
-DATA = torch.Generator().manual_seed(1)
-INPUTS = torch.randn(24, 6, generator=DATA)
-LABELS = torch.randint(3, (24,), generator=DATA)
-STEPS = 6
-OPTIMIZERS: dict[str, Maker] = {
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
-}
 
 
 class Layer(torch.nn.Module):
@@ -66,29 +62,8 @@ class Net(torch.nn.Module):
 
 def net(seed: int = 0, how: str = "plain") -> Net:
     model = Net(how)
-    draw(model, seed)
+    draw(model, seed, 0.3)
     return model
-
-
-def draw(model: torch.nn.Module, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.3, generator=generator)
-
-
-def loss_of(model: torch.nn.Module, rows: slice) -> torch.Tensor:
-    return cross_entropy(model(INPUTS[rows]), LABELS[rows])
-
-
-def part(rank: int, workers: int) -> slice:
-    """The part of the batch that one worker takes."""
-    return slice(rank * 24 // workers, (rank + 1) * 24 // workers)
-
-
-def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
-    with kvps.LocalCluster(workers, servers) as cluster:
-        return cluster.run(work, *arguments)
 
 
 def assert_all(results: list[Weights], expected: Weights) -> None:
@@ -149,32 +124,6 @@ def test_workers_give_the_weights_of_one_process(name: str, workers: int, how: s
     assert_all(run(workers, work), train_alone(net(how=how), OPTIMIZERS[name]))
 
 
-def test_passes_are_added_up() -> None:
-    """Two half batches before each step, and one alone at the end."""
-
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        sharded = shard(model, optimizer=optimizer, backward_passes_per_step=2)
-        rows = part(rank, 2)
-        half = slice(rows.start, rows.start + 6), slice(rows.start + 6, rows.stop)
-        for _ in range(3):
-            for one in half:
-                loss_of(model, one).backward()
-            sharded.step()
-        loss_of(model, rows).backward()
-        sharded.step()
-        return copied(model)
-
-    model = net()
-    sgd = OPTIMIZERS["sgd"](model.parameters())
-    for factor in (2, 2, 2, 1):
-        sgd.zero_grad()
-        (factor * loss_of(model, slice(24))).backward()
-        sgd.step()
-    assert_all(run(2, work), copied(model))
-
-
 @pytest.mark.parametrize("as_blocks", [True, False])
 def test_tied_weights(as_blocks: bool) -> None:
     """One weight is the first and the last thing that the model computes with."""
@@ -188,7 +137,7 @@ def test_tied_weights(as_blocks: bool) -> None:
             self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
             self.head = torch.nn.Linear(8, 5, bias=False)
             self.head.weight = self.table.weight
-            draw(self, 0)
+            draw(self, 0, 0.3)
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             x = self.layers(self.table(ids))

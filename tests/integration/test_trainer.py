@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,19 +9,23 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import kvps
+from tests.integration.training_loops import (
+    INPUTS,
+    LABELS,
+    STEPS,
+    Weights,
+    assert_all,
+    net,
+    part,
+    run,
+    weights,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from tests.integration.processes import Processes
 
-Weights = list[torch.Tensor]
-
-DATA = torch.Generator().manual_seed(1)
-INPUTS = torch.randn(24, 6, generator=DATA)
-LABELS = torch.randint(3, (24,), generator=DATA)
-STEPS = 6
 OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
     "sgd": ({"lr": 0.1, "momentum": 0.9}, torch.optim.SGD),
     "adam": ({"lr": 0.01}, torch.optim.Adam),
@@ -30,25 +33,9 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]
 }
 
 
-def net(seed: int = 0) -> torch.nn.Sequential:
-    """A small model with normalised features; ``seed`` chooses its weights."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3), torch.nn.LayerNorm(3)
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(generator=generator)
-    return model
-
-
 def backward(model: torch.nn.Module, rows: slice) -> None:
     model.zero_grad()
     cross_entropy(model(INPUTS[rows]), LABELS[rows], reduction="sum").backward()
-
-
-def weights(model: torch.nn.Module) -> Weights:
-    return [param.detach().clone() for param in model.parameters()]
 
 
 def alone(
@@ -72,21 +59,6 @@ def alone(
     return weights(model)
 
 
-def run(workers: int, work: Callable[..., Any], *arguments: Any, servers: int = 2) -> list[Any]:
-    with kvps.LocalCluster(workers, servers) as cluster:
-        return cluster.run(work, *arguments)
-
-
-def assert_all(results: list[Weights], expected: Weights) -> None:
-    for result in results:
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-6)
-
-
-def rows_of(rank: int, workers: int, size: int) -> slice:
-    """The part of a batch of ``size`` that one worker takes."""
-    return slice(rank * size // workers, (rank + 1) * size // workers)
-
-
 # --- any number of workers --------------------------------------------------------------------------
 
 
@@ -105,7 +77,7 @@ def test_workers_give_the_weights_of_one_process(
             model, name, options, "dist_sync", update_on_kvstore=on_store, overlap=overlap
         )
         for _ in range(STEPS):
-            backward(model, rows_of(rank, workers, 24))
+            backward(model, part(rank, workers, 24))
             trainer.step(24)
         return weights(model)
 
@@ -318,7 +290,7 @@ def test_trainers_and_users_stores_do_not_collide() -> None:
         ]
         for _ in range(STEPS):
             for model, trainer in zip((first, second), trainers, strict=True):
-                backward(model, rows_of(rank, 2, 24))
+                backward(model, part(rank, 2, 24))
                 trainer.step(24)
         return weights(first), weights(second), kv.pushpull("0.weight", torch.ones(1)).item()
 
@@ -351,7 +323,7 @@ def test_a_new_learning_rate_counts_from_the_next_step(on_store: bool) -> None:
         for number in range(STEPS):
             if number in rates:
                 trainer.set_learning_rate(rates[number])
-            backward(model, rows_of(rank, 2, 24))
+            backward(model, part(rank, 2, 24))
             trainer.step(24)
         return weights(model), trainer.learning_rate
 
@@ -372,7 +344,7 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
             model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store
         )
         for _ in range(3):
-            backward(model, rows_of(rank, 2, 24))
+            backward(model, part(rank, 2, 24))
             trainer.step(24)
         if rank == 0:
             trainer.save_states(states)
@@ -417,108 +389,3 @@ def test_in_async_every_push_is_a_step(store: str) -> None:
         assert kv.pull("w").item() == -3.0
 
     run(2, work)
-
-
-# --- a replacement --------------------------------------------------------------------------------------
-
-CRASHING = """
-import os, sys, torch, kvps
-kv = kvps.create("dist_sync", deterministic=True)
-torch.manual_seed(kv.rank)
-model = torch.nn.Linear(3, 1)
-trainer = kvps.Trainer(model, "sgd", {"lr": 0.1, "momentum": 0.9}, kv)
-start = kv.resume(["weight", "bias"])
-for step in range(start, 6):
-    if kv.rank == 1 and start == 0 and step == 3 and sys.argv[1] == "crash":
-        os._exit(1)
-    model.zero_grad()
-    model(torch.full((2, 3), step / 6)).sum().backward()
-    trainer.step(4 + step % 2)
-print(f"from {start}: {model.weight.tolist()}", flush=True)
-"""
-
-
-def test_a_replacement_goes_on_where_the_lost_worker_was(processes: Processes) -> None:
-    script = processes.script(CRASHING)
-
-    def ends(how: str) -> list[str]:
-        flags = ("-n", 2, "-s", 1, "--max-restarts", 1, "--", sys.executable, script, how)
-        launched = processes.kvps("launch", *flags)
-        assert launched.wait(60.0) == 0, launched
-        return sorted(line.partition("from ")[2] for line in launched.out.splitlines())
-
-    smooth, crashed = ends("go"), ends("crash")
-    weights_of = [line.partition(": ")[2] for line in (*smooth, *crashed)]
-    assert len(set(weights_of)) == 1
-    assert [line[0] for line in crashed] == ["0", "3"]
-
-
-# --- embeddings -----------------------------------------------------------------------------------
-
-
-WORDS = torch.randint(30, (STEPS, 4, 6), generator=DATA)
-
-
-def bag(sparse: bool) -> torch.nn.Sequential:
-    bags = torch.nn.EmbeddingBag(30, 8, mode="sum", sparse=sparse)
-    model = torch.nn.Sequential(bags, torch.nn.Linear(8, 3))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(generator=generator)
-    return model
-
-
-@pytest.mark.parametrize("on_store", [True, False])
-@pytest.mark.parametrize("rule", ["sgd", "adagrad"])
-def test_sparse_embeddings_are_trained_as_dense_ones_alone(rule: str, on_store: bool) -> None:
-    """By rules that a gradient of 0 does not move."""
-
-    def step(model: torch.nn.Module, words: torch.Tensor) -> None:
-        model.zero_grad()
-        cross_entropy(model(words), LABELS[: len(words)], reduction="sum").backward()
-
-    def work(rank: int) -> Weights:
-        model = bag(sparse=True)
-        kv = kvps.create("dist_sync", bigarray_bound=64)
-        trainer = kvps.Trainer(model, rule, {"lr": 0.1}, kvstore=kv, update_on_kvstore=on_store)
-        for words in WORDS:
-            half = words[2 * rank : 2 * rank + 2]
-            model.zero_grad()
-            labels = LABELS[2 * rank : 2 * rank + 2]
-            cross_entropy(model(half), labels, reduction="sum").backward()
-            trainer.step(4)
-        return weights(model)
-
-    model = bag(sparse=False)
-    alone = kvps.Trainer(model, rule, {"lr": 0.1}, kvstore=None)
-    for words in WORDS:
-        step(model, words)
-        alone.step(4)
-    with kvps.LocalCluster(2, 2) as cluster:
-        for found in cluster.run(work):
-            for got, expected in zip(found, weights(model), strict=True):
-                torch.testing.assert_close(got, expected)
-
-
-def test_adam_on_the_servers_is_sparse_adam_of_torch() -> None:
-    def work(rank: int) -> Weights:
-        model = bag(sparse=True)[0]
-        trainer = kvps.Trainer(
-            model, "adam", {"lr": 0.1}, kvstore=kvps.create("dist_sync", bigarray_bound=64)
-        )
-        for words in WORDS:
-            model.zero_grad()
-            model(words[2 * rank : 2 * rank + 2]).square().sum().backward()
-            trainer.step(1)
-        return weights(model)
-
-    model = bag(sparse=True)[0]
-    alone = torch.optim.SparseAdam(model.parameters(), lr=0.1)
-    for words in WORDS:
-        model.zero_grad()
-        model(words).square().sum().backward()
-        alone.step()
-    with kvps.LocalCluster(2, 2) as cluster:
-        for found in cluster.run(work):
-            torch.testing.assert_close(found, weights(model), rtol=1e-4, atol=1e-5)
