@@ -41,42 +41,6 @@ def train(training: Training, steps: int = STEPS) -> None:
 
 
 @mistake
-def a_layer_more(make: Make, rank: int, kv: kvps.KVStore) -> None:
-    model = net()
-    if rank == 1:
-        model.append(nn.Linear(2, 2))
-    train(make(model, plain_sgd))
-
-
-@mistake
-def another_name(make: Make, rank: int, kv: kvps.KVStore) -> None:
-    model: nn.Module = net()
-    if rank == 1:
-        model = nn.Sequential(model)
-    train(make(model, plain_sgd))
-
-
-@mistake
-def another_shape(make: Make, rank: int, kv: kvps.KVStore) -> None:
-    model = net()
-    if rank == 1:
-        model[4] = nn.Linear(8, 3)
-    train(make(model, plain_sgd))
-
-
-@mistake
-def another_frozen_layer(make: Make, rank: int, kv: kvps.KVStore) -> None:
-    model = net()
-    if rank == 1:
-        model[0].requires_grad_(False)
-
-    def trained(params: object) -> torch.optim.Optimizer:
-        return plain_sgd([param for param in params if param.requires_grad])  # type: ignore[attr-defined]
-
-    train(make(model, trained))
-
-
-@mistake
 def wrapped_on_rank_0_alone(make: Make, rank: int, kv: kvps.KVStore) -> None:
     if rank == 0:
         train(make(net(), plain_sgd))

@@ -1,4 +1,7 @@
-"""Ranks that do different things by mistake: every front end tells both ranks, and names the difference, long before a Timeout."""
+"""Ranks that make different calls by mistake: every front end tells both ranks, long before a Timeout.
+
+tests/integration/test_same_model.py has ranks with different models.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,8 @@ FRONT_ENDS = (
     "shard",
     "diloco",
 )
-DIFFERENT = "is not the same on every worker: .*Give every worker the same model and options"
 STANDSTILL = "every worker waits, and none can go on: .*make the same calls in the same order"
 MISTAKES = {
-    "a_layer_more": DIFFERENT,
-    "another_name": DIFFERENT,
-    "another_shape": DIFFERENT,
-    "another_frozen_layer": DIFFERENT,
     "wrapped_on_rank_0_alone": STANDSTILL,
     "fewer_steps_on_rank_1": STANDSTILL,
 }

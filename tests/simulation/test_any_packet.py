@@ -64,7 +64,7 @@ FEATURES = {
         test_embeddings.small_job(), (test_embeddings.train, test_embeddings.is_whole), dies=(1,)
     ),
     "non-finite": Feature(test_nonfinite.small_job(), test_nonfinite.FLAWED, dies=(0, 1)),
-    "compression": Feature(compressed(True), COMPRESSION, fates=tuple(FATES), resumes=False),
+    "compression": Feature(compressed(True), COMPRESSION, resumes=False),
     "compression, no optimizer": Feature(compressed(False), COMPRESSION, fates=(), resumes=False),
     "quorum, late dropped": Feature(test_quorum.smallest("drop"), QUORUM, fates=(), resumes=False),
     "quorum, late counted": Feature(test_quorum.smallest("next"), QUORUM, resumes=False),
@@ -75,7 +75,7 @@ FEATURES = {
         resumes=False,
     ),
     **{
-        order: Feature(test_resume.small(order), RESUMPTION, REPLACED, dies=(rank,))
+        order: Feature(test_resume.small(order), RESUMPTION, REPLACED, fates=(), dies=(rank,))
         for rank, order in enumerate(test_resume.ORDERS)
     },
 }

@@ -197,38 +197,6 @@ def test_two_models_with_equal_names_train_at_once(two: Run) -> None:
 
 
 @pytest.mark.thorough
-def test_parameters_that_only_some_ranks_reach(two: Run) -> None:
-    def work(rank: int) -> torch.nn.ModuleList:
-        heads = torch.nn.ModuleList([torch.nn.Linear(3, 1) for _ in range(2)])
-        hvd.broadcast_parameters(heads.state_dict(), 0)
-        optimizer = hvd.DistributedOptimizer(sgd(heads), heads.named_parameters())
-        heads[rank](batch(rank, 0)).sum().backward()
-        optimizer.step()
-        return heads
-
-    first, second = two(work)
-    close(first, second)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(two: Run, as_dense: bool) -> None:
-    def work(rank: int) -> torch.Tensor:
-        table = torch.nn.Embedding(5, 2, sparse=True)
-        before = table.weight.detach().clone()
-        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
-        optimizer = hvd.DistributedOptimizer(
-            optimizer, table.named_parameters(), sparse_as_dense=as_dense
-        )
-        table(torch.tensor([rank, 2, 2])).sum().backward()
-        optimizer.step()
-        return before - table.weight.detach()
-
-    for moved in two(work):
-        torch.testing.assert_close(moved[:, 0], torch.tensor([0.5, 0.5, 2.0, 0.0, 0.0]))
-
-
-@pytest.mark.thorough
 def test_adasum_of_equal_ranks_is_the_step_of_one(two: Run) -> None:
     def work(rank: int) -> torch.nn.Module:
         model = net()
