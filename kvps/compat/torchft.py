@@ -117,11 +117,11 @@ def _one_of(
         return outer
     if not outer:
         raise ConfigError("outer_optimizer: the list is empty; give a torch optimizer")
-    first, *others = [describe(one) for one in outer]
-    for number, one in enumerate(others, start=1):
-        if one != first:
+    first, *others = [describe(optimizer) for optimizer in outer]
+    for number, described in enumerate(others, start=1):
+        if described != first:
             raise ConfigError(
-                f"outer_optimizer[{number}] is {one}, and outer_optimizer[0] is {first}; servers have one "
+                f"outer_optimizer[{number}] is {described}, and outer_optimizer[0] is {first}; servers have one "
                 "set of hyper-parameters for all fragments"
             )
     return outer[0]

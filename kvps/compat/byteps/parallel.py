@@ -50,9 +50,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._compression = compression
         number = next(current().numbers.setdefault("data_parallel", count()))
         self._names: dict[torch.Tensor, str] = {
-            one: f"Gradient.{number}.{name}"
-            for name, one in module.named_parameters()
-            if one.requires_grad
+            param: f"Gradient.{number}.{name}"
+            for name, param in module.named_parameters()
+            if param.requires_grad
         }
         self._under_way: dict[torch.Tensor, tuple[int, Any]] = {}
         self._is_waiting = False
@@ -62,13 +62,13 @@ class DistributedDataParallel(torch.nn.Module):
                 self._on_gradient
             )  # a hook that knew the module would keep it for ever
 
-            def on_gradient(one: torch.Tensor) -> None:
+            def on_gradient(param: torch.Tensor) -> None:
                 method = told()
                 if method is not None:
-                    method(one)
+                    method(param)
 
-            for one in self._names:
-                one.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+            for param in self._names:
+                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -87,7 +87,7 @@ class DistributedDataParallel(torch.nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
-    def _on_gradient(self, one: torch.Tensor) -> None:
+    def _on_gradient(self, param: torch.Tensor) -> None:
         if not self.require_backward_grad_sync:
             return
         if not self._is_waiting:
@@ -95,25 +95,25 @@ class DistributedDataParallel(torch.nn.Module):
             torch.autograd.Variable._execution_engine.queue_callback(
                 self._finish
             )  # as torch's own DDP does
-        self._send(one)
+        self._send(param)
 
-    def _send(self, one: torch.Tensor) -> None:
-        if one.grad is None:
-            one.grad = torch.zeros_like(one)
-        compressed, context = self._compression.compress(one.grad)
-        handle = push_pull_async_inplace(compressed, average=True, name=self._names[one])
-        self._under_way[one] = handle, (compressed, context)
+    def _send(self, param: torch.Tensor) -> None:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        compressed, context = self._compression.compress(param.grad)
+        handle = push_pull_async_inplace(compressed, average=True, name=self._names[param])
+        self._under_way[param] = handle, (compressed, context)
 
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait until the gradients of all parameters are means."""
         self._is_waiting = False
-        for one in self._names:
-            if one not in self._under_way:
-                self._send(one)
+        for param in self._names:
+            if param not in self._under_way:
+                self._send(param)
         under_way, self._under_way = self._under_way, {}
-        for one, (handle, (_, context)) in under_way.items():
+        for param, (handle, (_, context)) in under_way.items():
             reduced = self._compression.decompress(synchronize(handle), context)
-            assert one.grad is not None
-            if reduced.data_ptr() != one.grad.data_ptr():
-                one.grad.copy_(reduced)
+            assert param.grad is not None
+            if reduced.data_ptr() != param.grad.data_ptr():
+                param.grad.copy_(reduced)

@@ -48,7 +48,7 @@ def _named(params: object) -> list[tuple[str, torch.Tensor]]:
     if isinstance(params, Mapping):
         pairs: list[Any] = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
-        pairs = [one if isinstance(one, tuple) else ("", one) for one in params]
+        pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in params]
     else:
         raise ValueError(
             f"invalid params of type: {type(params)}; give a state_dict(), or named_parameters()"
@@ -110,10 +110,10 @@ def _give_zeros(optimizer: torch.optim.Optimizer) -> None:
     """Give each parameter without a gradient that needs one zeros."""
     is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
     for group in optimizer.param_groups:
-        for one in group["params"]:
-            if one.requires_grad and one.grad is None:
-                zeros = torch.zeros_like(one)
-                one.grad = zeros.to_sparse() if is_sparse else zeros
+        for param in group["params"]:
+            if param.requires_grad and param.grad is None:
+                zeros = torch.zeros_like(param)
+                param.grad = zeros.to_sparse() if is_sparse else zeros
 
 
 def broadcast_object(
@@ -182,11 +182,13 @@ def allgather_object(
     packed, error = _packed(lambda: pack(obj))
     key = f"allgather_object.{name or ''}"
     size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
-    sizes = [int(one) for one in allgather(size, f"{key}.size", process_set)]
+    sizes = [int(count) for count in allgather(size, f"{key}.size", process_set)]
     row = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    rows = torch.split(allgather(row, f"{key}.bytes", process_set), [abs(one) for one in sizes])
-    for rank, length, one in zip(process_set.ranks, sizes, rows, strict=True):
+    rows = torch.split(
+        allgather(row, f"{key}.bytes", process_set), [abs(length_of) for length_of in sizes]
+    )
+    for rank, length, encoded in zip(process_set.ranks, sizes, rows, strict=True):
         if length < 0:
-            text = one.numpy().tobytes().decode()
+            text = encoded.numpy().tobytes().decode()
             raise ValueError(f"rank {rank} cannot send its object: {text}") from error
-    return [unpack(one.numpy().tobytes()) for one in rows]
+    return [unpack(encoded.numpy().tobytes()) for encoded in rows]

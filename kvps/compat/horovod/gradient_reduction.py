@@ -56,9 +56,9 @@ class Reduction:
         self._compression, self._predivide = compression, predivide
         self._sparse_as_dense = sparse_as_dense
         number = next(current().numbers.setdefault("optimizer", count()))
-        self._names = {one: f"gradient.{number}.{name}" for name, one in named}
-        self._groups = _grouped([one for _, one in named if one.requires_grad], groups)
-        self._left = {one: passes for _, one in named}
+        self._names = {param: f"gradient.{number}.{name}" for name, param in named}
+        self._groups = _grouped([param for _, param in named if param.requires_grad], groups)
+        self._left = {param: passes for _, param in named}
         """parameter -> backward passes until its gradient leaves"""
         self._handles: dict[Group, tuple[Any, list[Any]]] = {}
         self._touched: set[torch.Tensor] = set()
@@ -78,13 +78,13 @@ class Reduction:
         """Have backward tell of each gradient, as long as this object lives."""
         me = weakref.ref(self)
 
-        def on_gradient(one: torch.Tensor) -> None:
+        def on_gradient(param: torch.Tensor) -> None:
             reduction = me()
             if reduction is not None:
-                reduction._on_gradient(one)
+                reduction._on_gradient(param)
 
-        for one in self._groups:
-            one.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+        for param in self._groups:
+            param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
 
     def reset(self, passes: int) -> None:
         """Begin a step, of so many backward passes."""
@@ -97,24 +97,24 @@ class Reduction:
         self._handles.clear()
         self.reset(self.passes)
 
-    def _on_gradient(self, one: torch.Tensor) -> None:
-        if self._left[one] <= 0:
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self._left[param] <= 0:
             raise AssertionError(
                 f"Gradients were computed more than backward_passes_per_step times ({self.passes}) before "
                 "step(). Increase backward_passes_per_step to accumulate gradients locally"
             )
-        self._touched.add(one)
-        self._left[one] -= 1
-        group = self._groups[one]
+        self._touched.add(param)
+        self._left[param] -= 1
+        group = self._groups[param]
         if all(self._left[member] == 0 for member in group):
             self._send(group)
 
     def _send(self, group: Group) -> None:
-        for one in group:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
+        for param in group:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
         name = self._names[group[0]]
-        grads = [one.grad for one in group if one.grad is not None]
+        grads = [param.grad for param in group if param.grad is not None]
         if len(group) == 1 and grads[0].is_sparse and not self._sparse_as_dense:
             grad = grads[0].coalesce()
             self._handles[group] = (
@@ -126,7 +126,7 @@ class Reduction:
         compressed = [self._compression.compress(grad) for grad in dense]
         is_mean = self.op == Average
         handle = grouped_allreduce_async_(
-            [one for one, _ in compressed],
+            [tensor for tensor, _ in compressed],
             name=name,
             op=self.op,
             prescale_factor=1.0 / self._predivide if is_mean else 1.0,
@@ -148,24 +148,26 @@ class Reduction:
             if callable(handle):
                 group[0].grad = found.to(group[0].dtype)
                 continue
-            for one, reduced, context in zip(group, found, contexts, strict=True):
-                _put(one, self._compression.decompress(reduced, context))
+            for param, reduced, context in zip(group, found, contexts, strict=True):
+                _put(param, self._compression.decompress(reduced, context))
 
     def combine(self, changes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the adaptive sums of the ranks' changes of the parameters."""
         sent = []
-        for one, change in zip(self._groups, changes, strict=True):
+        for param, change in zip(self._groups, changes, strict=True):
             compressed, context = self._compression.compress(change)
-            handle = allreduce_async_(compressed, name=self._names[one], op=Adasum)
+            handle = allreduce_async_(compressed, name=self._names[param], op=Adasum)
             sent.append((handle, context))
-        return [self._compression.decompress(synchronize(one), context) for one, context in sent]
+        return [
+            self._compression.decompress(synchronize(handle), context) for handle, context in sent
+        ]
 
 
-def _put(one: torch.Tensor, reduced: torch.Tensor) -> None:
-    grad = one.grad
+def _put(param: torch.Tensor, reduced: torch.Tensor) -> None:
+    grad = param.grad
     assert grad is not None
     if grad.is_sparse:
-        one.grad = reduced.to_sparse(grad.sparse_dim())
+        param.grad = reduced.to_sparse(grad.sparse_dim())
     elif grad.data_ptr() != reduced.data_ptr():
         grad.copy_(reduced)
 
@@ -177,8 +179,8 @@ def _grouped(
     found: dict[torch.Tensor, Group] = {}
     known = set(params)
     for group in groups:
-        members = tuple([one for one in group if one in known])
+        members = tuple([param for param in group if param in known])
         found.update(dict.fromkeys(members, members))
-    for one in params:
-        found.setdefault(one, (one,))
+    for param in params:
+        found.setdefault(param, (param,))
     return found

@@ -124,11 +124,13 @@ class DistributedAdasum(Distributed):
             HorovodInternalError: if the ranks do not fit together, or a rank is lost.
         """
         params = self._reduction.params
-        before = [one.detach().clone() for one in params]
+        before = [param.detach().clone() for param in params]
         result = super(Distributed, self).step(closure)
-        changes = [one - old for one, old in zip(params, before, strict=True)]
-        for one, old, change in zip(params, before, self._reduction.combine(changes), strict=True):
-            one.copy_(old + change)
+        changes = [param - old for param, old in zip(params, before, strict=True)]
+        for param, old, change in zip(
+            params, before, self._reduction.combine(changes), strict=True
+        ):
+            param.copy_(old + change)
         return result
 
 
@@ -181,7 +183,12 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     passes = _checked_passes(backward_passes_per_step)
     named = _named(optimizer, named_parameters)
     reduction = Reduction(
-        *(named, _checked_groups(groups, [one for _, one in named]), checked(compression), passes),
+        *(
+            named,
+            _checked_groups(groups, [param for _, param in named]),
+            checked(compression),
+            passes,
+        ),
         *(op, gradient_predivide_factor, sparse_as_dense, process_set),
     )
     is_many = mine.size > 1 or config.switch("HOROVOD_ELASTIC")
@@ -192,7 +199,7 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     found.__dict__.update(optimizer.__dict__)
     found.__dict__.pop("step", None)  # a scheduler's wrapper around the given optimizer's
     found._reduction = reduction
-    found._parameter_names = {one: name for name, one in named}
+    found._parameter_names = {param: name for name, param in named}
     found._is_watching = is_many and kind is Distributed and process_set.included()
     found._is_synchronized, found._should_synchronize = False, True
     if found._is_watching:
@@ -214,11 +221,11 @@ def _named(
     Raises:
         ValueError: if a parameter has no name, or a name is given twice.
     """
-    params = [one for group in optimizer.param_groups for one in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     if given is None:
-        return [(str(number), one) for number, one in enumerate(params)]
+        return [(str(number), param) for number, param in enumerate(params)]
     named: list[Any] = list(given)
-    if any(not isinstance(one, tuple) or len(one) != 2 for one in named):
+    if any(not isinstance(entry, tuple) or len(entry) != 2 for entry in named):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
@@ -229,14 +236,14 @@ def _named(
             "Parameter names in named_parameters must be unique. "
             f"Found duplicates: {', '.join(twice)}"
         )
-    known = {one for _, one in named}
-    if unnamed := [number for number, one in enumerate(params) if one not in known]:
+    known = {param for _, param in named}
+    if unnamed := [number for number, param in enumerate(params) if param not in known]:
         raise ValueError(
             "named_parameters was specified, but one or more model parameters were not named: number "
             f"{unnamed[0]} of the optimizer has shape {list(params[unnamed[0]].shape)}"
         )
     own = set(params)
-    return [(str(name), one) for name, one in named if one in own]
+    return [(str(name), param) for name, param in named if param in own]
 
 
 def _checked_groups(groups: Any, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -252,7 +259,7 @@ def _checked_groups(groups: Any, params: Sequence[torch.Tensor]) -> list[list[to
             raise ValueError(
                 "groups should be a non-negative integer or a list of list of torch.Tensor."
             )
-        wanted = [one for one in params if one.requires_grad]
+        wanted = [param for param in params if param.requires_grad]
         rows = even_rows(len(wanted), groups) if groups else []
         starts = [sum(rows[:place]) for place in range(len(rows))]
         return [wanted[start : start + size] for start, size in zip(starts, rows, strict=True)]
@@ -260,8 +267,8 @@ def _checked_groups(groups: Any, params: Sequence[torch.Tensor]) -> list[list[to
         raise ValueError(
             "groups should be a non-negative integer or a list of list of torch.Tensor."
         )
-    members = [one for group in groups for one in group]
-    if any(not isinstance(one, torch.Tensor) for one in members):
+    members = [param for group in groups for param in group]
+    if any(not isinstance(member, torch.Tensor) for member in members):
         raise ValueError("groups must consist of torch.Tensor.")
     if len(set(members)) != len(members):
         raise ValueError("A parameter can only appear once in groups.")

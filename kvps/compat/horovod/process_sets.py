@@ -27,7 +27,7 @@ class ProcessSet:
     def __init__(self, ranks: Iterable[int]) -> None:
         iterable: object = ranks
         given: list[object] = list(iterable) if isinstance(iterable, Iterable) else [None]
-        numbers = [one for one in given if isinstance(one, int) and type(one) is int]
+        numbers = [rank for rank in given if isinstance(rank, int) and type(rank) is int]
         if len(set(numbers)) != len(given):
             raise ValueError(
                 f"ProcessSet({given}): give different ranks. Communicators of MPI are not supported"
@@ -113,12 +113,12 @@ def init(
             f"comm={comm!r}: a job of kvps has the ranks that its launcher started. Omit comm=, and use "
             "process sets for a part of the ranks"
         )
-    for one in process_sets or () if is_new and not is_dynamic else ():
-        assert isinstance(one, ProcessSet)
-        if one.ranks in (list(each) for each in mine.running().sets.values()):
-            one.process_set_id = None  # a second object for one set counts for nothing
+    for added in process_sets or () if is_new and not is_dynamic else ():
+        assert isinstance(added, ProcessSet)
+        if added.ranks in (list(each) for each in mine.running().sets.values()):
+            added.process_set_id = None  # a second object for one set counts for nothing
         else:
-            _register(mine, one)
+            _register(mine, added)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -132,12 +132,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         HorovodInternalError: if another rank registers other ranks.
     """
     mine = current()
-    one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _demand_dynamic(mine)
-    if one.ranks in (list(each) for each in mine.running().sets.values()):
-        raise ValueError(f"Attempted to add a duplicate process set: {one}")
-    _register(mine, one)
-    return one
+    if added.ranks in (list(each) for each in mine.running().sets.values()):
+        raise ValueError(f"Attempted to add a duplicate process set: {added}")
+    _register(mine, added)
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -177,11 +177,11 @@ def _demand_dynamic(mine: Context) -> None:
         )
 
 
-def _register(mine: Context, one: ProcessSet) -> None:
+def _register(mine: Context, added: ProcessSet) -> None:
     size = mine.running().size
-    if not one.ranks or any(not 0 <= rank < size for rank in one.ranks):
-        raise ValueError(f"{one}: give ranks from 0 to {size - 1}")
-    request = CollectiveRequest(mine.name(None, ADD_SET), ADD_SET, ranks=tuple(one.ranks))
+    if not added.ranks or any(not 0 <= rank < size for rank in added.ranks):
+        raise ValueError(f"{added}: give ranks from 0 to {size - 1}")
+    request = CollectiveRequest(mine.name(None, ADD_SET), ADD_SET, ranks=tuple(added.ranks))
     number = mine.synchronize(mine.submit(Operation(request)))
     assert isinstance(number, int)
-    one.process_set_id = number
+    added.process_set_id = number

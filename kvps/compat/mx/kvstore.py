@@ -169,8 +169,8 @@ class KVStore(KVStoreBase):
                     f"row_sparse_pull: {len(wanted)} row_ids for {len(targets)} outputs of key {name!r}; give one for "
                     "each, or one for all"
                 )
-            for target, one in zip(targets, wanted, strict=True):
-                rows = torch.as_tensor(one).reshape(-1).to(torch.int64)
+            for target, ids_wanted in zip(targets, wanted, strict=True):
+                rows = torch.as_tensor(ids_wanted).reshape(-1).to(torch.int64)
                 self.store.row_sparse_pull(name, target, rows, priority)
 
     # --- the optimizer ------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class KVStore(KVStoreBase):
         for key, devices in _pairs(keys, values):
             target = devices if isinstance(devices, list) else [devices]
             received = torch.stack(
-                [torch.as_tensor(one).to(target[0].device) for one in target]
+                [torch.as_tensor(value).to(target[0].device) for value in target]
             ).sum(0)
             stored = self.store.pull(key)
             number = int(key) if isinstance(key, int) else key
@@ -320,7 +320,7 @@ def _values(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return value if value.is_sparse else plain(value)
     if isinstance(value, list | tuple):
-        return [_values(one) for one in value]
+        return [_values(element) for element in value]
     return value
 
 
@@ -344,8 +344,8 @@ def _grouped(key: object, values: Any) -> tuple[object, Any]:
     if len(set(keys)) == len(keys):
         return keys, values
     found: dict[object, list[Any]] = {}
-    for one, value in zip(keys, values, strict=True):
-        found.setdefault(one, []).extend(value if isinstance(value, list) else [value])
+    for name, value in zip(keys, values, strict=True):
+        found.setdefault(name, []).extend(value if isinstance(value, list) else [value])
     return list(found), list(found.values())
 
 

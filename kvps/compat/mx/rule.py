@@ -178,7 +178,7 @@ class Optimizer:
         MXNet.
         """
         names = self.idx2name.values()
-        biases = [one for one in names if not one.endswith(("_weight", "_gamma"))]
+        biases = [name for name in names if not name.endswith(("_weight", "_gamma"))]
         self.wd_mult = {**dict.fromkeys(biases, 0.0), **args_wd_mult}
         self._send_again()
 

@@ -61,7 +61,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def reset(self) -> None:
         """Deal out what was not processed; each rank gets equally many, and some indices twice if need be."""
         engine = current().running()
-        rest = [one for one in range(len(self.dataset)) if one not in self.processed_indices]
+        rest = [
+            sample for sample in range(len(self.dataset)) if sample not in self.processed_indices
+        ]
         if self.shuffle:
             random.Random(f"{self.seed}.{self.epoch}").shuffle(rest)
         share = math.ceil(len(rest) / engine.size)

@@ -140,9 +140,9 @@ class TorchState(ObjectState):
     ) -> None:
         stateful = (torch.nn.Module, torch.optim.Optimizer, ElasticSampler)
         given = {"model": model, "optimizer": optimizer, **values}
-        self._parts = {name: one for name, one in given.items() if isinstance(one, stateful)}
-        self._kept = {name: _kept(one) for name, one in self._parts.items()}
-        plain = {name: one for name, one in values.items() if name not in self._parts}
+        self._parts = {name: value for name, value in given.items() if isinstance(value, stateful)}
+        self._kept = {name: _kept(value) for name, value in self._parts.items()}
+        plain = {name: value for name, value in values.items() if name not in self._parts}
         self.model, self.optimizer = model, optimizer
         for name, part in self._parts.items():
             setattr(self, name, part)
@@ -150,42 +150,42 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Keep the present values of the model, the optimizer and the attributes."""
-        self._kept = {name: _kept(one) for name, one in self._parts.items()}
+        self._kept = {name: _kept(value) for name, value in self._parts.items()}
         super().save()
 
     def restore(self) -> None:
         """Return to the values that were kept."""
-        for name, one in self._parts.items():
-            one.load_state_dict(copy.deepcopy(self._kept[name]))
+        for name, part in self._parts.items():
+            part.load_state_dict(copy.deepcopy(self._kept[name]))
         super().restore()
 
     def reset(self) -> None:
         """Deal the rest of the data out anew."""
-        for one in self._parts.values():
-            if isinstance(one, ElasticSampler):
-                one.reset()
+        for part in self._parts.values():
+            if isinstance(part, ElasticSampler):
+                part.reset()
 
     def sync(self) -> None:
         """Take model, optimizer and attributes of the rank that has committed most often."""
         root = self._root()
-        for name, one in self._parts.items():
-            if isinstance(one, torch.nn.Module):
-                broadcast_parameters(one.state_dict(), root)
-            elif isinstance(one, torch.optim.Optimizer):
-                broadcast_optimizer_state(one, root)
+        for name, part in self._parts.items():
+            if isinstance(part, torch.nn.Module):
+                broadcast_parameters(part.state_dict(), root)
+            elif isinstance(part, torch.optim.Optimizer):
+                broadcast_optimizer_state(part, root)
             else:
-                _sync_sampler(one, name)
+                _sync_sampler(part, name)
         self._sync_from(root)
-        self._kept = {name: _kept(one) for name, one in self._parts.items()}
+        self._kept = {name: _kept(value) for name, value in self._parts.items()}
 
 
-def _kept(one: Any) -> Any:
-    return copy.deepcopy(one.state_dict())
+def _kept(holder: Any) -> Any:
+    return copy.deepcopy(holder.state_dict())
 
 
 def _sync_sampler(sampler: ElasticSampler, name: str) -> None:
     """Let every rank know what all ranks have processed."""
     states = allgather_object(sampler.state_dict(), f"elastic.{name}")
-    epoch = max(one["epoch"] for one in states)
-    done = set().union(*[one["processed_indices"] for one in states if one["epoch"] == epoch])
+    epoch = max(state["epoch"] for state in states)
+    done = set().union(*[state["processed_indices"] for state in states if state["epoch"] == epoch])
     sampler.load_state_dict({"epoch": epoch, "processed_indices": sorted(done)})

@@ -120,13 +120,14 @@ class Context:
         """Return the ranks on this rank's machine, ascending."""
         rank = self.running().rank
         homes = self._homes()
-        return [one for one, home in enumerate(homes) if home == homes[rank]]
+        return [other for other, home in enumerate(homes) if home == homes[rank]]
 
     def machines(self) -> list[list[int]]:
         """Return the ranks of each machine; machines are in the order of their first rank."""
         homes = self._homes()
         return [
-            [rank for rank, one in enumerate(homes) if one == home] for home in dict.fromkeys(homes)
+            [rank for rank, other in enumerate(homes) if other == home]
+            for home in dict.fromkeys(homes)
         ]
 
     def _homes(self) -> list[tuple[str, int]]:

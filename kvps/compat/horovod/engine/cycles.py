@@ -113,7 +113,7 @@ class Cycles:
             written.append(self._write_rest(row[POST_BYTES:]))
         while any(not ticket.is_over for ticket in self._reads.values()):
             self.has_begun_elsewhere()
-            _await([one for one in self._reads.values() if not one.is_over])
+            _await([pending for pending in self._reads.values() if not pending.is_over])
         self.has_begun_elsewhere()
         for ticket in written:
             ticket.wait()

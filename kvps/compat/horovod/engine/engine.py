@@ -326,14 +326,14 @@ class Engine:
         with self._lock:
             self._error = error
             self._idle.notify_all()
-            ended = [one for one in self._mine.values() if not one.is_decided]
-            for one in ended:
-                del self._mine[one.request.key]
+            ended = [operation for operation in self._mine.values() if not operation.is_decided]
+            for operation in ended:
+                del self._mine[operation.request.key]
             if self._join is not None:
                 ended.append(self._join)
                 self._join = None
-        for one in ended:
-            one.end(error)
+        for operation in ended:
+            operation.end(error)
 
     def _look_for_stalls(self) -> None:
         """Name the ranks that operations of this rank have waited for too long."""

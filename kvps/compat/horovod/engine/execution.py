@@ -100,7 +100,11 @@ class Executor:
                     by_type.setdefault(row.dtype, []).append(_Row(row, request, staged))
         run = bucket[0]
         for rows in by_type.values():
-            flat = rows[0].row if len(rows) == 1 else torch.cat([one.row for one in rows])
+            flat = (
+                rows[0].row
+                if len(rows) == 1
+                else torch.cat([member_row.row for member_row in rows])
+            )
             if run.first.op in SUMMING and self._is_round(run, flat.dtype):
                 execution.plans.append(self._transfers.total(flat))
                 execution.deliver.append(partial(_give_sums, flat, rows, len(run.ranks)))
@@ -145,7 +149,7 @@ class Executor:
     ) -> None:
         """Send all tensors of a bucket as one row of bytes."""
         run = bucket[0]
-        all_staged = [staged for one in bucket for staged in mine[one.first.key].staged]
+        all_staged = [staged for operation in bucket for staged in mine[operation.first.key].staged]
         filled = [staged for staged in all_staged if len(staged.row)]
         if not filled or len(run.ranks) == 1:
             return
@@ -158,7 +162,7 @@ class Executor:
         def give() -> None:
             if len(parts) > 1:
                 for part, piece in zip(
-                    parts, torch.split(row, [len(one) for one in parts]), strict=True
+                    parts, torch.split(row, [len(values) for values in parts]), strict=True
                 ):
                     part.copy_(piece)
             for staged in filled:
@@ -173,7 +177,7 @@ class Executor:
             whole = blank(sum(map(_count, shapes)), staged.row.dtype)
             room = torch.split(whole, [_count(shape) for shape in shapes])
             execution.plans.append(self._transfers.gather(run.ranks, staged.row, room))
-            shape = (sum(one[0] for one in shapes), *shapes[0][1:])
+            shape = (sum(dims[0] for dims in shapes), *shapes[0][1:])
             execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
         execution.deliver.append(lambda: operation.deliver(outcome))
 
@@ -188,7 +192,7 @@ class Executor:
             width = _count(part.shape[1:])
             given = _cut(staged.row, part, operation.request.splits[index])
             whole = blank(sum(rows) * width, staged.row.dtype)
-            room = torch.split(whole, [one * width for one in rows])
+            room = torch.split(whole, [count * width for count in rows])
             execution.plans.append(self._transfers.swap(run.ranks, given, room))
             shape = (sum(rows), *part.shape[1:])
             execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
@@ -210,24 +214,26 @@ def even_rows(rows: int, ranks: int) -> list[int]:
 
 
 def _give_sums(flat: torch.Tensor, rows: Sequence[_Row], ranks: int) -> None:
-    for one, row in zip(rows, torch.split(flat, [len(one.row) for one in rows]), strict=True):
-        if one.staged is not None:
-            finish(row, one.request.op, ranks, one.request.postscale)
-            if row.data_ptr() != one.row.data_ptr():
-                one.row.copy_(row)
-            one.staged.deliver()
+    for member_row, row in zip(
+        rows, torch.split(flat, [len(entry.row) for entry in rows]), strict=True
+    ):
+        if member_row.staged is not None:
+            finish(row, member_row.request.op, ranks, member_row.request.postscale)
+            if row.data_ptr() != member_row.row.data_ptr():
+                member_row.row.copy_(row)
+            member_row.staged.deliver()
 
 
 def _give_folds(room: Sequence[torch.Tensor], rows: Sequence[_Row], ranks: int) -> None:
-    pieces = [torch.split(row, [len(one.row) for one in rows]) for row in room]
-    for one, of_ranks in zip(rows, zip(*pieces, strict=True), strict=True):
-        op, postscale = one.request.op, one.request.postscale
+    pieces = [torch.split(row, [len(entry.row) for entry in rows]) for row in room]
+    for member_row, of_ranks in zip(rows, zip(*pieces, strict=True), strict=True):
+        op, postscale = member_row.request.op, member_row.request.postscale
         name = "SUM" if op in SUMMING else op.upper()
         row = adasum(of_ranks) if op == "adasum" else fold(name, of_ranks)
         finish(row, op, ranks, postscale)
-        one.row.copy_(row)
-        if one.staged is not None:
-            one.staged.deliver()
+        member_row.row.copy_(row)
+        if member_row.staged is not None:
+            member_row.staged.deliver()
 
 
 def _put(
@@ -244,7 +250,7 @@ def _cut(row: torch.Tensor, part: Part, rows: Sequence[int]) -> list[torch.Tenso
     """Return a tensor's elements cut along its first dimension, without the rows that no split needs."""
     width = _count(part.shape[1:])
     row = row[: sum(rows) * width]
-    return list(torch.split(row, [one * width for one in rows]))
+    return list(torch.split(row, [count * width for count in rows]))
 
 
 def _count(shape: Sequence[int]) -> int:

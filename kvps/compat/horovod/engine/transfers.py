@@ -70,7 +70,10 @@ class Transfers:
         def steps() -> Steps:
             yield self._board.make_sums(keys, self._timeout_s)
             pieces = torch.split(row, SUM_PIECE)
-            filled = [padded(one, spec.count) for one, (_, spec) in zip(pieces, keys, strict=True)]
+            filled = [
+                padded(padded_piece, spec.count)
+                for padded_piece, (_, spec) in zip(pieces, keys, strict=True)
+            ]
             yield [self._board.add([key for key, _ in keys], filled, filled, self._timeout_s)]
             if filled[-1] is not pieces[-1]:
                 pieces[-1].copy_(filled[-1][: len(pieces[-1])])
@@ -96,11 +99,11 @@ class Transfers:
         """Give the rank at place p ``given[p]``, and take ``rows[p]`` from it."""
         track, me = f"{self._name}/pair/{_tag(ranks)}", self._board.rank
         mine, theirs = [], []
-        for rank, one, row in zip(ranks, given, rows, strict=True):
+        for rank, sent, row in zip(ranks, given, rows, strict=True):
             if rank == me:
-                row.copy_(one)
+                row.copy_(sent)
                 continue
-            mine.append((f"{track}/{me}>{rank}/{class_of(one.nbytes)}", one))
+            mine.append((f"{track}/{me}>{rank}/{class_of(sent.nbytes)}", sent))
             theirs.append((f"{track}/{rank}>{me}/{class_of(row.nbytes)}", rank, row))
         return track, mailbox.swap(self._board, self._timeout_s, mine, theirs)
 

@@ -170,7 +170,7 @@ class Coordinator:
     def _request(self, rank: int, request: CollectiveRequest) -> list[Decision]:
         """Put a request into its operation; refuse the operation if it does not fit."""
         entries = self._entries.setdefault(request.key, deque())
-        entry = next((one for one in entries if rank not in one.requests), None)
+        entry = next((candidate for candidate in entries if rank not in candidate.requests), None)
         if entry is None:
             entries.append(entry := _Entry())
         entry.requests[rank] = request
@@ -223,7 +223,7 @@ class Coordinator:
             number, self._sets_made = self._sets_made, self._sets_made + 1
             self._sets[number] = request.ranks
         elif request.kind == REMOVE_SET:
-            busy = [name for one, name in self._entries if one == request.root]
+            busy = [name for root, name in self._entries if root == request.root]
             if busy:
                 return self._refuse(entry, f"{busy[0]!r} is not done in process set {request.root}")
             self._sets.pop(request.root, None)
@@ -242,23 +242,23 @@ class Coordinator:
         }
         if not waits or None in waits.values():
             return []
-        entries = {id(one): one for one in waits.values() if one is not None}
+        entries = {id(waiting): waiting for waiting in waits.values() if waiting is not None}
         told = "; ".join(
             [
-                f"rank {rank} waits for {one.requests[rank].kind} {one.requests[rank].name!r}"
-                for rank, one in waits.items()
-                if one is not None
+                f"rank {rank} waits for {waiting.requests[rank].kind} {waiting.requests[rank].name!r}"
+                for rank, waiting in waits.items()
+                if waiting is not None
             ]
         )
         reason = f"no rank can go on: {told}. Make the same operations, with the same names, on every rank"
-        decisions: list[Decision] = [self._refuse(one, reason) for one in entries.values()]
+        decisions: list[Decision] = [self._refuse(waiting, reason) for waiting in entries.values()]
         self._waits.clear()
         return decisions
 
     def _awaited(self, rank: int) -> _Entry | None:
         """Return the undecided operation that a rank waits for."""
         entries = self._entries.get(self._waits.get(rank, (WORLD, "")), ())
-        found = [one for one in entries if rank in one.requests]
+        found = [candidate for candidate in entries if rank in candidate.requests]
         return found[-1] if found and not found[-1].refusal else None
 
     def check(self) -> None:
@@ -270,9 +270,10 @@ class Coordinator:
             assert entries, "a name without an operation is forgotten"
             for entry in entries:
                 assert entry.requests, "an operation begins with a request"
-                assert all(one.key == key for one in entry.requests.values())
+                assert all(request.key == key for request in entry.requests.values())
                 fitting = [
-                    difference(0, one, 1, self._of(entry)) for one in entry.requests.values()
+                    difference(0, request, 1, self._of(entry))
+                    for request in entry.requests.values()
                 ]
                 assert entry.refusal or not any(fitting)
             for older, newer in pairwise(entries):

@@ -77,7 +77,9 @@ class CollectiveRequest:
         return self.process_set, self.name
 
 
-def difference(first: int, one: CollectiveRequest, second: int, other: CollectiveRequest) -> str:
+def difference(
+    first: int, request: CollectiveRequest, second: int, other: CollectiveRequest
+) -> str:
     """Return how the requests of two ranks differ, in words; empty if they fit together.
 
     Example:
@@ -90,22 +92,22 @@ def difference(first: int, one: CollectiveRequest, second: int, other: Collectiv
     def differ(what: str, here: object, there: object) -> str:
         return f"{what} differ: rank {first} has {here}, rank {second} has {there}"
 
-    if one.kind != other.kind:
-        return differ("operations", one.kind, other.kind)
-    if len(one.parts) != len(other.parts):
-        return differ("numbers of tensors", len(one.parts), len(other.parts))
-    for index, (here, there) in enumerate(zip(one.parts, other.parts, strict=True)):
-        of = f" of tensor {index}" if len(one.parts) > 1 else ""
+    if request.kind != other.kind:
+        return differ("operations", request.kind, other.kind)
+    if len(request.parts) != len(other.parts):
+        return differ("numbers of tensors", len(request.parts), len(other.parts))
+    for index, (here, there) in enumerate(zip(request.parts, other.parts, strict=True)):
+        of = f" of tensor {index}" if len(request.parts) > 1 else ""
         if here.dtype != there.dtype:
             return differ(f"types{of}", here.dtype, there.dtype)
-        if _compared(one.kind, here) != _compared(one.kind, there):
+        if _compared(request.kind, here) != _compared(request.kind, there):
             return differ(f"shapes{of}", here, there)
     for what, mine, its in (
-        ("reductions", one.op, other.op),
-        ("root ranks", one.root, other.root),
-        ("prescale factors", one.prescale, other.prescale),
-        ("postscale factors", one.postscale, other.postscale),
-        ("ranks of the process set", list(one.ranks), list(other.ranks)),
+        ("reductions", request.op, other.op),
+        ("root ranks", request.root, other.root),
+        ("prescale factors", request.prescale, other.prescale),
+        ("postscale factors", request.postscale, other.postscale),
+        ("ranks of the process set", list(request.ranks), list(other.ranks)),
     ):
         if mine != its:
             return differ(what, mine, its)

@@ -41,11 +41,19 @@ def pack(turn: Turn) -> bytes:
     """
     requests = [
         [
-            *(one.name, one.kind, one.process_set),
-            [[part.dtype, part.shape] for part in one.parts],
-            *(one.op, one.root, one.prescale, one.postscale, one.splits, one.ranks, one.fault),
+            *(request.name, request.kind, request.process_set),
+            [[part.dtype, part.shape] for part in request.parts],
+            *(
+                request.op,
+                request.root,
+                request.prescale,
+                request.postscale,
+                request.splits,
+                request.ranks,
+                request.fault,
+            ),
         ]
-        for one in turn.requests
+        for request in turn.requests
     ]
     row = [requests, turn.has_joined, turn.over, turn.waits_for]
     packed: bytes = msgpack.packb(row)
@@ -101,7 +109,7 @@ def _request(
         *(name, kind, process_set),
         tuple([_part(*part) for part in parts]),
         *(op, root, prescale, postscale),
-        tuple([_sizes(one) for one in splits]),
+        tuple([_sizes(sizes) for sizes in splits]),
         _sizes(ranks),
         fault,
     )
@@ -113,5 +121,5 @@ def _part(dtype: Any, shape: Any) -> Part:
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
-    _demand(type(given) is list and all(type(one) is int for one in given))
+    _demand(type(given) is list and all(type(size) is int for size in given))
     return tuple(given)

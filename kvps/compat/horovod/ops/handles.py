@@ -100,12 +100,14 @@ def demand_tensors(
     """
     current().running()
     demand_set(process_set)
-    if wrong := [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]:
+    if wrong := [
+        type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)
+    ]:
         raise refuse(kind, name, process_set, f"{kind} needs a torch.Tensor, got {wrong[0]}")
-    if any(one.is_meta for one in tensors):
+    if any(tensor.is_meta for tensor in tensors):
         text = f"{kind}: a tensor on the device meta has no values to send"
         raise refuse(kind, name, process_set, text)
-    sparse = next((one for one in tensors if one.layout is not torch.strided), None)
+    sparse = next((tensor for tensor in tensors if tensor.layout is not torch.strided), None)
     if sparse is not None:
         text = (
             f"{kind}: Tensor is required to be dense, got layout {sparse.layout}; use to_dense(), or "
@@ -114,7 +116,7 @@ def demand_tensors(
         raise refuse(kind, name, process_set, text)
     if not tensors:
         raise refuse(kind, name, process_set, f"{kind}: give one tensor or more")
-    if kind in (ALLGATHER, ALLTOALL, REDUCESCATTER) and any(not one.dim() for one in tensors):
+    if kind in (ALLGATHER, ALLTOALL, REDUCESCATTER) and any(not tensor.dim() for tensor in tensors):
         text = f"{kind} needs tensors with 1 dimension or more, got a scalar"
         raise refuse(kind, name, process_set, text)
 

@@ -34,7 +34,7 @@ def grouped_allgather_async(
     """Begin :func:`grouped_allgather`; return its handle."""
     given = list(tensors)
     demand_tensors(ALLGATHER, name, given, process_set)
-    return begin(ALLGATHER, name, [one.detach() for one in given], process_set, is_list=True)
+    return begin(ALLGATHER, name, [tensor.detach() for tensor in given], process_set, is_list=True)
 
 
 def allgather(
@@ -68,7 +68,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
         found = synchronize(grouped_allgather_async(tensors, name, process_set))
-        ctx.process_set, ctx.rows = process_set, [len(one) for one in tensors]
+        ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
         return tuple(found)
 
     @staticmethod
@@ -210,7 +210,7 @@ def _splits(
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
         found = f"{given.dtype}{list(given.shape)}"
         return (), f"splits must be whole numbers, one for each rank; got {found}"
-    rows = tuple([int(one) for one in given])
+    rows = tuple([int(count) for count in given])
     if len(rows) != count:
         return (), f"{len(rows)} splits were given for {count} ranks"
     if min(rows) < 0 or sum(rows) > len(tensor):

@@ -34,12 +34,12 @@ def begin_reduction(
     if kind == REDUCESCATTER and op not in (Sum, Average):
         text = f"reducescatter: op={op.name} is not supported; use hvd.Sum or hvd.Average"
         raise refuse(kind, name, process_set, text)
-    if op == Adasum and not all(one.is_floating_point() for one in tensors):
+    if op == Adasum and not all(tensor.is_floating_point() for tensor in tensors):
         text = "Adasum needs floating-point tensors"
         raise refuse(kind, name, process_set, text)
-    travelling = [one.detach() if is_inplace else one.detach().clone() for one in tensors]
-    for one in travelling:
-        scale(one, float(prescale_factor))
+    travelling = [tensor.detach() if is_inplace else tensor.detach().clone() for tensor in tensors]
+    for tensor in travelling:
+        scale(tensor, float(prescale_factor))
     return begin(
         *(kind, name, travelling, process_set),
         is_list=is_list,
@@ -185,14 +185,14 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the reductions of several tensors, which run as one operation; see :func:`allreduce`."""
-    pairs = [checked(compression).compress(one) for one in tensors]
+    pairs = [checked(compression).compress(tensor) for tensor in tensors]
     results = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, average), name, prescale_factor, postscale_factor, process_set, True),
-        *[one for one, _ in pairs],
+        *[tensor for tensor, _ in pairs],
     )
     return [
-        compression.decompress(one, context)
-        for one, (_, context) in zip(results, pairs, strict=True)
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
     ]
 
 

@@ -89,14 +89,14 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return this rank's rows of several reductions, which run as one operation; see :func:`reducescatter`."""
-    pairs = [checked(compression).compress(one) for one in tensors]
+    pairs = [checked(compression).compress(tensor) for tensor in tensors]
     results = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         *(chosen(op, None), name, prescale_factor, postscale_factor, process_set),
-        *[one for one, _ in pairs],
+        *[tensor for tensor, _ in pairs],
     )
     return [
-        compression.decompress(one, context)
-        for one, (_, context) in zip(results, pairs, strict=True)
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, pairs, strict=True)
     ]
 
 
@@ -129,6 +129,6 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         op, prescale, postscale, process_set = ctx.arguments
         factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-        scaled = [one * factor for one in grads]
+        scaled = [grad * factor for grad in grads]
         found = synchronize(begin(ALLGATHER, None, scaled, process_set, is_list=True))
         return (*[None] * 5, *found)
