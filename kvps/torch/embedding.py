@@ -15,7 +15,7 @@ from torch.nn.functional import embedding as looked_up
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.store.embedding.table import EmbeddingTable
-from kvps.torch.sharded.hooks import graph_task
+from kvps.torch.sync.parameter_hooks import PassEnd, when_accumulated
 
 log = logging.getLogger("kvps")
 OPS = ("average", "sum")
@@ -70,8 +70,7 @@ class Embedding(torch.nn.Module):
         self.op = op
         self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Ids and gradients of this backward."""
-        self._backward = -1
-        """The number of that backward pass."""
+        self._end = PassEnd()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.
@@ -85,9 +84,7 @@ class Embedding(torch.nn.Module):
             rows[unique == self.padding_idx] = 0
         if self.training and torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda leaf: self._gather(unique, leaf)
-            )
+            when_accumulated(rows, lambda leaf: self._gather(unique, leaf))
         return looked_up(place, rows)
 
     def extra_repr(self) -> str:
@@ -98,12 +95,8 @@ class Embedding(torch.nn.Module):
     def _gather(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
         """Take a complete gradient; the first one schedules a push at the end of the pass."""
         assert leaf.grad is not None
-        backward = graph_task()
-        if (
-            backward != self._backward
-        ):  # of one that failed nothing is pushed, and torch says nothing
-            self._backward, self._gathered = backward, []
-            torch.autograd.Variable._execution_engine.queue_callback(self._push)
+        if self._end.wait(self._push):
+            self._gathered = []  # of a pass that failed nothing is pushed
         gradients = leaf.grad
         if self.padding_idx is not None:
             others = ids != self.padding_idx

@@ -6,7 +6,6 @@ of parameters that backward did not reach, since another rank may have them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -18,6 +17,7 @@ from kvps.compat.byteps.ops import push_pull_async_inplace, size, synchronize
 from kvps.compat.horovod.compression import Compression, Compressor
 from kvps.compat.horovod.engine.context import current
 from kvps.compat.horovod.functions import broadcast_parameters
+from kvps.torch.sync.parameter_hooks import PassEnd, watch
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -55,20 +55,11 @@ class DistributedDataParallel(torch.nn.Module):
             if param.requires_grad
         }
         self._under_way: dict[torch.Tensor, tuple[int, Any]] = {}
-        self._is_waiting = False
+        self._end = PassEnd()
         broadcast_parameters(module.state_dict(), 0)
         if size() > 1:
-            told = weakref.WeakMethod(
-                self._on_gradient
-            )  # a hook that knew the module would keep it for ever
-
-            def on_gradient(param: torch.Tensor) -> None:
-                method = told()
-                if method is not None:
-                    method(param)
-
             for param in self._names:
-                param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+                watch(self._on_gradient, param, param)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -90,11 +81,7 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self.require_backward_grad_sync:
             return
-        if not self._is_waiting:
-            self._is_waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(
-                self._finish
-            )  # as torch's own DDP does
+        self._end.wait(self._finish)  # as torch's own DDP does
         self._send(param)
 
     def _send(self, param: torch.Tensor) -> None:
@@ -107,7 +94,6 @@ class DistributedDataParallel(torch.nn.Module):
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait until the gradients of all parameters are means."""
-        self._is_waiting = False
         for param in self._names:
             if param not in self._under_way:
                 self._send(param)

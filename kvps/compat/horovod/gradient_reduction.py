@@ -7,7 +7,6 @@ another rank may have it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
@@ -21,6 +20,7 @@ from kvps.compat.horovod.ops.reduce import allreduce_async_, grouped_allreduce_a
 from kvps.compat.horovod.ops.sparse import sparse_allreduce_async
 from kvps.compat.horovod.process_sets import ProcessSet
 from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp
+from kvps.torch.sync.parameter_hooks import watch
 
 Group = tuple[torch.Tensor, ...]
 
@@ -76,15 +76,8 @@ class Reduction:
 
     def watch(self) -> None:
         """Have backward tell of each gradient, as long as this object lives."""
-        me = weakref.ref(self)
-
-        def on_gradient(param: torch.Tensor) -> None:
-            reduction = me()
-            if reduction is not None:
-                reduction._on_gradient(param)
-
         for param in self._groups:
-            param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]  # torch's
+            watch(self._on_gradient, param, param)
 
     def reset(self, passes: int) -> None:
         """Begin a step, of so many backward passes."""

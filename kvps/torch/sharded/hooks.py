@@ -28,11 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvps.torch.sharded.param_groups import REST, ExecutionOrder, ParamGroup
 from kvps.torch.sharded.residency import Residency
-
-
-def graph_task() -> int:
-    """Return the number of the backward pass that this thread is in; -1 for none."""
-    return int(torch._C._current_graph_task_id())
+from kvps.torch.sync.parameter_hooks import PassEnd, graph_task
 
 
 class GroupHooks:
@@ -67,8 +63,7 @@ class GroupHooks:
         """The blocks that compute now, outermost first, and whether each has begun to remember."""
         self._reached: int | None = None
         """The block that backward came to last."""
-        self._task = -1
-        """The backward pass whose end we shall be told of."""
+        self._pass_end = PassEnd()
         self._hooks: list[Any] = []
         for number, block in enumerate(blocks):
             before = partial(self._enter, number)
@@ -96,7 +91,7 @@ class GroupHooks:
     def _enter(self, number: int, *_: object) -> None:
         names = self._blocks[number].names
         if graph_task() != -1:
-            self.ring()
+            self._pass_end.wait(self._end)
         else:
             if number == REST:
                 self._on_forward()
@@ -131,14 +126,8 @@ class GroupHooks:
 
     # --- backward ---------------------------------------------------------------------------------
 
-    def ring(self) -> None:
-        """Be told when this backward pass ends."""
-        if self._task != graph_task():
-            self._task = graph_task()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
     def _on_gradient_of_output(self, number: int, _: torch.Tensor) -> None:
-        self.ring()
+        self._pass_end.wait(self._end)
         if self._reached is not None and self._reached not in (REST, number):
             left = self._blocks[self._reached].names
             self._weights.free([name for name in left if not self._params[name].requires_grad])
@@ -154,6 +143,6 @@ class GroupHooks:
         return [name for name in self._blocks[number].names if not self._is_done(name)]
 
     def _end(self) -> None:
-        self._task, self._reached = -1, None
+        self._reached = None
         self._on_end()
         self._weights.free()

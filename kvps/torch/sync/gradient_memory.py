@@ -30,6 +30,7 @@ import torch
 from kvps.errors import KvpsError
 from kvps.net.memory import keep_freed_memory
 from kvps.store.server_store import DistStore
+from kvps.torch.sync.parameter_hooks import watch
 
 _NUMPY_LACKS = {torch.bfloat16: torch.int16}
 """Element types that numpy does not have, and types of the same size."""
@@ -88,17 +89,9 @@ class GradientMemory:
         """Move each gradient from now on, until nothing refers to this object any more."""
         if self._kv is None:
             return
-        mine = weakref.ref(self)
-
-        def move(name: str) -> None:
-            memory = mine()
-            if memory is not None:
-                memory.take(name)
-
         for name, param in self._params.items():
             if param.requires_grad:
-                hooked: Any = param  # torch gives its method no types
-                hooked.register_post_accumulate_grad_hook(lambda _, name=name: move(name))
+                watch(self.take, name, param)
 
     @contextmanager
     def lent(self, names: Sequence[str]) -> Iterator[None]:

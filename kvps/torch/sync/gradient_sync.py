@@ -39,7 +39,7 @@ from kvps.store.server_store import DistStore
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.in_flight import GradientBucket, HeldBucket, InFlight, SparseBucket
-from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
+from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of
 
@@ -125,8 +125,7 @@ class GradientSync:
         """The parameters whose gradients backward has handed to the buckets in this step."""
         self._advice = advice
         self._is_begun = False
-        self._is_rung = False
-        """It will be told of the end of backward."""
+        self._end = PassEnd()
         self.hooks = ParameterHooks(model, passes, self._on_gradient)
 
     # --- backward ---------------------------------------------------------------------------------
@@ -152,14 +151,11 @@ class GradientSync:
         self._note(name)
         if self._is_local or self.is_held or not is_last:
             return
-        if not self._is_rung:
-            self._is_rung = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_end)
+        self._end.wait(self._on_end)
         self._collected.add(name)
         self._leave(self._buckets.add(name))
 
     def _on_end(self) -> None:
-        self._is_rung = False
         self._leave(self._buckets.flush())
         if self.is_awaited and self._failure is None:
             try:
@@ -467,7 +463,7 @@ class GradientSync:
         self._collected.clear()
         self._made.clear()
         self._failure = None
-        self._is_begun = self._is_rung = False
+        self._is_begun = False
 
 
 def holder_of(kv: Any) -> DistStore | None:

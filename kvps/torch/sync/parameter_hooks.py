@@ -1,7 +1,9 @@
-"""Gradient hooks of a model: a call for each gradient, and a count of the passes that make up a step.
+"""Gradient hooks: a call for each gradient, a call at the end of a backward pass, and a count of passes.
 
-Both front ends that push during backward use them: :class:`~kvps.torch.sync.gradient_sync.GradientSync`, which
-gets sums back, and :class:`~kvps.torch.sharded.gradient_sender.GradientHooks`, which does not. A second
+Every front end that acts during backward uses them, and no other file registers such hooks with torch.
+:func:`watch` calls a method for each gradient, :class:`PassEnd` calls at the end of a backward pass.
+:class:`ParameterHooks` serves the front ends that push the gradients of a whole model,
+:class:`~kvps.torch.sync.gradient_sync.GradientSync` and :class:`~kvps.torch.sharded.gradient_sender.GradientHooks`: a second
 gradient of a parameter in one step would be a second push, and so another round. So several passes make up a
 step only where that was asked for; then torch adds gradients up until the last pass.
 
@@ -24,6 +26,77 @@ from kvps.phrases import names_in_words
 
 _newest: Any = WeakIdKeyDictionary()
 """Parameter -> a weak reference to the hooks through which its gradients leave, the newest ones."""
+
+
+def graph_task() -> int:
+    """Return the number of the backward pass that this thread is in; -1 for none."""
+    return int(torch._C._current_graph_task_id())
+
+
+def when_accumulated(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
+    """Call with a leaf each time that backward has added a gradient to its ``.grad``; return torch's handle."""
+    return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]  # torch's
+
+
+def watch(method: Callable[[Any], None], key: object, tensor: torch.Tensor) -> Any:
+    """Call a bound method with ``key`` for each gradient of a tensor, while the method's object lives; return torch's handle.
+
+    Example:
+        >>> class Seen(list):
+        ...     pass
+        >>> seen, weight = Seen(), torch.ones(2, requires_grad=True)
+        >>> handle = watch(seen.append, "weight", weight)
+        >>> weight.sum().backward()
+        >>> seen
+        ['weight']
+    """
+    return when_accumulated(tensor, partial(_tell, weakref.WeakMethod(method), key))
+
+
+def _tell(method: weakref.WeakMethod[Callable[[Any], None]], key: object, _: object) -> None:
+    found = method()
+    if found is not None:
+        found(key)
+
+
+class PassEnd:
+    """The end of a backward pass, and a call there.
+
+    A pass inside another one, as activation checkpointing makes it, belongs to the outer one if that is awaited. torch
+    drops the callbacks of a pass that fails; the next pass is awaited anew.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: Callable[[], object] = _nothing
+        """Returns the callback that torch holds; None if its pass is over, or has failed."""
+
+    def wait(self, call: Callable[[], None]) -> bool:
+        """Call at the end of the pass that this thread is in, once; return whether this is the first request."""
+        if self._awaited() is not None:
+            return False
+        callback = _Callback(self, call)
+        self._awaited = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return True
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._awaited = _nothing
+
+
+class _Callback:
+    """A call at the end of a pass, which torch alone holds."""
+
+    def __init__(self, end: PassEnd, call: Callable[[], None]) -> None:
+        self._end, self._call = end, call
+
+    def __call__(self) -> None:
+        self._end.forget()
+        self._call()
+
+
+def _nothing() -> None:
+    """Return None, as a weak reference does whose object is gone."""
 
 
 class Trainable(Protocol):
@@ -72,14 +145,12 @@ class ParameterHooks:
         for name in self._model.trained:
             if name in self._hooks:
                 continue
-            param: Any = self._model.params[name]  # torch gives its method no types
+            param = self._model.params[name]
             older = _newest[param]() if param in _newest else None
             if older is not None:
                 older.close()
             _newest[param] = weakref.ref(self)
-            self._hooks[name] = param.register_post_accumulate_grad_hook(
-                partial(_tell, weakref.ref(self), name)
-            )
+            self._hooks[name] = watch(self.tell, name, param)
 
     def close(self) -> None:
         """Take the hooks away: gradients stay where they are."""
@@ -127,12 +198,6 @@ class ParameterHooks:
             f"no gradient for {names_in_words(missing)}, of {len(self._model.trained)} parameters: no "
             f"backward() has reached them since {since}. {instead}"
         )
-
-
-def _tell(hooks: weakref.ref[ParameterHooks], name: str, _: torch.Tensor) -> None:
-    found = hooks()
-    if found is not None:
-        found.tell(name)
 
 
 def _remove(hooks: dict[str, Any]) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
+from kvps.torch.sync import parameter_hooks
+from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient, watch
+
+HOOKS = {"register_post_accumulate_grad_hook", "queue_callback"}
+"""torch's methods that call during backward for each gradient, and at its end."""
 
 
 def model_of(*trained: str) -> SimpleNamespace:
@@ -74,3 +81,95 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert "'a' got another gradient after the first was pushed" in str(
         second_gradient("a", "call step()")
     )
+
+
+class Seen:
+    """Keys whose gradients were seen, and the ends of passes."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.ends = 0
+
+    def on_gradient(self, key: str) -> None:
+        self.keys.append(key)
+
+    def on_end(self) -> None:
+        self.ends += 1
+
+    def await_end_of(self, tensor: torch.Tensor, end: PassEnd) -> None:
+        def on_gradient(_: torch.Tensor) -> None:
+            end.wait(self.on_end)
+
+        tensor.register_post_accumulate_grad_hook(on_gradient)
+
+
+def test_a_hook_ends_with_the_object_that_it_calls() -> None:
+    seen, weight = Seen(), torch.ones(2, requires_grad=True)
+    handle = watch(seen.on_gradient, "w", weight)
+    weight.sum().backward()
+    assert seen.keys == ["w"]
+    keys = seen.keys
+    del seen
+    weight.sum().backward()
+    assert keys == ["w"]
+    handle.remove()
+
+
+class TestPassEnd:
+    """The end of a backward pass is told once."""
+
+    def test_several_gradients_await_one_end(self) -> None:
+        seen, end = Seen(), PassEnd()
+        news: list[bool] = []
+        a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        for one in (a, b):
+            one.register_post_accumulate_grad_hook(lambda _: news.append(end.wait(seen.on_end)))
+        for number in (1, 2):
+            (a * b).sum().backward()
+            assert seen.ends == number
+        assert news == [True, False, True, False]
+
+    def test_a_pass_after_one_that_failed_is_awaited_anew(self) -> None:
+        seen, end = Seen(), PassEnd()
+        weight = torch.ones(2, requires_grad=True)
+
+        def await_and_fail(_: torch.Tensor) -> None:
+            assert end.wait(seen.on_end)
+            raise RuntimeError("lost")
+
+        handle = weight.register_post_accumulate_grad_hook(await_and_fail)
+        with pytest.raises(RuntimeError, match="lost"):
+            weight.sum().backward()
+        gc.collect()  # the traceback is gone
+        handle.remove()
+        assert seen.ends == 0
+        seen.await_end_of(weight, end)
+        weight.sum().backward()
+        assert seen.ends == 1
+
+    def test_a_pass_inside_belongs_to_the_outer_one(self) -> None:
+        seen, end = Seen(), PassEnd()
+        inner, outer = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        ends: list[int] = []
+
+        def on_outer(_: torch.Tensor) -> None:
+            assert end.wait(seen.on_end)
+            with torch.enable_grad():
+                (inner * 2).sum().backward()
+            ends.append(seen.ends)
+
+        outer.register_post_accumulate_grad_hook(on_outer)
+        seen.await_end_of(inner, end)
+        outer.sum().backward()
+        assert (ends, seen.ends) == ([0], 1)
+
+
+def test_no_other_file_registers_hooks_of_gradients() -> None:
+    kvps = Path(parameter_hooks.__file__).parents[2]
+    found = {
+        path.relative_to(kvps).as_posix()
+        for path in kvps.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in HOOKS
+    }
+    assert found == {"torch/sync/parameter_hooks.py"}
