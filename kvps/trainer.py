@@ -161,7 +161,7 @@ class Trainer(Resumable):
             check_norms(params, "Trainer")
         check_free(kv, tensors, "Trainer")
         residual_state.compress(kv, compression_params, "compression_params")
-        self._kv: Any = kv
+        self._kv = kv
         self._tables = SparseGradients.of(kv, brings_weights=on_store)
         self._batch: float | None = None
         """The batch size by which the store's optimizer divides; None before the first step."""
@@ -422,11 +422,11 @@ class Trainer(Resumable):
         self._model.survive(self._join)
 
     def _join(self) -> None:
-        last = self._kv.join()
+        last = self._model.kv.join()
         if self._local is None:
             self._model.pull()
             return
-        options = options_of(self._kv)
+        options = options_of(self._model.kv)
         broadcast_parameters(self._params, last, kvstore_options=options)
         if isinstance(self._local, TorchOptimizer):
             broadcast_optimizer_state(self._local.optimizer, last, kvstore_options=options)
@@ -474,7 +474,7 @@ class Trainer(Resumable):
         if self._local is not None:
             self._local.save(path)
         else:
-            self._model.survive(lambda: self._kv.save_optimizer_states(path))
+            self._model.survive(lambda: self._model.kv.save_optimizer_states(path))
         self._model.survive(lambda: residual_state.save(self._kv, path))
 
     def load_states(self, path: str) -> None:
@@ -488,7 +488,7 @@ class Trainer(Resumable):
         if self._local is not None:
             self._local.load(path)
         else:
-            self._model.survive(lambda: self._kv.load_optimizer_states(path))
+            self._model.survive(lambda: self._model.kv.load_optimizer_states(path))
         self._model.survive(lambda: residual_state.load(self._kv, path))
 
     # --- small things -------------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Trainer(Resumable):
     def _take_batch(self) -> None:
         """Learn which batch size was agreed on before this worker replaced a lost worker."""
         shared = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._kv.pull(BATCH_KEY, out=shared)
+        self._model.kv.pull(BATCH_KEY, out=shared)
         self._batch = float(shared)
         assert self._model.hyper is not None
         self._model.hyper = self._rescaled(self._model.hyper)
@@ -566,7 +566,7 @@ class Trainer(Resumable):
             return
         for index, name in enumerate(names):  # a plug-in need not take lists
             value = values[index].to_dense() if values[index].is_sparse else values[index]
-            self._kv.pushpull(name, value, out=out[index], priority=-index)
+            self._model.kv.pushpull(name, value, out=out[index], priority=-index)
 
     def _begin_tables(
         self, names: list[str], values: list[torch.Tensor], levels: list[int]

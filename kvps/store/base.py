@@ -13,9 +13,15 @@ and ``is_capable``, and works with any class that has them::
 from __future__ import annotations
 
 import warnings
-from typing import ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from kvps.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvps.store.optimizer_state import States
 
 S = TypeVar("S", bound="type[KVStoreBase]")
 
@@ -76,3 +82,96 @@ class KVStoreBase:
     def is_capable(capability: str) -> bool:
         """Whether the store can do ``capability``."""
         raise NotImplementedError
+
+
+class Store(Protocol):
+    """A store as front ends use it, with the arguments that front ends give.
+
+    A plug-in has the methods of :class:`KVStoreBase`; and if it :meth:`is_capable` of the optimizer, the four of the
+    optimizer, too. A front end calls the others only of a :class:`~kvps.store.kvstore.KVStore`, which has all.
+    """
+
+    # --- what every store has -----------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """The name of this kind of store."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether the store can do ``capability``."""
+
+    def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> object:
+        """Give every worker rank 0's value."""
+
+    def pushpull(
+        self,
+        key: object,
+        value: object,
+        out: object = None,
+        priority: int | Sequence[int] = 0,
+        *,
+        async_op: bool = False,
+    ) -> Any:
+        """Sum values over workers, or update weights by them; return the result, or a handle."""
+
+    # --- the optimizer in the store -----------------------------------------------------------------
+
+    def set_optimizer(
+        self,
+        optimizer: str | torch.optim.Optimizer,
+        *,
+        timeout: float | None = None,
+        **hyper: Any,
+    ) -> None:
+        """Update by this optimizer from now on."""
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the optimizer's learning rate."""
+
+    def save_optimizer_states(self, path: str) -> None:
+        """Write the optimizer's states to a file."""
+
+    def load_optimizer_states(self, path: str) -> None:
+        """Read the optimizer's states from a file."""
+
+    # --- what the stores of kvps have besides -------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of this store."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """How much travels at once."""
+
+    def init(self, key: object, value: object) -> None:
+        """Create keys, with rank 0's values."""
+
+    def pull(self, key: object, out: object = None) -> Any:
+        """Return values, or write them to ``out``."""
+
+    def resume(self, keys: object) -> int:
+        """Return how often this rank has pushed the keys."""
+
+    def optimizer_states(self) -> States:
+        """Return the optimizer's states."""
+
+    def set_optimizer_states(self, states: States) -> None:
+        """Set the optimizer's states."""
+
+    def set_gradient_compression(self, params: str | Mapping[str, Any]) -> None:
+        """Compress what is pushed from now on."""
+
+    def join(self) -> int:
+        """Take part in rounds without data until all workers have joined; return the last one's rank."""
+
+    def close(self) -> None:
+        """Finish pending calls, and end the store."""

@@ -23,7 +23,7 @@ from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession
 from kvps.store.allreduce.rendezvous import places
 from kvps.store.allreduce.store import AllreduceStore
-from kvps.store.base import KVStoreBase
+from kvps.store.base import KVStoreBase, Store
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.kvstore import KVStore
 from kvps.store.names import Kind, kind_of
@@ -122,14 +122,8 @@ def create(
     shared = StoreOptions.of(timeout, on_worker_lost, worker_grace)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
-    if kind.mode == "local":  # one worker: its sum is the mean
-        opened = _opened(kind, None, POLICIES[0], False, None, False, on_nonfinite, False)
-        named = replace(opened, store=name or "local", mode="sync", chunk_bytes=PROCESS_CHUNK_BYTES)
-        # With it come the rules of servers, which a worker of a cluster should not have to load.
-        from kvps.runtime.local.in_process import InProcessSession
-
-        here = InProcessSession(config.checkpoint_dir())
-        return DistStore(kind, here, named, shared, DeviceCodec())
+    if kind.mode == "local":
+        return _local(kind, name or "local", on_nonfinite, shared)
     if kind.mode == "allreduce":
         _refuse_servers_options(
             staleness=staleness,
@@ -158,7 +152,29 @@ def create(
     return DistStore(kind, session, named, shared)
 
 
-def create_own(
+def create_own(store: str, owner: str, options: StoreOptions, *, average: bool = False) -> Store:
+    """Return a front end's own store of a kind that its user names, as :func:`create` with the defaults.
+
+    Args:
+        store: as in :func:`create`.
+        owner: the front end. Its name and the order of creation make the name of the store, which no store of
+            a user can have.
+        options: those that all stores of the front end have.
+        average: as in :func:`create`.
+    """
+    if store.lower() in KVStoreBase.registry:
+        plugin: Store = create(store)
+        return plugin
+    kind = kind_of(store)
+    if kind.mode != "allreduce":
+        return create_dist(store, owner, options, average=average)
+    logs.begin_in_script()
+    if options.on_worker_lost == "shrink":
+        _refuse_servers_options(on_worker_lost=options.on_worker_lost)
+    return _ring(kind, None, RESERVED + owner, options.timeout_s)
+
+
+def create_dist(
     store: str,
     owner: str,
     options: StoreOptions,
@@ -167,24 +183,18 @@ def create_own(
     quorum: int | None = None,
     grace: float | str = "auto",
     late: str = LATE[0],
-) -> Any:
-    """Return a front end's own store, as :func:`create` with the defaults.
+) -> DistStore:
+    """Return a front end's own store of a kind with servers, as :func:`create` with the defaults.
 
     Args:
-        store: as in :func:`create`.
-        owner: the front end. Its name and the order of creation make the name of the store, which no store of
-            a user can have.
-        options: those that all stores of the front end have.
+        store: ``dist_sync``, ``dist_async``, ``dist_ssp``, or a local kind, whose server is in this process.
+        owner, options: as for :func:`create_own`.
         average, quorum, grace, late: as in :func:`create`.
     """
     logs.begin_in_script()
-    kind = None if store.lower() in KVStoreBase.registry else kind_of(store)
-    if kind is not None and kind.mode == "allreduce":
-        if options.on_worker_lost == "shrink":
-            _refuse_servers_options(on_worker_lost=options.on_worker_lost)
-        return _ring(kind, None, RESERVED + owner, options.timeout_s)
-    if kind is None or not kind.is_distributed:
-        return create(store)
+    kind = kind_of(store)
+    if not kind.is_distributed:
+        return _local(kind, "local", ACTIONS[0], StoreOptions())
     opened = _opened(kind, None, options.on_worker_lost, False, None, None, ACTIONS[0], average)
     opened = _with_quorum(opened, kind, quorum, grace, late)
     session = process.session(options.timeout_s)
@@ -193,7 +203,17 @@ def create_own(
     return DistStore(kind, session, named, options)
 
 
-def options_of(kv: Any) -> StoreOptions:
+def _local(kind: Kind, name: str, on_nonfinite: str, options: StoreOptions) -> DistStore:
+    """Return a store whose server is in this process: with one worker, its sum is the mean."""
+    opened = _opened(kind, None, POLICIES[0], False, None, False, on_nonfinite, False)
+    named = replace(opened, store=name, mode="sync", chunk_bytes=PROCESS_CHUNK_BYTES)
+    # With it come the rules of servers, which a worker of a cluster should not have to load.
+    from kvps.runtime.local.in_process import InProcessSession
+
+    return DistStore(kind, InProcessSession(config.checkpoint_dir()), named, options, DeviceCodec())
+
+
+def options_of(kv: Store) -> StoreOptions:
     """Return the options of a store, which the other stores of its front end take."""
     if isinstance(kv, DistStore):
         return kv.options

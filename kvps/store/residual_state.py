@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 
 from kvps.errors import ConfigError, StorageError
 from kvps.store import optimizer_state
+from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 
 State = dict[str, Any]
 """``{"rank": the worker's, "rests": key -> residual}``, or empty."""
 
 
-def compress(kv: Any, params: object, argument: str) -> None:
+def compress(kv: Store | None, params: object, argument: str) -> None:
     """Have a store compress what a front end pushes.
 
     Args:
@@ -51,17 +52,19 @@ def compress(kv: Any, params: object, argument: str) -> None:
     kv.set_gradient_compression(params)
 
 
-def state_of(kv: Any) -> State:
+def state_of(kv: Store | None) -> State:
     """Return the residuals of this worker's pushes; empty if there are none.
 
     A plug-in keeps its own. A store that is closed has none any more, and an optimizer that runs here can
     be saved all the same.
     """
-    residuals = kv.compression_state() if isinstance(kv, KVStore) and not kv.is_over else {}
+    if not isinstance(kv, KVStore) or kv.is_over:
+        return {}
+    residuals = kv.compression_state()
     return {"rank": kv.rank, "rests": residuals} if residuals else {}
 
 
-def put(kv: Any, state: Mapping[str, Any]) -> None:
+def put(kv: Store | None, state: Mapping[str, Any]) -> None:
     """Go on with the residuals that :func:`state_of` gave this rank; without any if they are another's.
 
     Raises:
@@ -72,20 +75,22 @@ def put(kv: Any, state: Mapping[str, Any]) -> None:
         kv.load_compression_state(state["rests"] if is_mine else {})
 
 
-def save(kv: Any, path: str) -> None:
+def save(kv: Store | None, path: str) -> None:
     """Write this worker's residuals beside ``path``, or remove the file that an earlier call wrote there.
 
     Raises:
         StorageError: if they cannot be written.
     """
+    if not isinstance(kv, KVStore):
+        return
     state = state_of(kv)
     if state:
         optimizer_state.write(_beside(kv, path), state["rests"], {"rank": str(kv.rank)})
-    elif isinstance(kv, KVStore):
+    else:
         Path(_beside(kv, path)).unlink(missing_ok=True)
 
 
-def load(kv: Any, path: str) -> None:
+def load(kv: Store | None, path: str) -> None:
     """Put back the residuals that :func:`save` wrote; none if there is no such file.
 
     Raises:

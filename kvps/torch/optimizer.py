@@ -36,6 +36,7 @@ import torch
 from kvps.errors import ConfigError, EpochChanged
 from kvps.phrases import names_in_words
 from kvps.store import residual_state
+from kvps.store.base import KVStoreBase, Store
 from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -140,7 +141,7 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Named = None,
-        kvstore: Any = "dist_sync",
+        kvstore: str | KVStoreBase = "dist_sync",
         compression: str | Mapping[str, Any] | None = None,
         backward_passes_per_step: int = 1,
         op: str = "average",
@@ -515,7 +516,7 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
     # --- what every optimizer has -----------------------------------------------------------------
 
     @property
-    def kvstore(self) -> Any:
+    def kvstore(self) -> Store:
         """The store that averages gradients, for its ``rank``, ``num_workers`` and ``barrier()``."""
         return self._model.kv
 

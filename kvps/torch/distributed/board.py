@@ -17,7 +17,7 @@ import torch
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.runtime.ticket import Ticket
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
 from kvps.store.session import Session
 from kvps.tensors import NAMES
@@ -39,8 +39,8 @@ class Board:
     def __init__(self, timeout_s: float, generation: str) -> None:
         owner = f"{OWNER}.{generation}"
         options = StoreOptions(timeout_s, "fail")
-        self._sums = create_own("dist_sync", owner, options)
-        self._posts = create_own("dist_async", owner, options)
+        self._sums = create_dist("dist_sync", owner, options)
+        self._posts = create_dist("dist_async", owner, options)
         self._posts.set_optimizer("assign")
         self._session: Session = self._sums.session
         self._made: set[str] = set()

@@ -39,7 +39,7 @@ from kvps.runtime import process
 from kvps.runtime.local.current import current
 from kvps.runtime.member_process import own_host
 from kvps.runtime.worker_session import ending
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.call_checker import CallChecker, await_goodbyes, own_connection
@@ -140,7 +140,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
         address = f"{host}:{port}".encode()
         row[: len(address)] = torch.frombuffer(bytearray(address), dtype=torch.uint8)
     owner = f"torch.rendezvous.{session.info.incarnation(0)}"
-    with create_own("dist_sync", owner, StoreOptions(timeout_s)) as kv:
+    with create_dist("dist_sync", owner, StoreOptions(timeout_s)) as kv:
         kv.broadcast("address", row, out=row)
         if store is None:
             host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")

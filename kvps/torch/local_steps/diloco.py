@@ -38,8 +38,9 @@ from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.catch_up import refuse
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import WORKER_GRACE_S, StoreOptions
+from kvps.store.server_store import DistStore
 from kvps.torch.local_steps.arguments import (
     DELAYED,
     OuterNumbers,
@@ -185,7 +186,7 @@ class DiLoCo:
         options = StoreOptions.of(timeout, on_worker_lost, worker_grace)
         self._stores = tuple(
             [
-                create_own(
+                create_dist(
                     store,
                     self._OWNER,
                     options,
@@ -225,12 +226,12 @@ class DiLoCo:
         self._steps.choose(DiLoCo._send, DiLoCo._drop, DiLoCo._begin_again)
 
     @property
-    def stores(self) -> tuple[Any, ...]:
+    def stores(self) -> tuple[DistStore, ...]:
         """The stores of the global weights, one for each fragment."""
         return self._stores
 
     @property
-    def kvstore(self) -> Any:
+    def kvstore(self) -> DistStore:
         """The store of the first fragment, for its ``rank``, ``num_workers`` and ``barrier()``."""
         return self._stores[0]
 
@@ -287,11 +288,13 @@ class DiLoCo:
         self._bring(start)
         return start
 
-    def _install(self, kv: Any) -> None:
-        own = {} if self._rescale == 1 else {"rescale_grad": self._rescale}
+    def _install(self, kv: DistStore) -> None:
+        numbers: dict[str, Any] = self._hyper.to_wire()
+        if self._rescale != 1:
+            numbers["rescale_grad"] = self._rescale
         if self._hyper.name == DELAYED:
-            own["period"] = kv.num_workers
-        kv.set_optimizer(self._hyper.name, **{**self._hyper.to_wire(), **own})
+            numbers["period"] = kv.num_workers
+        kv.set_optimizer(self._hyper.name, **numbers)
 
     def _begin(self) -> None:
         """Begin where the other workers are, or, with a script that took another's place, run again until there."""
@@ -571,7 +574,7 @@ class DiLoCo:
             except EpochChanged as another:  # a second server was lost meanwhile
                 error = another
 
-    def _recover(self, kv: Any, names: tuple[str, ...], error: EpochChanged | None) -> None:
+    def _recover(self, kv: DistStore, names: tuple[str, ...], error: EpochChanged | None) -> None:
         """Give a store what the checkpoint lacks; ``error`` is None if the store has not told of a rollback yet."""
         while True:
             try:

@@ -10,7 +10,7 @@ import torch
 
 from kvps.errors import EpochChanged
 from kvps.store import residual_state
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
 
 log = logging.getLogger("kvps")
@@ -26,7 +26,7 @@ class MeanStore:
     """
 
     def __init__(self, owner: str, options: StoreOptions, compression: Any) -> None:
-        self._kv = create_own("dist_sync", f"{owner}.mean", options, average=True)
+        self._kv = create_dist("dist_sync", f"{owner}.mean", options, average=True)
         self._lost: int | None = None
         """Means of the lost worker that this one replaces, which its script has still to pass; None if unknown."""
         residual_state.compress(self._kv, compression, "compression")

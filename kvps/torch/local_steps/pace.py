@@ -13,7 +13,7 @@ import torch
 
 from kvps.errors import EpochChanged
 from kvps.runtime.ticket import Handle
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
 from kvps.torch.local_steps.dynamic import DynamicSteps, Report
 from kvps.torch.local_steps.step_timer import StepTimer
@@ -36,7 +36,7 @@ class Pace:
     def __init__(
         self, owner: str, options: StoreOptions, sync_every: int, least: int, device: torch.device
     ) -> None:
-        self._kv = create_own("dist_async", f"{owner}.pace", options)
+        self._kv = create_dist("dist_async", f"{owner}.pace", options)
         self._rank: int = self._kv.rank
         self._timer = StepTimer(device)
         self._steps = DynamicSteps(sync_every, least, self._rank)

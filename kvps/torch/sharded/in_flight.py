@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from kvps.runtime.ticket import Handle
+from kvps.store.server_store import DistStore
 from kvps.torch.sync.buckets import BUCKET_BYTES, Buckets
 
 
@@ -26,7 +27,7 @@ class GradientSender:
         limit_bytes: the most bytes that may be in flight; at least one bucket is.
     """
 
-    def __init__(self, kv: Any, sizes: Mapping[str, int], limit_bytes: int) -> None:
+    def __init__(self, kv: DistStore, sizes: Mapping[str, int], limit_bytes: int) -> None:
         self._kv = kv
         self._sizes = sizes
         self.limit_bytes = limit_bytes

@@ -8,11 +8,12 @@ they expect. A model that was built as usual is here at first, and each block is
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from kvps.errors import ConfigError
+from kvps.store.server_store import DistStore
 from kvps.torch.sharded.param_groups import ParamGroup
 from kvps.torch.sharded.residency import Residency
 
@@ -43,7 +44,7 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
 
 
 def upload(
-    kv: Any,
+    kv: DistStore,
     blocks: Sequence[ParamGroup],
     params: Mapping[str, torch.Tensor],
     weights: Residency,

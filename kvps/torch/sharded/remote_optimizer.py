@@ -8,13 +8,13 @@ pulled every weight for that step, so the round before is closed, and it was clo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError, EpochChanged, ServerLost
 from kvps.phrases import names_in_words
+from kvps.store.server_store import DistStore
 from kvps.torch.sync.arguments import check_plain
 from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
@@ -35,7 +35,7 @@ class RemoteOptimizer(ParameterSync):
 
     def __init__(
         self,
-        kv: Any,
+        kv: DistStore,
         params: Mapping[str, torch.Tensor],
         optimizer: torch.optim.Optimizer | str,
         numbers: Mapping[str, object],

@@ -28,6 +28,7 @@ import torch
 from kvps.errors import EpochChanged
 from kvps.net.memory import give_back
 from kvps.runtime.ticket import Handle
+from kvps.store.server_store import DistStore
 
 PRIORITY = 1 << 20
 """The priority of pulls, which a pass waits for: they overtake gradients."""
@@ -68,7 +69,7 @@ class Residency:
 
     def __init__(
         self,
-        kv: Any,
+        kv: DistStore,
         params: Mapping[str, torch.Tensor],
         forms: Mapping[str, torch.Tensor],
         go_on: Callable[[EpochChanged], None],

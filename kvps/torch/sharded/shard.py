@@ -28,8 +28,9 @@ import torch
 
 from kvps.errors import ConfigError, EpochChanged, Mismatch
 from kvps.net.memory import be_tight
-from kvps.store.create import create_own, options_of
+from kvps.store.create import create_dist, options_of
 from kvps.store.kvstore import KVStore
+from kvps.store.server_store import DistStore
 from kvps.torch.sharded.gradient_sender import GradientHooks
 from kvps.torch.sharded.hooks import GroupHooks
 from kvps.torch.sharded.in_flight import GradientSender, ReplayingSender
@@ -47,7 +48,7 @@ from kvps.torch.sync.steps import Resumable
 
 def shard(
     module: torch.nn.Module,
-    kvstore: Any = "dist_sync",
+    kvstore: str | KVStore = "dist_sync",
     *,
     optimizer: torch.optim.Optimizer | str,
     blocks: Iterable[torch.nn.Module] | None = None,
@@ -105,7 +106,7 @@ class Sharded(Resumable):
     def __init__(
         self,
         module: torch.nn.Module,
-        kvstore: Any,
+        kvstore: str | KVStore,
         optimizer: torch.optim.Optimizer | str,
         blocks: Iterable[torch.nn.Module] | None,
         init: Init | None,
@@ -137,7 +138,7 @@ class Sharded(Resumable):
         upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
         sizes = {name: param.numel() * param.element_size() for name, param in params.items()}
         largest = max(sum(sizes[name] for name in block.names) for block in self._blocks)
-        self._side: Any = None
+        self._side: DistStore | None = None
         """The store for buffers, if there are any."""
         self._begin()
         self._steps = self._rule.steps
@@ -169,7 +170,7 @@ class Sharded(Resumable):
         buffers = dict(self.module.named_buffers())
         if buffers:
             # Of their own: a store that takes means has no integers, such as a count of batches.
-            self._side = create_own(self._kv.type, "shard.buffers", options_of(self._kv))
+            self._side = create_dist(self._kv.type, "shard.buffers", options_of(self._kv))
             self._side.init(list(buffers), [carried(buffer) for buffer in buffers.values()])
             for own, found in zip(buffers.values(), self._side.pull(list(buffers)), strict=True):
                 _write(own, found)
@@ -312,6 +313,7 @@ class Sharded(Resumable):
             self._kv.broadcast(names, [self._given(name, state_dict) for name in names], None)
         for name, buffer in _lasting(self.module).items():
             value = carried(state_dict[name].to(buffer.dtype) if state_dict else buffer)
+            assert self._side is not None, "there are buffers"
             _write(buffer, self._side.broadcast(name, value, None))
 
     def _once(self) -> Iterator[list[str]]:
@@ -355,7 +357,7 @@ class Sharded(Resumable):
     # --- the rest of the contract -----------------------------------------------------------------
 
     @property
-    def kvstore(self) -> Any:
+    def kvstore(self) -> DistStore:
         """The store that has the weights, for its ``rank``, ``checkpoint()`` and optimizer states."""
         return self._kv
 
@@ -378,7 +380,7 @@ class Sharded(Resumable):
         return f"Sharded over {self._kv!r}: {named_blocks} blocks and the rest"
 
 
-def _checked_store(kvstore: Any, options: Mapping[str, Any] | None) -> Any:
+def _checked_store(kvstore: object, options: Mapping[str, Any] | None) -> DistStore:
     """Return the store of a sharded model.
 
     Raises:
@@ -393,7 +395,7 @@ def _checked_store(kvstore: Any, options: Mapping[str, Any] | None) -> Any:
     if kind.startswith("allreduce"):
         raise Mismatch(f"store {kind!r} has no servers to keep the weights; use dist_sync")
     kv = store_of(kvstore, "shard", options, average=True)
-    if not isinstance(kv, KVStore):
+    if not isinstance(kv, DistStore):
         raise ConfigError("kvstore: give 'dist_sync', or a store of that kind")
     if is_distributed(kv) and kv.num_workers > 1 and not kv.average:
         raise Mismatch(

@@ -6,12 +6,11 @@ their own, without an optimizer. Alone, a worker agrees with itself.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvps.store.create import create_own
+from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
+from kvps.store.server_store import DistStore
 
 
 class Agreement:
@@ -26,9 +25,9 @@ class Agreement:
     """
 
     def __init__(self, workers: int, count: int, options: StoreOptions) -> None:
-        self._kv: Any = None
+        self._kv: DistStore | None = None
         if workers > 1:
-            self._kv = create_own("dist_sync", "agreement", options)
+            self._kv = create_dist("dist_sync", "agreement", options)
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:

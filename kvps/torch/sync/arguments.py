@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvps.errors import ConfigError, Mismatch
+from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 
 
@@ -57,7 +56,7 @@ def check_norms(given: object, owner: str) -> None:
             )
 
 
-def divisor_of(kv: Any, op: str) -> int:
+def divisor_of(kv: Store, op: str) -> int:
     """Return by what a worker divides what comes back, as the store does not.
 
     Raises:

@@ -29,6 +29,7 @@ import torch
 
 from kvps.errors import KvpsError
 from kvps.net.memory import keep_freed_memory
+from kvps.store.base import Store
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.parameter_hooks import watch
 
@@ -78,7 +79,7 @@ class GradientMemory:
         params: name -> parameter; the store knows these keys.
     """
 
-    def __init__(self, kv: Any, params: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, kv: Store | None, params: Mapping[str, torch.Tensor]) -> None:
         self._kv = kv if isinstance(kv, DistStore) else None
         self._params = params
         self._places: dict[str, Place] = {}

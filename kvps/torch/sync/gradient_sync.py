@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -34,6 +34,7 @@ from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
 from kvps.runtime.ticket import Handle
 from kvps.store.arguments import is_row
+from kvps.store.base import Store
 from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
@@ -466,10 +467,9 @@ class GradientSync:
         self._is_begun = False
 
 
-def holder_of(kv: Any) -> DistStore | None:
+def holder_of(kv: Store) -> DistStore | None:
     """Return the store if its servers may keep what came back unchanged until the end of a step.
 
     Where each push is applied by itself, they would copy what others push to meanwhile.
     """
-    is_sync = isinstance(kv, DistStore) and kv.type.startswith("dist_sync")
-    return kv if is_sync else None
+    return kv if isinstance(kv, DistStore) and kv.type.startswith("dist_sync") else None

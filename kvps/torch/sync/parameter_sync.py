@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.errors import ConfigError, EpochChanged, Mismatch
-from kvps.store.base import KVStoreBase
+from kvps.store.base import KVStoreBase, Store
 from kvps.store.catch_up import refuse
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
@@ -45,11 +45,11 @@ class ParameterSync:
 
     def __init__(
         self,
-        kv: Any,
+        kv: Store | None,
         params: Mapping[str, torch.Tensor],
         forget: Callable[[], None] | None,
     ) -> None:
-        self.kv = kv
+        self._kv = kv
         self.params = params
         self.hyper: HyperParams | None = None
         """The hyper-parameters of the optimizer in the store, as last installed."""
@@ -60,6 +60,12 @@ class ParameterSync:
         self._forget = forget
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""
+
+    @property
+    def kv(self) -> Store:
+        """The store."""
+        assert self._kv is not None, "this front end has no store"
+        return self._kv
 
     @property
     def trained(self) -> list[str]:
@@ -116,7 +122,8 @@ class ParameterSync:
 
     def install(self, hyper: HyperParams) -> None:
         """Have the store update by ``hyper``."""
-        self.kv.set_optimizer(hyper.name, **hyper.to_wire())
+        numbers: dict[str, Any] = hyper.to_wire()
+        self.kv.set_optimizer(hyper.name, **numbers)
         self.hyper = hyper
 
     def set_rate(self, lr: float) -> None:
@@ -280,7 +287,7 @@ def store_of(
     options: Mapping[str, Any] | None = None,
     *,
     average: bool = False,
-) -> Any:
+) -> Store | None:
     """Return the store of a front end: its own, by a name; or the one it was given.
 
     Args:
@@ -301,13 +308,13 @@ def store_of(
             "creates the store that you pass as kvstore="
         )
     if kvstore is None or isinstance(kvstore, KVStoreBase):
-        return kvstore
+        return cast("Store | None", kvstore)  # a plug-in has the methods of what it is capable of
     raise ConfigError(
         f"kvstore: give the name of a store, a store or None, got {type(kvstore).__name__}"
     )
 
 
-def runs_in_store(kv: Any, wanted: bool | None) -> bool:
+def runs_in_store(kv: Store | None, wanted: bool | None) -> bool:
     """Decide where the optimizer runs.
 
     Raises:
@@ -337,7 +344,7 @@ def is_distributed(kv: KVStore) -> bool:
     return kv.type not in ("local", "device")
 
 
-def check_free(kv: Any, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
+def check_free(kv: Store | None, tensors: Mapping[str, torch.Tensor], owner: str) -> None:
     """Check that a user's store is not in use.
 
     Raises:

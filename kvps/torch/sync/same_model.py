@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from kvps.phrases import ranks_in_words
+from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
@@ -17,7 +17,7 @@ log = logging.getLogger("kvps")
 
 
 def demand_same(
-    kv: Any,
+    kv: Store,
     front_end: str,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],

@@ -70,5 +70,7 @@ def own_store(
 def _made(stores: _Stores, owner: str, kind: str, options: StoreOptions) -> KVStore:
     store = stores.get((owner, kind, options))
     if store is None or store.is_over:
-        store = stores[owner, kind, options] = create_own(kind, owner, options)
+        made = create_own(kind, owner, options)
+        assert isinstance(made, KVStore), "a kind of kvps"
+        store = stores[owner, kind, options] = made
     return store

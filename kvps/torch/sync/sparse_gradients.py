@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 from kvps.store.row_copies import Holding, RowChanges
 
@@ -31,7 +32,7 @@ class SparseGradients:
         """Table -> the copy that the store gave last."""
 
     @classmethod
-    def of(cls, kv: object, *, brings_weights: bool) -> SparseGradients | None:
+    def of(cls, kv: Store | None, *, brings_weights: bool) -> SparseGradients | None:
         """Return them for a store; None for one in which sparse gradients have to be made dense."""
         if isinstance(kv, KVStore) and kv.knows_changes:
             return cls(kv, brings_weights=brings_weights)
@@ -94,7 +95,7 @@ def _sparse(ids: torch.Tensor, rows: torch.Tensor, like: torch.Tensor) -> torch.
     )
 
 
-def adds_plainly(kv: object) -> bool:
+def adds_plainly(kv: Store | None) -> bool:
     """Whether a store's sum of whole tensors is that of their elements, so that -0 and -0 give -0."""
     return isinstance(kv, KVStore) and kv.type.startswith("allreduce")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
 
@@ -31,7 +31,9 @@ class Steps:
         keys: returns the keys of each store that a step pushes.
     """
 
-    def __init__(self, stores: Sequence[Any], keys: Callable[[], Sequence[Sequence[str]]]) -> None:
+    def __init__(
+        self, stores: Sequence[Store | None], keys: Callable[[], Sequence[Sequence[str]]]
+    ) -> None:
         self._stores = stores
         self._keys = keys
         self._unit = "steps"
@@ -92,7 +94,10 @@ class Steps:
         """Make no step: the lost worker, which this one replaces, has made it."""
         if self.is_behind:
             rate = self._drop(front, *given)
-            self._stores[self.made % len(self._stores)].catch_up.step()
+            kv = self._stores[self.made % len(self._stores)]
+            assert isinstance(kv, DistStore)
+            assert kv.catch_up is not None
+            kv.catch_up.step()
             self._catch_up(front, rate)
         else:  # the script has called resume()
             self._make(front, *given)
@@ -101,14 +106,17 @@ class Steps:
 
     def _catch_up(self, front: object, rate: float | None) -> None:
         """End the replay behind its last step."""
-        waiting = [kv for kv in self._stores if kv.catch_up is not None]
-        if not all(kv.catch_up.is_over for kv in waiting):
+        waiting = {
+            kv: kv.catch_up
+            for kv in self._stores
+            if isinstance(kv, DistStore) and kv.catch_up is not None
+        }
+        if not all(catch_up.is_over for catch_up in waiting.values()):
             return
-        for kv in waiting:
-            if (
-                kv.rank == 0 and rate is not None
-            ):  # what the others want of the optimizer does not count
-                kv.catch_up.check_rate(rate)
+        for kv, catch_up in waiting.items():
+            # What the others want of the optimizer does not count.
+            if kv.rank == 0 and rate is not None:
+                catch_up.check_rate(rate)
             kv.end_replay()
         self._arrive(front)
         log.warning("this worker has reached the others after %d %s", self.made + 1, self._unit)
