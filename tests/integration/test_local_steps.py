@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import kvps
 import kvps.torch
-from kvps.torch import DiLoCo, LocalSGD, local_sgd
+from kvps.compat import torchft
+from kvps.torch import DiLoCo, LocalSGD
 from kvps.torch.local_steps import step_timer
 from tests.integration.processes import Processes, has_checkpoint, until
 
@@ -493,7 +494,7 @@ def test_an_error_in_the_loop_comes_out_at_once() -> None:
 def test_a_script_for_torchft_changes_its_import() -> None:
     def make(model: Any, optimizer: Any) -> DiLoCo:
         outers = [nesterov(list(model[0].parameters())), nesterov(list(model[2].parameters()))]
-        return local_sgd.DiLoCo(
+        return torchft.DiLoCo(
             None,
             [model[0], model[2]],
             optimizer,
@@ -507,7 +508,7 @@ def test_a_script_for_torchft_changes_its_import() -> None:
 
     found = run(lambda rank: train(rank, make))
     assert_like(found, reference(nesterov, 8, fragments=2, delay=2, alpha=0.5))
-    averaged = run(lambda rank: train(rank, lambda *args: local_sgd.LocalSGD(None, *args, 4)))
+    averaged = run(lambda rank: train(rank, lambda *args: torchft.LocalSGD(None, *args, 4)))
     assert_like(averaged, reference(lambda params: torch.optim.SGD(params, lr=1.0), 4))
 
 
@@ -516,14 +517,14 @@ def test_torchft_arguments_that_servers_cannot_use_are_refused() -> None:
     optimizer = inner(model)
     parts, other = [model[0], model[2]], torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(kvps.ConfigError, match="manager: got a str, but kvps has no manager"):
-        local_sgd.DiLoCo("manager", parts, optimizer, other, 2)  # type: ignore[arg-type]
+        torchft.DiLoCo("manager", parts, optimizer, other, 2)  # type: ignore[arg-type]
     with pytest.raises(
         kvps.ConfigError, match=r"outer_optimizer\[1\] is .*set of hyper-parameters"
     ):
-        local_sgd.DiLoCo(None, parts, optimizer, [nesterov(list(model.parameters())), other], 2)
+        torchft.DiLoCo(None, parts, optimizer, [nesterov(list(model.parameters())), other], 2)
     with pytest.raises(kvps.ConfigError, match="outer_optimizer: the list is empty"):
-        local_sgd.DiLoCo(None, parts, optimizer, [], 2)
-    with local_sgd.DiLoCo(None, parts, optimizer, other, 2, should_quantize=True) as outer:
+        torchft.DiLoCo(None, parts, optimizer, [], 2)
+    with torchft.DiLoCo(None, parts, optimizer, other, 2, should_quantize=True) as outer:
         step(model, optimizer, 0, 0)
         assert len(outer.stores) == 2
 
