@@ -15,10 +15,11 @@ from kvps.protocol.membership import (
     Resume,
     Resumed,
 )
-from kvps.protocol.values import Pulled, Stand
+from kvps.protocol.values import Pulled, Push, Stand
 from kvps.tensors import PRIVATE, Memory
 from tests.support.worker_harness import (
     Bench,
+    push,
 )
 
 FLOAT = BY_NAME["float32"].id
@@ -70,3 +71,24 @@ def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: in
     one.scheduler(Resumed(one.seqs(Resume)[-1], replaced, barriers))
     for server, answer in enumerate(known):
         one.server(server, replace(answer, seq=one.seqs(History, server)[-1]))
+
+
+def small(**options: object) -> Bench:
+    """One server, one key ``w`` of 4 elements in chunk 1."""
+    one = Bench(servers=1)
+    one.open(**options)
+    one.init({"w": torch.zeros(4)})
+    return one
+
+
+def answer(one: Bench, seq: int, value: float, version: int = 1) -> None:
+    answer = Pulled(seq, 1, FLOAT, True, (Stand(0, 4, version, 0),))
+    one.server(0, answer, torch.full((4,), value))
+
+
+def step(one: Bench, *names: str) -> None:
+    """Push each of these keys, and let the server take it in."""
+    for name in names:
+        ticket = one.call(push({name: torch.ones(4)}))
+        one.ack(0, one.seqs(Push)[-1])
+        assert one.is_done(ticket)

@@ -13,8 +13,7 @@ from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Barrier, Beat, Pending, Probed, Released
 from kvps.protocol.values import Push
-from tests.support.worker_harness import Bench, member
-from tests.unit.core.worker.test_worker import push
+from tests.support.worker_harness import Bench, member, push
 
 WHY = "waits for rank 1"
 

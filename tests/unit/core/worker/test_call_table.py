@@ -1,0 +1,423 @@
+"""Calls under way: the values of their caller, requests that are sent again, late answers and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvps.core.effects import Copied, Exit, Finish
+from kvps.core.optim.hyperparams import resolve
+from kvps.core.worker import calls, connection
+from kvps.core.worker.call_table import LATE_MAX
+from kvps.errors import (
+    ConfigError,
+    Fenced,
+    KvpsError,
+    Mismatch,
+    Timeout,
+    WorkerLost,
+)
+from kvps.protocol.envelope import WINDOW, Node, Role
+from kvps.protocol.membership import (
+    Barrier,
+    Done,
+    Error,
+    Join,
+    Joined,
+    Pending,
+    Probe,
+    Probed,
+    Released,
+    Resume,
+    Return,
+    View,
+    Welcome,
+)
+from kvps.protocol.stores import Declare, Declared, Open, Optimize, Piece, Place, Rate
+from kvps.protocol.values import Pull, Pulled, Push, Stand
+from tests.support.worker_harness import (
+    Bench,
+    Readable,
+    member,
+    opened,
+    pull,
+    push,
+    sends,
+    spec,
+    values_of,
+)
+from tests.support.worker_with_key import FLOAT, answer, small, step
+
+W1 = Node(Role.WORKER, 1)
+
+
+class TestValues:
+    def test_of_an_eager_push_are_copied_before_the_caller_is_told(self) -> None:
+        one = small()
+        one.core.table.links[0].ready = False
+        values = torch.ones(4)
+        for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
+            assert effect == Copied(99)
+            values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    def test_of_a_lazy_push_are_read_when_they_are_sent(self) -> None:
+        one = small()
+        one.core.table.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False))
+        values.fill_(5)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [5, 5, 5, 5]
+        assert not one.is_copied(ticket)
+
+    def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
+        one = small()
+        one.core.table.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    def test_also_while_it_waits_for_room(self) -> None:
+        one = small()
+        for _ in range(64):
+            one.call(push({"w": torch.zeros(4)}))
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
+        assert values_of(one.sends(Push)[-1]) == [1, 1, 1, 1]
+
+    def test_of_an_init_that_timed_out_are_those_of_the_call(self) -> None:
+        one = Bench(servers=1)
+        one.open()
+        values = torch.ones(4)
+        ticket = one.call(calls.Init("kv", (("w", spec(4)),), (values,)), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        values.fill_(-1)
+        place = Place(True, (Piece(1, 0, 4),))
+        effects = one.server(0, Declared(one.seqs(Declare)[0], (place,)))
+        assert values_of(sends(effects, type(effects[0].packet.message))[0]) == [1] * 4  # type: ignore[union-attr]
+
+    def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
+        """Another worker's loss ends the call; the push stands."""
+        one = small(on_worker_lost="fail")
+        one.core.table.links[0].ready = False
+        values = torch.ones(4)
+        ticket = one.call(push({"w": values}, eager=False))
+        one.view(member(W1, "lost"))
+        assert isinstance(one.error(ticket), WorkerLost)
+        values.fill_(-1)
+        one.server(0, Welcome(0, 1, 2, 1))
+        assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
+
+    @pytest.mark.parametrize("mode", ["async", "ssp"])
+    def test_a_push_that_need_not_wait_for_room_ends_with_its_values(self, mode: str) -> None:
+        """The window is full, and all that is in it has arrived."""
+        one = small(mode=mode)
+        for _ in range(WINDOW):
+            step(one, "w")
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,)))
+        assert len(one.sent(Push)) == WINDOW + 1
+        answer(one, one.seqs(Push)[-1], 7.0, version=WINDOW + 1)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7] * 4
+
+
+class TestLent:
+    def lent(self, count: int = 4) -> tuple[Bench, torch.Tensor]:
+        """A bench, and memory of its worker that server 0 reads."""
+        memory = Readable("server 0")
+        one = Bench(servers=1, memory=memory)
+        one.open()
+        one.init({"w": torch.zeros(count)})
+        return one, memory.empty(count, "float32")
+
+    def test_takes_nothing_of_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(connection, "WINDOW_BYTES", 16)
+        monkeypatch.setattr(connection, "UPLINK_BYTES", 16)
+        one, row = self.lent()
+        for _ in range(10):
+            one.call(push({"w": row}))
+        assert len(one.sent(Push)) == 10
+        one, _ = self.lent()
+        one.core._memory.routes = ()  # type: ignore[attr-defined]
+        for _ in range(10):
+            one.call(push({"w": row}))
+        assert len(one.sent(Push)) == 1, "and what has to be sent does"
+
+    def test_is_sent_again_as_it_is(self) -> None:
+        one, row = self.lent()
+        row.fill_(3)
+        one.call(push({"w": row}))
+        (seq,) = one.seqs(Push)
+        effects = one.server(0, Probed((seq,), ()))
+        assert [values_of(send) for send in sends(effects, Push)] == [[3, 3, 3, 3]]
+        one.ack(0, seq)
+        assert not one.core.table.links[0].outstanding
+
+    def test_may_be_where_the_values_go(self) -> None:
+        """They come when the push has been read."""
+        one, row = self.lent()
+        row.fill_(3)
+        ticket = one.call(push({"w": row}, sinks=(row,), eager=False))
+        assert values_of(one.sends(Push)[0]) == [3, 3, 3, 3]
+        answer(one, one.seqs(Push)[0], 7.0)
+        assert one.is_done(ticket)
+        assert row.tolist() == [7, 7, 7, 7]
+
+    def test_is_the_callers_own_again_before_it_was_read_after_a_timeout(self) -> None:
+        """If it still waited for room; what is lent is not copied, as empty_like() says."""
+        one, row = self.lent()
+        for _ in range(64):
+            one.call(push({"w": row}))
+        row.fill_(3)
+        ticket = one.call(push({"w": row}, eager=False), 5.0)
+        one.wait(5.0)
+        assert isinstance(one.error(ticket), Timeout)
+        row.fill_(-1)
+        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
+        assert values_of(one.sends(Push)[-1]) == [3, 3, 3, 3]
+
+    def test_is_let_go_with_the_answer(self) -> None:
+        one, row = self.lent()
+        one.call(push({"w": row}))
+        (request,) = one.core.table.links[0].outstanding.values()
+        assert request.payload
+        one.ack(0, *one.seqs(Push))
+        assert not request.payload
+        assert request.fill is None
+
+
+class TestCallsOfAllRanks:
+    """They count when they succeed: made again after a Timeout, it is the same call."""
+
+    CALLS = (
+        (calls.StandAtBarrier("kv", "x"), Barrier),
+        (calls.SetOptimizer("kv", resolve("test", {})), Optimize),
+        (calls.SetRate("kv", 0.5), Rate),
+    )
+
+    def release(self, one: Bench, cls: type[Barrier | Optimize | Rate]) -> None:
+        (seq,) = one.seqs(cls)[:1]
+        if cls is Barrier:
+            one.scheduler(Released(seq))
+        else:
+            one.server(0, Done(seq))
+
+    @pytest.mark.parametrize(("call", "cls"), CALLS)
+    def test_repeated_call_waits_again(
+        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
+    ) -> None:
+        one = small()
+        first = one.call(call, 1.0)
+        one.wait(1.0)
+        assert "It still stands. Call it again to wait on" in str(one.error(first))
+        second = one.call(call, 1.0)
+        one.wait(0.5)
+        assert len(set(one.seqs(cls))) == 1
+        self.release(one, cls)
+        assert one.is_done(second)
+
+    @pytest.mark.parametrize(("call", "cls"), CALLS)
+    def test_or_was_passed_meanwhile(
+        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
+    ) -> None:
+        one = small()
+        one.call(call, 1.0)
+        one.wait(1.0)
+        self.release(one, cls)
+        assert one.is_done(one.call(call))
+        assert one.finish(one.call(call)) is None, "the one after that is the next"
+        assert len(set(one.seqs(cls))) == 2
+
+    @pytest.mark.spec("R121")
+    def test_a_join_that_succeeds_late_says_who_was_last(self) -> None:
+        one = small()
+        first = one.call(calls.JoinStore("kv"), 1.0)
+        one.wait(0.9)
+        (seq,) = one.seqs(Join)
+        one.server(0, Probed((), (Pending(seq, "rank 1 has not joined"),)))
+        one.wait(0.1)
+        assert "join() of store 'kv' is not done: rank 1 has not joined" in str(one.error(first))
+        assert isinstance(one.error(one.call(push({"w": torch.ones(4)}))), ConfigError)
+        one.server(0, Joined(seq, 1))
+        one.server(0, Done(one.seqs(Return)[0]))
+        (ask,) = one.sends(Pull)
+        stands = (Stand(0, 4, 7, 7),)
+        one.server(0, Pulled(ask.packet.envelope.seq, 1, FLOAT, False, stands))
+        second = one.finish(one.call(calls.JoinStore("kv")))
+        assert second is not None
+        assert (second.value, second.error) == (1, None)
+        one.call(push({"w": torch.ones(4)}))
+        assert one.sent(Push)[-1].runs[0].number == 7
+
+    def test_another_is_another(self) -> None:
+        one = small()
+        one.call(calls.StandAtBarrier("kv", "x"), 1.0)
+        one.wait(1.0)
+        one.call(calls.StandAtBarrier("kv", "y"))
+        assert [message.name for message in dict.fromkeys(one.sent(Barrier))] == ["x", "y"]
+
+    def test_each_of_several_that_came_late_is_found(self) -> None:
+        one = small()
+        for name in ("x", "y"):
+            one.call(calls.StandAtBarrier("kv", name), 1.0)
+        one.wait(1.0)
+        for seq in dict.fromkeys(one.seqs(Barrier)):
+            one.scheduler(Released(seq))
+        assert one.is_done(one.call(calls.StandAtBarrier("kv", "y")))
+        assert one.is_done(one.call(calls.StandAtBarrier("kv", "x")))
+
+    def test_late_answers_are_not_kept_for_ever(self) -> None:
+        one = small()
+        for number in range(LATE_MAX + 5):
+            one.call(calls.StandAtBarrier("kv", str(number)), 1.0)
+        one.wait(1.0)
+        for seq in one.seqs(Barrier):
+            one.scheduler(Released(seq))
+        assert len(one.core.table._late) == LATE_MAX
+        assert not one.core.table.asked
+        assert not one.core.table.pending
+
+
+class TestProbes:
+    @pytest.mark.spec("R39", "R41")
+    def test_missing_push_is_sent_again_with_the_same_bytes(self) -> None:
+        one = small()
+        values = torch.ones(4)
+        one.call(push({"w": values}, eager=False))
+        values.fill_(9)
+        assert not one.sent(Probe)
+        one.wait(2.0)
+        assert one.sent(Probe) == [Probe(tuple(one.seqs(Push)))]
+        one.server(0, Probed(tuple(one.seqs(Push)), ()))
+        first, again = one.sends(Push)
+        assert first.packet.envelope.seq == again.packet.envelope.seq
+        assert first.packet.message == again.packet.message
+        assert first.packet.payload == again.packet.payload
+        one.wait(4.0)
+        assert len(one.sent(Probe)) == 3, "until it is answered"
+        one.ack(0, *one.seqs(Push)[:1])
+        one.server(0, Probed(tuple(one.seqs(Push)[:1]), (Pending(one.seqs(Push)[0], "late"),)))
+        assert len(one.sends(Push)) == 2
+        one.wait(4.0)
+        assert len(one.sent(Probe)) == 3
+
+    def test_a_pending_push_is_in(self) -> None:
+        """Its ACK was lost: those who wait for it need not wait for the values too."""
+        one = small()
+        one.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
+        ticket = one.call(calls.Flush("kv"))
+        one.wait(2.0)
+        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
+        assert one.is_done(ticket)
+        one.server(0, Probed((), (Pending(one.seqs(Push)[0], "round 0 waits for rank 1"),)))
+
+    def test_an_acknowledged_push_waits_for_its_values(self) -> None:
+        one = small()
+        sink = torch.zeros(4)
+        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False))
+        flush = one.call(calls.Flush("kv"))
+        (seq,) = one.seqs(Push)
+        one.ack(0, seq, 999)
+        assert one.is_done(flush)
+        assert one.finish(ticket) is None
+        answer(one, seq, 7.0)
+        assert one.is_done(ticket)
+        assert sink.tolist() == [7] * 4
+        answer(one, seq, 8.0)
+        one.ack(0, seq)
+        assert sink.tolist() == [7] * 4, "a second answer is none"
+
+    def test_a_barrier_is_asked_for_again_every_two_seconds(self) -> None:
+        one = small()
+        one.call(calls.StandAtBarrier("kv", None))
+        one.wait(5.0)
+        assert one.seqs(Barrier) == [1, 1, 1]
+        one.scheduler(Released(1))
+        one.scheduler(Released(1))
+        one.wait(5.0)
+        assert len(one.sent(Barrier)) == 3
+
+
+class TestRefusals:
+    def test_end_their_call_and_no_other(self) -> None:
+        one = small()
+        refused, other = one.call(push({"w": torch.ones(4)})), one.call(calls.AskStatus("kv"))
+        effects = one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
+        assert [type(one.error(refused)), one.finish(other)] == [Mismatch, None]
+        assert one.is_copied(refused), "it had returned already: the next call will say so"
+        assert effects == [Finish(refused, error=one.error(refused))]
+
+    def test_of_one_part_end_the_call_at_once(self) -> None:
+        one = Bench()
+        one.open()
+        one.init({"w": torch.zeros(40)})
+        ticket = one.call(push({"w": torch.zeros(40)}))
+        one.server(0, Error(one.seqs(Push, 0)[0], Mismatch.code, "first"))
+        one.server(1, Error(one.seqs(Push, 1)[0], Mismatch.code, "second"))
+        assert str(one.error(ticket)) == "first"
+
+    def test_let_those_go_on_who_wait_for_pushes(self) -> None:
+        one = small()
+        one.call(push({"w": torch.ones(4)}))
+        flush = one.call(calls.Flush("kv"))
+        one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
+        assert one.is_done(flush)
+
+    def test_of_the_other_parts_are_no_warnings(self) -> None:
+        one = Bench()
+        one.open()
+        first = one.call(calls.OpenStore("kv", opened(average=True), 1.0))
+        asked = [one.seqs(Open, server)[-1] for server in (0, 1)]
+        for server in (0, 1):
+            one.server(server, Error(asked[server], Mismatch.code, "opened without average"))
+        assert str(one.error(first)) == "opened without average"
+        assert [note for note in one.notes() if "warning" in note] == []
+
+    def test_of_nothing_we_know_are_logged(self) -> None:
+        one = small()
+        one.server(0, Error(0, KvpsError.code, "something"))
+        one.server(0, View(1, "running", "", ()))
+        assert one.notes()[-2:] == [
+            "warning: something",
+            "debug: unexpected View from 'server 0'",
+        ]
+
+    @pytest.mark.spec("R21")
+    def test_to_be_fenced_ends_all(self) -> None:
+        one = small()
+        tickets = [one.call(push({"w": torch.ones(4)})), one.call(calls.StandAtBarrier("kv", None))]
+        one.server(0, Error(one.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(one.call(pull({"w": torch.zeros(4)})))
+        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+    def test_also_by_the_scheduler(self) -> None:
+        one = small()
+        ticket = one.call(push({"w": torch.ones(4)}))
+        one.scheduler(Error(0, Fenced.code, "worker 0 was replaced"))
+        assert isinstance(one.error(ticket), Fenced)
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+
+    @pytest.mark.spec("R21")
+    def test_also_if_the_scheduler_was_asked_something_and_refuses_that(self) -> None:
+        one = small()
+        tickets = [one.call(calls.ResumeKeys("kv", ("w",)))]
+        one.server(0, Pulled(one.seqs(Pull)[-1], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
+        tickets.append(one.call(push({"w": torch.ones(4)})))
+        one.scheduler(Error(one.seqs(Resume)[0], Fenced.code, "worker 0 was replaced"))
+        tickets.append(one.call(pull({"w": torch.zeros(4)})))
+        assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
+        assert one.exits() == [Exit(1, "worker 0 was replaced")]
+        assert one.core.member.deadline() is None, "it beats no more"
