@@ -2,7 +2,8 @@
 
 A docstring that begins with a question word ("What a server holds") makes the reader find the noun; a noun
 phrase ("The snapshot of a server") is the noun. So does an attribute's that begins with "Of" or "Who". The name of a
-test says its subject, verb and object: "test_lost_server_returns_in_time", not "test_it_comes_back_in_time". The banned
+test says its subject, verb and object: "test_lost_server_returns_in_time", not "test_it_comes_back_in_time". A
+variable is called by what it holds, and not "one". The banned
 phrases are those of ``BANNED``, each with the words to write instead. The style rule is in CONTRIBUTING.md.
 """
 
@@ -35,6 +36,8 @@ PRONOUN = re.compile(
 )
 """The line of a test whose name begins with a pronoun: its name, and the pronoun."""
 WORDS_MAX = 80
+PRONOUNS = ("one", "_one", "ones")
+"""Names that no variable has."""
 
 NOUNS = {
     r"\b[Ww]hoever\b": "name the process, rank or caller",
@@ -59,7 +62,7 @@ _CODE = re.compile(r"``[^`]+``|`[^`]+`|^ *>>> .*$|^ +\w+:", re.MULTILINE)
 
 def main() -> int:
     """Print what is wrong; return the exit code."""
-    faults = [*modules(), *openings(), *tests(), *glossary(), *phrases()]
+    faults = [*modules(), *openings(), *variables(), *tests(), *glossary(), *phrases()]
     print("\n".join(faults), end="\n" if faults else "")
     return 1 if faults else 0
 
@@ -98,11 +101,34 @@ def tests() -> list[str]:
     return faults
 
 
+def variables() -> list[str]:
+    """Return the variables and parameters of kvps that are called by a pronoun."""
+    faults = []
+    for path in sorted((ROOT / "kvps").rglob("*.py")):
+        where = path.relative_to(ROOT).as_posix()
+        for line, name in names(ast.parse(path.read_text("utf-8"))):
+            if name in PRONOUNS:
+                faults.append(f"{where}:{line}: name what {name!r} holds: a key, a member, a path")
+    return faults
+
+
+def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of each variable and parameter where it gets its value."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield node.lineno, name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield node.lineno, name
+            case _:
+                pass
+
+
 def glossary() -> list[str]:
     """Return the words that the glossary defines twice, and whether there are too many."""
     text = (ROOT / "docs" / "glossary.md").read_text("utf-8")
-    words = [one for one in re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE) if one != "Word"]
-    words = [one for one in words if not set(one) <= set("-")]
+    words = [word for word in re.findall(r"^\| ([^|]+?) \|", text, re.MULTILINE) if word != "Word"]
+    words = [word for word in words if not set(word) <= set("-")]
     faults = [f"docs/glossary.md: {word!r} twice" for word, n in Counter(words).items() if n > 1]
     if len(words) > WORDS_MAX:
         faults.append(f"docs/glossary.md: {len(words)} words, more than {WORDS_MAX}")
