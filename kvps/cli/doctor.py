@@ -11,7 +11,8 @@ from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
 from kvps.inquiry import Inquirer
-from kvps.observe.diagnosis import CheckResult, Level, Measurements, diagnose, exit_code
+from kvps.observe.diagnosis import Measurements, diagnose, exit_code
+from kvps.observe.findings import Finding, Level
 
 NAME = "kvps doctor"
 TIMEOUT_S = 3.0
@@ -77,15 +78,15 @@ def _main(argv: Sequence[str]) -> int:
     return exit_code(findings)
 
 
-def report(findings: Sequence[CheckResult], colour: bool) -> str:
+def report(findings: Sequence[Finding], colour: bool) -> str:
     """Return the findings as a person is shown them: a line each, and below it what to do."""
-    width = max([len(finding.name) for finding in findings])
+    width = max([len(finding.topic) for finding in findings])
     lines = []
     for finding in findings:
         level = f"{finding.level.value:<4}"
         if colour:
             level = f"\x1b[{STYLES[finding.level]}m{level}\x1b[0m"
-        lines.append(f"{level}  {finding.name:<{width}}  {finding.figure}")
+        lines.append(f"{level}  {finding.topic:<{width}}  {finding.text}")
         if finding.advice:
             lines.append(f"{'':<{6 + width}}  -> {finding.advice}")
     failed = sum([finding.level is Level.FAIL for finding in findings])
@@ -94,12 +95,12 @@ def report(findings: Sequence[CheckResult], colour: bool) -> str:
     return "\n".join(lines)
 
 
-def as_json(findings: Sequence[CheckResult], found: Measurements) -> str:
+def as_json(findings: Sequence[Finding], found: Measurements) -> str:
     """Return the findings as a program is shown them."""
     shown = {
         "scheduler": found.scheduler,
         "exit_code": exit_code(findings),
-        "findings": [{**finding._asdict(), "level": finding.level.value} for finding in findings],
+        "findings": [finding._asdict() for finding in findings],
     }
     return json.dumps(shown, indent=2)
 

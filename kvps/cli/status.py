@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvps.cli import flags
 from kvps.inquiry import inquire
-from kvps.observe.cluster_view import UNKNOWN
-from kvps.observe.judgement import problems_of
-from kvps.observe.scheduler_state import as_json
-from kvps.phrases import bytes_in_words, ranks_in_words
-from kvps.protocol.envelope import Role
-from kvps.protocol.membership import Figures, Look, OldRound, Seen, Sight
+from kvps.observe.document import document_of
+from kvps.phrases import bytes_in_words
+from kvps.protocol.membership import Look, Seen
 
 NAME = "kvps status"
 TIMEOUT_S = 5.0
@@ -51,74 +49,57 @@ def _main(argv: Sequence[str]) -> int:
     scheduler = flags.scheduler_of(parsed)
     limit_s = flags.timeout_of(parsed, TIMEOUT_S)
     answer = inquire(scheduler, Look(), Seen, flags.keys_of(parsed, "look"), limit_s)
-    job, seen = answer.envelope.job, answer.message
-    assert isinstance(seen, Seen)
-    print(json.dumps(as_json(job, seen), indent=2) if parsed.json else screen(job, seen))
+    assert isinstance(answer.message, Seen)
+    job = document_of(answer.envelope.job, answer.message)
+    print(json.dumps(job, indent=2) if parsed.json else screen(job))
     return 0
 
 
-def screen(job: bytes, seen: Seen) -> str:
-    """Return what a person is shown."""
-    lines = [f"job {job.hex()[:8]} is {seen.phase}: {seen.reason}", *_facts(seen), ""]
-    figures = seen.figures or (UNKNOWN,) * len(seen.members)
+def screen(job: Mapping[str, Any]) -> str:
+    """Return what a person is shown of the document of a job."""
+    lines = [f"job {job['job']} is {job['phase']}: {job['reason']}", *_facts(job), ""]
     lines += _table(
         ("member", "state", "incarnation", "where", "version", "memory", "heard", "status"),
-        [
-            _member(*sight_and_figures)
-            for sight_and_figures in zip(seen.members, figures, strict=False)
-        ],
+        [_member(member) for member in job["members"]],
     )
-    presence = {
-        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
-    }
-    if seen.rounds:
+    if job["rounds"]:
         lines += ["", "oldest open rounds:"]
         lines += _table(
             ("store", "key", "round", "open for", "waits for"),
-            [_round(round_, presence) for round_ in seen.rounds],
+            [_round(round_) for round_ in job["rounds"]],
         )
-    problems = problems_of(seen)
-    for problem in problems:
-        lines += ["", f"problem: {problem.text}", f"  -> {problem.advice}"]
-    if not seen.rounds and not problems:
+    for problem in job["problems"]:
+        lines += ["", f"problem: {problem['text']}", f"  -> {problem['advice']}"]
+    if not job["rounds"] and not job["problems"]:
         lines += ["", "no round has been open for long"]
     return "\n".join(lines)
 
 
-def _facts(seen: Seen) -> list[str]:
+def _facts(job: Mapping[str, Any]) -> list[str]:
     """Return a line about the scheduler, and about checkpoints if there are any."""
-    version = f"kvps {seen.software}" if seen.software else "older than this command"
+    version = f"kvps {job['software']}" if job["software"] else "older than this command"
     lines = [f"scheduler: {version}"]
-    if seen.checkpoint or seen.epoch:
-        rollbacks = f", rolled back {seen.epoch} times" if seen.epoch else ""
-        lines.append(f"newest complete checkpoint: {seen.checkpoint or 'none'}{rollbacks}")
+    if job["checkpoint"] or job["epoch"]:
+        rollbacks = f", rolled back {job['epoch']} times" if job["epoch"] else ""
+        lines.append(f"newest complete checkpoint: {job['checkpoint'] or 'none'}{rollbacks}")
     return lines
 
 
-def _member(sight: Sight, figures: Figures) -> tuple[str, ...]:
-    name = f"{Role(sight.role)} {sight.rank}"
-    if sight.state == "empty":
-        return name, sight.state, "", "", "", "", "", sight.presence
-    where, heard = f"{sight.host}:{sight.pid}", f"{sight.heard_s:.1f} s"
-    memory = bytes_in_words(figures.memory_bytes) if sight.role == Role.SERVER else ""
-    if memory and figures.limit_bytes:
-        memory += f" of {bytes_in_words(figures.limit_bytes)}"
-    version = figures.software or "unknown"
-    incarnation = str(sight.incarnation)
-    return name, sight.state, incarnation, where, version, memory, heard, sight.presence
+def _member(member: Mapping[str, Any]) -> tuple[str, ...]:
+    name = f"{member['role']} {member['rank']}"
+    if member["state"] == "empty":
+        return name, member["state"], "", "", "", "", "", member["presence"]
+    memory = bytes_in_words(member["memory_bytes"]) if member["role"] == "server" else ""
+    if memory and member["limit_bytes"]:
+        memory += f" of {bytes_in_words(member['limit_bytes'])}"
+    incarnation, where = str(member["incarnation"]), f"{member['host']}:{member['pid']}"
+    version, heard = member["software"] or "unknown", f"{member['heard_s']:.1f} s"
+    return name, member["state"], incarnation, where, version, memory, heard, member["presence"]
 
 
-def _round(round_: OldRound, presence: dict[int, str]) -> tuple[str, ...]:
-    waits_for = "other servers"
-    if round_.missing:
-        waits_for = ranks_in_words(round_.missing, lambda rank: presence.get(rank, ""))
-    return (
-        round_.store,
-        round_.key[:KEY_SHOWN],
-        str(round_.number),
-        f"{round_.age_s:.0f} s",
-        waits_for,
-    )
+def _round(round_: Mapping[str, Any]) -> tuple[str, ...]:
+    key, age = round_["key"][:KEY_SHOWN], f"{round_['age_s']:.0f} s"
+    return round_["store"], key, str(round_["number"]), age, round_["waits_for"]
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

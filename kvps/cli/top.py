@@ -8,23 +8,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError, KvpsError
 from kvps.inquiry import Inquirer
-from kvps.observe.cluster_view import ClusterView, MemberLine, Picture
+from kvps.observe.cluster import JobModel
+from kvps.observe.document import document_of
 from kvps.phrases import bytes_in_words
-from kvps.protocol.envelope import Role
-from kvps.protocol.membership import Look, OldRound, Seen
+from kvps.protocol.membership import Look, Seen
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
 
+Document = Mapping[str, Any]
 NAME = "kvps top"
 TIMEOUT_S, EVERY_S, EVERY_MIN_S = 5.0, 1.0, 0.2
 WIDTH = 160
@@ -105,22 +106,22 @@ class Watcher:
     """
 
     def __init__(self, inquirer: Inquirer, every_s: float, limit_s: float) -> None:
-        self.picture: Picture | None = None
-        """The newest."""
+        self.job: Document | None = None
+        """The newest document of the job."""
         self.error: KvpsError | None = None
         """Why the last look failed; None if it did not."""
         self.seen_at = time.monotonic()
-        """When the newest picture came."""
+        """When it came."""
         self._inquirer = inquirer
         self._every_s, self._limit_s = every_s, limit_s
-        self._view = ClusterView()
+        self._model = JobModel()
         self._ended = threading.Event()
         self.woken, self.waker = os.pipe()
         """The ends of a pipe: there is something to read when the screen is to be drawn anew."""
         os.set_blocking(self.waker, False)
 
-    def look(self) -> Picture:
-        """Look once.
+    def look(self) -> Document:
+        """Look once; return the document of the job.
 
         Raises:
             KvpsError: as :meth:`~kvps.inquiry.Inquirer.ask`.
@@ -128,8 +129,9 @@ class Watcher:
         answer = self._inquirer.ask(Look(), Seen, self._limit_s)
         assert isinstance(answer.message, Seen)
         self.seen_at = time.monotonic()
-        self.picture = self._view.take(answer.envelope.job, answer.message, self.seen_at)
-        return self.picture
+        look = document_of(answer.envelope.job, answer.message)
+        self.job = self._model.take(look, self.seen_at)
+        return self.job
 
     @contextmanager
     def looking(self) -> Iterator[None]:
@@ -159,7 +161,7 @@ class Watcher:
         """The text about a look that failed; empty if none did."""
         if self.error is None:
             return ""
-        if self.picture is None:
+        if self.job is None:
             return str(self.error)
         return f"no news for {time.monotonic() - self.seen_at:.0f} s: {self.error}"
 
@@ -225,19 +227,19 @@ def _resizing(waker: int) -> Iterator[None]:
 def _shown(console: Console, watcher: Watcher) -> RenderableType:
     from rich.text import Text
 
-    if watcher.picture is None:
+    if watcher.job is None:
         return Text(watcher.complaint)
-    return rendered(watcher.picture, watcher.complaint, *console.size)
+    return rendered(watcher.job, watcher.complaint, *console.size)
 
 
 # --- drawing -----------------------------------------------------------------------------------------
 
 
-def rendered(picture: Picture, complaint: str, width: int, height: int | None) -> RenderableType:
-    """Return a picture as rich draws it.
+def rendered(job: Document, complaint: str, width: int, height: int | None) -> RenderableType:
+    """Return a job as rich draws it.
 
     Args:
-        picture: of a job.
+        job: its document.
         complaint: what is wrong with the view itself; empty for nothing.
         width: columns of the screen.
         height: lines of the screen; None for as many as there are.
@@ -245,51 +247,57 @@ def rendered(picture: Picture, complaint: str, width: int, height: int | None) -
     from rich.console import Group
     from rich.text import Text
 
-    parts: list[RenderableType] = [_title(picture)]
+    parts: list[RenderableType] = [_title(job)]
     if complaint:
         parts.append(Text(complaint, style="bold red"))
     parts += [
-        Text(f"{problem.text}: {problem.advice}", style="bold red") for problem in picture.problems
+        Text(f"{problem['text']}: {problem['advice']}", style="bold red")
+        for problem in job["problems"]
     ]
     parts.append(Text(""))
     room = None if height is None else max(MEMBERS_MIN, height - OWN_LINES - len(parts))
-    rounds = picture.rounds if room is None else picture.rounds[: max(1, room // 4)]
-    members = [*picture.workers, *picture.servers]
+    rounds = job["rounds"] if room is None else job["rounds"][: max(1, room // 4)]
+    members = job["members"]
     if room is not None:
         room = max(MEMBERS_MIN, room - len(rounds))
         if len(members) > room:
-            urgent = set(sorted(members, key=lambda line: line.urgency)[:room])
-            members = [line for line in members if line in urgent]
+            urgent = sorted(members, key=_urgency)[:room]
+            members = [member for member in members if member in urgent]
     parts.append(_members(members, width))
-    left = len(picture.workers) + len(picture.servers) - len(members)
-    if left:
+    if left := len(job["members"]) - len(members):
         parts.append(Text(f"and {left} more members", style="dim"))
     parts.append(Text(""))
     if rounds:
-        parts.append(_rounds(picture, rounds))
-    elif not picture.problems:
+        parts.append(_rounds(rounds))
+    elif not job["problems"]:
         parts.append(Text("no round has been open for long"))
     return Group(*parts)
 
 
-def _title(picture: Picture) -> RenderableType:
+def _urgency(member: Document) -> tuple[bool, float, int]:
+    """Return the sort key: seats that no process holds first, then the latest, then by rank."""
+    return member["state"] in ("held", "left"), -member["late_s"], member["rank"]
+
+
+def _title(job: Document) -> RenderableType:
     from rich.text import Text
 
-    style = {"running": "bold green", "ending": "bold red"}.get(picture.phase, "bold yellow")
+    style = {"running": "bold green", "ending": "bold red"}.get(job["phase"], "bold yellow")
+    totals = job["totals"]
     facts = [
-        f"{picture.rounds_s:.1f} rounds/s",
-        f"servers in {_speed(picture.in_s)}, out {_speed(picture.out_s)}",
+        f"{totals['rounds_per_s']:.1f} rounds/s",
+        f"servers in {_speed(totals['in_bytes_per_s'])}, out {_speed(totals['out_bytes_per_s'])}",
     ]
-    if picture.checkpoint:
-        facts.append(f"checkpoint {picture.checkpoint}")
-    if picture.epoch:
-        facts.append(f"rolled back {picture.epoch} times")
-    if picture.software:
-        facts.append(f"kvps {picture.software}")
+    if job["checkpoint"]:
+        facts.append(f"checkpoint {job['checkpoint']}")
+    if job["epoch"]:
+        facts.append(f"rolled back {job['epoch']} times")
+    if job["software"]:
+        facts.append(f"kvps {job['software']}")
     return Text.assemble(
-        (f"job {picture.job} ", "bold"),
-        (picture.phase, style),
-        f": {picture.reason}\n{'   '.join(facts)}",
+        (f"job {job['job']} ", "bold"),
+        (job["phase"], style),
+        f": {job['reason']}\n{'   '.join(facts)}",
     )
 
 
@@ -340,33 +348,38 @@ def _cut(text: str) -> RenderableType:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _members(members: Sequence[MemberLine], width: int) -> RenderableType:
+def _members(members: Sequence[Document], width: int) -> RenderableType:
     heads = columns_for(width)
     table = _table(heads)
-    for line in members:
-        cells = _cells(line)
-        style = {"held": "", "left": "dim", "empty": "dim"}.get(line.sight.state, "red")
+    for member in members:
+        cells = _cells(member)
+        style = {"held": "", "left": "dim", "empty": "dim"}.get(member["state"], "red")
         table.add_row(*[cells.get(head, "") for head in heads], style=style)
     return table
 
 
-def _cells(line: MemberLine) -> dict[str, RenderableType]:
+def _cells(member: Document) -> dict[str, RenderableType]:
     """Return what is to be shown of a member, by column."""
-    sight, figures = line.sight, line.figures
     cells: dict[str, RenderableType] = {
-        "member": str(line.node),
-        "state": sight.state,
-        "status": _cut(sight.presence),
+        "member": f"{member['role']} {member['rank']}",
+        "state": member["state"],
+        "status": _cut(member["presence"]),
     }
-    if not line.is_held:
+    if member["state"] != "held":
         return cells
-    cells["where"], cells["heard"] = _cut(f"{sight.host}:{sight.pid}"), f"{sight.heard_s:.1f} s"
-    cells["in"], cells["out"] = _speed(line.in_s), _speed(line.out_s)
-    if line.node.role is Role.WORKER:
-        cells["rounds"], cells["rounds/s"] = f"{figures.rounds:,}", f"{line.rounds_s:.1f}"
-        cells["late"] = _late(figures.late_s)
+    cells["where"], cells["heard"] = (
+        _cut(f"{member['host']}:{member['pid']}"),
+        f"{member['heard_s']:.1f} s",
+    )
+    cells["in"], cells["out"] = _speed(member["in_bytes_per_s"]), _speed(member["out_bytes_per_s"])
+    if member["role"] == "worker":
+        cells["rounds"], cells["rounds/s"] = (
+            f"{member['rounds']:,}",
+            f"{member['rounds_per_s']:.1f}",
+        )
+        cells["late"] = _late(member["late_s"])
     else:
-        cells["memory"] = _memory(figures.memory_bytes, figures.limit_bytes)
+        cells["memory"] = _memory(member["memory_bytes"], member["limit_bytes"])
     return cells
 
 
@@ -386,13 +399,13 @@ def _speed(bytes_s: float) -> str:
     return f"{bytes_in_words(int(bytes_s))}/s"
 
 
-def _rounds(picture: Picture, rounds: Sequence[OldRound]) -> RenderableType:
+def _rounds(rounds: Sequence[Document]) -> RenderableType:
     table = _table(("store", "key", "round", "open for", "waits for"))
     for round_ in rounds:
         store, key, who = map(
-            _cut, (round_.store, round_.key[:KEY_SHOWN], picture.waits_for(round_))
+            _cut, (round_["store"], round_["key"][:KEY_SHOWN], round_["waits_for"])
         )
-        table.add_row(store, key, str(round_.number), f"{round_.age_s:.0f} s", who)
+        table.add_row(store, key, str(round_["number"]), f"{round_['age_s']:.0f} s", who)
     return table
 
 

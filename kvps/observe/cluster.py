@@ -1,8 +1,10 @@
-"""The figures of a cluster over time: rates, quantiles and shares, made from one sample of the scheduler after another.
+"""The model of a job over time: rates, quantiles, shares and findings, made of one look at the job after another.
 
-What a server sends are counters and gauges; all that is shown of it is computed here, once, so that the
-dashboard and /statusz cannot differ. Rates are those between the last two answers of a server. Latencies and
-lateness are of the last :data:`WINDOW_S` seconds; quantiles are interpolated within the buckets of the histogram.
+A process sends counters and gauges; all that is shown of them is computed here, once, so that ``kvps top``, /statusz
+and the dashboard cannot differ. A look is the document of an answer to LOOK, which has the counters of each member's
+newest beat; a scheduler adds the answers of its servers to MEASURE. Rates are those between the last two of these
+answers, or of the beats of the last :data:`BEATS_S` seconds. Latencies and lateness are of the last :data:`WINDOW_S`
+seconds; quantiles are interpolated within the buckets of the histogram. A member whose process was replaced begins anew.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from kvps.core.counts import LINK_BUSY, LINK_WATCHED, STALENESS, STALENESS_BOUNDS, bounds_of
 from kvps.core.scheduler.figures.measurements import ServerFigures
@@ -19,8 +21,9 @@ from kvps.observe.findings import findings
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import StoreFigures
 
-WINDOW_S = 30.0
-"""Seconds over which latencies and lateness are taken."""
+WINDOW_S, BEATS_S = 30.0, 5.0
+"""Seconds over which latencies and lateness are taken; and rates of beats, of which there is about one per second."""
+BEAT_COUNTERS = ("rounds", "in_bytes", "out_bytes")
 HISTORY_MAX = 600
 """Samples of the history: ten minutes."""
 LINES_MAX = 16
@@ -28,20 +31,21 @@ LINES_MAX = 16
 KEYS_MAX = 10
 """Keys that are shown, of all servers."""
 LATENCY = "kvps_round_duration_seconds"
+K = TypeVar("K")
 Links = Mapping[int, Mapping[int, tuple[float, float]]]
 """Server -> worker -> the shares of the time in which values to the server, and to the worker, were under way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An answer of a server, by the names of metrics."""
+    """An answer of a server, by the names of metrics; or a beat of a member, by those of its counters."""
 
     at: float
     number: int
     values: Mapping[tuple[str, str], float]
-    buckets: Mapping[str, tuple[int, ...]]
-    versions: Mapping[str, int]
-    moved: Mapping[tuple[str, str], int]
+    buckets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, figures: ServerFigures, now: float) -> Moment:
@@ -67,9 +71,10 @@ class Moment:
 
 @dataclass(slots=True)
 class Track:
-    """The answers of one incarnation of a server in the last seconds."""
+    """The answers, or the beats, of one incarnation of a member in the last seconds."""
 
     incarnation: int
+    window_s: float = WINDOW_S
     stores: tuple[StoreFigures, ...] = ()
     moments: deque[Moment] = field(default_factory=deque)
 
@@ -77,7 +82,7 @@ class Track:
         """Take in an answer, unless it is the last one again."""
         if not self.moments or moment.number != self.moments[-1].number:
             self.moments.append(moment)
-        while len(self.moments) > 2 and self.moments[1].at < moment.at - WINDOW_S:
+        while len(self.moments) > 2 and self.moments[1].at < moment.at - self.window_s:
             self.moments.popleft()
 
     @property
@@ -88,6 +93,12 @@ class Track:
     def rate(self, name: str, label: str = "") -> float:
         """Return by how much a counter grows per second, between the last two answers."""
         return self._rate([(moment.at, moment.value(name, label)) for moment in self._pair])
+
+    def mean_rate(self, name: str) -> float:
+        """Return by how much a counter grows per second in the window."""
+        return self._rate(
+            [(moment.at, moment.value(name)) for moment in (self.moments[0], self.last)]
+        )
 
     def rounds_rate(self) -> float:
         """Return how many versions the stores advance per second: those with rounds, or all if none has."""
@@ -134,36 +145,67 @@ class Track:
         return max(0.0, after - before) / (end - begin) if end > begin else 0.0
 
 
-class ClusterHistory:
-    """The history of one cluster."""
+class JobModel:
+    """A job over time.
+
+    Example:
+        >>> from kvps.observe.document import document_of
+        >>> from kvps.protocol.membership import Seen
+        >>> look = document_of(b"job!", Seen(1, "running", "all are here", (), ()))
+        >>> JobModel().take(look, now=0.0)["totals"]["rounds_per_s"]
+        0.0
+    """
 
     def __init__(self) -> None:
+        self._job = ""
         self._tracks: dict[int, Track] = {}
+        """The answers of each server."""
+        self._beats: dict[tuple[str, int], Track] = {}
+        """The beats of each member, by role and rank."""
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY_MAX)
         self._number = 0
 
-    def add(self, sample: Sample) -> dict[str, object]:
+    def add(self, sample: Sample) -> dict[str, Any]:
         """Take in the newest sample of the scheduler; return the document that is shown."""
-        for figures in sample.figures:
-            track = self._tracks.get(figures.rank)
-            if track is None or track.incarnation != figures.incarnation:
-                track = self._tracks[figures.rank] = Track(figures.incarnation)
-            track.stores = figures.measured.stores
-            track.add(Moment.of(figures, sample.at))
-        for rank in self._tracks.keys() - {figure.rank for figure in sample.figures}:
-            del self._tracks[rank]
+        lag_s = sample.values.get(("kvps_loop_lag_seconds", ""), 0.0)
+        return self.take(sample.status, sample.at, sample.figures, lag_s)
+
+    def take(
+        self,
+        look: Mapping[str, Any],
+        now: float,
+        answers: Sequence[ServerFigures] = (),
+        loop_lag_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Take in a look at the job; return the document that is shown.
+
+        Args:
+            look: the document of an answer to LOOK.
+            now: seconds on any clock.
+            answers: of the servers to MEASURE.
+            loop_lag_s: seconds by which the scheduler's loop is late.
+        """
+        if look.get("job", "") != self._job:
+            self._job, self._beats = look.get("job", ""), {}
         self._number += 1
-        document: dict[str, Any] = {"sample": self._number, **sample.status}
+        for figures in answers:
+            track = _track_of(self._tracks, figures.rank, figures.incarnation)
+            track.stores = figures.measured.stores
+            track.add(Moment.of(figures, now))
+        for rank in self._tracks.keys() - {figures.rank for figures in answers}:
+            del self._tracks[rank]
+        document: dict[str, Any] = {"sample": self._number, **look}
+        document["members"] = [self._member(member, now) for member in look["members"]]
         links = {rank: track.links() for rank, track in self._tracks.items()}
-        document["servers"] = servers = [self._server(figure, links) for figure in sample.figures]
+        document["servers"] = servers = [self._server(figures, links) for figures in answers]
         document["workers"] = self._workers(document, links)
-        document["totals"] = self._totals(servers)
+        document["totals"] = self._totals(document["members"], servers)
         document["staleness"] = self._staleness()
-        document["keys"] = self._keys(sample.figures)
+        document["keys"] = self._keys(answers)
         document["compression"] = {way: self._compression(way) for way in ("in", "out")}
-        document["loop_lag_s"] = sample.values.get(("kvps_loop_lag_seconds", ""), 0.0)
+        document["loop_lag_s"] = loop_lag_s
         document["findings"] = findings(document)
-        self._history.append(_line(document, sample.at))
+        self._history.append(_line(document, now))
         return document
 
     def history(self, now: float | None = None) -> dict[str, object]:
@@ -183,6 +225,17 @@ class ClusterHistory:
         }
 
     # --- the parts of the document ----------------------------------------------------------
+
+    def _member(self, look: Mapping[str, Any], now: float) -> dict[str, Any]:
+        """Return a member with its rates: of a server's answers where there are some, else of its beats."""
+        beats = _track_of(self._beats, (look["role"], look["rank"]), look["incarnation"], BEATS_S)
+        beats.add(Moment(now, self._number, {(name, ""): look[name] for name in BEAT_COUNTERS}))
+        answers = self._tracks.get(look["rank"]) if look["role"] == "server" else None
+        rates = {f"{name}_per_s": beats.mean_rate(name) for name in BEAT_COUNTERS}
+        if answers is not None:
+            for way in ("in", "out"):
+                rates[f"{way}_bytes_per_s"] = answers.rate("kvps_payload_bytes_total", way)
+        return {**look, **rates}
 
     def _server(self, figures: ServerFigures, links: Links) -> dict[str, Any]:
         track = self._tracks[figures.rank]
@@ -262,7 +315,14 @@ class ClusterHistory:
     def _grown(self, name: str, label: str) -> float:
         return sum([track.growth(name, label) for track in self._tracks.values()])
 
-    def _totals(self, servers: Sequence[Mapping[str, Any]]) -> dict[str, object]:
+    def _totals(
+        self, members: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]]
+    ) -> dict[str, object]:
+        counted = servers or [member for member in members if member["role"] == "worker"]
+        in_s, out_s = [
+            sum([member[name] for member in members if member["role"] == "server"])
+            for name in ("in_bytes_per_s", "out_bytes_per_s")
+        ]
         buckets = added([server["round_buckets"] for server in servers])
         moved = [server["in_bytes_per_s"] + server["out_bytes_per_s"] for server in servers]
         for server, each in zip(servers, moved, strict=True):
@@ -271,9 +331,9 @@ class ClusterHistory:
             "has_rounds": any(
                 store["mode"] == "sync" for server in servers for store in server["stores"]
             ),
-            "rounds_per_s": max([server["rounds_per_s"] for server in servers], default=0.0),
-            "in_bytes_per_s": sum([server["in_bytes_per_s"] for server in servers]),
-            "out_bytes_per_s": sum([server["out_bytes_per_s"] for server in servers]),
+            "rounds_per_s": max([member["rounds_per_s"] for member in counted], default=0.0),
+            "in_bytes_per_s": in_s,
+            "out_bytes_per_s": out_s,
             "round_p50_s": quantile(LATENCY, buckets, 0.5),
             "round_p99_s": quantile(LATENCY, buckets, 0.99),
             "short_rounds": sum([server["short_rounds"] for server in servers]),
@@ -310,6 +370,16 @@ class ClusterHistory:
         ]
         ratio = uncompressed / size if size else None
         return {"bytes": size, "uncompressed_bytes": uncompressed, "ratio": ratio}
+
+
+def _track_of(
+    tracks: dict[K, Track], member: K, incarnation: int, window_s: float = WINDOW_S
+) -> Track:
+    """Return the track of a member, a new one if its process was replaced."""
+    track = tracks.get(member)
+    if track is None or track.incarnation != incarnation:
+        track = tracks[member] = Track(incarnation, window_s)
+    return track
 
 
 def _line(document: Mapping[str, Any], at: float) -> dict[str, Any]:

@@ -6,7 +6,6 @@ line: what was looked at, whether it is well, the figure, and the next step.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from kvps import __version__
 from kvps.core.liveness import SILENT_AFTER_S
 from kvps.net import descriptors
-from kvps.observe.judgement import problems_of
+from kvps.observe.findings import Finding, Level, problems_of
 from kvps.phrases import bytes_in_words, some_of
 from kvps.protocol.envelope import PROTOCOL, Node, Role
 from kvps.protocol.membership import Seen, Sight
@@ -28,29 +27,6 @@ SKEW_MAX_S = 1.0
 MEMBERS_SHOWN = 5
 
 
-class Level(enum.Enum):
-    """How a finding stands."""
-
-    OK = "ok"
-    WARN = "warn"
-    """It works, and may be slow or confusing."""
-    FAIL = "fail"
-    """It does not work."""
-    SKIP = "skip"
-    """It could not be looked at, as something before it failed."""
-
-
-class CheckResult(NamedTuple):
-    """One line of the report."""
-
-    name: str
-    level: Level
-    figure: str
-    """The measurement with its unit; or the error."""
-    advice: str = ""
-    """The next step; empty if there is nothing to do."""
-
-
 class FileLimits(NamedTuple):
     """The file descriptors of this process."""
 
@@ -60,8 +36,8 @@ class FileLimits(NamedTuple):
     """-1 stands for no limit."""
 
 
-Findings = Sequence[tuple[Level, str, str]]
-"""Level, figure and advice of each result of one check; none if it could not be made."""
+Results = Sequence[tuple[Level, str, str]]
+"""Level, text and advice of each finding of one check; none if it could not be made."""
 NO_LIMITS = FileLimits(0, -1, -1)
 
 
@@ -111,12 +87,12 @@ class Measurements:
     """The version of this process."""
 
 
-def diagnose(m: Measurements) -> list[CheckResult]:
+def diagnose(m: Measurements) -> list[Finding]:
     """Return the findings, in the order in which a connection is made.
 
     Example:
         >>> found = diagnose(Measurements("tcp://head:9091", resolve_error="Name or service not known"))
-        >>> found[0].name, found[0].level.value
+        >>> found[0].topic, found[0].level.value
         ('address', 'fail')
     """
     checks = {
@@ -135,18 +111,18 @@ def diagnose(m: Measurements) -> list[CheckResult]:
         **({"port": _bind} if m.bind else {}),
     }
     return [
-        CheckResult(name, *found)
+        Finding(level, name, text, advice)
         for name, check in checks.items()
-        for found in check(m) or [(Level.SKIP, "not measured", "")]
+        for level, text, advice in check(m) or [(Level.SKIP, "not measured", "")]
     ]
 
 
-def exit_code(findings: Sequence[CheckResult]) -> int:
+def exit_code(findings: Sequence[Finding]) -> int:
     """Return 1 if anything failed, else 0."""
     return int(any(finding.level is Level.FAIL for finding in findings))
 
 
-def _address(m: Measurements) -> Findings:
+def _address(m: Measurements) -> Results:
     if m.resolve_error:
         advice = (
             "check the name in --scheduler (KVPS_SCHEDULER) and the DNS of this host; getent hosts NAME "
@@ -156,7 +132,7 @@ def _address(m: Measurements) -> Findings:
     return [(Level.OK, f"{m.scheduler} is {some_of(m.addresses, 3)}", "")]
 
 
-def _connection(m: Measurements) -> Findings:
+def _connection(m: Measurements) -> Results:
     if m.resolve_error:
         return []
     if m.connect_error == "refused":
@@ -176,7 +152,7 @@ def _connection(m: Measurements) -> Findings:
     return [(Level.OK, f"connected in {_ms(m.connect_s)}", "")]
 
 
-def _keys(m: Measurements) -> Findings:
+def _keys(m: Measurements) -> Results:
     if m.keys_error:
         return [(Level.FAIL, m.keys_error, "correct --keys (KVPS_KEYS)")]
     if m.mechanism not in ("NULL", "CURVE"):
@@ -196,7 +172,7 @@ def _keys(m: Measurements) -> Findings:
     return [(Level.OK, "no keys on either side: use them where others reach the network", "")]
 
 
-def _answer(m: Measurements) -> Findings:
+def _answer(m: Measurements) -> Results:
     if m.seen is not None:
         return [(Level.OK, f"the job is {m.seen.phase}: {m.seen.reason}", "")]
     if not m.look_error:
@@ -211,7 +187,7 @@ def _answer(m: Measurements) -> Findings:
     return [(Level.FAIL, m.look_error, advice)]
 
 
-def _versions(m: Measurements) -> Findings:
+def _versions(m: Measurements) -> Results:
     ours = f"this is kvps {m.software} (protocol {PROTOCOL[0]}.{PROTOCOL[1]})"
     if m.seen is None:
         return []
@@ -230,7 +206,7 @@ def _versions(m: Measurements) -> Findings:
     return [(Level.OK, f"kvps {m.software} everywhere", "")]
 
 
-def _members(m: Measurements) -> Findings:
+def _members(m: Measurements) -> Results:
     if m.seen is None:
         return []
     found = []
@@ -272,16 +248,15 @@ def _members(m: Measurements) -> Findings:
     return found or [(Level.OK, f"all {len(m.seen.members)} members are well", "")]
 
 
-def _progress(m: Measurements) -> Findings:
+def _progress(m: Measurements) -> Results:
     if m.seen is None:
         return []
-    return [
-        (Level.FAIL if problem.is_certain else Level.WARN, problem.text, problem.advice)
-        for problem in problems_of(m.seen)
-    ] or [(Level.OK, "no worker waits for long", "")]
+    return [(problem.level, problem.text, problem.advice) for problem in problems_of(m.seen)] or [
+        (Level.OK, "no worker waits for long", "")
+    ]
 
 
-def _round_trip(m: Measurements) -> Findings:
+def _round_trip(m: Measurements) -> Results:
     if not m.round_trips_s:
         return []
     median_s = _median(m.round_trips_s)
@@ -305,7 +280,7 @@ def bits_s(m: Measurements) -> float | None:
     return 2 * size * 8 / left_s
 
 
-def _bandwidth(m: Measurements) -> Findings:
+def _bandwidth(m: Measurements) -> Results:
     rate = bits_s(m)
     if rate is None:
         return []
@@ -321,7 +296,7 @@ def _bandwidth(m: Measurements) -> Findings:
     return [(Level.WARN, f"slow link: {figure}", advice)]
 
 
-def _clock(m: Measurements) -> Findings:
+def _clock(m: Measurements) -> Results:
     if m.clock_ahead_s is None:
         return []
     ahead = m.clock_ahead_s
@@ -335,7 +310,7 @@ def _clock(m: Measurements) -> Findings:
     return [(Level.WARN, figure, advice)]
 
 
-def _shared_memory(m: Measurements) -> Findings:
+def _shared_memory(m: Measurements) -> Results:
     if m.shared_memory_error:
         advice = (
             "values travel in packets, also on one host: allow memfd_create and raise RLIMIT_FSIZE (ulimit -f "
@@ -349,7 +324,7 @@ def _shared_memory(m: Measurements) -> Findings:
     return [(Level.OK, "this process can share memory with others of its host and user", "")]
 
 
-def _descriptors(m: Measurements) -> Findings:
+def _descriptors(m: Measurements) -> Results:
     limits = m.limits
     counts = [0, 0]
     if m.seen is not None:
@@ -371,7 +346,7 @@ def _descriptors(m: Measurements) -> Findings:
     return [(Level.FAIL, figure, advice)]
 
 
-def _bind(m: Measurements) -> Findings:
+def _bind(m: Measurements) -> Results:
     if not m.bind_error:
         return [(Level.OK, f"{m.bind} is free", "")]
     holder = f", held by {m.bind_holder}" if m.bind_holder else ""

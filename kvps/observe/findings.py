@@ -1,16 +1,25 @@
-"""Findings: the sentences that say what is wrong with a cluster, whose fault it is, and what to do next.
+"""Findings: what is wrong with a job, whose fault it is, and what to do next.
 
-They are made from the document that the dashboard shows. A rule says nothing where its figures are unknown.
+``kvps status``, ``kvps top``, ``kvps doctor`` and the dashboard show what is found here. Why a job does not go on follows
+from the answer to LOOK, in which waits have their age: no clock is asked. The other rules need the figures of servers,
+in the document of :mod:`kvps.observe.job`. A rule says nothing where its figures are unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvps.phrases import bytes_in_words
+from kvps.phrases import and_more, bytes_in_words, ranks_in_words
+from kvps.protocol.envelope import Role
+from kvps.protocol.membership import OldRound, Seen, Wait
 
+CIRCLE_S, STUCK_S = 5.0, 10.0
+"""Seconds after which workers that wait for each other are named; and any other wait, or an open round."""
+KEY_SHOWN, SHOWN_MAX = 40, 3
+"""Characters of a key, and waits of a kind, that are shown."""
 MEMORY_FULL = 0.9
 """Share of its memory limit from which on a server is called full; and of its host's memory in use, short of it."""
 ANSWER_SLOW_S, ANSWER_LATE_S = 0.25, 1.5
@@ -35,64 +44,188 @@ RECENT_S = 60.0
 """Seconds for which a fault that is over is still a finding."""
 LAG_S = 1.0
 
-BAD, WARN, INFO = "bad", "warn", "info"
+
+class Level(enum.StrEnum):
+    """How grave a finding is."""
+
+    FAIL = "fail"
+    """It does not work."""
+    WARN = "warn"
+    """It works, and may be slow or confusing."""
+    INFO = "info"
+    OK = "ok"
+    SKIP = "skip"
+    """It could not be looked at, as something before it failed."""
 
 
 class Finding(NamedTuple):
-    """One sentence, how serious it is, and the panel with the figures."""
+    """A sentence about a job, or about the way of a process to its scheduler."""
 
-    level: str
-    panel: str
+    level: Level
+    topic: str
+    """The panel of the dashboard that has the figures, or the check of ``kvps doctor``."""
     text: str
-    member: str = ""
-    """The member that it is about; empty for none."""
+    """The fault, with its figure and unit, and the member that causes it."""
+    advice: str = ""
+    """The next step; empty if there is nothing to do."""
+    members: tuple[str, ...] = ()
+    """The members to look at."""
 
 
-def findings(document: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what there is to say, the worst first; nothing if all is well."""
+def judge(
+    waits: Sequence[Wait],
+    rounds: Sequence[OldRound],
+    presence: Callable[[int], str] = lambda rank: "",
+) -> list[Finding]:
+    """Return why a job does not go on, the gravest first; nothing where it does.
+
+    A finding is a failure if the job cannot go on by itself, else a warning: the job may be slow.
+
+    Args:
+        waits: the calls in which workers wait.
+        rounds: the oldest open rounds.
+        presence: returns how a worker stands, in words.
+
+    Example:
+        >>> circle = [Wait(0, "push()", 9.0, (1,)), Wait(1, "barrier()", 8.0, (0,))]
+        >>> judge(circle, [])[0].text
+        'worker 0 has waited in push() for worker 1 for 9 s; worker 1 has waited in barrier() for worker 0 for 8 s'
+    """
+    by_rank = {wait.rank: wait for wait in waits}
+    circle = _circle({rank: wait for rank, wait in by_rank.items() if wait.waited_s >= CIRCLE_S})
+    if circle:
+        told = [_told(by_rank[rank]) for rank in circle[:SHOWN_MAX]]
+        return [
+            Finding(
+                Level.FAIL,
+                "workers",
+                "; ".join(told) + and_more(len(circle) - SHOWN_MAX),
+                "they wait for each other, and none can go on: every worker must make the same calls in the same order. "
+                "Look at these calls in the script, and start the job again",
+                _workers(circle),
+            )
+        ]
+    stuck = [round_ for round_ in rounds if round_.age_s >= STUCK_S and round_.missing]
+    found = [
+        Finding(
+            Level.WARN,
+            "workers",
+            f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} has been open for "
+            f"{round_.age_s:.0f} s, and waits for {ranks_in_words(round_.missing, presence)}",
+            "look at the script, the host and the link of what it waits for",
+            _workers(round_.missing),
+        )
+        for round_ in stuck
+    ]
+    named = {rank for round_ in stuck for rank in round_.missing}
+    rest = [
+        wait for wait in waits if wait.waited_s >= STUCK_S and not named.intersection(wait.ranks)
+    ]
+    for wait in sorted(rest, key=lambda wait: -wait.waited_s)[:SHOWN_MAX]:
+        if not wait.ranks and stuck:
+            continue  # for that round, in all likelihood
+        who = f", for {ranks_in_words(wait.ranks, presence)}" if wait.ranks else ""
+        found.append(
+            Finding(
+                Level.WARN,
+                "workers",
+                f"worker {wait.rank} has waited in {wait.call} for {wait.waited_s:.0f} s{who}",
+                "look at the scripts, hosts and links of these workers, or at the servers if none is named",
+                _workers(wait.ranks or (wait.rank,)),
+            )
+        )
+    return found
+
+
+def problems_of(seen: Seen) -> list[Finding]:
+    """Return why a job does not go on, by the answer to LOOK."""
+    presence = {
+        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
+    }
+    return judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, ""))
+
+
+def _workers(ranks: Sequence[int]) -> tuple[str, ...]:
+    return tuple([f"worker {rank}" for rank in ranks])
+
+
+def _told(wait: Wait) -> str:
+    who = f"worker{'s' * (len(wait.ranks) != 1)} {', '.join(map(str, wait.ranks[:SHOWN_MAX]))}"
+    more = and_more(len(wait.ranks) - SHOWN_MAX)
+    return f"worker {wait.rank} has waited in {wait.call} for {who}{more} for {wait.waited_s:.0f} s"
+
+
+def _circle(waits: Mapping[int, Wait]) -> list[int]:
+    """Return workers each of which waits for the next, and the last for the first; none where there is no such circle."""
+    over: set[int] = set()
+    for start in sorted(waits):
+        path, left = [start], [iter(waits[start].ranks)]
+        while path:
+            rank = next(left[-1], None)
+            if rank is None:
+                over.add(path.pop())
+                left.pop()
+            elif rank in path:
+                return path[path.index(rank) :]
+            elif rank in waits and rank not in over:
+                path.append(rank)
+                left.append(iter(waits[rank].ranks))
+    return []
+
+
+# --- rules for figures over time -----------------------------------------------------------------
+
+
+def findings(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what there is to say of a job, the worst first; nothing if all is well."""
     found = [finding for rule in RULES for finding in rule(document)]
-    order = (BAD, WARN, INFO)
+    order = list(Level)
     return [
-        judged._asdict() for judged in sorted(found, key=lambda finding: order.index(finding.level))
+        finding._asdict()
+        for finding in sorted(found, key=lambda finding: order.index(finding.level))
     ]
 
 
 def _phase(document: Mapping[str, Any]) -> Iterator[Finding]:
     phase = document.get("phase")
     if phase != "running":
-        level = INFO if phase == "forming" else BAD
+        level = Level.INFO if phase == "forming" else Level.FAIL
         yield Finding(level, "cluster", f"The job is {phase}: {document.get('reason')}.")
 
 
 def _faults(document: Mapping[str, Any]) -> Iterator[Finding]:
     for fault in document.get("faults", ()):
+        name, level = fault["member"], Level.FAIL
         last = fault["steps"][-1]["text"] if fault["steps"] else "nothing was done yet"
-        if not fault["is_over"]:
-            what = f"{fault['member'].capitalize()} is lost: {fault['reason']}; {last}."
-            yield Finding(BAD, "faults", what, fault["member"])
-        elif fault["age_s"] - fault["lasted_s"] <= RECENT_S:
-            what = f"{fault['member'].capitalize()} was lost for {fault['lasted_s']:.1f} s ({fault['reason']}): {last}."
-            yield Finding(INFO, "faults", what, fault["member"])
+        text = f"{name.capitalize()} is lost: {fault['reason']}; {last}."
+        if fault["is_over"]:
+            if fault["age_s"] - fault["lasted_s"] > RECENT_S:
+                continue
+            text = f"{name.capitalize()} was lost for {fault['lasted_s']:.1f} s ({fault['reason']}): {last}."
+            level = Level.INFO
+        yield Finding(level, "faults", text, "", (name,))
 
 
 def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
     """Say why the job does not go on; before that is known, name the workers that the oldest open rounds wait for."""
     problems = document.get("problems", ())
     for problem in problems:
-        text = f"{problem['text'][:1].upper()}{problem['text'][1:]}. {problem['advice'][:1].upper()}{problem['advice'][1:]}."
-        member = f"worker {problem['ranks'][0]}" if len(problem["ranks"]) == 1 else ""
-        yield Finding(BAD, "workers", text, member)
+        text, advice = [
+            f"{part[:1].upper()}{part[1:]}." for part in (problem["text"], problem["advice"])
+        ]
+        yield Finding(Level.FAIL, "workers", text, advice, problem["members"])
     if problems:
         return
     for worker in document["workers"]:
         waited_s = worker["waited_s"]
         if waited_s is not None and waited_s >= WAIT_S and worker["state"] in ("held", "lost"):
             yield Finding(
-                BAD,
+                Level.FAIL,
                 "workers",
                 f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} s for its gradient. "
-                f"It is {worker['presence']}. Look at its script, its host and its link.",
-                f"worker {worker['rank']}",
+                f"It is {worker['presence']}.",
+                "Look at its script, its host and its link.",
+                _workers([worker["rank"]]),
             )
 
 
@@ -106,29 +239,32 @@ def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
         late_s = worker["lateness_s"]
         is_slow = late_s is not None and late_s >= least_s and others
         if is_slow and late_s >= 2 * median(others) and (worker["waited_s"] or 0.0) < WAIT_S:
+            cause, advice = _cause(worker, rate)
             yield Finding(
-                WARN,
+                Level.WARN,
                 "workers",
                 f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the first worker of a round, "
-                f"and the others wait for it. {_cause(worker, rate)}",
-                f"worker {worker['rank']}",
+                f"and the others wait for it. {cause}",
+                advice,
+                _workers([worker["rank"]]),
             )
 
 
-def _cause(worker: Mapping[str, Any], rate: float) -> str:
-    """Say whether a slow worker's link or its computation makes it slow."""
+def _cause(worker: Mapping[str, Any], rate: float) -> tuple[str, str]:
+    """Say whether a slow worker's link or its computation makes it slow, and what to do."""
     link = worker["link"]
     if link is None or not rate:
-        return "Its computation, its input or its link is slower than theirs."
+        return "Its computation, its input or its link is slower than theirs.", ""
     if is_slow_link(worker, rate):
         return (
             f"The cause is its link to server {link['server']}: values are under way there for {link['share']:.0%} "
-            f"of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the others. Look at the "
-            "network of its host; compression sends fewer bytes."
+            f"of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the others.",
+            "Look at the network of its host; compression sends fewer bytes.",
         )
     return (
         "The cause is its computation or its input, and not its links: values are under way there for "
-        f"{link['share']:.0%} of the time."
+        f"{link['share']:.0%} of the time.",
+        "",
     )
 
 
@@ -149,31 +285,33 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
     full = {rank for rank, share in shares.items() if share >= LINK_FULL} - late
     if full and len(full) == len(shares):
         yield Finding(
-            INFO,
+            Level.INFO,
             "servers",
             f"Values are under way for {min(shares.values()):.0%} of the time, on all links alike: not the computation "
-            "bounds the job, but the way to the servers and back. Compress, add servers, or use larger batches.",
+            "bounds the job, but the way to the servers and back.",
+            "Compress, add servers, or use larger batches.",
         )
         return
     for rank in sorted(full):
         yield Finding(
-            WARN,
+            Level.WARN,
             "servers",
             f"The link of server {rank} is full: values are under way between it and its workers for "
-            f"{shares[rank]:.0%} of the time. Look at the network of its host, compress, or add servers on other hosts.",
-            f"server {rank}",
+            f"{shares[rank]:.0%} of the time.",
+            "Look at the network of its host, compress, or add servers on other hosts.",
+            (f"server {rank}",),
         )
     for worker in document["workers"]:
         link = worker["link"]
         if link is None or link["server"] in full | late or not _is_full(link):
             continue
         yield Finding(
-            WARN,
+            Level.WARN,
             "workers",
             f"The link between worker {worker['rank']} and server {link['server']} is full: values are under way there "
-            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, {link['out_share']:.0%} back). "
+            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, {link['out_share']:.0%} back).",
             "Look at the network of the worker's host, or compress.",
-            f"worker {worker['rank']}",
+            _workers([worker["rank"]]),
         )
 
 
@@ -184,47 +322,45 @@ def _is_full(link: Mapping[str, Any]) -> bool:
 
 
 def _servers(document: Mapping[str, Any]) -> Iterator[Finding]:
-    servers = document["servers"]
-    for server in servers:
-        name, share, answer_s = (
-            f"Server {server['rank']}",
-            server["memory_share"],
-            server["answer_s"],
+    for server in document["servers"]:
+        for level, text, advice in _faults_of(server, document["servers"]):
+            name = f"Server {server['rank']}"
+            yield Finding(level, "servers", f"{name} {text}", advice, (name.lower(),))
+
+
+def _faults_of(
+    server: Mapping[str, Any], servers: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Level, str, str]]:
+    """Yield the level, the text behind its name and the advice of each fault of a server."""
+    share, answer_s, used_ratio = [
+        server[name] for name in ("memory_share", "answer_s", "memory_used_ratio")
+    ]
+    if share is not None and share >= MEMORY_FULL:
+        used, limit = [
+            bytes_in_words(int(server[name])) for name in ("memory_bytes", "memory_limit_bytes")
+        ]
+        text = f"is full: {used} of its limit of {limit} are reserved ({share:.0%}), so larger keys or optimizers are refused."
+        yield Level.WARN, text, "Add servers, or raise --memory-limit."
+    if used_ratio >= MEMORY_FULL:
+        text = (
+            f"is short of memory: {used_ratio:.0%} of its host or container are in use. From 95 % on "
+            "(--limit used_memory) it refuses new work."
         )
-        if share is not None and share >= MEMORY_FULL:
-            used, limit = server["memory_bytes"], server["memory_limit_bytes"]
-            yield Finding(
-                WARN,
-                "servers",
-                f"{name} is full: {bytes_in_words(int(used))} of its limit of {bytes_in_words(int(limit))} are reserved "
-                f"({share:.0%}), so larger keys or optimizers are refused. Add servers, or raise --memory-limit.",
-                name.lower(),
-            )
-        if server["memory_used_ratio"] >= MEMORY_FULL:
-            yield Finding(
-                BAD,
-                "servers",
-                f"{name} is short of memory: {server['memory_used_ratio']:.0%} of its host or container are in use. From 95 % "
-                "on (--limit used_memory) it refuses new work. End other processes there, give it more, or add servers.",
-                name.lower(),
-            )
-        others = [other["answer_s"] for other in servers if other is not server]
-        is_slower = bool(others) and answer_s >= SLOWER * median(others)
-        if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
-            yield Finding(
-                BAD if answer_s >= ANSWER_LATE_S else WARN,
-                "servers",
-                f"{name} is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or overloaded, "
-                "or the link to it is full. Look at the processors of its host.",
-                name.lower(),
-            )
-        if server["overloads"]:
-            yield Finding(
-                WARN,
-                "servers",
-                f"{name} has refused {server['overloads']:.0f} requests at a limit; its log names the limit.",
-                name.lower(),
-            )
+        yield Level.FAIL, text, "End other processes there, give it more, or add servers."
+    others = [other["answer_s"] for other in servers if other is not server]
+    is_slower = bool(others) and answer_s >= SLOWER * median(others)
+    if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
+        text = (
+            f"is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or overloaded, or the "
+            "link to it is full."
+        )
+        level = Level.FAIL if answer_s >= ANSWER_LATE_S else Level.WARN
+        yield level, text, "Look at the processors of its host."
+    if server["overloads"]:
+        text = (
+            f"has refused {server['overloads']:.0f} requests at a limit; its log names the limit."
+        )
+        yield Level.WARN, text, ""
 
 
 def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -233,10 +369,11 @@ def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
     if (totals["imbalance"] or 0.0) >= IMBALANCE and moved >= TRAFFIC_MIN:
         busiest = max(document["servers"], key=lambda server: server["traffic_share"])
         yield Finding(
-            WARN,
+            Level.WARN,
             "keys",
             f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key that is hot or large "
-            "lies there; see the keys below. A lower bigarray_bound spreads large keys over all servers.",
+            "lies there; see the keys below.",
+            "A lower bigarray_bound spreads large keys over all servers.",
         )
 
 
@@ -245,19 +382,20 @@ def _checkpoints(document: Mapping[str, Any]) -> Iterator[Finding]:
     if not ours:
         return
     if ours["failure"]:
-        yield Finding(BAD, "checkpoints", f"Checkpoints failed: {ours['failure']}.")
+        yield Finding(Level.FAIL, "checkpoints", f"Checkpoints failed: {ours['failure']}.")
     every_s, age_s = ours["every_s"], ours["kept_age_s"]
     if every_s and age_s is not None and age_s > 3 * every_s:
         text = f"The newest checkpoint is {age_s:.0f} s old, and one is due every {every_s:g} s."
-        yield Finding(WARN, "checkpoints", text)
+        yield Finding(Level.WARN, "checkpoints", text)
     if any(server["snapshots_failed"] for server in document["servers"]):
-        yield Finding(WARN, "checkpoints", "A server could not write its part of a checkpoint.")
+        text = "A server could not write its part of a checkpoint."
+        yield Finding(Level.WARN, "checkpoints", text)
 
 
 def _loop(document: Mapping[str, Any]) -> Iterator[Finding]:
     if document["loop_lag_s"] >= LAG_S:
         text = f"The scheduler itself is slow: its loop is {document['loop_lag_s']:.1f} s late."
-        yield Finding(WARN, "cluster", text)
+        yield Finding(Level.WARN, "cluster", text)
 
 
 RULES = (_phase, _faults, _waits, _late, _links, _servers, _balance, _checkpoints, _loop)

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvps.errors import ConfigError
 from kvps.observe import assets, exposition
-from kvps.observe.cluster import ClusterHistory
+from kvps.observe.cluster import JobModel
 from kvps.observe.place import Place
 from kvps.observe.sampler import NOTHING, STILL_MAX_S, Sample, Sampler
 
@@ -56,7 +56,7 @@ class HttpServer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(
-        self, place: Place, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
+        self, place: Place, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
     ) -> None:
         self.place, self.role, self.sampler, self.cluster = place, role, sampler, cluster
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
@@ -228,7 +228,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(
-    place: Place, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
+    place: Place, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
 ) -> Iterator[HttpServer]:
     """Serve at ``place`` as long as the block runs."""
     server = HttpServer(place, role, sampler, cluster)

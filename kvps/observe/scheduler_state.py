@@ -9,10 +9,9 @@ from kvps.core.scheduler.job import Job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import State as SeatState
-from kvps.observe.judgement import problems_of
+from kvps.observe.document import document_of
 from kvps.observe.sampler import State
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Seen
 
 
 def state_of(core: Scheduler, now: float) -> State:
@@ -37,37 +36,13 @@ def state_of(core: Scheduler, now: float) -> State:
 
 
 def shown(core: Scheduler, now: float) -> dict[str, object]:
-    """Return the answer to a status query, with the version and the age of each member."""
-    status = as_json(core.job.name, core.seen(0, now))
-    members = status["members"]
-    assert isinstance(members, list)
-    for member in members:
+    """Return the answer to a status query, with the age of each member."""
+    status = document_of(core.job.name, core.seen(0, now))
+    for member in status["members"]:
         seat = core.job.seats.by_node[Node(Role[member["role"].upper()], member["rank"])]
-        member["version"] = seat.software
         is_held = seat.state is SeatState.HELD and seat.taken_at is not None
         member["held_s"] = now - (seat.taken_at or 0.0) if is_held else None
     return status
-
-
-def as_json(job: bytes, seen: Seen) -> dict[str, object]:
-    """Return the answer to a status query as a program is shown it."""
-    members: list[dict[str, object]] = [
-        {**sight._asdict(), "role": str(Role(sight.role))} for sight in seen.members
-    ]
-    for member, figures in zip(members, seen.figures, strict=False):  # an old scheduler has none
-        member.update(figures._asdict())
-    return {
-        "job": job.hex()[:8],
-        "phase": seen.phase,
-        "reason": seen.reason,
-        "software": seen.software,
-        "epoch": seen.epoch,
-        "checkpoint": seen.checkpoint,
-        "members": members,
-        "rounds": [round_._asdict() for round_ in seen.rounds],
-        "waits": [wait._asdict() for wait in seen.waits],
-        "problems": [problem._asdict() for problem in problems_of(seen)],
-    }
 
 
 def _more(job: Job, now: float) -> dict[str, object]:

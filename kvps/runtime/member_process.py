@@ -19,7 +19,7 @@ from kvps.errors import SchedulerLost
 from kvps.net.driver import Inbox, Item
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
-from kvps.observe.cluster import ClusterHistory
+from kvps.observe.cluster import JobModel
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler
 from kvps.protocol.envelope import Role
@@ -115,7 +115,7 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
 
 @contextmanager
 def serving_if_asked(
-    place: Place | None, role: str, sampler: Sampler[Any], cluster: ClusterHistory | None = None
+    place: Place | None, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
 ) -> Iterator[str | None]:
     """Serve HTTP at ``place`` as long as the block runs, and yield the URL; without one, not even load a web server."""
     if place is None:

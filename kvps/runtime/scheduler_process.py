@@ -33,7 +33,7 @@ from kvps.net.driver import CoreRequest, Inbox, Item, Listener, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
-from kvps.observe.cluster import ClusterHistory
+from kvps.observe.cluster import JobModel
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
@@ -310,7 +310,7 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
-    cluster = ClusterHistory()
+    cluster = JobModel()
     timeline = Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,

@@ -120,7 +120,7 @@ def test_every_figure_is_that_of_statusz_at_every_size_and_theme(processes: Proc
         paths = {path for path, *_ in values}
         assert {"totals.round_p99_s", "servers.1.memory_bytes", "workers.1.lateness_s"} <= paths
         assert {"compression.in.ratio", "staleness.counts.0", "keys.0.moved_bytes"} <= paths
-        assert {"members.3.version", "members.0.held_s", "checkpoints.kept_age_s"} <= paths
+        assert {"members.3.software", "members.0.held_s", "checkpoints.kept_age_s"} <= paths
         seen_at_every_size(page)
         assert page.requests() == {job.url.removeprefix("http://")}
         assert page.complaints() == []

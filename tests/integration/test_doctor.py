@@ -39,7 +39,7 @@ def told(process: Process, code: int, limit_s: float = 60.0) -> dict[str, tuple[
     assert shown["exit_code"] == code
     order = ["skip", "ok", "warn", "fail"]
     findings = sorted(shown["findings"], key=lambda one: order.index(one["level"]))
-    return {one["name"]: (one["level"], one["figure"], one["advice"]) for one in findings}
+    return {one["topic"]: (one["level"], one["text"], one["advice"]) for one in findings}
 
 
 def examined(

@@ -61,7 +61,7 @@ function drawFindings(now) {
   $("findings").replaceChildren(
     ...(found.length
       ? each(found, (one) => {
-          const link = h("a", { class: `finding ${one.level}`, href: `#${one.panel}` }, one.text);
+          const link = h("a", { class: `finding ${one.level}`, href: `#${one.topic}` }, [one.text, one.advice].filter(Boolean).join(" "));
           return link;
         })
       : [h("p", { class: "finding ok" }, "All is well: every member is here, and no figure is out of its range.")]),
@@ -102,14 +102,14 @@ function drawMembers(now) {
         value(`${at}.presence`, "text", "td", { class: "grow" }),
         h("td", { class: "mono" }, where),
         value(`${at}.held_s`, "seconds", "td"),
-        value(`${at}.version`, "text", "td"),
+        value(`${at}.software`, "text", "td"),
         value(`${at}.incarnation`, "count", "td"));
     }),
   );
 }
 
 function levelOf(now, member) {
-  const found = now.findings.find((one) => one.member === member && one.level !== "info");
+  const found = now.findings.find((one) => one.members.includes(member) && one.level !== "info");
   return found ? found.level : "";
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvps.core.counts import BOUNDS_S, LINK_BUSY, LINK_WATCHED, STALENESS
 from kvps.core.scheduler.figures.measurements import ServerFigures
-from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, ClusterHistory, added, quantile
+from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import (
     Count,
@@ -22,7 +22,8 @@ from kvps.protocol.membership import (
 
 
 def member(role: str, rank: int, state: str = "held") -> dict[str, object]:
-    return {"role": role, "rank": rank, "state": state, "presence": "alive"}
+    counters = dict.fromkeys(("incarnation", "rounds", "in_bytes", "out_bytes"), 0)
+    return {"role": role, "rank": rank, "state": state, "presence": "alive", **counters}
 
 
 STATUS: dict[str, object] = {
@@ -38,7 +39,7 @@ class Feed:
     """A cluster that is shown one sample per second."""
 
     def __init__(self) -> None:
-        self.cluster = ClusterHistory()
+        self.cluster = JobModel()
         self.now = 100.0
         self.number = 0
 
@@ -75,7 +76,7 @@ class Feed:
 
     def texts(self, *figures: ServerFigures, **status: object) -> list[str]:
         """Return the findings of a sample."""
-        return [one["text"] for one in self.show(*figures, **status)["findings"]]
+        return said(self.show(*figures, **status))
 
 
 def counters(seconds: int, **rates: float) -> dict[tuple[str, str], float]:
@@ -213,7 +214,7 @@ def test_the_history_is_bounded() -> None:
     assert len(ages) == HISTORY_MAX
     assert ages[-1] == 1.0
     assert found["sample"] == HISTORY_MAX + 5
-    assert ClusterHistory().history()["age_s"] == []
+    assert JobModel().history()["age_s"] == []
 
 
 # --- findings -------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_the_phase() -> None:
         "The job is forming: worker 1 is missing."
     ]
     found = feed.show(phase="ending", reason="rank 1 is gone")["findings"]
-    assert [one["level"] for one in found] == ["bad"]
+    assert [one["level"] for one in found] == ["fail"]
 
 
 def test_a_worker_that_holds_up_a_round() -> None:
@@ -287,7 +288,7 @@ def linked(
 
 
 def said(document: dict[str, Any]) -> list[str]:
-    return [one["text"] for one in document["findings"]]
+    return [f"{one['text']} {one['advice']}".rstrip() for one in document["findings"]]
 
 
 def test_the_busiest_link_of_each_worker() -> None:
@@ -350,7 +351,7 @@ def test_a_server_that_is_full_slow_or_refuses() -> None:
     assert feed.texts(feed.figures(0, answer_s=0.4), feed.figures(1, answer_s=0.4)) == []
     assert feed.texts(feed.figures(0, answer_s=0.4)) == []
     found = feed.show(feed.figures(0, answer_s=2.0))["findings"]
-    assert [(one["level"], one["member"]) for one in found] == [("bad", "server 0")]
+    assert [(one["level"], one["members"]) for one in found] == [("fail", ("server 0",))]
 
 
 def test_a_cluster_out_of_balance() -> None:

@@ -6,15 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.observe.diagnosis import (
-    CheckResult,
-    FileLimits,
-    Level,
-    Measurements,
-    bits_s,
-    diagnose,
-    exit_code,
-)
+from kvps.observe.diagnosis import FileLimits, Measurements, bits_s, diagnose, exit_code
+from kvps.observe.findings import Finding, Level
 from kvps.protocol.membership import Figures, Seen, Sight
 
 NUMBERS = Figures("1.0", 0, 0, 0, 0, 0, 0.0)
@@ -35,9 +28,9 @@ WELL = Measurements(
 )
 
 
-def found(name: str, **changes: object) -> list[CheckResult]:
+def found(name: str, **changes: object) -> list[Finding]:
     """The findings of one name, if some measurements were others."""
-    return [one for one in diagnose(replace(WELL, **changes)) if one.name == name]  # type: ignore[arg-type]
+    return [one for one in diagnose(replace(WELL, **changes)) if one.topic == name]  # type: ignore[arg-type]
 
 
 def test_all_is_well() -> None:
@@ -45,7 +38,7 @@ def test_all_is_well() -> None:
     assert {one.level for one in findings} == {Level.OK}
     assert not [one for one in findings if one.advice]
     assert exit_code(findings) == 0
-    assert [one.name for one in findings] == [
+    assert [one.topic for one in findings] == [
         *(
             "address",
             "connection",
@@ -62,7 +55,7 @@ def test_all_is_well() -> None:
 
 def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
     findings = diagnose(Measurements("tcp://head:9091", resolve_error="unknown", software="1.0"))
-    levels = {one.name: one.level for one in findings}
+    levels = {one.topic: one.level for one in findings}
     assert levels["address"] is Level.FAIL
     skipped = (
         "connection",
@@ -141,7 +134,7 @@ def test_a_measurement_and_its_finding(
 ) -> None:
     (one,) = found(name, **changes)
     assert one.level.value == level
-    assert figure in one.figure
+    assert figure in one.text
     assert advice in one.advice
     assert bool(advice) == bool(one.advice)
 
@@ -153,7 +146,7 @@ def test_each_kind_of_trouble_with_members_has_its_own_advice() -> None:
     none = Sight(2, 2, 0, "empty", "", 0, "", 0.0, "not joined yet")
     members = (WORKER, gone, none, SERVER, lost, mute)
     seen = Seen(1, "running", "", members, (), "1.0", 0, 0, (NUMBERS,) * 6)
-    told = [(one.level.value, one.figure, one.advice) for one in found("members", seen=seen)]
+    told = [(one.level.value, one.text, one.advice) for one in found("members", seen=seen)]
     assert [level for level, _, _ in told] == ["fail", "fail", "warn", "warn"]
     for (_, figure, advice), (shown, step) in zip(
         told,

@@ -23,7 +23,7 @@ from kvps.core.counts import Counts
 from kvps.errors import ConfigError
 from kvps.net.transport import Refusals
 from kvps.observe import assets, exposition, http, sampler
-from kvps.observe.cluster import ClusterHistory
+from kvps.observe.cluster import JobModel
 from kvps.observe.http import CLIENTS_MAX, HttpServer, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
@@ -268,7 +268,7 @@ def test_nothing_is_served_where_nothing_is_asked_for() -> None:
 
 def dashboard(loop: Loop, place: Place | None = None) -> HttpServer:
     """Return the endpoints of a scheduler, with a dashboard."""
-    return HttpServer(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory())
+    return HttpServer(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel())
 
 
 def test_only_a_scheduler_has_the_dashboard() -> None:
@@ -358,7 +358,7 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
     monkeypatch.setattr(http._Handler, "timeout", 0.2)
     monkeypatch.setattr(HttpServer, "events", lambda self: iter([b"x" * 65536] * 1000))
     loop = Loop()
-    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel()) as server:
         assert server is not None
         request = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.server_port), 10) as silent:
@@ -372,7 +372,7 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
 
 def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
     loop = Loop()
-    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, ClusterHistory()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel()) as server:
         assert server is not None
         address = ("127.0.0.1", server.server_port)
         with socket.create_connection(address, 30) as stream:
@@ -387,7 +387,7 @@ def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
 
 
 def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:
-    with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, ClusterHistory()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, JobModel()) as server:
         assert server is not None
         with urllib.request.urlopen(
             f"http://127.0.0.1:{server.server_port}/", timeout=10

@@ -84,7 +84,7 @@ def test_a_scheduler_shows_since_when_seats_are_held_and_what_happened() -> None
     found = json.loads(json.dumps(status))
     worker, server = found["members"]
     assert (server["held_s"], worker["held_s"]) == (7.0, None)
-    assert server["version"]
+    assert server["software"]
     assert found["checkpoints"]["every_s"] == 30.0
     assert found["checkpoints"]["stage"] == ""
     (fault,) = found["faults"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from kvps.cli import top
-from kvps.observe.cluster_view import WINDOW_S, ClusterView, Picture
+from kvps.observe.cluster import BEATS_S, JobModel
+from kvps.observe.document import document_of
 from kvps.protocol.membership import Figures, OldRound, Seen, Sight
 
 JOB = b"job1"
@@ -31,38 +33,44 @@ def seen(*pairs: tuple[Sight, Figures], rounds: tuple[OldRound, ...] = ()) -> Se
     return Seen(1, "running", "all are here", members, rounds, "0.1.0", 2, 12, numbers)
 
 
+def shown(*pairs: tuple[Sight, Figures], rounds: tuple[OldRound, ...] = ()) -> dict[str, Any]:
+    """Return the document of the first look at a job."""
+    return JobModel().take(document_of(JOB, seen(*pairs, rounds=rounds)), 0.0)
+
+
+def rates(model: JobModel, now: float, *pairs: tuple[Sight, Figures], job: bytes = JOB) -> Any:
+    totals = model.take(document_of(job, seen(*pairs)), now)["totals"]
+    return totals["rounds_per_s"], totals["in_bytes_per_s"], totals["out_bytes_per_s"]
+
+
 def test_rates_are_differences_over_the_last_seconds() -> None:
-    view = ClusterView()
-    first = view.take(JOB, seen((worker(0), figures(100)), (SERVER, figures(0, 1000))), 10.0)
-    assert (first.rounds_s, first.in_s, first.out_s) == (0.0, 0.0, 0.0)
-    later = view.take(JOB, seen((worker(0), figures(150)), (SERVER, figures(0, 3000))), 12.0)
-    assert (later.rounds_s, later.in_s, later.out_s) == (25.0, 1000.0, 2000.0)
-    still = later
-    for at in range(13, 22):
-        still = view.take(JOB, seen((worker(0), figures(150)), (SERVER, figures(0, 3000))), at)
-    assert at - WINDOW_S > 12
-    assert (still.rounds_s, still.in_s) == (0.0, 0.0)
+    model = JobModel()
+    later = ((worker(0), figures(150)), (SERVER, figures(0, 3000)))
+    assert rates(model, 10.0, (worker(0), figures(100)), (SERVER, figures(0, 1000))) == (0, 0, 0)
+    assert rates(model, 12.0, *later) == (25.0, 1000.0, 2000.0)
+    for at in range(13, 13 + int(BEATS_S)):
+        assert rates(model, at, *later)[0] > 0
+    assert rates(model, at + 1, *later) == (0, 0, 0)
 
 
 def test_a_member_that_was_replaced_and_another_job_begin_anew() -> None:
-    view = ClusterView()
-    view.take(JOB, seen((worker(0), figures(100))), 0.0)
-    replaced = view.take(JOB, seen((worker(0, incarnation=2), figures(3))), 1.0)
-    assert replaced.rounds_s == 0.0
-    view.take(JOB, seen((worker(0), figures(100))), 2.0)
-    assert view.take(b"job2", seen((worker(0), figures(200))), 3.0).rounds_s == 0.0
+    model = JobModel()
+    rates(model, 0.0, (worker(0), figures(100)))
+    assert rates(model, 1.0, (worker(0, incarnation=2), figures(3)))[0] == 0.0
+    rates(model, 2.0, (worker(0), figures(100)))
+    assert rates(model, 3.0, (worker(0), figures(200)), job=b"job2")[0] == 0.0
 
 
 def test_an_old_scheduler_has_no_figures() -> None:
-    picture = ClusterView().take(JOB, Seen(1, "running", "", (worker(0), SERVER), ()), 0.0)
-    assert [one.figures.software for one in picture.workers] == [""]
-    assert "gpu:40" in drawn(picture)
+    old = document_of(JOB, Seen(1, "running", "", (worker(0), SERVER), ()))
+    assert [one["software"] for one in old["members"]] == ["", ""]
+    assert "gpu:40" in drawn(JobModel().take(old, 0.0))
 
 
-def drawn(picture: Picture, height: int | None = None, width: int = 160) -> str:
+def drawn(job: dict[str, Any], height: int | None = None, width: int = 160) -> str:
     out = io.StringIO()
     console = Console(file=out, width=width, markup=False, highlight=False)
-    console.print(top.rendered(picture, "", width, height))
+    console.print(top.rendered(job, "", width, height))
     return out.getvalue()
 
 
@@ -70,7 +78,7 @@ def test_the_screen_names_late_workers_and_what_rounds_wait_for() -> None:
     waits = OldRound(0, "ours", "[bold]w", 7, (1,), 12.0)
     others = OldRound(0, "theirs", "b", 3, (), 2.0)
     pairs = ((worker(0), figures(9)), (worker(1), figures(9, 0, 0.25)), (SERVER, figures(0, 10)))
-    text = drawn(ClusterView().take(JOB, seen(*pairs, rounds=(waits, others)), 0.0))
+    text = drawn(shown(*pairs, rounds=(waits, others)))
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert "0.25 s" in lines["worker 1"]
     assert "1 MiB (50 %)" in lines["server 0"]
@@ -85,7 +93,7 @@ def test_if_not_all_members_fit_those_that_need_attention_are_shown() -> None:
     pairs = [(worker(rank), figures(9)) for rank in range(50)]
     pairs[30] = (worker(30), figures(9, 0, 2.0))
     pairs[40] = (worker(40, state="lost"), figures())
-    text = drawn(ClusterView().take(JOB, seen(*pairs, (SERVER, figures())), 0.0), height=20)
+    text = drawn(shown(*pairs, (SERVER, figures())), height=20)
     assert len(text.splitlines()) <= 20
     assert "worker 30" in text
     assert "worker 40" in text
@@ -97,16 +105,7 @@ def test_a_narrow_screen_leaves_out_what_matters_least() -> None:
     assert top.columns_for(160) == list(top.IN_ORDER)
     assert top.columns_for(10) == ["member", "state", "late"]
     assert top.columns_for(80) == ["member", "state", "rounds/s", "late", "status"]
-    text = drawn(
-        ClusterView().take(
-            JOB,
-            seen(
-                (worker(0), figures(9)),
-            ),
-            0.0,
-        ),
-        width=60,
-    )
+    text = drawn(shown((worker(0), figures(9))), width=60)
     assert "worker 0" in text
     assert max(map(len, text.splitlines())) <= 60
 
@@ -116,7 +115,7 @@ def test_heads_and_numbers_are_whole_on_a_narrow_screen(width: int) -> None:
     busy = Sight(2, 0, 1, "held", "a.example.org", 4, "", 0.5, "alive, but no progress for 42 s")
     waits = OldRound(0, "spirals", "layers.0.attention.query.weight", 7, (0,), 12.0)
     pairs = ((busy, figures(123_456, 0, 12.34)), (SERVER, figures(0, 1 << 30)))
-    text = drawn(ClusterView().take(JOB, seen(*pairs, rounds=(waits,)), 0.0), width=width)
+    text = drawn(shown(*pairs, rounds=(waits,)), width=width)
     lines = {line.split("  ")[0]: line for line in text.splitlines()}
     assert max(map(len, text.splitlines())) <= width
     assert lines["member"].split() == top.columns_for(width)

@@ -11,11 +11,10 @@ from rich.console import Console
 from kvps.cli.doctor import report
 from kvps.cli.status import screen
 from kvps.cli.top import rendered
-from kvps.observe.cluster_view import ClusterView
-from kvps.observe.diagnosis import Level, Measurements, diagnose
-from kvps.observe.findings import findings
-from kvps.observe.judgement import CIRCLE_S, STUCK_S, judge
-from kvps.observe.scheduler_state import as_json
+from kvps.observe.cluster import JobModel
+from kvps.observe.diagnosis import Measurements, diagnose
+from kvps.observe.document import document_of
+from kvps.observe.findings import CIRCLE_S, STUCK_S, Finding, Level, judge
 from kvps.protocol.membership import Barrier, Beat, Look, OldRound, Seen, Stalled, Wait
 from tests.support.scheduler_harness import Stage, sent
 
@@ -62,7 +61,7 @@ def test_waits_and_open_rounds_are_named_from_ten_seconds_on(
 ) -> None:
     found = judge(waits, rounds)
     assert [one.text for one in found] == texts
-    assert not any(one.is_certain for one in found)
+    assert all(one.level is Level.WARN for one in found)
 
 
 @pytest.mark.parametrize(
@@ -80,9 +79,9 @@ def test_a_circle_is_found_however_long_it_is(
     waits: Sequence[Wait], ranks: tuple[int, ...]
 ) -> None:
     (first, *others) = judge(waits, [opened(1)])
-    assert first.is_certain == bool(ranks)
+    assert first.level is (Level.FAIL if ranks else Level.WARN)
     if ranks:
-        assert first.ranks == ranks
+        assert first.members == tuple([f"worker {rank}" for rank in ranks])
         assert not others
         assert "they wait for each other" in first.advice
 
@@ -93,29 +92,19 @@ def test_a_long_circle_is_cut_short() -> None:
     assert found.text.endswith(" and 6 more")
 
 
+def progress_of(seen: Seen) -> list[Finding]:
+    """Return the findings of doctor's check of progress."""
+    found = diagnose(Measurements("tcp://h:1", seen=seen, connect_s=0.1))
+    return [one for one in found if one.topic == "progress"]
+
+
 def shown(seen: Seen) -> list[str]:
     """Return what status, top, doctor and the dashboard show of a job."""
     out = io.StringIO()
-    picture = ClusterView().take(JOB, seen, 0.0)
-    Console(file=out, width=400).print(rendered(picture, "", 400, None))
-    measured = [
-        one
-        for one in diagnose(Measurements("tcp://h:1", seen=seen, connect_s=0.1))
-        if one.name == "progress"
-    ]
-    unknown = {
-        "workers": (),
-        "servers": (),
-        "totals": {
-            "rounds_per_s": 0.0,
-            "in_bytes_per_s": 0.0,
-            "out_bytes_per_s": 0.0,
-            "imbalance": None,
-        },
-        "loop_lag_s": 0.0,
-    }
-    dashboard = " ".join(one["text"] for one in findings({**as_json(JOB, seen), **unknown}))
-    return [screen(JOB, seen), out.getvalue(), report(measured, False), dashboard]
+    job = JobModel().take(document_of(JOB, seen), 0.0)
+    Console(file=out, width=400).print(rendered(job, "", 400, None))
+    dashboard = " ".join(f"{one['text']} {one['advice']}" for one in job["findings"])
+    return [screen(job), out.getvalue(), report(progress_of(seen), False), dashboard]
 
 
 def look(stage: Stage) -> Seen:
@@ -150,11 +139,7 @@ def test_workers_that_wait_for_each_other_are_named_in_all_places() -> None:
         assert "every worker must make the same calls" in text
         assert "all is well" not in text
         assert "no round has been open" not in text
-    (progress,) = [
-        one
-        for one in diagnose(Measurements("tcp://h:1", seen=seen, connect_s=0.1))
-        if one.name == "progress"
-    ]
+    (progress,) = progress_of(seen)
     assert progress.level is Level.FAIL
 
 
