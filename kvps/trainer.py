@@ -201,7 +201,7 @@ class Trainer(Resumable):
         """The state of a torch optimizer that runs in the store."""
         if self._described is not None and isinstance(kv, KVStore):
             assert isinstance(optimizer, torch.optim.Optimizer)
-            self._stored = StateInStore(optimizer, self._model)
+            self._stored = StateInStore(optimizer, self._model, self._described)
         self._steps = self._model.steps
         self._steps.choose(
             Trainer._make_step, Trainer._drop_step, lambda trainer: trainer._model.pull()

@@ -20,6 +20,7 @@ from kvps.store.kvstore import KVStore
 from kvps.tensors import NAMES
 from kvps.torch.serialization import bits, pack, unpack
 from kvps.torch.sync.shared_stores import Options, own_store
+from kvps.torch.sync.state_dict import without_stored
 
 OWNER = "broadcast"
 
@@ -70,7 +71,7 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: any torch optimizer, over the same parameters in the same order on every worker; or a
-            DistributedOptimizer; its states in the store are already the same for all workers.
+            DistributedOptimizer. States in the store are already the same for all workers.
         root_rank: the rank that has the state.
         kvstore: a kind of store that sums, or such a store.
         kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for a
@@ -90,8 +91,13 @@ def broadcast_optimizer_state(
     optimizer = getattr(optimizer, "wrapped", optimizer)  # a DistributedOptimizer says so
     kv = _store(kvstore, root_rank, kvstore_options)
     tensors: list[torch.Tensor] = []
+
+    def packed() -> bytes:
+        with without_stored(optimizer):
+            return pack(optimizer.state_dict(), tensors)
+
     if kv.rank == root_rank:
-        _send_packed(kv, "optimizer", lambda: pack(optimizer.state_dict(), tensors), root_rank)
+        _send_packed(kv, "optimizer", packed, root_rank)
         state = None
     else:
         state = unpack(_send_packed(kv, "optimizer", None, root_rank), tensors)
@@ -100,7 +106,8 @@ def broadcast_optimizer_state(
         _send(kv, names, tensors, root_rank)
     if state is not None:
         try:
-            optimizer.load_state_dict(state)
+            with without_stored(optimizer):
+                optimizer.load_state_dict(state)
         except ValueError as error:
             raise Mismatch(
                 f"the optimizer of rank {root_rank} differs from the optimizer of rank {kv.rank}: {error}; "

@@ -29,14 +29,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.phrases import names_in_words
 from kvps.store import residual_state
-from kvps.store.base import KVStoreBase, Store
+from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -61,8 +61,8 @@ from kvps.torch.sync.parameter_sync import (
     store_of,
 )
 from kvps.torch.sync.same_model import demand_same
-from kvps.torch.sync.state_dict import from_torch, has_state, in_words, take_over, to_torch
-from kvps.torch.sync.steps import Resumable
+from kvps.torch.sync.state_dict import StateInStore, in_words
+from kvps.torch.sync.wrapped_optimizer import WrappedOptimizer
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
@@ -86,7 +86,7 @@ RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
 
 
-class DistributedOptimizer(Resumable, torch.optim.Optimizer):
+class DistributedOptimizer(WrappedOptimizer):
     """Steps a torch optimizer with gradients that are averaged over all workers.
 
     Every worker creates it with the same arguments. This sets the parameters, and the buffers of a module, to
@@ -188,8 +188,10 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         )
         self._model = ParameterSync(kv, params, None if self._on_store else self._forget)
         self._model.spread(buffers, self._described.now() if self._on_store else None)
-        if self._on_store and has_state(optimizer):
-            take_over(optimizer, self._model)
+        self._stored: StateInStore | None = None
+        """The state of the wrapped optimizer, if it runs in the store."""
+        if self._on_store:
+            self._stored = StateInStore(optimizer, self._model, self._described)
         self._exchange = GradientSync(
             self._model,
             backward_passes_per_step,
@@ -516,16 +518,6 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
     # --- what every optimizer has -----------------------------------------------------------------
 
     @property
-    def kvstore(self) -> Store:
-        """The store that averages gradients, for its ``rank``, ``num_workers`` and ``barrier()``."""
-        return self._model.kv
-
-    @property
-    def wrapped(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer."""
-        return self._inner
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups of the wrapped optimizer.
 
@@ -540,20 +532,6 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         """The state of the wrapped optimizer; empty if it is in the store."""
         self._finish()
         return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The default hyper-parameters of the wrapped optimizer."""
-        return self._inner.defaults
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        return self._on_store or bool(getattr(self._inner, "_step_supports_amp_scaling", False))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_inner":  # it is being made
-            raise AttributeError(name)
-        return getattr(self._inner, name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients; a step that was begun but not made is abandoned.
@@ -577,6 +555,8 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         self._exchange.abandon()
         self._exchange.hooks.close()
         self._owned.close()
+        if self._stored is not None:
+            self._stored.close()
         self._model.kv.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -586,13 +566,7 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         """
         self._finish()
         owed = residual_state.state_of(self._model.kv)
-        more = {RESTS: owed} if owed else {}
-        if not self._on_store:
-            return self._inner.state_dict() | more
-        assert self._model.hyper is not None
-        found = self._model.kv.optimizer_states()
-        with self._holding(to_torch(self._model.hyper, found, self._model.params)):
-            return self._inner.state_dict() | more
+        return self._inner.state_dict() | ({RESTS: owed} if owed else {})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a :meth:`state_dict` of this object or of the wrapped optimizer.
@@ -602,42 +576,5 @@ class DistributedOptimizer(Resumable, torch.optim.Optimizer):
         """
         self._finish()
         whole = {name: value for name, value in state_dict.items() if name != RESTS}
-        if not self._on_store:
-            self._inner.load_state_dict(whole)
-        else:
-            with self._holding({}):
-                self._inner.load_state_dict(whole)
-                found = from_torch(self._inner.state, self._model.params)
-            self._send_rates()
-            self._model.kv.set_optimizer_states(found)
+        self._inner.load_state_dict(whole)
         residual_state.put(self._model.kv, state_dict.get(RESTS, {}))
-
-    @contextmanager
-    def _holding(self, state: Mapping[torch.Tensor, dict[str, Any]]) -> Iterator[None]:
-        """Give the optimizer ``state`` while the block runs."""
-        self._inner.state.update(state)
-        try:
-            yield
-        finally:
-            self._inner.state.clear()
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the store would not know their keys."""
-        raise ConfigError(
-            "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
-        )
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse to be pickled or copied, as its store does.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this process to the "
-            "job. Save optimizer.state_dict(), and copy the model alone"
-        )
-
-    def __repr__(self) -> str:
-        where = "in" if self._on_store else "over"
-        return f"DistributedOptimizer {where} {self._model.kv!r}: {self._inner!r}"

@@ -646,7 +646,8 @@ def resumed_from_state_dicts(make: Make) -> Sequence[torch.Tensor]:
     first.close()
     model = net()
     model.load_state_dict(model_state)
-    second = make(model, sgd)
+    # Its momentum comes with the state.
+    second = make(model, plain_sgd)
     second.optimizer.load_state_dict(state)
     run(second, range(3, STEPS))
     found = weights(second.model)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
 
 import kvps
+import kvps.torch
 from kvps.torch import DistributedOptimizer, broadcast_optimizer_state
 from tests.integration.training_loops import (
     INPUTS,
@@ -395,6 +396,24 @@ def test_optimizer_state_can_be_broadcast(on_store: bool) -> None:
     results = run(2, work)
     assert_all([found for found, _ in results], weights(model))
     assert [rate for _, rate in results] == [0.05, 0.05]
+
+
+@pytest.mark.parametrize("front", ["trainer", "shard"])
+def test_the_rate_of_an_optimizer_whose_state_servers_have_can_be_broadcast(front: str) -> None:
+    def work(rank: int) -> float:
+        model = net(rank)
+        sgd = OPTIMIZERS["sgd"](model.parameters())
+        if front == "trainer":
+            owner: Any = kvps.Trainer(model, sgd, kvstore="dist_sync")
+        else:
+            owner = kvps.torch.shard(model, optimizer=sgd)
+        if rank == 1:
+            sgd.param_groups[0]["lr"] = 0.05
+        broadcast_optimizer_state(sgd, root_rank=1)
+        owner.close()
+        return float(sgd.param_groups[0]["lr"])
+
+    assert run(2, work) == [0.05, 0.05]
 
 
 def test_a_closure_is_averaged_each_time() -> None:

@@ -41,10 +41,11 @@ class RemoteOptimizer(ParameterSync):
         numbers: Mapping[str, object],
     ) -> None:
         super().__init__(kv, params, None)
-        self._optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        self.described: Described | None = None
+        """The numbers of a torch optimizer; None for a name."""
         self.key_of = {param: name for name, param in params.items()}
         """The name of each parameter."""
-        if self._optimizer is None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
             if not isinstance(optimizer, str):
                 raise ConfigError(
                     f"optimizer: give a torch optimizer or a name, got {type(optimizer).__name__}"
@@ -56,16 +57,14 @@ class RemoteOptimizer(ParameterSync):
                 f"{', '.join(sorted(numbers))}: the optimizer has its own hyper-parameters; give "
                 "these only with a name"
             )
-        check_plain(self._optimizer, "shard()")
-        check_groups(self._optimizer, params)
-        self._described = Described(self._optimizer, params)
+        check_plain(optimizer, "shard()")
+        check_groups(optimizer, params)
+        self.described = Described(optimizer, params)
         self._given = self.wanted()
 
     def wanted(self) -> HyperParams:
         """Return what the script wants now."""
-        if self._optimizer is None:
-            return self._given
-        return self._described.now()
+        return self._given if self.described is None else self.described.now()
 
     def want_rate(self, lr: float) -> None:
         """Want another learning rate from the next step on.
@@ -73,7 +72,7 @@ class RemoteOptimizer(ParameterSync):
         Raises:
             ConfigError: for a bad value, or where a torch optimizer says it.
         """
-        if self._optimizer is not None:
+        if self.described is not None:
             raise ConfigError(
                 "set_learning_rate(): the optimizer that was passed to shard() has the learning rate; "
                 "change optimizer.param_groups, or use a scheduler"

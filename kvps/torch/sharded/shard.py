@@ -184,11 +184,11 @@ class Sharded(Resumable):
             if any(True for _ in submodule.parameters(recurse=False)):
                 hooks.append(submodule.register_state_dict_post_hook(partial(self._put_weights)))
                 hooks.append(submodule.register_load_state_dict_pre_hook(_refuse_to_load))
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if isinstance(optimizer, torch.optim.Optimizer) and self._rule.described is not None:
             # Before it, so that it finds no gradients, and changes nothing.
             hooks.append(optimizer.register_step_pre_hook(lambda *_: self._end_step()))
             self._step = lambda: optimizer.step()  # a scheduler may wrap it later
-            hooks.append(StateInStore(optimizer, self._rule))
+            hooks.append(StateInStore(optimizer, self._rule, self._rule.described))
         return hooks
 
     # --- a step -----------------------------------------------------------------------------------

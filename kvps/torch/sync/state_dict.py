@@ -11,7 +11,8 @@ from the count.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +20,23 @@ import torch
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import NAdam, create
 from kvps.store.optimizer_state import States
+from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_sync import ParameterSync
 
 DERIVED = ("step", "mu_product")
 """Entries of a torch state that servers need not know."""
+_LEFT_OUT: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+"""Optimizers whose state dicts are now without the state that a store has."""
+
+
+@contextmanager
+def without_stored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Leave the state that a store has out of the optimizer's state dicts inside."""
+    _LEFT_OUT.add(optimizer)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.discard(optimizer)
 
 
 def to_torch(
@@ -99,12 +113,17 @@ class StateInStore:
     Args:
         optimizer: the script's, which has no state of its own.
         model: the parameters and their store. After its end the optimizer's methods are torch's own.
+        described: the numbers of the optimizer. Those that are loaded with a state are sent before the state, which may
+            be of another rule.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: ParameterSync) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: ParameterSync, described: Described
+    ) -> None:
         if has_state(optimizer):
             take_over(optimizer, model)
         self._model = weakref.ref(model)
+        self._described = described
         self._hooks = (
             optimizer.register_state_dict_pre_hook(self._fetch),
             optimizer.register_state_dict_post_hook(self._drop),
@@ -116,18 +135,24 @@ class StateInStore:
         for hook in self._hooks:
             hook.remove()
 
+    def _model_for(self, optimizer: torch.optim.Optimizer) -> ParameterSync | None:
+        return None if optimizer in _LEFT_OUT else self._model()
+
     def _fetch(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
+        model = self._model_for(optimizer)
         if model is not None:
             assert model.hyper is not None
             found = model.kv.optimizer_states()
             optimizer.state.update(to_torch(model.hyper, found, model.params))
 
     def _drop(self, optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
-        if self._model() is not None:
+        if self._model_for(optimizer) is not None:
             optimizer.state.clear()
 
     def _send(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
+        model = self._model_for(optimizer)
         if model is not None:
+            assert model.hyper is not None
+            wanted = self._described.scaled_as(model.hyper)
+            model.survive(lambda: model.want(wanted))
             take_over(optimizer, model)
