@@ -1,1 +1,0 @@
-"""Other projects' trainers over a cluster: Lightning, Accelerate, Hugging Face. Each module needs its own package."""
