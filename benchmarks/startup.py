@@ -6,7 +6,7 @@
 Both are measured in turns, so that other work on the machine meets both. Of a job by kvps-launch the time is that from
 the command to the moment when all workers have passed the barrier; the other six are ``python -c "import torch"`` side by
 side: started directly, by six times ``ssh``, or by one ``srun``. sshd and a Slurm cluster of two nodes are started for
-this, on loopback; the latter needs root. With Ray, it is the time from ``kvps.ray.cluster`` to that moment, in a Ray that runs already and has no idle
+this, on loopback; the latter needs root. With Ray, it is the time from ``kvps.platforms.ray.cluster`` to that moment, in a Ray that runs already and has no idle
 processes that have imported torch; the other six are actors that import torch.
 """
 
@@ -122,13 +122,13 @@ def measure_slurm(repeat: int) -> None:
 
 
 def by_ray() -> float:
-    """Return the seconds from kvps.ray.cluster to the barrier."""
+    """Return the seconds from kvps.platforms.ray.cluster to the barrier."""
     import ray
 
-    import kvps.ray
+    import kvps.platforms.ray
 
     @ray.remote(num_cpus=1, max_calls=1)  # a process of its own, as an actor has
-    def train(seat: kvps.ray.Seat) -> float:
+    def train(seat: kvps.platforms.ray.Seat) -> float:
         with seat:
             import kvps
 
@@ -137,7 +137,7 @@ def by_ray() -> float:
             return time.monotonic()
 
     began = time.monotonic()
-    with kvps.ray.cluster(WORKERS, SERVERS) as cluster:
+    with kvps.platforms.ray.cluster(WORKERS, SERVERS) as cluster:
         return max(ray.get([train.remote(cluster.seat(rank)) for rank in range(WORKERS)])) - began
 
 
@@ -225,7 +225,7 @@ def measure_ray(repeat: int) -> None:
     import ray
 
     ray.init(num_cpus=WORKERS + SERVERS, include_dashboard=False, log_to_driver=False)
-    in_turns("kvps.ray.cluster, actors of Ray", by_ray, by_actors, repeat, settle)
+    in_turns("kvps.platforms.ray.cluster, actors of Ray", by_ray, by_actors, repeat, settle)
     ray.shutdown()
 
 

@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
 import kvps.torch
-from kvps.integrations.accelerate import without_ddp
+from kvps.platforms.accelerate import without_ddp
 
 EPOCHS, BATCH, LR = 12, 64, 5e-3
 

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader, TensorDataset
 
-from kvps.integrations.lightning import KvpsStrategy
+from kvps.platforms.lightning import KvpsStrategy
 
 EPOCHS, BATCH, LR = 12, 64, 5e-3
 

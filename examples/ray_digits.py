@@ -24,7 +24,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from sklearn.datasets import load_digits
 
-import kvps.ray
+import kvps.platforms.ray
 from kvps.torch import DistributedOptimizer
 
 EPOCHS, BATCH, LR = 12, 64, 5e-3
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = TorchTrainer(
             train,
             train_loop_config={"epochs": flags.epochs, "kill": flags.kill},
-            torch_config=kvps.ray.KvpsConfig(servers=flags.servers, checkpoint_every=60),
+            torch_config=kvps.platforms.ray.KvpsConfig(servers=flags.servers, checkpoint_every=60),
             scaling_config=ScalingConfig(num_workers=flags.workers),
             run_config=RunConfig(
                 storage_path=str(flags.storage or temporary),

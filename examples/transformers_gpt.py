@@ -24,7 +24,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import kvps.torch
-from kvps.integrations.accelerate import without_ddp
+from kvps.platforms.accelerate import without_ddp
 
 LENGTH, STEPS, BATCH, LR = 64, 120, 16, 3e-3
 

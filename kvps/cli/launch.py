@@ -10,11 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from kvps import config
+from kvps import annexes, config
 from kvps.cli import flags
 from kvps.cli.worker import demand_command
 from kvps.errors import ConfigError
-from kvps.launchers import dry_run, hosts
+from kvps.launchers import hosts
 from kvps.launchers.launch import Launch, LaunchPlan
 from kvps.launchers.output import OutputMux
 from kvps.launchers.reaper import Reaper
@@ -182,7 +182,7 @@ def _parser() -> flags.Parser:
         if " " not in flag:
             takes = 0 if flag == "--byteps-launch" else None
             parser.add_argument(flag, action=_Refusal, nargs=takes, help=argparse.SUPPRESS)
-    dry_run.add_flags(parser)
+    annexes.load("dry-run").add_flags(parser)
     return parser
 
 
@@ -214,7 +214,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _main(argv: Sequence[str]) -> int:
     parsed, command = parse(argv)
-    if manifests := dry_run.text_if_any(parsed, command):
+    if manifests := annexes.load("dry-run").text_if_any(parsed, command):
         print(manifests, end="")
         return 0
     workers = config.as_whole("-n", parsed.workers)

@@ -10,11 +10,11 @@ from pathlib import PurePosixPath
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.launchers import sbatch
-from kvps.launchers.job import JobDescription, Resources
-from kvps.launchers.kubernetes import KINDS, manifests
-from kvps.launchers.pods import secret_files
-from kvps.launchers.yaml_text import document
+from kvps.platforms import sbatch
+from kvps.platforms.kubernetes.job import JobDescription, Resources
+from kvps.platforms.kubernetes.manifests import KINDS, manifests
+from kvps.platforms.kubernetes.pods import secret_files
+from kvps.platforms.kubernetes.yaml_text import document
 
 DEFAULT_NAME = "kvps"
 SLURM = "sbatch"

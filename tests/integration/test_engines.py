@@ -47,7 +47,7 @@ import sys
 import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
-import kvps.ray
+import kvps.platforms.ray
 
 def train(config):
     import contextlib, io
@@ -60,7 +60,7 @@ ray.init(num_cpus={workers} + {servers}, include_dashboard=False, object_store_m
 TorchTrainer(
     train,
     train_loop_config={{"script": pathlib.Path("train.py").read_text(), "out": sys.argv[1]}},
-    torch_config=kvps.ray.KvpsConfig(servers={servers}),
+    torch_config=kvps.platforms.ray.KvpsConfig(servers={servers}),
     scaling_config=ScalingConfig(num_workers={workers}),
     run_config=RunConfig(storage_path=sys.argv[1] + "/runs"),
 ).fit()

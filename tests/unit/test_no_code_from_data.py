@@ -34,9 +34,10 @@ ATTRIBUTES = {
 }
 BY_NAME = {
     "__init__.py": "a table of public names and their modules",
+    "annexes.py": "a table of the modules of the annexes",
     "backend_name.py": "a constant, a module of torch",
     "cli/main.py": "the subcommand, one of a table",
-    "ray/__init__.py": "a table of public names and their modules",
+    "platforms/ray/__init__.py": "a table of public names and their modules",
     "runtime/server_process.py": "--plugin, which the server's operator says",
 }
 """The files that import by a name, and where the name comes from."""

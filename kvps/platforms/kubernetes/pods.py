@@ -6,8 +6,8 @@ import math
 
 from kvps.core.agents.supervisor import END_MAX_S
 from kvps.core.keys import ROLES
-from kvps.launchers.job import JobDescription, Resources
-from kvps.launchers.yaml_text import Data
+from kvps.platforms.kubernetes.job import JobDescription, Resources
+from kvps.platforms.kubernetes.yaml_text import Data
 
 USER = 10001
 """The user of deploy/Dockerfile."""

@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kvps.ray.plan import demand_version
+from kvps.platforms.ray.plan import demand_version
 
 if TYPE_CHECKING:
-    from kvps.ray.backend import KvpsConfig
-    from kvps.ray.context import RayCluster, WorkerSeat, cluster
+    from kvps.platforms.ray.backend import KvpsConfig
+    from kvps.platforms.ray.context import RayCluster, WorkerSeat, cluster
 
 _HOME_OF = {
-    "KvpsConfig": "kvps.ray.backend",
-    "RayCluster": "kvps.ray.context",
-    "WorkerSeat": "kvps.ray.context",
-    "cluster": "kvps.ray.context",
+    "KvpsConfig": "kvps.platforms.ray.backend",
+    "RayCluster": "kvps.platforms.ray.context",
+    "WorkerSeat": "kvps.platforms.ray.context",
+    "cluster": "kvps.platforms.ray.context",
 }
 
 __all__ = ["RayCluster", "KvpsConfig", "WorkerSeat", "cluster"]
@@ -31,7 +31,7 @@ def __getattr__(name: str) -> Any:
         import ray
     except ImportError as error:
         raise ImportError(
-            f"kvps.ray.{name} needs Ray: pip install 'kvps[ray]' on every node"
+            f"kvps.platforms.ray.{name} needs Ray: pip install 'kvps[ray]' on every node"
         ) from error
     demand_version(getattr(ray, "__version__", "0"))
     found = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -24,8 +24,8 @@ from kvps import __version__
 from kvps.core.membership_client import EXIT_TEMPORARY
 from kvps.errors import ConfigError
 from kvps.net.zap import Keys
-from kvps.ray.plan import RESTART_MAX_S, demand_same_version
-from kvps.ray.state import KeptState
+from kvps.platforms.ray.plan import RESTART_MAX_S, demand_same_version
+from kvps.platforms.ray.state import KeptState
 from kvps.runtime.keys import of, parse
 from kvps.runtime.member_process import let_threads_sleep
 

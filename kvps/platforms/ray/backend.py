@@ -7,7 +7,7 @@ for all workers first, and later for each worker that was replaced. The backend 
 A worker takes the rank that Ray gave it, so a replacement takes the seat of its predecessor.
 
 If no worker is left, Ray ends the whole group before it starts another. The servers still have the weights, so
-they stay for :data:`~kvps.ray.plan.RESTART_MAX_S`, and the new workers are replacements, too. With a process group there is nothing
+they stay for :data:`~kvps.platforms.ray.plan.RESTART_MAX_S`, and the new workers are replacements, too. With a process group there is nothing
 to return to, since its size is fixed: then Ray restarts all workers, and the cluster with them.
 """
 
@@ -29,10 +29,10 @@ from ray.train.torch import TorchConfig
 
 from kvps import __version__, config
 from kvps.errors import ConfigError, SchedulerLost
-from kvps.ray import worker
-from kvps.ray.actors import node_address
-from kvps.ray.demand import subscribe
-from kvps.ray.plan import (
+from kvps.platforms.ray import worker
+from kvps.platforms.ray.actors import node_address
+from kvps.platforms.ray.demand import subscribe
+from kvps.platforms.ray.plan import (
     RESTART_MAX_S,
     START_MAX_S,
     RayPlan,
@@ -42,7 +42,7 @@ from kvps.ray.plan import (
     demand_train_v2,
     torch_variables,
 )
-from kvps.ray.started import StartedCluster
+from kvps.platforms.ray.started import StartedCluster
 
 log = logging.getLogger("kvps")
 OVER_MAX_S = 2.0
@@ -86,7 +86,7 @@ class KvpsConfig(TorchConfig):
         >>> from ray.train.torch import TorchTrainer
         >>> trainer = TorchTrainer(  # doctest: +SKIP
         ...     train,
-        ...     torch_config=kvps.ray.KvpsConfig(servers=2, checkpoint_every=60),
+        ...     torch_config=kvps.platforms.ray.KvpsConfig(servers=2, checkpoint_every=60),
         ...     scaling_config=ScalingConfig(num_workers=4),
         ...     run_config=RunConfig(failure_config=FailureConfig(max_failures=3)),
         ... )

@@ -13,9 +13,9 @@ import ray
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.ray import worker
-from kvps.ray.plan import START_MAX_S, RayPlan, ServerPlace, demand_workers
-from kvps.ray.started import StartedCluster
+from kvps.platforms.ray import worker
+from kvps.platforms.ray.plan import START_MAX_S, RayPlan, ServerPlace, demand_workers
+from kvps.platforms.ray.started import StartedCluster
 
 log = logging.getLogger("kvps")
 END_MAX_S = 10.0
@@ -134,7 +134,7 @@ def cluster(
         ConfigError: for a value that cannot be, or if servers find no place.
 
     Example:
-        >>> with kvps.ray.cluster(workers=2, servers=2) as cluster:  # doctest: +SKIP
+        >>> with kvps.platforms.ray.cluster(workers=2, servers=2) as cluster:  # doctest: +SKIP
         ...     ray.get([train.remote(cluster.seat(rank)) for rank in range(2)])
         [3.0, 3.0]
     """

@@ -15,7 +15,7 @@ import ray
 from ray.train.v2._internal.execution.callback import ControllerCallback
 
 from kvps.errors import ConfigError
-from kvps.ray.plan import no_room
+from kvps.platforms.ray.plan import no_room
 
 log = logging.getLogger("kvps")
 CALLBACKS = "RAY_TRAIN_CALLBACKS"

@@ -113,7 +113,7 @@ def demand_version(found: str) -> None:
     if numbers < RAY_OLDEST:
         oldest = ".".join(map(str, RAY_OLDEST))
         raise ConfigError(
-            f"Ray {found} is installed, and kvps.ray needs {oldest} or later: pip install 'kvps[ray]' on every node"
+            f"Ray {found} is installed, and kvps.platforms.ray needs {oldest} or later: pip install 'kvps[ray]' on every node"
         )
 
 
@@ -125,7 +125,7 @@ def demand_train_v2(env: Mapping[str, str] | None = None) -> None:
     """
     if not config.switch(TRAIN_V2, env, default=True):
         raise ConfigError(
-            f"{TRAIN_V2}=0 selects Ray Train V1, which kvps.ray does not support: unset it"
+            f"{TRAIN_V2}=0 selects Ray Train V1, which kvps.platforms.ray does not support: unset it"
         )
 
 

@@ -16,9 +16,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvps import __version__, config
 from kvps.errors import ConfigError, KvpsError
 from kvps.net.zap import keys_can_be
-from kvps.ray.actors import KvpsScheduler, KvpsServer, node_address
-from kvps.ray.plan import SLOW_MAX_S, RayPlan, actor_options, keys_text, shortage, too_slow
-from kvps.ray.state import StateMemory
+from kvps.platforms.ray.actors import KvpsScheduler, KvpsServer, node_address
+from kvps.platforms.ray.plan import (
+    SLOW_MAX_S,
+    RayPlan,
+    actor_options,
+    keys_text,
+    shortage,
+    too_slow,
+)
+from kvps.platforms.ray.state import StateMemory
 from kvps.runtime.keys import Section, generate
 
 log = logging.getLogger("kvps")

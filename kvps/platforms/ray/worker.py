@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvps.errors import ConfigError
-from kvps.ray.plan import ServerPlace
+from kvps.platforms.ray.plan import ServerPlace
 from kvps.runtime.keys import KeyMemory, parse
 
 

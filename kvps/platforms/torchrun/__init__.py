@@ -19,11 +19,11 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the function that makes a rendezvous handler; torchrun calls this.
 
     Example:
-        >>> from kvps.torchrun import handler
+        >>> from kvps.platforms.torchrun import handler
         >>> handler().__name__
         'create'
     """
-    from kvps.torchrun.handler import (
+    from kvps.platforms.torchrun.handler import (
         create,
     )  # here: every torchrun calls this, whatever its backend
 

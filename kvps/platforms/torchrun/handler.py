@@ -30,12 +30,12 @@ from kvps import config
 from kvps.errors import ConfigError, KvpsError
 from kvps.inquiry import inquire
 from kvps.net.zap import Keys
+from kvps.platforms.torchrun.holder import Doing, Holder
+from kvps.platforms.torchrun.state import Meeting
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.membership import Rendezvous, RendezvousIs
 from kvps.runtime.keys import load_if_any
 from kvps.runtime.member_process import own_host
-from kvps.torchrun.holder import Doing, Holder
-from kvps.torchrun.state import Meeting
 
 log = logging.getLogger("kvps")
 NAME = "kvps"

@@ -28,8 +28,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from kvps.errors import KvpsError, SchedulerLost
+from kvps.platforms.torchrun.state import Meeting, decode, encode, new_state
 from kvps.protocol.membership import Rendezvous, RendezvousIs
-from kvps.torchrun.state import Meeting, decode, encode, new_state
 
 log = logging.getLogger("kvps")
 RUNNING_S = 2.0

@@ -19,7 +19,7 @@ import sys
 import lightning, torch
 from lightning.pytorch.strategies import DDPStrategy
 import kvps.torch
-from kvps.integrations.lightning import KvpsStrategy
+from kvps.platforms.lightning import KvpsStrategy
 
 class Module(lightning.LightningModule):
     def __init__(self):
@@ -63,7 +63,7 @@ import sys
 import torch, torch.distributed as dist
 from accelerate import Accelerator
 import kvps.torch
-from kvps.integrations.accelerate import without_ddp
+from kvps.platforms.accelerate import without_ddp
 
 mode = sys.argv[1]
 if mode != "gloo":
@@ -104,7 +104,7 @@ import sys
 import torch, torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import kvps.torch
-from kvps.integrations.accelerate import without_ddp
+from kvps.platforms.accelerate import without_ddp
 
 mode, passes = sys.argv[1], int(sys.argv[2])
 if mode != "gloo":
@@ -179,7 +179,7 @@ def test_lightning(processes: Processes, passes: int) -> None:
 REFUSED = """
 import lightning, torch
 from kvps.errors import ConfigError
-from kvps.integrations.lightning import KvpsStrategy
+from kvps.platforms.lightning import KvpsStrategy
 
 try:
     KvpsStrategy(find_unused_parameters=True)

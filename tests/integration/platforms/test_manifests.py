@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvps.launchers.job import JobDescription
-from kvps.launchers.kubernetes import manifests
+from kvps.platforms.kubernetes.job import JobDescription
+from kvps.platforms.kubernetes.manifests import manifests
 from kvps.runtime import keys
 from tests.integration.processes import BIN, Process, Processes, free_port, has_checkpoint, until
 

@@ -1,6 +1,6 @@
 """Jobs on a real Ray: what is lost comes back, what is missing is named, and nothing is left.
 
-Ray takes seconds to start, so these tests are slow: pip install 'kvps[ray]', and pytest -m slow tests/integration/test_ray.py.
+Ray takes seconds to start, so these tests are slow: pip install 'kvps[ray]', and pytest -m slow tests/integration/platforms/test_ray.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 START = """
 import os, sys, signal, pathlib, time
 import ray
-import kvps.ray
+import kvps.platforms.ray
 {before}
 ray.init({where}, log_to_driver=True)
 """
@@ -121,7 +121,7 @@ def done(process: Process, limit_s: float = LIMIT_S) -> str:
 @pytest.mark.parametrize("trainer", ["DataParallelTrainer", "TorchTrainer"])
 def test_a_killed_worker_is_replaced_alone(processes: Processes, trainer: str) -> None:
     config = f"dict(steps=30, rank=1, at=10, mark={str(processes.folder / 'mark')!r})"
-    run = f"fit({trainer}, train, 2, kvps.ray.KvpsConfig(servers=2), train_loop_config={config})\n"
+    run = f"fit({trainer}, train, 2, kvps.platforms.ray.KvpsConfig(servers=2), train_loop_config={config})\n"
     free = "print('free', ray.available_resources()['CPU'])\n"
     wait = "while ray.available_resources()['CPU'] < 6: time.sleep(0.1)\n"
     out = done(driver(processes, TRAINER, COUNT, run, wait, free))
@@ -134,14 +134,14 @@ def test_a_killed_worker_is_replaced_alone(processes: Processes, trainer: str) -
 
 def test_servers_keep_the_weights_while_all_workers_are_replaced(processes: Processes) -> None:
     config = f"dict(steps=30, rank=0, at=10, mark={str(processes.folder / 'mark')!r})"
-    run = f"fit(TorchTrainer, train, 1, kvps.ray.KvpsConfig(), train_loop_config={config})\n"
+    run = f"fit(TorchTrainer, train, 1, kvps.platforms.ray.KvpsConfig(), train_loop_config={config})\n"
     out = done(driver(processes, TRAINER, COUNT, run))
     assert "and begins at 10" in out, out
     assert "has [-30.0, -30.0, -30.0]" in out, out
 
 
 def test_a_killed_server_returns_to_its_checkpoint(processes: Processes) -> None:
-    config = "kvps.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
+    config = "kvps.platforms.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
     loop = f"dict(steps=100, pause=0.05, hold=60, mark={str(processes.folder / 'mark')!r})"
     run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config={loop})\n"
     process = driver(processes, TRAINER, COUNT, run)
@@ -159,7 +159,7 @@ def test_a_killed_scheduler_comes_back_and_nobody_notices(processes: Processes) 
     """Even twice; barriers and a worker that is replaced later need the new scheduler."""
     mark = processes.folder / "mark"
     loop = f"dict(steps=60, pause=0.02, hold=20, rank=1, at=40, mark={str(mark)!r})"
-    run = f"fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(servers=1), train_loop_config={loop})\n"
+    run = f"fit(TorchTrainer, train, 2, kvps.platforms.ray.KvpsConfig(servers=1), train_loop_config={loop})\n"
     process = driver(processes, TRAINER, HOLDING, run)
     for life in range(2):
         process.expect("worker 1 holds", LIMIT_S)
@@ -190,7 +190,7 @@ while not pathlib.Path("end").exists():
     head = driver(processes, hold)
     address = head.expect(r"address (\S+)", LIMIT_S)[1]
     config = "train_loop_config=dict(steps=10**9, pause=0.1)"
-    run = f"fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(servers=2), {config})\n"
+    run = f"fit(TorchTrainer, train, 2, kvps.platforms.ray.KvpsConfig(servers=2), {config})\n"
     process = driver(processes, TRAINER, COUNT, run, where=f"address={address!r}")
     process.expect("worker 1 is process", LIMIT_S)
     kinds = "ray::(Kvps|RayTrainWorker|TrainController)"
@@ -237,7 +237,7 @@ def test_a_lost_node_takes_its_worker_and_its_server_along_and_both_come_back(
 cut = [pathlib.Path(one) for one in ({str(folder)!r}, {str(mark)!r})]
 threading.Thread(target=lose, args=cut, daemon=True).start()
 """
-    config = "kvps.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
+    config = "kvps.platforms.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
     loop = f"dict(steps=100, pause=0.02, hold=60, mark={str(mark)!r})"
     run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config={loop})\n"
     run += "ray.shutdown()\ncluster.shutdown()\n"
@@ -293,14 +293,14 @@ class Trainer:
 def test_tasks_and_actors_are_workers(processes: Processes) -> None:
     mark = f"pathlib.Path({str(processes.folder / 'mark')!r})"
     body = f"""
-with kvps.ray.cluster(workers=2, servers=2) as cluster:
+with kvps.platforms.ray.cluster(workers=2, servers=2) as cluster:
     print(ray.get([train.remote(cluster.seat(rank), 20, 5, {mark}) for rank in range(2)]))
-with kvps.ray.cluster(workers=2, servers=1) as cluster:
+with kvps.platforms.ray.cluster(workers=2, servers=1) as cluster:
     actors = [Trainer.remote(cluster.seat(rank)) for rank in range(2)]
     print(ray.get([one.step.remote() for one in actors]))
     print("left", ray.get([one.end.remote() for one in actors]))
 try:
-    with kvps.ray.cluster(workers=1, servers=1) as cluster:
+    with kvps.platforms.ray.cluster(workers=1, servers=1) as cluster:
         cluster.seat(1)
 except kvps.ConfigError as error:
     print(error)
@@ -322,7 +322,7 @@ def test_missing_resources_are_named(processes: Processes) -> None:
     body = f"""
 began = time.monotonic()
 try:
-    with kvps.ray.cluster(workers=1, servers=2, {needs}):
+    with kvps.platforms.ray.cluster(workers=1, servers=2, {needs}):
         pass
 except kvps.ConfigError as error:
     print("plain:", error)
@@ -330,13 +330,13 @@ print("after", time.monotonic() - began < 30)
 def train():
     pass
 try:
-    fit(TorchTrainer, train, 5, kvps.ray.KvpsConfig(servers=2, start_timeout=5))
+    fit(TorchTrainer, train, 5, kvps.platforms.ray.KvpsConfig(servers=2, start_timeout=5))
 except Exception as error:
     print("trainer:", type(error).__name__, error)
 began = time.monotonic()
 try:
     scaling = ScalingConfig(num_workers=2, resources_per_worker={{"CPU": 1, "tape": 1}})
-    config, run = kvps.ray.KvpsConfig(start_timeout=5), RunConfig(storage_path=os.getcwd() + "/runs")
+    config, run = kvps.platforms.ray.KvpsConfig(start_timeout=5), RunConfig(storage_path=os.getcwd() + "/runs")
     TorchTrainer(train, torch_config=config, scaling_config=scaling, run_config=run).fit()
 except Exception as error:
     print("workers:", type(error).__name__, error)
@@ -380,7 +380,7 @@ def train(config):
     print("weights", [value.tolist() for value in model.module.parameters()], flush=True)
 """
     config = f"train_loop_config=dict(mark={str(processes.folder / 'mark')!r})"
-    run = f"fit(TorchTrainer, train, 2, kvps.ray.KvpsConfig(backend='kvps', servers=2), {config})\n"
+    run = f"fit(TorchTrainer, train, 2, kvps.platforms.ray.KvpsConfig(backend='kvps', servers=2), {config})\n"
     out = done(driver(processes, TRAINER, body, run))
     assert out.count("worker 0 begins") == out.count("worker 1 begins") == 2, out
     found = [line.partition("weights")[2] for line in out.splitlines() if "weights [[" in line]

@@ -332,7 +332,7 @@ def test_the_entry_point_is_found() -> None:
     from torch.distributed.elastic.rendezvous import registry as torchs
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
-    from kvps.torchrun.handler import create
+    from kvps.platforms.torchrun.handler import create
 
     torchs._register_out_of_tree_handlers()
     assert rendezvous_handler_registry._registry["kvps"] is create

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvps.cli import launch
-from kvps.launchers.kubernetes import KINDS, manifests
-from tests.unit.launchers.jobs import SMALL
+from kvps.platforms.kubernetes.manifests import KINDS, manifests
+from tests.unit.platforms.kubernetes.jobs import SMALL
 
 ROOT = Path(__file__).resolve().parents[3]
 BASES = ROOT / "deploy" / "kubernetes"

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from kvps.cli import launch
-from kvps.launchers import sbatch
-from tests.unit.launchers.test_dry_run import printed, refused
+from kvps.platforms import sbatch
+from tests.unit.platforms.test_dry_run import printed, refused
 
 FLAGS = ("-n", "4", "-s", "2", "--dry-run=sbatch")
 COMMAND = ("--", "python", "train.py", "--name", "a b; $HOME")

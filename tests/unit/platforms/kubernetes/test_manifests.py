@@ -11,9 +11,9 @@ import pytest
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
-from kvps.launchers.kubernetes import KINDS, manifests
-from kvps.launchers.yaml_text import document
-from tests.unit.launchers.jobs import (
+from kvps.platforms.kubernetes.manifests import KINDS, manifests
+from kvps.platforms.kubernetes.yaml_text import document
+from tests.unit.platforms.kubernetes.jobs import (
     FULL,
     JOBS,
     SERVERLESS,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvps.launchers.kubernetes import KINDS, manifests
-from tests.unit.launchers import custom_resources
-from tests.unit.launchers.jobs import JOBS, job_specs, jobset_of
+from kvps.platforms.kubernetes.manifests import KINDS, manifests
+from tests.unit.platforms.kubernetes import custom_resources
+from tests.unit.platforms.kubernetes.jobs import JOBS, job_specs, jobset_of
 
 VERSIONS = ("1.29", "1.32", "1.37")
 """From the first in which a Job recreates one index."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.launchers.yaml_text import Data, document
+from kvps.platforms.kubernetes.yaml_text import Data, document
 
 ODD_TEXTS = [
     *(

@@ -14,9 +14,9 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'
 
 from ray.train.torch import TorchConfig
 
-import kvps.ray
-from kvps.ray import demand
-from kvps.ray.backend import GroupBackend, KvpsConfig, StoreBackend
+import kvps.platforms.ray
+from kvps.platforms.ray import demand
+from kvps.platforms.ray.backend import GroupBackend, KvpsConfig, StoreBackend
 
 
 @pytest.mark.parametrize(
@@ -66,12 +66,12 @@ def test_settings_of_the_driver_go_along(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_cluster_is_checked_before_ray_starts() -> None:
     with (
         pytest.raises(ConfigError, match="workers=0: use a whole number, 1 or more"),
-        kvps.ray.cluster(workers=0, servers=1),
+        kvps.platforms.ray.cluster(workers=0, servers=1),
     ):
         pass
     with (
         pytest.raises(ConfigError, match="checkpoint_every=60 has no directory to write to"),
-        kvps.ray.cluster(workers=1, servers=1, checkpoint_every=60),
+        kvps.platforms.ray.cluster(workers=1, servers=1, checkpoint_every=60),
     ):
         pass
 
@@ -111,4 +111,7 @@ def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "mine.Callback")
     KvpsConfig()
     KvpsConfig()
-    assert os.environ["RAY_TRAIN_CALLBACKS"] == "mine.Callback,kvps.ray.demand.DemandResources"
+    assert (
+        os.environ["RAY_TRAIN_CALLBACKS"]
+        == "mine.Callback,kvps.platforms.ray.demand.DemandResources"
+    )

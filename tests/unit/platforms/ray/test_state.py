@@ -11,8 +11,8 @@ from contextlib import closing
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.ray import state as module
-from kvps.ray.state import KeptState, StateMemory
+from kvps.platforms.ray import state as module
+from kvps.platforms.ray.state import KeptState, StateMemory
 
 
 @pytest.fixture
@@ -68,9 +68,7 @@ def test_nothing_is_left_when_the_job_is_over(memory: StateMemory) -> None:
 
 
 def test_another_process_reads_and_writes_it(memory: StateMemory) -> None:
-    text = (
-        "import sys; from kvps.ray.state import KeptState; KeptState(sys.argv[1:]).save(b'there')"
-    )
+    text = "import sys; from kvps.platforms.ray.state import KeptState; KeptState(sys.argv[1:]).save(b'there')"
     subprocess.run([sys.executable, "-c", text, *memory.paths], check=True)
     assert read(memory) == b"there"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import kvps.ray
+import kvps.platforms.ray
 from kvps.errors import ConfigError
-from kvps.ray import worker
-from kvps.ray.plan import ServerPlace, keys_text
+from kvps.platforms.ray import worker
+from kvps.platforms.ray.plan import ServerPlace, keys_text
 from kvps.runtime.keys import generate, load
 
 
@@ -64,10 +64,10 @@ def test_a_free_address_can_be_bound() -> None:
 
 def test_names_without_ray_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(vars(kvps.ray), "KvpsConfig", raising=False)
+    monkeypatch.delitem(vars(kvps.platforms.ray), "KvpsConfig", raising=False)
     with pytest.raises(
-        ImportError, match=r"kvps\.ray\.KvpsConfig needs Ray: pip install 'kvps\[ray\]'"
+        ImportError, match=r"kvps\.platforms\.ray\.KvpsConfig needs Ray: pip install 'kvps\[ray\]'"
     ):
-        kvps.ray.KvpsConfig  # noqa: B018
+        kvps.platforms.ray.KvpsConfig  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        kvps.ray.nothing  # noqa: B018
+        kvps.platforms.ray.nothing  # noqa: B018

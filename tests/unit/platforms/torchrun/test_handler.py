@@ -21,12 +21,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from kvps.core.scheduler.rendezvous import RendezvousTable, RunState
 from kvps.errors import ConfigError, Overload, SchedulerLost
+from kvps.platforms.torchrun import handler as handlers
+from kvps.platforms.torchrun import holder as holders
+from kvps.platforms.torchrun.handler import Handler, create, scheduler_of
+from kvps.platforms.torchrun.holder import Doing, Holder
+from kvps.platforms.torchrun.state import decode, encode
 from kvps.protocol.membership import Rendezvous, RendezvousIs
-from kvps.torchrun import handler as handlers
-from kvps.torchrun import holder as holders
-from kvps.torchrun.handler import Handler, create, scheduler_of
-from kvps.torchrun.holder import Doing, Holder
-from kvps.torchrun.state import decode, encode
 
 
 class Scheduler:

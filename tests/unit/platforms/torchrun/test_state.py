@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from kvps.platforms.torchrun import state as states
+from kvps.platforms.torchrun.state import Meeting, decode, encode, new_state
 from kvps.protocol.envelope import TEXT_MAX
-from kvps.torchrun import state as states
-from kvps.torchrun.state import Meeting, decode, encode, new_state
 
 T0 = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)
 NODES = st.builds(_NodeDesc, st.text(max_size=9), st.integers(0, 2**31), st.integers(0, 9))

@@ -1,0 +1,28 @@
+"""The table of the annexes: the modules of compat, platforms and tools that the rest of kvps uses.
+
+The rest imports none of them, so that no change of an annex reaches the parameter server. It asks :func:`load` for the
+module at set-up, and calls the functions that the table names.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+MODULES = {
+    "dry-run": "kvps.platforms.dry_run",  # add_flags, text_if_any
+}
+"""Name of a feature -> the module that provides it. The comment names the functions that the rest of kvps calls."""
+
+
+def load(feature: str) -> Any:
+    """Return the module of a feature.
+
+    Args:
+        feature: a name in :data:`MODULES`.
+
+    Example:
+        >>> load("dry-run").__name__
+        'kvps.platforms.dry_run'
+    """
+    return importlib.import_module(MODULES[feature])

@@ -1,0 +1,1 @@
+"""kvps as a guest in other systems, an annex: nothing else in kvps imports it."""

@@ -1,0 +1,1 @@
+"""Manifests of a job for Kubernetes: a JobSet, a TrainJob of Kubeflow, or a Job and StatefulSets."""
