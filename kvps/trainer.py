@@ -46,6 +46,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.sync.agreement import demand_same
 from kvps.torch.sync.arguments import check_norms, check_plain
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
@@ -59,7 +60,6 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
-from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
 from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.steps import Resumable

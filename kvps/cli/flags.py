@@ -1,4 +1,4 @@
-"""Flags, settings and logging that all commands share, and the report of a wrong flag.
+"""Flags, settings and logging that all commands share, the report of a wrong flag, and the layout of ``--help``.
 
 A setting comes from its flag, else from its ``KVPS_*`` variable, else from its default. What is
 wrong with it is a :class:`~kvps.errors.ConfigError` that names the flag or the variable, and the
@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from shutil import get_terminal_size
 from typing import NoReturn, TypeVar
 
 from kvps import __version__, config
-from kvps.cli.help_text import HelpFormatter
 from kvps.core.limits import TABLE, Limits
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
@@ -298,3 +299,52 @@ class _Lines(logging.Formatter):
         if logging.getLogger().level <= logging.INFO:
             text = f"{self.formatTime(record, '%H:%M:%S')}.{record.msecs:03.0f} {text}"
         return text
+
+
+WIDTH_MAX = 110
+"""Columns beyond which lines would be hard to read."""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills what does not fit."""
+
+    def __init__(self, prog: str) -> None:
+        columns = min(get_terminal_size().columns, WIDTH_MAX)
+        super().__init__(prog, max_help_position=24 if columns >= 72 else 12, width=columns - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.splitlines()
+        if max(map(len, lines), default=0) <= width + 2:
+            return super()._fill_text(text, width, indent)
+        return "\n".join(indent + line for line in _filled(lines, width))
+
+
+def _filled(lines: list[str], width: int) -> Iterator[str]:
+    is_example, block = False, ""
+    for line in [*lines, ""]:
+        depth = len(line) - len(line.lstrip())
+        of_block = len(block) - len(block.lstrip())
+        # A deeper line, and one behind a comma, continue the entry of a list.
+        is_more = depth > of_block > 0 or (depth == of_block > 0 and block.endswith(","))
+        if line and block and not is_example and (is_more or depth == of_block == 0):
+            block += f" {line.strip()}"
+            continue
+        if block:
+            yield from [block] if is_example and of_block else _wrapped(block, of_block, width)
+        if line and depth == 0:
+            is_example = line.startswith("example")
+        if not line:
+            yield ""
+        block = line
+
+
+def _wrapped(block: str, depth: int, width: int) -> list[str]:
+    first, hang = " " * depth, " " * (depth + 2 if depth else 0)
+    return textwrap.wrap(
+        block.strip(),
+        width,
+        initial_indent=first,
+        subsequent_indent=hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -2,6 +2,10 @@
 
 Nothing of a body is decoded before it is known that its sender may say such a message there
 (:mod:`kvps.protocol.permissions`), and that the core would hear it (:meth:`~kvps.core.effects.Core.admit`).
+
+A packet that is refused costs its receiver little, and its sender less. So a connection that carries a
+hundred of them in ten seconds is ignored for the next ten seconds: its packets are dropped unread, and an
+honest peer sends them again.
 """
 
 from __future__ import annotations
@@ -10,18 +14,64 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 
 from kvps.core.effects import Route
-from kvps.core.limits import Limits
+from kvps.core.limits import TABLE, Limits
 from kvps.errors import KvpsError, ProtocolError
-from kvps.net.misbehaviour import IGNORED_S, WITHIN_S, Misbehaviour
 from kvps.net.transport import Guard, Refused
 from kvps.net.zap import Porter
 from kvps.protocol import permissions, wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.permissions import Place
+
+WITHIN_S = 10.0
+IGNORED_S = 10.0
+"""The time in which a connection may have some packets refused, and for how long it is ignored for more."""
+KEPT_MAX = 4096
+"""How many connections are remembered along which something was refused."""
+
+
+@dataclass(slots=True)
+class _Record:
+    since: float
+    count: int = 0
+    ignored_until: float = 0.0
+
+
+class Misbehaviour:
+    """The refused packets of each connection.
+
+    Args:
+        refused_max: how many are refused before a connection is ignored.
+    """
+
+    def __init__(self, refused_max: int = TABLE["refused"].default) -> None:
+        self.refused_max = refused_max
+        self.records: dict[Route, _Record] = {}
+        """The connection along which something was refused last is the last."""
+
+    def is_ignored(self, route: Route, now: float) -> bool:
+        """Whether nothing is heard along ``route`` at the moment."""
+        record = self.records.get(route)
+        return record is not None and now < record.ignored_until
+
+    def refused(self, route: Route, now: float) -> bool:
+        """A packet was refused; return whether ``route`` is ignored because of that."""
+        record = self.records.pop(route, None)
+        if record is None or now >= record.since + WITHIN_S:
+            record = _Record(now)
+        self.records[route] = record
+        if len(self.records) > KEPT_MAX:
+            del self.records[next(iter(self.records))]
+        record.count += 1
+        if record.count < self.refused_max:
+            return False
+        record.count, record.since, record.ignored_until = 0, now, now + IGNORED_S
+        return True
+
 
 log = logging.getLogger("kvps")
 _OPENED = {

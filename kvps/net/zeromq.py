@@ -9,7 +9,7 @@ file descriptor that libzmq names on every message.
 A network may do worse than to break. Packets that go by TCP have a checksum, or are sealed
 (:mod:`kvps.net.zap`). A connection that looks open and carries nothing is closed and opened again by the end
 that opened it: libzmq's heartbeats have something to carry, and whether bytes move is asked of the kernel
-(:mod:`kvps.net.pulse`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its
+(:mod:`kvps.net.tcp_watch`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its
 peer does not judge, since a process that stands still is not lost for that. What libzmq gives up for good is
 opened again, too.
 """
@@ -32,13 +32,11 @@ from kvps.core.keys import Keyring, RoleKey, near_door
 from kvps.core.limits import Limits
 from kvps.errors import ConfigError, ProtocolError, Unauthorized
 from kvps.net import descriptors
-from kvps.net.counted import CAN_COUNT, Watch, events_of, moved
 from kvps.net.doorman import Doorman, descriptor_of, whence
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.locality import is_kin
 from kvps.net.memory import give_back
-from kvps.net.outflow import COPIED_MIN_BYTES, Outflow
-from kvps.net.pulse import Pulse
+from kvps.net.tcp_watch import CAN_COUNT, COPIED_MIN_BYTES, Outflow, Pulse, Watch, events_of, moved
 from kvps.net.transport import DROPPED, Disconnected, Encoding, Guard, Refusals
 from kvps.net.zap import DOMAIN, EVENTS, Handshakes, Keys, Porter
 from kvps.protocol import wire

@@ -15,6 +15,13 @@ the end, so that a packet whose ``checked`` is damaged has something behind its 
 type and range and every payload frame its declared size, or raises
 :class:`~kvps.errors.ProtocolError`. Nothing is allocated on a peer's word: msgpack's limits are
 set, tensors travel as raw frames beside the head, and their sizes are compared, never trusted.
+
+The checksum is CRC-32, as zlib and Ethernet have it. TCP's own checksum has 16 bits, and a network card, a switch or a proxy may compute it anew after it
+has damaged what it carries. CRC-32 finds every error within 32 neighbouring bits, and of others all
+but one in four thousand million.
+
+zlib-ng computes it at the speed of memory. Python's own zlib gives the same number at a fifth of
+that speed, and serves where zlib-ng is not installed.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ import re
 import struct
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, fields
 
 import msgpack
@@ -32,7 +39,6 @@ import msgpack
 from kvps.compression import spec
 from kvps.dtypes import BY_ID, Spec
 from kvps.errors import KvpsError, ProtocolError
-from kvps.protocol.checksum import checksum
 from kvps.protocol.envelope import (
     ENTRIES_MAX,
     KEY_MAX,
@@ -48,6 +54,28 @@ from kvps.protocol.envelope import (
 from kvps.protocol.membership import View
 from kvps.protocol.stores import Entry
 from kvps.protocol.values import Load, Push
+
+try:
+    from zlib_ng.zlib_ng import crc32
+except ImportError:  # pragma: no cover  # every test environment has zlib-ng
+    from zlib import crc32
+
+
+def checksum(parts: Iterable[bytes | memoryview]) -> int:
+    """Return the CRC-32 of ``parts``, one after the other as if they were one, from 0 to 2^32-1.
+
+    Args:
+        parts: contiguous octets each.
+
+    Example:
+        >>> hex(checksum([b"1234", b"56789"]))
+        '0xcbf43926'
+    """
+    value = 0
+    for part in parts:
+        value = crc32(part, value)
+    return value
+
 
 VERSION = 1
 HEAD = struct.Struct("!2sBB16sIBBBxIQQ")

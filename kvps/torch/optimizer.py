@@ -41,7 +41,7 @@ from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
-from kvps.torch.sync.agreement import Agreement
+from kvps.torch.sync.agreement import Agreement, demand_same
 from kvps.torch.sync.arguments import (
     buffers_of,
     check_norms,
@@ -60,7 +60,6 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
-from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.wrapped_optimizer import WrappedOptimizer
 

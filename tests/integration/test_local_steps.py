@@ -20,7 +20,7 @@ import kvps
 import kvps.torch
 from kvps.compat import torchft
 from kvps.torch import DiLoCo, LocalSGD
-from kvps.torch.local_steps import step_timer
+from kvps.torch.local_steps import pace
 from tests.integration.processes import Processes, has_checkpoint, until
 
 Weights = list[torch.Tensor]
@@ -264,7 +264,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(step_timer, "perf_counter", lambda: found.now)
+    monkeypatch.setattr(pace, "perf_counter", lambda: found.now)
     return found
 
 

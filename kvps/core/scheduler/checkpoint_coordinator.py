@@ -22,8 +22,7 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Note
 from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.barriers import RoutedMessage, Waiter
-from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, NodeMessage
-from kvps.core.scheduler.rollback import Rollback
+from kvps.core.scheduler.cut import AGAIN_S, CUT_MAX, Cut, CutStage, NodeMessage, Rollback
 from kvps.core.texts import TAG_RULE, is_tag, shown
 from kvps.errors import ConfigError, KvpsError, Overload, ProtocolError, StorageError
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Recall, Restored, Shelf

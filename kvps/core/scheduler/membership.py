@@ -33,9 +33,8 @@ Invariants, which :meth:`Membership.check` states as code:
 from __future__ import annotations
 
 from kvps.core.effects import Route
-from kvps.core.scheduler.claims import Claims
 from kvps.core.scheduler.phase import told
-from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings, State, shortened
+from kvps.core.scheduler.seat import SEATS_MAX, Claims, Seat, SeatLink, Settings, State, shortened
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Leave, Member
@@ -120,7 +119,7 @@ class Membership:
     def doubt(self, route: Route, envelope: Envelope, hello: Hello, now: float) -> str:
         """Return why a newcomer has to wait for the holder of the seat that it wants; "" if it need not.
 
-        A holder that is silent is asked whether it is alive; see :mod:`kvps.core.scheduler.claims`.
+        A holder that is silent is asked whether it is alive; see :mod:`kvps.core.scheduler.seat`.
         """
         if envelope.incarnation:
             return self._doubt_attaching(route, envelope, hello, now)

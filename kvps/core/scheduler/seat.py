@@ -1,12 +1,25 @@
-"""One seat of a job: its state, its holder, and the limits that it is judged by.
+"""One seat of a job: its state, its holder, the limits that it is judged by, and the claims of newcomers on it.
 
 :mod:`kvps.core.scheduler.membership` says how a seat moves from state to state; this file says what it is.
+
+Claims on a taken seat
+----------------------
+A supervisor restarts a process as soon as it has ended, and often before any member knows of that end. So a
+newcomer that finds its seat taken has perhaps made no mistake::
+
+    HELLO ──► claim ──► CHALLENGE to the holder ──┬── the holder is lost: the newcomer takes the seat
+                ▲                                 ├── ALIVE: the newcomer is refused
+                └── HELLO again, each second ─────┴── neither: the newcomer is told to wait
+
+A beat proves nothing here: it may have been under way when its sender ended. What proves that a holder
+outlived the newcomer's coming is ALIVE with the number of a CHALLENGE that was sent after it.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvps.core.effects import Route
@@ -16,7 +29,7 @@ from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Hello, Leave, Member
+from kvps.protocol.membership import Challenge, Hello, Leave, Member
 
 SEATS = 2
 """The ticket that tells how many seats are taken."""
@@ -304,3 +317,48 @@ class Seat:
 def shortened(text: str) -> str:
     """Return at most :data:`NAME_MAX` bytes of a peer's ``text``, fit to be shown."""
     return shown(text).encode()[:NAME_MAX].decode(errors="ignore")
+
+
+CHALLENGE_EVERY_S = 0.5
+"""Seconds after a challenge during which a connection is not challenged again, by any newcomer."""
+
+
+class Claims:
+    """The processes that claim a seat that is taken, and the challenges to its holders."""
+
+    def __init__(self) -> None:
+        self.outgoing: list[tuple[Route, Challenge]] = []
+        """To be sent."""
+        self._newest = 0
+        """The number of the newest challenge."""
+        self._since: dict[Route, int] = {}
+        """By the newcomer's route: the newest challenge when it came. Only later ones prove anything."""
+
+    def __contains__(self, route: Route) -> bool:
+        return route in self._since
+
+    def open(self, route: Route) -> int:
+        """Return what number a challenge must exceed to prove something to this newcomer."""
+        if route not in self._since:
+            if len(self._since) >= SEATS_MAX:
+                del self._since[
+                    next(iter(self._since))
+                ]  # the next HELLO of the oldest is a new claim
+            self._since[route] = self._newest
+        return self._since[route]
+
+    def close(self, route: Route) -> None:
+        """A newcomer has a seat, was refused, or is gone."""
+        self._since.pop(route, None)
+
+    def challenge(self, links: Mapping[Route, SeatLink], since: int, now: float) -> None:
+        """Ask along connections that have proved nothing after ``since`` whether they are alive."""
+        for route, link in links.items():
+            if link.proved > since or now < link.challenged_at + CHALLENGE_EVERY_S:
+                continue
+            if link.challenge <= since:  # else it was asked, and has not answered yet
+                # By the time: no answer to what a former scheduler asked has this number.
+                self._newest = max(self._newest + 1, int(now * 1e6))
+                link.challenge = self._newest
+            link.challenged_at = now
+            self.outgoing.append((route, Challenge(link.challenge)))

@@ -7,7 +7,7 @@ when it is resent, it carries the same bytes.
 A gradient that is not finite is sent as it is and leaves the residual alone: the store decides what becomes of it,
 and a NaN in the residual would stay there for ever.
 
-Where servers answer with deltas (:mod:`kvps.core.server.chunks.delta_log`), the values of each piece of a key are
+Where servers answer with deltas (:mod:`kvps.core.server.chunks.history`), the values of each piece of a key are
 cached here, and later deltas are added to them.
 """
 

@@ -1,4 +1,4 @@
-"""Quiescence: a worker halts so that a cut falls between two of its steps.
+"""Halts of a worker: quiescence, so that a cut falls between two of its steps, and the resynchronisation after a rollback.
 
 In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been
 pushed equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands
@@ -15,15 +15,25 @@ Nobody waits for a cut for long. A worker goes on by itself when it has stood fo
 call comes close to its deadline, or when the scheduler is silent. It also does so when it opens a synchronous store:
 it stood without it, and other ranks may wait in a step of that store for its pushes. It says so, and that cut is
 given up.
+
+Resynchronisation
+-----------------
+All requests under way are void, and so is all that was counted: the keys lie elsewhere now, at earlier versions. So
+a store *rejoins*: it opens itself anew, finds its keys, and numbers its pushes by what the servers say this rank
+owes. Calls that come meanwhile wait. Then the user is told, once: calls that were under way end with
+:class:`~kvps.errors.EpochChanged`; without any, the next call does. A store that knew no key has nothing to tell,
+and its calls are made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvps.core.worker.calls.base import Call, PushCall
 from kvps.core.worker.store import WorkerStore
+from kvps.errors import EpochChanged
+from kvps.phrases import some_of
 from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
@@ -153,3 +163,38 @@ class Quiesce:
 def _lead(store: WorkerStore) -> int:
     """How many pushes were made of the key that has most."""
     return max([key.number for key in store.keys.values()], default=0)
+
+
+NAMED_MAX = 3
+"""Most keys that the text names."""
+
+
+@dataclass(slots=True)
+class StoreResync:
+    """One store on its way into a new epoch."""
+
+    before: dict[str, int]
+    """Key -> the version that this rank had seen."""
+    optimize_calls: int
+    """Number of times that the optimizer was set, as far as this rank could know."""
+    held: list[DeferredCall] = field(default_factory=list)
+    """Calls that were under way, and calls that came since."""
+    after: dict[str, int] = field(default_factory=dict)
+    """Key -> the version that the servers have now."""
+
+
+def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochChanged:
+    """Return the error by which the user is told."""
+    moved = [
+        f"{name!r} {version} -> {resync.after.get(name, 'absent')}"
+        for name, version in resync.before.items()
+    ]
+    return EpochChanged(
+        f"a server was lost, and all servers rolled back to the last checkpoint (epoch {epoch}): "
+        f"keys of store {store.name!r} changed ({some_of(moved, NAMED_MAX)}). Pushes since "
+        "then are lost, and calls in flight were not carried out. Pull the weights and continue "
+        "from there; front ends (Trainer, DistributedOptimizer, LocalSGD, DiLoCo) do so by themselves",
+        resync.before,
+        resync.after,
+        has_optimizer=store.optimized.number >= resync.optimize_calls,
+    )

@@ -6,7 +6,7 @@ call that ends early stays there if it changes values, and is dropped otherwise.
 
 A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls
 are held as :mod:`kvps.core.worker.quiesce` says; after a rollback, each store finds its way as
-:mod:`kvps.core.worker.resync` says.
+:mod:`kvps.core.worker.quiesce` says.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
-from kvps.core.worker.quiesce import DeferredCall, Quiesce
-from kvps.core.worker.resync import StoreResync, epoch_changed
+from kvps.core.worker.quiesce import DeferredCall, Quiesce, StoreResync, epoch_changed
 from kvps.core.worker.standstill import ASK_SCRIPT, CONFIRMED_S, FAR_S, Standstill, State
 from kvps.core.worker.store import WorkerStore, of_beat
 from kvps.core.worker.timeout_report import standstill_error, timeout_error

@@ -56,9 +56,9 @@ from kvps.torch.local_steps.fragments import fragments_of
 from kvps.torch.local_steps.mean import MeanStore
 from kvps.torch.local_steps.pace import Pace
 from kvps.torch.local_steps.schedule import Schedule
+from kvps.torch.sync.agreement import demand_same
 from kvps.torch.sync.arguments import buffers_of, check_plain
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
-from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.steps import Steps
 
 log = logging.getLogger("kvps")

@@ -1,13 +1,24 @@
-"""The pace of this worker among the others: it tells them how fast it is, and learns how many local steps to make.
+"""The pace of this worker among the others: how long its local steps take, and how many of them make a turn.
 
 The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a worker writes its row
 and reads all of them, while its pseudo-gradients are on their way. So nobody waits, and nobody counts as fast for
-ever that has stopped writing (:mod:`kvps.torch.local_steps.dynamic`).
+ever that has stopped writing.
+
+A worker that makes v steps per second, where the fastest makes v_max, has ``floor(sync_every * v / v_max)`` steps in
+a turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to learn the speeds of others: each writes
+its own into a table when it pushes, and reads the table as it is. The table has no clock, so each reader remembers when it
+first saw what a row holds.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,8 +26,74 @@ from kvps.errors import EpochChanged
 from kvps.runtime.ticket import Handle
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
-from kvps.torch.local_steps.dynamic import DynamicSteps, Report
-from kvps.torch.local_steps.step_timer import StepTimer
+
+SILENT_TURNS = 4
+"""Turns without a report after which a worker does not count: it is lost, has left, or is stopped."""
+TOLERANCE = 0.05
+"""The share by which equal workers may seem to differ. Without it, the slower of two equal workers would always have
+a step less, which is half of them where ``sync_every`` is 2."""
+
+
+class Report(NamedTuple):
+    """The report of a worker on its last turn; all zeros before its first."""
+
+    turns: float
+    """Turns that the worker has reported."""
+    step_s: float
+    """Seconds of a step, without waits for merges."""
+    turn_s: float
+    """Seconds from push to push."""
+
+
+class DynamicSteps:
+    """The length of one worker's turns.
+
+    Args:
+        sync_every: steps of the fastest worker.
+        least: the fewest steps of a turn.
+        rank: this worker's.
+
+    Example:
+        >>> steps = DynamicSteps(sync_every=30, least=1, rank=1)
+        >>> steps.of([Report(1, 0.1, 3.0), Report(1, 0.3, 9.0)], now=9.0)
+        10
+    """
+
+    def __init__(self, sync_every: int, least: int, rank: int) -> None:
+        self._sync_every = sync_every
+        self._least = least
+        self._rank = rank
+        self._seen: dict[int, tuple[Report, float]] = {}
+        """Rank -> its newest report, and when this worker first saw it."""
+
+    def of(self, reports: Sequence[Report], now: float) -> int:
+        """Return the steps of this worker's next turn.
+
+        Args:
+            reports: the newest of each rank.
+            now: seconds on a monotonic clock.
+        """
+        own = reports[self._rank]
+        if not _is_known(own):
+            return self._sync_every
+        fastest_s = own.step_s
+        for rank, report in enumerate(reports):
+            seen = self._seen.get(rank)
+            if seen is None or seen[0] != report:
+                seen = self._seen[rank] = (report, now)
+            if _is_known(report) and now - seen[1] <= SILENT_TURNS * self._longest_turn_s(report):
+                fastest_s = min(fastest_s, report.step_s)
+        steps = math.floor(self._sync_every * (1 + TOLERANCE) * fastest_s / own.step_s)
+        return min(max(steps, self._least), self._sync_every)
+
+    def _longest_turn_s(self, report: Report) -> float:
+        """Return how long the turn after a report may take: as long as the last one, or as one of all steps."""
+        return max(report.turn_s, self._sync_every * report.step_s)
+
+
+def _is_known(report: Report) -> bool:
+    return 0 < report.step_s < math.inf
+
 
 SPEEDS = "speeds"
 """The key of the table: float64, (workers, fields of a report)."""
@@ -101,3 +178,59 @@ class Pace:
                 return
             except EpochChanged as another:
                 error = another
+
+
+STEPS_MAX = 512
+"""Steps whose times are kept: the newest."""
+STEPS_LEAST = 8
+"""The fewest steps of a median, if there were as many: a turn of a slow worker may be a single step."""
+
+
+class StepTimer:
+    """Measures local steps; what happens between :meth:`end` and :meth:`begin`, such as a merge, is not counted.
+
+    The host only enqueues what a CUDA device computes, so events on its stream are compared there. On other devices the
+    host's clock counts.
+
+    Args:
+        device: where the parameters are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: deque[tuple[Any, Any]] = deque(maxlen=STEPS_MAX)
+        """The begin and the end of each step."""
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        """Note that a step begins now."""
+        self._begun = self._stamp()
+
+    def end(self) -> None:
+        """Note that the step ends now, and the next one begins."""
+        ended = self._stamp()
+        if self._begun is not None:
+            self._steps.append((self._begun, ended))
+        self._begun = ended
+
+    def median_s(self, steps: int) -> float:
+        """Return the median of the newest ``steps``, or of a few more if these are very few, in seconds; 0 for none.
+
+        It waits until the device has computed them.
+        """
+        newest = list(self._steps)[-max(steps, STEPS_LEAST) :]
+        if not newest:
+            return 0.0
+        if self._device.type == "cuda":
+            newest[-1][1].synchronize()
+            return (
+                float(statistics.median([begun.elapsed_time(end) for begun, end in newest])) / 1e3
+            )
+        return float(statistics.median([end - begun for begun, end in newest]))
+
+    def _stamp(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
+        event.record(torch.cuda.current_stream(self._device))
+        return event

@@ -38,10 +38,10 @@ from kvps.torch.sharded.initial_upload import Init, check_init, upload
 from kvps.torch.sharded.param_groups import cut
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
 from kvps.torch.sharded.residency import Residency
+from kvps.torch.sync.agreement import demand_same
 from kvps.torch.sync.arguments import check_norms
 from kvps.torch.sync.parameter_hooks import graph_task
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
-from kvps.torch.sync.same_model import demand_same
 from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.steps import Resumable
 

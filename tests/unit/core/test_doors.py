@@ -21,8 +21,7 @@ from kvps.core.optim.hyperparams import FLOAT_MAX, SCHEMAS, resolve
 from kvps.core.optim.torch_rules import PRODUCTS_MAX, create
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
-from kvps.core.scheduler.cut import CUT_MAX
-from kvps.core.scheduler.rollback import Rollback
+from kvps.core.scheduler.cut import CUT_MAX, Rollback
 from kvps.core.server import server as module
 from kvps.core.server.snapshot import capture, storage
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart
@@ -113,7 +112,7 @@ def test_a_server_that_says_it_holds_a_cut_before_it_says_which_it_has() -> None
     recovery.hear(0, m.Restored(4, 0, "none"))
     recovery.hear(0, m.Restored(4, 0))
     assert not recovery.restored
-    assert len(list(recovery.letters())) == 2
+    assert len(list(recovery.outgoing())) == 2
 
 
 def test_cuts_and_tags_that_cannot_be() -> None:

@@ -13,8 +13,7 @@ import zmq
 from kvps import protocol as m
 from kvps.core.limits import TABLE
 from kvps.errors import Fenced, ProtocolError
-from kvps.net.doorman import Doorman
-from kvps.net.misbehaviour import IGNORED_S
+from kvps.net.doorman import IGNORED_S, Doorman
 from kvps.net.transport import Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.limits import TABLE
-from kvps.net.misbehaviour import IGNORED_S, KEPT_MAX, WITHIN_S, Misbehaviour
+from kvps.net.doorman import IGNORED_S, KEPT_MAX, WITHIN_S, Misbehaviour
 
 REFUSED_MAX = TABLE["refused"].default
 

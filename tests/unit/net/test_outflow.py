@@ -11,7 +11,7 @@ import zmq
 
 from kvps import protocol as m
 from kvps.core.limits import TABLE
-from kvps.net.outflow import Outflow
+from kvps.net.tcp_watch import Outflow
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Packet, Role

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.net.pulse import MANY, STILL_S, Moved, Pulse
+from kvps.net.tcp_watch import MANY, STILL_S, Moved, Pulse
 
 SILENCE_S = 20.0
 pytestmark = pytest.mark.spec("R222")

@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 
-from kvps.protocol import checksum as module
-from kvps.protocol.checksum import checksum
+from kvps.protocol import wire as module
+from kvps.protocol.wire import checksum
 
 OCTETS = bytes(range(256)) * 5000
 

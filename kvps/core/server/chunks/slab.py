@@ -25,8 +25,7 @@ import torch
 from kvps.core.embedding.table import EmbeddingRows, TableState
 from kvps.core.optim.torch_rules import State
 from kvps.core.placement import whole
-from kvps.core.server.chunks.change_log import NONE, ChangeLog
-from kvps.core.server.chunks.delta_log import CompressedHistory
+from kvps.core.server.chunks.history import NONE, ChangeLog, CompressedHistory
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.sessions import PendingRead
 from kvps.dtypes import BY_NAME, summed_in

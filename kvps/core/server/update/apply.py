@@ -2,7 +2,7 @@
 
 Without an optimizer its sum becomes the values. With one, sums are taken block by block, each of which stays
 in a core's cache while the rule is applied to it. If pulls are compressed
-(:mod:`kvps.core.server.chunks.delta_log`), values move by the decoded delta, and the residual is kept.
+(:mod:`kvps.core.server.chunks.history`), values move by the decoded delta, and the residual is kept.
 
 Some sums are computed first: those that are measured as a whole tensor, and those of stores that drop values
 that are not finite (:mod:`kvps.core.server.figures.nonfinite_log`).
@@ -22,7 +22,7 @@ from kvps.core.optim.base import Terms, Updater
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.sparse_update import may_be_lazy
 from kvps.core.row_gradients import RowGradient
-from kvps.core.server.chunks.delta_log import CompressedHistory, code_of
+from kvps.core.server.chunks.history import CompressedHistory, code_of
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.sessions import PendingRead

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.claims import CHALLENGE_EVERY_S, Claims
-from kvps.core.scheduler.seat import SEATS_MAX, SeatLink
+from kvps.core.scheduler.seat import CHALLENGE_EVERY_S, SEATS_MAX, Claims, SeatLink
 
 
 def link() -> SeatLink:

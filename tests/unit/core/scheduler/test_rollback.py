@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.rollback import Rollback
+from kvps.core.scheduler.cut import Rollback
 from kvps.protocol.checkpoint import Proceed, Recall, Restore, Restored, Shelf
 from kvps.protocol.envelope import Node, Role
 

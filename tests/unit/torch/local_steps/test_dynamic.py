@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kvps.torch.local_steps.dynamic import SILENT_TURNS, DynamicSteps, Report
+from kvps.torch.local_steps.pace import SILENT_TURNS, DynamicSteps, Report
 
 UNKNOWN = Report(0, 0.0, 0.0)
 

@@ -7,15 +7,15 @@ import time
 import pytest
 import torch
 
-from kvps.torch.local_steps import step_timer
-from kvps.torch.local_steps.step_timer import STEPS_LEAST, STEPS_MAX, StepTimer
+from kvps.torch.local_steps import pace
+from kvps.torch.local_steps.pace import STEPS_LEAST, STEPS_MAX, StepTimer
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time in seconds, which a test sets."""
     now = [0.0]
-    monkeypatch.setattr(step_timer, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pace, "perf_counter", lambda: now[0])
     return now
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvps.core.server.chunks.change_log import LEAST_COUNT, VERSION_COUNT, ChangeLog
+from kvps.core.server.chunks.history import LEAST_COUNT, VERSION_COUNT, ChangeLog
 
 
 def noted(*versions: tuple[int, list[int]], rows: int = 20) -> ChangeLog:

@@ -7,7 +7,7 @@ import torch
 
 from kvps.compression.codecs import decode
 from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, CodecSpec
-from kvps.core.server.chunks.delta_log import STEPS_MAX, CompressedHistory, Step, code_of
+from kvps.core.server.chunks.history import STEPS_MAX, CompressedHistory, Step, code_of
 
 TWO = CodecSpec(BIT2, 0.5)
 
