@@ -26,11 +26,8 @@ For the effect of a rollback on a step see :mod:`kvps.torch.sync.parameter_sync`
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -44,11 +41,10 @@ from kvps.store.base import KVStoreBase
 from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
-from kvps.store.rows import has_rows
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.sync.agreement import demand_same
 from kvps.torch.sync.arguments import check_norms, check_plain
-from kvps.torch.sync.gradient_memory import GradientMemory
+from kvps.torch.sync.batch_size import AgreedBatch, positive
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
@@ -60,8 +56,8 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
-from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of, sum_of
 from kvps.torch.sync.state_dict import StateInStore, in_words
+from kvps.torch.sync.step_exchange import StepExchange
 from kvps.torch.sync.steps import Resumable
 
 Params: TypeAlias = (
@@ -74,10 +70,6 @@ ADVICE = Advice(
     "their sum between allreduce_grads() and update())",
     "create the Trainer with overlap=False, then gradients leave in step()",
 )
-LEVELS = 8
-"""The number of priorities of parameters, in their order."""
-BATCH_KEY = "kvps.batch_size"
-"""The key of rank 0's first batch size."""
 
 IN_STORE = (
     "step() of the torch optimizer was called, but its steps are made in the store: it would change the weights of this "
@@ -162,9 +154,6 @@ class Trainer(Resumable):
         check_free(kv, tensors, "Trainer")
         residual_state.compress(kv, compression_params, "compression_params")
         self._kv = kv
-        self._tables = SparseGradients.of(kv, brings_weights=on_store)
-        self._batch: float | None = None
-        """The batch size by which the store's optimizer divides; None before the first step."""
         self._local: RulesOptimizer | TorchOptimizer | None = None
         self._owned: OwnedSteps | None = None
         """The steps of a torch optimizer whose gradients a store sums up."""
@@ -206,8 +195,9 @@ class Trainer(Resumable):
         self._steps.choose(
             Trainer._make_step, Trainer._drop_step, lambda trainer: trainer._model.pull()
         )
+        self._agreed = AgreedBatch(self._model)
         if self._steps.is_behind:
-            self._take_batch()
+            self._agreed.take()
         self.batch_size: float | None = None
         """The batch size for which gradients are scaled that are pushed during backward (``overlap``)."""
         self._exchange: GradientSync | None = None
@@ -220,8 +210,9 @@ class Trainer(Resumable):
                 self._model, before=self._scale, brings_weights=on_store, advice=ADVICE
             )
             self._exchange.is_held = on_store  # until a batch size is known
-        self._memory = GradientMemory(kv if self._exchange is None else None, self._params)
-        self._memory.watch()
+        self._plain = StepExchange(
+            kv, self._params, brings_weights=on_store, lends=self._exchange is None
+        )
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -255,7 +246,7 @@ class Trainer(Resumable):
         self._model.survive(lambda: self._step(batch_size, ignore_stale_grad), is_step=True)
 
     def _drop_step(self, batch_size: float, ignore_stale_grad: bool) -> float:
-        _positive(batch_size)
+        positive(batch_size)
         if self._exchange is not None:
             self._exchange.begin()
             for param in self._params.values():
@@ -263,19 +254,14 @@ class Trainer(Resumable):
         return self._model.passed_over(self._wanted())
 
     def _step(self, batch_size: float, ignore_stale_grad: bool) -> None:
-        batch = _positive(batch_size)
+        batch = positive(batch_size)
         names = self._with_gradients(ignore_stale_grad)
         if self._exchange is not None:
             self._finish(self._exchange, names, batch)
             return
-        gradients = [self._gradient(name) for name in names]
-        factor = self._agreed_batch(batch) / batch
+        factor = self._agreed.size(batch) / batch
         self._send_rates()
-        if factor != 1.0:
-            with torch.no_grad():
-                gradients = [gradient * factor for gradient in gradients]
-        with self._memory.lent(names):
-            self._pushpull(names, gradients, [self._params[name].detach() for name in names])
+        self._plain.update(names, factor)
 
     def _finish(self, exchange: GradientSync, names: list[str], batch: float) -> None:
         """Make a step whose gradients may have been pushed already."""
@@ -313,7 +299,7 @@ class Trainer(Resumable):
         """Scale gradients for their batch before they are pushed."""
         if self._local is None and self._exchange is not None:
             assert self.batch_size is not None
-            self._exchange.scale = self._agreed_batch(self.batch_size) / self.batch_size
+            self._exchange.scale = self._agreed.size(self.batch_size) / self.batch_size
             self._send_rates()
 
     def _send_rates(self) -> None:
@@ -345,27 +331,7 @@ class Trainer(Resumable):
         self._fill(names)
         if self._kv is None:
             return
-        self._model.survive(lambda: self._sum_up(names), is_step=True)
-
-    def _sum_up(self, names: list[str]) -> None:
-        """Replace gradients with their sums over all workers; sparse gradients travel as rows, if possible."""
-        gradients = {name: self._gradient(name) for name in names}
-        waits = self._begin_tables(list(gradients), list(gradients.values()), [0] * len(names))
-        dense = {
-            name: dense_of(gradient) if gradient.is_sparse else gradient
-            for name, gradient in gradients.items()
-            if name not in waits
-        }
-        if dense:
-            with self._memory.lent(names):
-                self._pushpull(list(dense), list(dense.values()), list(dense.values()))
-        sums = {name: wait() for name, wait in waits.items()}
-        for name, gradient in gradients.items():
-            param = self._params[name]
-            if name in sums:
-                param.grad = sums[name]
-            elif gradient.is_sparse:
-                param.grad = sum_of(dense[name], param, is_marked=adds_plainly(self._kv))
+        self._model.survive(lambda: self._plain.sum_up(names), is_step=True)
 
     def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Update the parameters by their ``.grad / batch_size``: the second half of :meth:`step`.
@@ -377,7 +343,7 @@ class Trainer(Resumable):
             ConfigError: with update_on_kvstore=True; or as :meth:`step`.
         """
         local = self._needs_local("update")
-        batch = _positive(batch_size)
+        batch = positive(batch_size)
         if self._model.is_given_up:  # what is in .grad is this rank's alone
             self._model.is_given_up = False
             return
@@ -493,44 +459,6 @@ class Trainer(Resumable):
 
     # --- small things -------------------------------------------------------------------------------
 
-    def _gradient(self, name: str) -> torch.Tensor:
-        """Return the gradient of a parameter, 0 where there is none."""
-        place, param = self._memory.sent(name), self._params[name]
-        if place is not None:
-            return place
-        if param.grad is None:
-            return torch.zeros_like(param, requires_grad=False)
-        return param.grad.detach()
-
-    def _agreed_batch(self, batch: float) -> float:
-        """Return the batch size by which the store's optimizer divides: rank 0's first batch size."""
-        if self._batch is not None:
-            return self._batch
-        if not isinstance(self._kv, KVStore):
-            self._batch = 1.0  # a plug-in divides by nothing; this worker does
-            return self._batch
-        hyper = self._model.hyper
-        assert hyper is not None
-        shared = torch.tensor([batch], dtype=torch.float64, device="cpu")
-        self._kv.init(BATCH_KEY, shared)
-        self._kv.pull(BATCH_KEY, out=shared)
-        self._batch = float(shared)
-        if self._batch != 1.0:
-            self._model.install(self._rescaled(hyper))
-        return self._batch
-
-    def _take_batch(self) -> None:
-        """Learn which batch size was agreed on before this worker replaced a lost worker."""
-        shared = torch.zeros(1, dtype=torch.float64, device="cpu")
-        self._model.kv.pull(BATCH_KEY, out=shared)
-        self._batch = float(shared)
-        assert self._model.hyper is not None
-        self._model.hyper = self._rescaled(self._model.hyper)
-
-    def _rescaled(self, hyper: HyperParams) -> HyperParams:
-        rescale = hyper.number("rescale_grad") / (self._batch or 1.0)
-        return replace(hyper, values={**hyper.values, "rescale_grad": rescale})
-
     def _with_gradients(self, ignore_stale_grad: bool) -> list[str]:
         """Return the names of the trained parameters."""
         names = self._model.trained
@@ -544,41 +472,6 @@ class Trainer(Resumable):
                 "trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
             )
         return names
-
-    def _pushpull(
-        self, names: list[str], values: list[torch.Tensor], out: list[torch.Tensor]
-    ) -> None:
-        if isinstance(self._kv, KVStore):
-            # The first layers are needed first, in the next forward pass. Within one level chunks
-            # go to all servers in turns.
-            levels = [-(LEVELS * index // len(names)) for index in range(len(names))]
-            waits = self._begin_tables(names, values, levels) if self._local is None else {}
-            rest = [index for index, name in enumerate(names) if name not in waits]
-            if rest:
-                self._kv.pushpull(
-                    [names[index] for index in rest],
-                    [_dense_unless_rows(values[index]) for index in rest],
-                    out=[out[index] for index in rest],
-                    priority=[levels[index] for index in rest],
-                )
-            for wait in waits.values():
-                wait()
-            return
-        for index, name in enumerate(names):  # a plug-in need not take lists
-            value = values[index].to_dense() if values[index].is_sparse else values[index]
-            self._model.kv.pushpull(name, value, out=out[index], priority=-index)
-
-    def _begin_tables(
-        self, names: list[str], values: list[torch.Tensor], levels: list[int]
-    ) -> dict[str, Callable[[], torch.Tensor]]:
-        """Push sparse gradients as rows, if possible; return a wait for each."""
-        if self._tables is None:
-            return {}
-        return {
-            name: self._tables.begin(name, value, level, self._params[name])
-            for name, value, level in zip(names, values, levels, strict=True)
-            if has_rows(value)
-        }
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
@@ -611,16 +504,3 @@ def _checked(
     check_plain(optimizer, "Trainer")
     check_groups(optimizer, params)
     return None
-
-
-def _dense_unless_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the form that a store takes."""
-    return gradient.to_dense() if gradient.is_sparse and not has_rows(gradient) else gradient
-
-
-def _positive(batch_size: object) -> float:
-    is_number = isinstance(batch_size, numbers.Real) and not isinstance(batch_size, bool)
-    value = float(batch_size) if is_number else math.nan  # type: ignore[arg-type]
-    if not 0 < value < math.inf:
-        raise ConfigError(f"batch_size={batch_size!r}: use a number above 0")
-    return value
