@@ -292,15 +292,6 @@ class OldRound(NamedTuple):
     age_s: float
 
 
-@tag(77)
-class Stalled(Message):
-    """Server to scheduler: these rounds have been open for a while; none, if none has."""
-
-    rounds: tuple[OldRound, ...]
-    late: dict[str, float] = field(default_factory=dict)
-    """By rank, the seconds by which its pushes came after the first of their round: a moving mean."""
-
-
 @tag(78)
 class Look(Message):
     """Anybody to scheduler: how does the job stand?"""
@@ -449,17 +440,19 @@ class KeyTraffic(NamedTuple):
 
 @tag(121)
 class Measured(Message):
-    """Answer to MEASURE: the figures of the server as of now."""
+    """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds and late ranks alone."""
 
     number: int
-    """That of MEASURE."""
+    """The number of MEASURE; 0 where the server was not asked."""
     counts: tuple[Count, ...]
     histograms: tuple[Histogram, ...]
     stores: tuple[StoreFigures, ...]
     traffic: tuple[KeyTraffic, ...]
     """Those with the most traffic, the first with the most."""
     rounds: tuple[OldRound, ...]
-    """The oldest open round of each store that has one."""
+    """The oldest open round of each store that has one; unasked, of those that have been open for a while."""
+    late: dict[str, float] = field(default_factory=dict)
+    """By rank, the seconds by which its pushes came after the first of their round, a moving mean; unasked only."""
 
 
 # --- keys -----------------------------------------------------------------------------------------

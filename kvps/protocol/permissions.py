@@ -62,7 +62,6 @@ from kvps.protocol.membership import (
     Resumed,
     Return,
     Seen,
-    Stalled,
     Stop,
     View,
     Welcome,
@@ -136,8 +135,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _MEMBER
         | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch}
         | {Close},
-        Role.SERVER: _MEMBER
-        | {Stalled, Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
+        Role.SERVER: _MEMBER | {Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
     },
     Place.SERVER: {
         Role.WORKER: _SHARING
@@ -180,7 +178,7 @@ HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
     {
-        *(View, Seen, Stalled, Measured, Halt, Halted, ImageKept, Commit, Shelf),
+        *(View, Seen, Measured, Halt, Halted, ImageKept, Commit, Shelf),
         *(Declare, Declared, Find, FoundAll, Optimize, Probe, Probed, Release),
         *(Push, Pull, Pulled, Load, Ack, StatusIs, Resumed, Revived, StateIs, SetState),
     }

@@ -175,11 +175,6 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.HistoryIs(42, 1, 0, 3, 200, 0.125, 2, True, 12), ()),
         (WORKER, m.Resume("weights", 200), ()),
         (SCHEDULER, m.Resumed(42, True, {"epoch": 3}), ()),
-        (
-            SERVER,
-            m.Stalled((m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),), {"0": 0.0, "1": 0.25}),
-            (),
-        ),
         (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Look(), ()),
         (
             SCHEDULER,
@@ -264,6 +259,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 (m.StoreFigures("weights", "sync", 3, 6),),
                 (m.KeyTraffic("weights", "w", 2, 4096),),
                 (m.OldRound(1, "weights", "w", 5, (2, 3), 12.5),),
+                {"0": 0.0, "1": 0.25},
             ),
             (),
         ),

@@ -26,6 +26,7 @@ from kvps import protocol as p
 from kvps.core.effects import Effects, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
+from kvps.core.scheduler.figures.measurements import printable
 from kvps.core.scheduler.figures.status import figures, sights, waits
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.pace import RateLimit
@@ -142,8 +143,6 @@ class Scheduler:
                     self._on_cut(route, envelope, message, Role.SERVER, now)
                 case p.Resume():
                     self._on_resume(route, envelope, message, now)
-                case p.Stalled():
-                    self._on_stalled(route, envelope, message, now)
                 case p.Measured():
                     self._on_measured(route, envelope, message, now)
                 case _:
@@ -460,19 +459,16 @@ class Scheduler:
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, p.Resumed(envelope.seq, True, numbers))
 
-    def _on_stalled(self, route: Route, envelope: Envelope, stalled: p.Stalled, now: float) -> None:
-        seat = self._recognise(route, envelope, now)
-        if seat.node.role is not Role.SERVER:
-            raise ProtocolError(f"{seat.node} reported rounds; only servers may")
-        self.job.status_report.tell(seat.node.rank, stalled.rounds, now, stalled.late)
-
     def _on_measured(
         self, route: Route, envelope: Envelope, measured: p.Measured, now: float
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} sent figures; only servers may")
-        rank = seat.node.rank
+        rank, measured = seat.node.rank, printable(measured)
+        if measured.number == 0:  # unasked
+            self.job.status_report.tell(rank, measured.rounds, now, measured.late)
+            return
         self.job.measurements.hear(rank, seat.incarnation, measured, now)
         short = [figure.value for figure in measured.counts if figure.name == SHORT_ROUNDS]
         self.job.fault_log.short_rounds(rank, sum(short), now)

@@ -258,7 +258,7 @@ class Server:
         late = self._tally.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
-            self._reply(SCHEDULER, p.Stalled(rounds[:TELL_MAX], late))
+            self._reply(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late))
 
     # --- the scheduler --------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from kvps.observe.cluster import JobModel
 from kvps.observe.diagnosis import Measurements, diagnose
 from kvps.observe.document import document_of
 from kvps.observe.findings import CIRCLE_S, STUCK_S, Finding, Level, judge
-from kvps.protocol.membership import Barrier, Beat, Look, OldRound, Seen, Stalled, Wait
+from kvps.protocol.membership import Barrier, Beat, Look, Measured, OldRound, Seen, Wait
 from tests.support.scheduler_harness import Stage, sent
 
 JOB = bytes(16)
@@ -124,7 +124,7 @@ def running(stage: Stage, seconds: float, **waits_in: str) -> None:
 def test_workers_that_wait_for_each_other_are_named_in_all_places() -> None:
     stage = Stage(2, 1)
     stage.form()
-    stage.say("s0", Stalled((opened(1, age_s=3.0),)))
+    stage.say("s0", Measured(0, (), (), (), (), (opened(1, age_s=3.0),)))
     stage.barrier("w1", name="epoch")
     running(stage, 8, w0="push()", w1="barrier()")
     seen = look(stage)

@@ -19,7 +19,7 @@ TAGS = {
     **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},
     **{50: "Status", 51: "StatusIs", 60: "Offer", 61: "Taken", 62: "Release"},
     **{70: "Join", 71: "Joined", 72: "Return", 73: "History", 74: "HistoryIs"},
-    **{75: "Resume", 76: "Resumed", 77: "Stalled", 78: "Look", 79: "Seen"},
+    **{75: "Resume", 76: "Resumed", 78: "Look", 79: "Seen"},
     **{80: "Halt", 81: "Halted", 82: "Proceed", 83: "Proceeding"},
     **{84: "TakeImage", 85: "ImageTaken", 86: "ImageKept", 87: "Commit", 88: "Committed"},
     **{89: "GiveUp", 90: "Recall", 91: "Shelf", 92: "Restore", 93: "Restored"},

@@ -8,8 +8,8 @@ stopped answers late. Nothing here has an influence on the job.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from kvps.core.scheduler.seat import Seat, State
 from kvps.core.texts import shown
@@ -100,7 +100,7 @@ class ServerMeasurements:
             return
         server.is_asked = False
         server.answer_s, server.answered_at = now - server.asked_at, now
-        server.measured = _printable(measured)
+        server.measured = measured
 
     def figures(self, now: float) -> list[ServerFigures]:
         """Return what is known of each server that has answered, by rank."""
@@ -117,39 +117,16 @@ class ServerMeasurements:
         ]
 
 
-def _printable(measured: Measured) -> Measured:
+def printable(measured: Measured) -> Measured:
     """Return figures whose names can be shown."""
-    return Measured(
-        measured.number,
-        tuple(
-            [
-                figure._replace(name=_text(figure.name), label=_text(figure.label))
-                for figure in measured.counts
-            ]
-        ),
-        tuple(
-            [histogram._replace(name=_text(histogram.name)) for histogram in measured.histograms]
-        ),
-        tuple(
-            [
-                store._replace(store=_text(store.store), mode=_text(store.mode))
-                for store in measured.stores
-            ]
-        ),
-        tuple(
-            [
-                traffic._replace(store=_text(traffic.store), key=_text(traffic.key))
-                for traffic in measured.traffic
-            ]
-        ),
-        tuple(
-            [
-                round_._replace(store=_text(round_.store), key=_text(round_.key))
-                for round_ in measured.rounds
-            ]
-        ),
-    )
+    values = [_printable(getattr(measured, field.name)) for field in fields(measured)]
+    return Measured(*values)
 
 
-def _text(text: str) -> str:
-    return shown(text)[:TEXT_MAX]
+def _printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return shown(value)[:TEXT_MAX]
+    if isinstance(value, tuple):
+        parts = map(_printable, value)
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
+    return value

@@ -18,12 +18,12 @@ from kvps.protocol.membership import (
     Error,
     Figures,
     Look,
+    Measured,
     OldRound,
     Ping,
     Pong,
     Seen,
     Sight,
-    Stalled,
     Stop,
 )
 from tests.support.scheduler_harness import Stage, sent
@@ -35,6 +35,11 @@ OLD = OldRound(0, "kv", "w", 7, (1,), 12.0)
 def held(*servers: int) -> dict[Node, Seat]:
     nodes = [Node(Role.SERVER, rank) for rank in servers]
     return {node: Seat(node, State.HELD, 1) for node in nodes}
+
+
+def told(rounds: tuple[OldRound, ...], late: dict[str, float] | None = None) -> Measured:
+    """Return the figures that a server sends unasked."""
+    return Measured(0, (), (), (), (), rounds, late or {})
 
 
 def look(stage: Stage) -> Seen:
@@ -110,16 +115,16 @@ def test_look_at_the_end_is_no_member_that_parts() -> None:
     assert not sent(stage.wait(0.1), Stop, "looker")
 
 
-@pytest.mark.spec("R129")
+@pytest.mark.spec("R129", "R465")
 def test_stalled_rounds_of_servers_are_shown() -> None:
     stage = Stage(2, 1)
     stage.form()
-    stage.say("s0", Stalled((OLD,)))
+    stage.say("s0", told((OLD,)))
     stage.wait(1.0, ["w0", "w1", "s0"])
     (shown,) = look(stage).rounds
     assert shown == OLD._replace(age_s=13.0)
-    (error,) = sent(stage.say("w0", Stalled((OLD,))), Error)
-    assert "worker 0 reported rounds" in error.text
+    (error,) = sent(stage.say("w0", told((OLD,))), Error)
+    assert "worker 0 sent figures" in error.text
 
 
 @pytest.mark.spec("R330")
@@ -129,7 +134,7 @@ def test_figures_come_from_beats_hellos_and_what_servers_tell() -> None:
         stage.hello(route)
     stage.say("w1", Beat(3, "", 7, 100, 50))
     stage.say("s0", Beat(0, "", 0, 50, 100, 4096, 8192))
-    stage.say("s0", Stalled((), {"1": 0.25, "0": 0.0}))
+    stage.say("s0", told((), {"1": 0.25, "0": 0.0}))
     seen = look(stage)
     by_node = {
         (one.role, one.rank): figures

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from kvps.core.effects import Note
 from kvps.core.server.figures.stragglers import STALL_AFTER_S, Stall, StragglerLog
 from kvps.phrases import ranks_in_words
-from kvps.protocol.membership import OldRound, Stalled
+from kvps.protocol.membership import Measured, OldRound
 from tests.support.server_harness import ServerStage
 
 
@@ -93,22 +94,28 @@ def test_a_server_says_so_of_the_oldest_round_of_a_store() -> None:
     assert torch.equal(one.chunk().buffer.tensor[:1], torch.tensor([3.0]))
 
 
+@pytest.mark.spec("R465")
 def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are_none() -> None:
     one = ServerStage(workers=3)
     one.open()
     one.init("a", [0.0])
 
-    def told(seconds: float) -> list[Stalled]:
+    def told(seconds: float) -> list[tuple[object, ...]]:
         one.now += seconds
         said = one.take(one.server.on_timer(one.now))
-        return [each.message for each in said if isinstance(each.message, Stalled)]
+        figures = [each.message for each in said if isinstance(each.message, Measured)]
+        assert all(
+            message == Measured(0, (), (), (), (), message.rounds, message.late)
+            for message in figures
+        )
+        return [(message.rounds, message.late) for message in figures]
 
     assert told(10) == []
     one.push(0, "a", [1.0], 0)
-    assert told(5) == [Stalled((OldRound(0, "kv", "a", 0, (1, 2), 5.0),), {"0": 0.0})]
+    assert told(5) == [((OldRound(0, "kv", "a", 0, (1, 2), 5.0),), {"0": 0.0})]
     one.push(1, "a", [1.0], 0)
-    assert told(6) == [Stalled((OldRound(0, "kv", "a", 0, (2,), 11.0),), {"1": 5.0, "0": 0.0})]
-    assert told(5) == [Stalled((OldRound(0, "kv", "a", 0, (2,), 16.0),))]
+    assert told(6) == [((OldRound(0, "kv", "a", 0, (2,), 11.0),), {"1": 5.0, "0": 0.0})]
+    assert told(5) == [((OldRound(0, "kv", "a", 0, (2,), 16.0),), {})]
     one.push(2, "a", [1.0], 0)
-    assert told(5) == [Stalled((), {"2": 16.0, "1": 5.0, "0": 0.0})]
+    assert told(5) == [((), {"2": 16.0, "1": 5.0, "0": 0.0})]
     assert told(5) == []
