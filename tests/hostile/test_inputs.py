@@ -26,7 +26,7 @@ from kvps import protocol as m
 from kvps.compression.spec import CODECS, CodecSpec
 from kvps.core.keys import near_door
 from kvps.core.limits import TABLE
-from kvps.errors import Overload, Unauthorized
+from kvps.errors import Overload
 from kvps.net.zap import new_pair
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Role
@@ -57,7 +57,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 COUNTED = (
     "test_keys_that_open_nothing",
     "test_messages_of_other_roles_from_an_insider_are_refused",
-    "test_role_key_grants_nothing_else_of_the_scheduler",
     "test_before_hello",
     "test_nonsense",
     "test_pushes",
@@ -432,30 +431,6 @@ def test_messages_of_other_roles_from_an_insider_are_refused(
         answers = one.answers()
         errors = [answer for answer in answers if isinstance(answer, m.Error)]
         assert len(errors) == 1, answers
-
-
-ROLE_KEYS: list[tuple[str, Message]] = [
-    ("worker", m.Leave(True, 0, True, "")),
-    ("worker", m.Checkpoint("canary", "", 1)),
-    ("worker", m.Barrier("canary", "b", 1)),
-    ("server", m.Shelf(0, True, 0.0, (2**63 - 1,), 2**63 - 1)),
-    ("look", m.Checkpoint("canary", "", 1)),
-    ("look", m.Evict(2, 0)),
-    ("admin", m.Leave(True, 0, True, "")),
-]
-
-
-@pytest.mark.parametrize(("role", "message"), ROLE_KEYS)
-def test_role_key_grants_nothing_else_of_the_scheduler(
-    target: Target, role: str, message: Message
-) -> None:
-    """Also in the envelope of a member, which an outsider would have to guess."""
-    with target.voice("scheduler", target.role(role)) as one:
-        for envelope in (target.me(), Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)):
-            one.say(envelope, message)
-            answer = one.heard(10_000)
-            assert isinstance(answer, m.Error), answer
-            assert answer.code == Unauthorized.code, answer
 
 
 def test_before_hello(target: Target) -> None:

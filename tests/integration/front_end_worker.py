@@ -77,6 +77,13 @@ def weights(model: nn.Module) -> list[torch.Tensor]:
     return [value.detach().cpu().clone() for value in model.state_dict().values()]
 
 
+def ended(training: Training) -> list[torch.Tensor]:
+    """End a training; return its weights."""
+    found = weights(training.model)
+    training.close()
+    return found
+
+
 def run(training: Training, steps: range = range(STEPS)) -> None:
     for step in steps:
         training.zero_grad()
@@ -89,9 +96,7 @@ def trained(
 ) -> list[torch.Tensor]:
     training = make(model or net(), optimizer)
     run(training)
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 # --- optimizers ---------------------------------------------------------------------------------------
@@ -137,9 +142,7 @@ def scheduled(
         plateau = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
         schedule.step(*([1.0] if plateau else []))  # type: ignore[attr-defined]
     del loss
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -180,9 +183,7 @@ def momentum_cycles(make: Make) -> Sequence[torch.Tensor]:
         training.backward(loss_at(step))
         training.step()
         schedule.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -191,9 +192,7 @@ def rate_by_hand(make: Make) -> Sequence[torch.Tensor]:
     for step in range(STEPS):
         training.set_rate(0.1 / (1 + step))
         run(training, range(step, step + 1))
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 # --- accumulation, discarded passes, skipped steps ------------------------------------------------------
@@ -208,9 +207,7 @@ def accumulation(make: Make) -> Sequence[torch.Tensor]:
         training.backward(loss_at(2 * step))
         training.backward(loss_at(2 * step + 1))
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -222,9 +219,7 @@ def accumulation_without_a_word(make: Make) -> Sequence[torch.Tensor]:
         training.backward(loss_at(2 * step))
         training.backward(loss_at(2 * step + 1))
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -236,9 +231,7 @@ def accumulation_in_a_block(make: Make) -> Sequence[torch.Tensor]:
             training.backward(loss_at(2 * step))
         training.backward(loss_at(2 * step + 1))
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 def discarding(make: Make, discard: Callable[[Training], None]) -> list[torch.Tensor]:
@@ -250,9 +243,7 @@ def discarding(make: Make, discard: Callable[[Training], None]) -> list[torch.Te
             discard(training)
         training.backward(loss_at(step))
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -285,9 +276,7 @@ def bad_batches_skipped(make: Make) -> Sequence[torch.Tensor]:
         if step in (1, 3):
             continue
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -335,9 +324,7 @@ def uneven_batches(make: Make) -> Sequence[torch.Tensor]:
         training.backward(loss(step))
         training.step()
     training.join()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 # --- which parameters take part ---------------------------------------------------------------------------
@@ -357,9 +344,7 @@ def frozen_on_the_way(make: Make) -> Sequence[torch.Tensor]:
     training.zero_grad()
     training.model[0].requires_grad_(False)  # type: ignore[index]
     run(training, range(3, STEPS))
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 class Branches(nn.Module):
@@ -381,9 +366,7 @@ def unused_in_some_steps(make: Make) -> Sequence[torch.Tensor]:
     for step in range(STEPS):
         training.model.turn = step % 2  # type: ignore[assignment]
         run(training, range(step, step + 1))
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 class Tied(nn.Module):
@@ -454,9 +437,7 @@ def sparse_run(make: Make, optimizer: MakeOptimizer, passes: int = 1) -> list[to
         for turn in range(passes):
             training.backward(sparse_loss(step * passes + turn))
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -486,9 +467,7 @@ def sparse_rows_whose_gradients_cancel(make: Make) -> Sequence[torch.Tensor]:
 
         training.backward(loss)
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature
@@ -518,9 +497,7 @@ def clipped_by_norm(make: Make) -> Sequence[torch.Tensor]:
             continue
         torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.05)
         training.step()
-    found = weights(training.model)
-    training.close()
-    return found
+    return ended(training)
 
 
 @feature

@@ -112,56 +112,6 @@ def test_a_key_that_was_replaced_by_a_smaller_one_is_in_a_checkpoint_once(
     assert {name: len(value) for name, value in found.items()} == {"a": 5, "b": 5, "c": 20_000}
 
 
-SAVE_ROWS = """
-import torch, kvps
-
-kv = kvps.create("dist_sync", name="model", bigarray_bound=1000)
-kv.init("table", torch.zeros(1001, 7))
-kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
-for step in range(3):
-    kv.push("table", ([1000, step], torch.ones(2, 7)))
-print("cut", kv.checkpoint("best"), flush=True)
-kv.push("table", ([5], torch.ones(1, 7)))
-kv.barrier()
-"""
-RESTORE_ROWS = """
-import torch, kvps
-
-kv = kvps.create("dist_sync", name="model", bigarray_bound=1000)
-print("cut", kv.restore("best"), kv.version("table"), flush=True)
-kv.set_optimizer("sgd", lr=1.0, momentum=0.5)
-g = float(kv.num_workers)
-# The momentum of a row decays when the row is touched: 2, 3, 3.5 for the last, 2 for the others.
-assert kv.row_sparse_pull("table", row_ids=[0, 2, 5, 1000])[:, 0].tolist() == [-2, -2, 0, -8.5]
-kv.push("table", ([0, 1000], torch.ones(2, 7)))
-found = kv.row_sparse_pull("table", row_ids=[0, 1, 2, 1000])[:, 0].tolist()
-assert found == [-2 - (1 + g), -2, -2, -8.5 - (1.75 + g)], found
-assert kv.version("table") == 4
-kv.barrier()
-"""
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(2, 2, marks=pytest.mark.thorough),
-        (2, 3),
-        pytest.param(3, 1, marks=pytest.mark.thorough),
-    ],
-)
-def test_a_table_that_was_trained_by_rows_is_restored(
-    processes: Processes, tmp_path: Path, before: int, after: int
-) -> None:
-    save, restore = tmp_path / "save.py", tmp_path / "restore.py"
-    save.write_text(SAVE_ROWS)
-    restore.write_text(RESTORE_ROWS)
-    folder = tmp_path / "cuts"
-    folder.mkdir()
-    assert "cut 1" in "".join(cluster(processes, save, 2, before, folder))
-    for printed in cluster(processes, restore, 2, after, folder):
-        assert printed.endswith("3\n")
-
-
 BEGUN_LATE = """
 import pathlib, sys, time, torch, kvps
 

@@ -17,7 +17,7 @@ from examples import digits, linear_numpy
 EXAMPLES = Path(digits.__file__).parent
 STORES = ["dist_sync", "dist_sync_device", "dist_async", "dist_async_device"]
 STORES += ["dist_ssp", "dist_ssp_device"]
-EVERYDAY = ("dist_sync", "dist_ssp_device")
+EVERYDAY = ("dist_ssp_device",)
 DATA, UNSEEN = digits.load()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import kvps
 import kvps.torch
 from kvps.core.worker.calls import embeddings
 from kvps.errors import ConfigError, Mismatch
-from tests.integration.processes import Processes, has_checkpoint, until
+from tests.integration.processes import Processes
 
 DIST = ["dist_sync", "dist_async", "dist_ssp"]
 
@@ -69,40 +67,6 @@ def test_rows_are_spread_over_servers_and_come_back(
     assert [7] in changed
     local = kvps.create("local").embedding("t", 4, init=("normal", 0.5), optimizer="sgd", lr=1.0)
     assert torch.equal(local.pull(ids.view(3, 100)), one)
-
-
-def test_a_rate_holds_from_the_next_round_on() -> None:
-    def work(rank: int) -> list[float]:
-        kv = kvps.create("dist_sync", timeout=30)
-        table = kv.embedding("t", 1, init="zeros", optimizer="sgd", lr=1.0)
-        seen = []
-        for step in range(4):
-            table.set_learning_rate(2.0**-step)
-            table.push([5], torch.ones(1, 1))
-            seen.append(table.pull(5).item())
-        with pytest.raises(ConfigError, match="lr"):
-            table.set_learning_rate(-1.0)
-        return seen
-
-    assert run(work) == [[-2.0, -3.0, -3.5, -3.75]] * 2
-
-
-def test_workers_must_agree_on_a_table() -> None:
-    def work(rank: int) -> str:
-        kv = kvps.create("dist_sync", timeout=30)
-        kv.embedding("t", 4)
-        kv.barrier()
-        try:
-            kv.embedding("u", 4 + rank)
-        except Mismatch as error:
-            return str(error)
-        finally:
-            kv.barrier()
-        return ""
-
-    said = [one for one in run(work) if one]
-    assert said, "of two workers one is first on each server, and perhaps the other on the next"
-    assert all("table 'u'" in one and "has dim" in one for one in said)
 
 
 def test_table_refuses_unsupported_options_and_oversized_pushes_at_once() -> None:
@@ -254,44 +218,3 @@ def test_each_push_counts_once_though_a_worker_is_killed(
     assert "replaced at" in process.out
     found = load_file(tmp_path / "rows-0")
     assert sorted(found["ids"].tolist()) == [*range(60), 1000, 1001, 5000]
-
-
-TRAIN = """
-import pathlib, sys, torch, kvps, kvps.torch
-
-kv = kvps.create("dist_sync")
-module = kvps.torch.Embedding(kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=0.1))
-targets = torch.arange(40.0).view(20, 2)
-steps, enough = 0, pathlib.Path(sys.argv[1])
-while not enough.exists() or steps < 300:
-    loss = (module(torch.arange(20)) - targets).square().sum() / 2
-    loss.backward()
-    steps += 1
-    if steps % 20 == 0:
-        print("steps", steps, flush=True)
-while True:
-    try:
-        kv.join()
-        break
-    except kvps.EpochChanged:
-        pass
-print("rows", torch.allclose(module.table.pull(range(20)), targets, atol=1e-3), flush=True)
-"""
-
-
-@pytest.mark.spec("R195")
-def test_a_module_goes_on_when_a_server_was_lost(processes: Processes, tmp_path: Path) -> None:
-    script, enough = processes.script(TRAIN, "train.py"), tmp_path / "enough"
-    folder = tmp_path / "checkpoints"
-    launch = processes.kvps(
-        "launch",
-        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", folder),
-        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
-    )
-    launch.expect("steps 60")
-    until(lambda: has_checkpoint(folder), "checkpoint")
-    os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)
-    launch.expect("all servers rolled back to the last checkpoint")
-    enough.touch()
-    assert launch.wait(90.0) == 0, launch
-    assert launch.out.count("rows True") == 2, launch

@@ -36,10 +36,10 @@ def run(example: object, *flags: str, workers: int = 2) -> list[int]:
 @pytest.mark.parametrize(
     ("example", "flags"),
     [
-        (horovod_digits, []),
+        pytest.param(horovod_digits, [], marks=pytest.mark.thorough),
         (horovod_digits, ["--update-on-kvstore"]),
         (gluon_digits, []),
-        (gluon_digits, ["--overlap"]),
+        pytest.param(gluon_digits, ["--overlap"], marks=pytest.mark.thorough),
     ],
     ids=["horovod", "horovod-on-kvstore", "gluon", "gluon-overlap"],
 )

@@ -364,22 +364,6 @@ def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_conti
     processes.check_nothing_left()
 
 
-def test_ctrl_c_with_grace_writes_a_last_checkpoint_too(
-    processes: Processes, tmp_path: Path
-) -> None:
-    script = processes.script(
-        SUM + "while True: kv.pushpull('w', torch.ones(4)); print('round', flush=True)"
-    )
-    flags = ("-n", 1, "-s", 1, "--grace", 30, "--checkpoint-dir", tmp_path / "cuts")
-    launched = launch(processes, script, *flags)
-    launched.expect("round")
-    launched.signal(signal.SIGINT)
-    assert launched.wait() == 130, launched
-    assert "checkpoint 1 is written; ending the job" in launched.err
-    assert len(list(tmp_path.glob("cuts/cut-*/manifest.json"))) == 1
-    processes.check_nothing_left()
-
-
 def test_a_server_that_is_lost_leaves_no_last_checkpoint(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -554,21 +538,6 @@ def test_wrong_line_of_four_workers_is_printed_once(processes: Processes) -> Non
     assert len(own) == 1, launched
     assert own[0].startswith("kvps-launch: error: worker ")
     assert len([one for one in told if not one.startswith("  ")]) == 3 + len(same), launched
-
-
-def test_progress_bars_are_lines(processes: Processes) -> None:
-    script = processes.script(
-        SUM + "for step in range(101): print(f'\\r{step} %', end='', flush=True)\n"
-        "print()\nprint('done', end='')\n"
-    )
-    launched = launch(processes, script, "-n", 2)
-    assert launched.wait() == 0, launched
-    lines = launched.out.splitlines()
-    for rank in range(2):
-        assert [one for one in lines if one.startswith(f"[worker {rank}]")][-2:] == [
-            f"[worker {rank}] 100 %",
-            f"[worker {rank}] done",
-        ]
 
 
 MANY = """

@@ -142,26 +142,6 @@ def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
     assert [one.wait() for one in (server, cluster.process)] == [0, 0]
 
 
-def test_a_server_that_is_killed_is_told_to_the_workers(processes: Processes) -> None:
-    cluster = processes.scheduler(2, 2)
-    servers = [cluster.server("--rank", rank) for rank in range(2)]
-    script = processes.script(WAIT)
-    workers = [
-        cluster.worker(sys.executable, script, flags=["--no-replacement"]),
-        cluster.plain(script),
-    ]
-    for worker in workers:
-        worker.expect("sum")
-    servers[1].signal(signal.SIGKILL)
-    assert [one.wait(SILENCE_MAX_S - 1.0) for one in workers] == [1, 1]
-    for worker in workers:
-        assert "ServerLost: server 1" in worker.err
-    cluster.process.signal(signal.SIGTERM)
-    assert cluster.process.wait() in (0, 1)
-    assert servers[0].wait() in (1, 75)
-    assert servers[1].wait() == -signal.SIGKILL
-
-
 def test_a_server_that_is_stopped_leaves(processes: Processes) -> None:
     cluster = processes.scheduler(1, 1)
     worker = cluster.worker(sys.executable, processes.script(WAIT), flags=["--no-replacement"])
@@ -195,16 +175,6 @@ def test_the_operator_decides_when_the_silent_are_lost(processes: Processes, is_
     server.signal(signal.SIGKILL)
     cluster.process.signal(signal.SIGTERM)
     cluster.process.wait()
-
-
-def test_a_scheduler_that_was_suspended_loses_nobody(processes: Processes) -> None:
-    cluster = processes.scheduler(1, 1)
-    server = cluster.server()
-    cluster.process.expect("server 0 joined")
-    cluster.process.signal(signal.SIGSTOP)
-    worker = cluster.worker(sys.executable, processes.script(SUM))
-    cluster.process.signal(signal.SIGCONT)
-    assert [one.wait() for one in (worker, server, cluster.process)] == [0, 0, 0]
 
 
 def test_any_number_of_threads_gives_the_same_bits(processes: Processes) -> None:

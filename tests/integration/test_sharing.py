@@ -141,20 +141,6 @@ def test_no_payload_travels_between_those_who_share(monkeypatch: pytest.MonkeyPa
     assert travelled["Push"] + travelled["Pulled"] < SHARE_MIN_BYTES
 
 
-def test_tcp_shares_nothing(processes: Processes) -> None:
-    cluster = processes.scheduler(2, 1)
-    server = cluster.server(KVPS_TRANSPORT="tcp")
-    script = processes.script(ROUNDS)
-    workers = [cluster.plain(script, KVPS_TRANSPORT="tcp") for _ in range(2)]
-    for one in workers:
-        one.expect(r"sum \[7.0\]")
-        assert segments(one.pid) == {}
-    assert segments(server.pid) == {}
-    assert warnings(server, *workers) == []
-    let_go(cluster, *workers)
-    assert server.wait() == 0
-
-
 @pytest.mark.spec("R90")
 def test_where_one_end_speaks_tcp_only_nobody_tries_to_share(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
@@ -168,18 +154,6 @@ def test_where_one_end_speaks_tcp_only_nobody_tries_to_share(processes: Processe
     let_go(cluster, *workers)
     assert server.wait() == 0
     assert warnings(server, *workers) == []
-
-
-@pytest.mark.spec("R90")
-def test_worker_that_demands_shared_memory_ends_where_the_server_speaks_tcp_only(
-    processes: Processes,
-) -> None:
-    cluster = processes.scheduler(1, 1)
-    cluster.server(KVPS_TRANSPORT="tcp")
-    worker = cluster.plain(processes.script(ROUNDS), KVPS_TRANSPORT="shm")
-    assert worker.wait() == 1
-    assert "ConfigError: KVPS_TRANSPORT=shm, but memory cannot be shared: server 0" in worker.err
-    cluster.process.signal(signal.SIGTERM)
 
 
 def test_a_transport_that_is_none(processes: Processes) -> None:
@@ -291,37 +265,3 @@ def test_a_kill_leaves_no_memory_behind(processes: Processes) -> None:
             except OSError:
                 continue
             assert not left & inodes, folder.name
-
-
-def test_rounds_go_on_when_a_worker_is_killed_in_the_middle(processes: Processes) -> None:
-    """What it lent is there as long as the server reads it."""
-    cluster = processes.scheduler(2, 1)
-    server = cluster.server()
-    dies = processes.script(
-        "import kvps, os, signal, torch\n"
-        "kv = kvps.create('dist_sync')\n"
-        f"kv.init('w', torch.zeros({COUNT}))\n"
-        f"kv.push('w', torch.full(({COUNT},), 5.0))\n"
-        "print('pushed', flush=True)\n"
-        "signal.pause()\n",
-        "dies.py",
-    )
-    waits = processes.script(
-        "import kvps, os, time, torch\n"
-        "kv = kvps.create('dist_sync')\n"
-        f"kv.init('w', torch.zeros({COUNT}))\n"
-        "while not os.path.exists('go'): time.sleep(0.01)\n"
-        f"print('sum', kv.pushpull('w', torch.full(({COUNT},), 2.0)).unique().tolist())\n",
-        "waits.py",
-    )
-    first = cluster.plain(dies, KVPS_RANK="0")
-    second = cluster.plain(waits, KVPS_RANK="1")
-    first.expect("pushed")
-    until(lambda: own(first.pid) in segments(server.pid), "a mapping")
-    first.signal(signal.SIGKILL)
-    first.wait()
-    (processes.folder / "go").touch()
-    second.expect(r"sum \[7.0\]")
-    for one in (server, second, cluster.process):
-        one.signal(signal.SIGKILL)
-        one.wait()

@@ -115,55 +115,6 @@ def test_octets_of_no_peer(job: Job, octets: bytes, port: str) -> None:
     job.check()
 
 
-@pytest.mark.spec("R202")
-@pytest.mark.parametrize(
-    ("message", "says"),
-    [
-        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "x"), "not an address"),
-        (m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h"), "not an address"),
-        (m.Hello(1, 0, "k", 0, 2, 0, "h", 7, "", True, "a\0b:1"), "cannot be printed"),
-        (m.Hello(1, 0, "k", 0, 2, 0, "\x1b[2J\nlost", 7), "cannot be printed"),
-    ],
-    ids=["endpoint x", "endpoint without a port", "NUL in master", "escapes in host"],
-)
-def test_a_hello_that_nobody_can_have_meant(job: Job, message: m.Hello, says: str) -> None:
-    with closing(Liar(job.cluster.endpoint)) as liar:
-        answer = liar.asked(nobody(Role(message.role)), message)
-        assert answer is not None
-        assert says in str(answer.message)
-    job.check()
-
-
-def test_members_of_the_scheduler_who_lie(job: Job) -> None:
-    with closing(Liar(job.cluster.endpoint)) as liar:
-        server, worker = job.envelope(Role.SERVER), job.envelope(Role.WORKER)
-        liar.say(server, m.Restored(0, 0, "no\nsuch\x1bcut"))
-        liar.say(server, m.Shelf(0, True, 0.0, (2**63 - 1,), 2**63 - 1))
-        answer = liar.say(worker, m.Checkpoint("kv", "a\ntag", 0))
-        assert answer is None or "of the characters" in str(answer.message)
-        liar.say(worker, m.Beat(10**6, "\x1b[2J"))
-    job.check()
-
-
-def test_members_of_the_server_who_lie(job: Job) -> None:
-    with closing(Liar(job.endpoint)) as liar:
-        worker = job.envelope(Role.WORKER, 10**6)
-
-        def refused(message: m.Message, says: str, *payload: bytes) -> None:
-            answers = [liar.asked(worker, message, payload)]
-            while answers[-1] is not None and says not in str(answers[-1].message):
-                answers.append(liar.heard(10_000))
-            assert answers[-1] is not None, answers
-
-        refused(m.Open("evil", "sync", 0, False, "wait", 10**6), "Done")
-        huge = m.Entry("huge", 1, (1 << 20, 1 << 20), 0, 1 << 40)
-        refused(m.Declare("evil", True, 0, (huge,)), "no room")
-        refused(m.Optimize("evil", 1, True, "sgd", {"clip_gradient": 1e39}), "3.4e+38")
-        refused(m.Optimize("evil", 1, True, "nadam", {"beta1": 0.9999999}), "Done")
-        refused(m.Declare("evil", True, 0, (m.Entry("w", 1, (4,), 0, 4),)), "Declared")
-    job.check()
-
-
 IN_A_MEMBERS_NAME = {
     "a release of its loans": ("server", m.Release(2**63 - 1, ())),
     "that it has taken memory": ("server", m.Taken(7, True)),
@@ -232,21 +183,6 @@ def test_commands_behind_the_handshake(job: Job, octets: bytes, port: str) -> No
             one.sendall(octets)
             answer = one.recv(1 << 20)
             assert len(answer) <= 16 * 10_000
-    job.check()
-
-
-@pytest.mark.spec("R200")
-@pytest.mark.parametrize(
-    "routing_id", [b"", b"\0", b"\0\0\0\0\1", b"x" * 255, b"x" * 256, b"x" * 65536], ids=len
-)
-def test_routing_ids_of_any_length(job: Job, routing_id: bytes) -> None:
-    (head,) = wire.encode(Packet(nobody(), m.Look()))
-    for endpoint in (job.cluster.endpoint, job.endpoint):
-        for _ in range(2):  # the second asks for one that is taken
-            with suppress(OSError, AssertionError):
-                one = strangers.greeted(endpoint, routing_id)
-                with closing(one):
-                    one.sendall(frame(head))
     job.check()
 
 

@@ -14,7 +14,7 @@ from kvps.core.scheduler.checkpoint_coordinator import (
     CheckpointCoordinator,
     CheckpointEffect,
 )
-from kvps.core.scheduler.cut import AGAIN_S, HALT_MAX_S, NodeMessage
+from kvps.core.scheduler.cut import AGAIN_S, NodeMessage
 from kvps.errors import BY_CODE, ConfigError, Overload, StorageError
 from kvps.protocol.checkpoint import (
     Checkpoint,
@@ -194,16 +194,6 @@ class TestByTheClock:
                 assert commit.kept == 1
             desk.hear((S0, Committed(cut)), (S1, Committed(cut, "no space left")))
 
-    @pytest.mark.spec("R134")
-    def test_halt_reaches_a_worker_that_others_wait_for_at_once(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        assert desk.hear((W0, Halted(1, {"kv": 5}))) == []
-        assert desk.hear((W1, Halted(1, {"kv": 6}, stands=False))) == [
-            (W0, Halt(1, {"kv": 6})),
-            (W1, Halt(1, {"kv": 6})),
-        ]
-
     @pytest.mark.spec("R138")
     def test_unanswered_halt_is_repeated(self) -> None:
         desk = Desk()
@@ -228,12 +218,6 @@ class TestByTheClock:
         assert desk.hear((W0, Proceeding(1, True))) == []
         assert desk.notes() == ["checkpoint 1 was abandoned: worker 1 could not wait any longer"]
         assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
-
-    @pytest.mark.spec("R137")
-    def test_workers_do_not_stand_for_ever(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        assert [type(message) for _, message in desk.wait(HALT_MAX_S)][:2] == [Proceed, Proceed]
 
     def test_none_is_begun_while_a_server_is_away_or_the_job_is_over(self) -> None:
         desk = Desk()

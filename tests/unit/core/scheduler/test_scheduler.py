@@ -506,22 +506,6 @@ class TestResume:
 
 
 class TestBarrier:
-    @pytest.mark.spec("R34")
-    def test_is_passed_at_once_where_it_was_released(self) -> None:
-        stage = running(1)
-        stage.barrier("w0", 3)
-        assert sent(stage.barrier("w0", 2, seq=9), Released) == [Released(9)]
-
-    @pytest.mark.spec("R35")
-    def test_in_vain(self) -> None:
-        stage = running(2)
-        stage.barrier("w0", seq=4)
-        effects = stage.leave("w1", done=False, replaceable=False)
-        (error,) = sent(effects, Error, "w0")
-        assert (error.seq, error.code) == (4, WorkerLost.code)
-        (error,) = sent(stage.barrier("w0", 1, seq=5), Error)
-        assert (error.seq, error.code) == (5, WorkerLost.code)
-
     @pytest.mark.spec("R33")
     def test_releases_all_who_stand_there(self) -> None:
         stage = running()
@@ -559,13 +543,6 @@ class TestBarrier:
             "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, has waited in pull() for 4 s), "
             "3 (lost for 4 s: exit code 0: killed), 4 (silent for 4 s)"
         )
-
-    def test_a_lost_worker_is_waited_for(self) -> None:
-        stage = running()
-        stage.barrier("w0")
-        assert not sent(stage.leave("w1", done=False), Released)
-        stage.hello("w5")
-        assert told(stage.barrier("w5"), Released) == ["w0", "w5"]
 
     def test_replaced_worker_at_a_barrier_is_not_answered(self) -> None:
         stage = running()
