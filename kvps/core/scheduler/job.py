@@ -298,7 +298,7 @@ class Job:
                         self.send(route, message)
                 case RoutedMessage():
                     self.answer([effect])
-                case Note():
+                case _:
                     self.note(effect.level, effect.text)
         if ours.concluded is not None and not self._is_concluded:
             self._is_concluded = True
