@@ -55,8 +55,8 @@ class Do:
     """``copied`` and ``begun`` return earlier."""
 
 
-Script = Generator[Do | None, Any, Any]
-"""None waits until the script is woken."""
+Script = Generator[Do | float | None, Any, Any]
+"""A number is seconds for which the script computes; None waits until the script is woken."""
 Values = dict[str, torch.Tensor]
 Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -250,12 +250,23 @@ class Client:
 
     def _finished(self, effect: Finish) -> None:
         if effect.ticket == ASK_SCRIPT:
+            self._hear_script((self._ticket,) if self._ticket else ())
             return
         if effect.ticket != self._ticket:
             if effect.error is not None:
                 self.later.append(effect.error)
             return
         self._soon(effect.value, effect.error)
+
+    def _hear_script(self, waits_in: tuple[int, ...]) -> None:
+        """Tell the core in which call the script waited when the core asked."""
+        network = self._network
+
+        def tell() -> None:
+            if self.process.alive:
+                self._perform(self.core.on_script(waits_in, network.time(self.process.name)))
+
+        network.at(max(network.now, self.process.wakes_at), tell)
 
     def _copied(self, effect: Copied) -> None:
         if effect.ticket == self._ticket and self._until == "copied":
@@ -282,6 +293,9 @@ class Client:
         else:
             if step is None:
                 self._is_idle = True
+                return
+            if isinstance(step, float):
+                self._network.at(self._network.now + step, lambda: self._resume(None, None))
                 return
             now = self._network.time(self.process.name)
             self._ticket, self._until = next(self._tickets), step.until

@@ -1,14 +1,15 @@
-"""One who hears all that servers say, and holds them to it."""
+"""A witness of all packets of a job whose scripts agree: it checks what the servers and the scheduler say."""
 
 from __future__ import annotations
 
 from kvps.protocol.envelope import Packet
+from kvps.protocol.membership import Beat
 from kvps.protocol.values import Pulled
 from tests.simulation.network import Process
 
 
 class Witness:
-    """Reads what servers say: one value per version (I5), and versions that do not fall (I4)."""
+    """Reads what is said: one value per version (I5), versions that do not fall (I4), and no standstill (I16)."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, int, int, int], bytes] = {}
@@ -17,6 +18,9 @@ class Witness:
     def __call__(self, source: Process, packet: Packet) -> None:
         if isinstance(packet.message, Pulled) and source.name.startswith("server"):
             self._read(packet.message, b"".join(bytes(one) for one in packet.payload))
+        if isinstance(packet.message, Beat) and source.name == "scheduler":
+            beat = packet.message
+            assert not beat.standstill, f"I16: told of a standstill that is none: {beat.reason}"
 
     def _read(self, pulled: Pulled, values: bytes) -> None:
         at = 0

@@ -329,22 +329,20 @@ class Scheduler:
 
     def _answer(self, seat: Seat, beat: p.Beat, now: float) -> p.Beat:
         """Return the answer to a beat: what the job waits for, or that the sender's standstill cannot end."""
-        if (
-            beat.standstill
-            and beat.standstill == seat.progress.standstill
-            and self.job.phase is Phase.RUNNING
-        ):
-            found = self._standstills.found
-            text = self._standstills.text(seat, self.job.seats.by_node.values(), now)
-            if self._standstills.found != found:
-                self.job.note("warning", text)
-                # At once: one that is told may leave, and then the call of another ends well.
-                for other in self.job.seats.workers(State.HELD):
-                    said = p.Beat(other.progress.calls, text, standstill=other.progress.standstill)
-                    for to in other.links if other is not seat else ():
-                        self.job.send(to, said)
-            if text:
-                return p.Beat(beat.progress, text, standstill=beat.standstill)
+        standstills = self._standstills
+        told = standstills.told(seat) if beat.progress == seat.progress.calls else 0
+        may_look = not told and beat.standstill and self.job.phase is Phase.RUNNING
+        if may_look and standstills.look(self.job.seats.by_node.values(), now):
+            self.job.note("warning", standstills.text)
+            # At once: one that is told may leave, and then the call of another ends well.
+            for other in self.job.seats.workers(State.HELD):
+                number = standstills.told(other)
+                said = p.Beat(other.progress.calls, standstills.text, standstill=number)
+                for to in other.links if other is not seat else ():
+                    self.job.send(to, said)
+            told = standstills.told(seat)
+        if told:
+            return p.Beat(beat.progress, standstills.text, standstill=told)
         return p.Beat(beat.progress, self.job.reason)
 
     def _on_leave(self, route: Route, envelope: Envelope, leave: p.Leave, now: float) -> None:

@@ -35,11 +35,10 @@ class Standstills:
         self._disturbed_at = now
         """When a member beat again after a silence."""
         self._looked_at = -math.inf
-        self._told: dict[tuple[int, int], tuple[int, float]] = {}
-        """By rank and incarnation, the number of the standstill that is told, and its beginning."""
-        self._text = ""
-        self.found = 0
-        """How many standstills of the job were found."""
+        self._told: dict[tuple[int, int], tuple[int, int]] = {}
+        """By rank and incarnation, the number of the standstill that is told, and the number of calls by then."""
+        self.text = ""
+        """The text that workers at the last standstill are told."""
 
     def hear(self, seat: Seat, now: float) -> None:
         """The process of a member beats."""
@@ -47,21 +46,30 @@ class Standstills:
         if heard_at is None or now - heard_at > GAP_S:
             self._disturbed_at = now
 
-    def text(self, seat: Seat, seats: Collection[Seat], now: float) -> str:
-        """Return what a worker at a standstill is to be told; empty if it may go on."""
-        if self._told.get((seat.node.rank, seat.incarnation)) == _mark(seat):
-            return self._text
+    def told(self, seat: Seat) -> int:
+        """Return the number of the standstill that a worker was told of; 0 if of none, or if it has gone on."""
+        number, calls = self._told.get((seat.node.rank, seat.incarnation), (0, 0))
+        is_at_it = calls == seat.progress.calls and seat.progress.standstill in (0, number)
+        return number if is_at_it else 0
+
+    def look(self, seats: Collection[Seat], now: float) -> bool:
+        """Return whether every worker is found to be at a standstill that cannot end."""
         if now < self._looked_at + LOOK_EVERY_S:
-            return ""
+            return False
         self._looked_at = now
         present = [candidate for candidate in seats if candidate.state is not State.LEFT]
         workers = [seat for seat in present if seat.node.role is Role.WORKER]
         if not self._is_certain(present, workers, now):
-            return ""
-        self._told = {(worker.node.rank, worker.incarnation): _mark(worker) for worker in workers}
-        self._text = _in_words(workers, now)
-        self.found += 1
-        return self._text
+            return False
+        self._told = {
+            (worker.node.rank, worker.incarnation): (
+                worker.progress.standstill,
+                worker.progress.calls,
+            )
+            for worker in workers
+        }
+        self.text = _in_words(workers, now)
+        return True
 
     def _is_certain(self, present: list[Seat], workers: list[Seat], now: float) -> bool:
         if len(workers) < 2 or not all(worker.progress.standstill for worker in workers):
@@ -74,10 +82,6 @@ class Standstills:
                 return False
         since = max(self._disturbed_at, *(worker.progress.still_since for worker in workers))
         return all((worker.progress.heard_at or 0.0) >= since + STILL_S for worker in workers)
-
-
-def _mark(seat: Seat) -> tuple[int, float]:
-    return seat.progress.standstill, seat.progress.still_since
 
 
 def _in_words(workers: list[Seat], now: float) -> str:

@@ -230,7 +230,7 @@ class CallTable:
         """Whether all pushes have arrived, and a peer has said of each request since then that it waits for workers."""
         if self.unacked() or any(link.has_queue for link in self.connections()):
             return False
-        sent = [*self.asked.values()]
+        sent = [*self.asked.values(), *self.neighbours.led()]
         for link in self.connections():
             sent += link.outstanding.values()
         known = set(sent)
@@ -310,13 +310,17 @@ class CallTable:
         link.look(now)
 
     def _probed(self, link: Connection, message: p.Probed, now: float) -> Effects:
+        for_workers = frozenset(message.for_workers)
         for stand in message.pending:
             request = link.receive(stand.seq)
             if request is not None:
                 request.waits_for = stand.reason
                 yield from self.taken_in(request, now)
                 if isinstance(request.owner, MergedRequest):
-                    yield from self.neighbours.waits(request.owner, stand.reason)
+                    is_for_workers = stand.seq in for_workers
+                    yield from self.neighbours.waits(
+                        request.owner, stand.reason, is_for_workers, now
+                    )
         _confirm(link.outstanding, message, now)
         for seq in message.missing:
             request = link.miss(seq)

@@ -1,8 +1,9 @@
 """The standstill of a worker: its whole script waits in calls, and all that these wait for is known to others.
 
-A standstill has a number, which BEAT carries. The number changes whenever a call begins or ends, so that the scheduler
-knows whether a worker has moved between two beats. What the script waits in is known to the process alone: the core
-asks once per second, and only while each of its requests waits at a server or at the scheduler.
+A standstill has a number. The number changes whenever a call begins or ends, so that the scheduler knows whether a worker
+has moved between two beats. BEAT carries it only while each of the worker's requests waits at a server or at the scheduler.
+But the scheduler's word that nobody can go on holds also where their own word is late. What the script waits in is known to
+the process alone: the core asks once per second.
 """
 
 from __future__ import annotations
@@ -28,19 +29,18 @@ class Standstill:
         self.tickets: State = ()
         """The calls in which the script waits, by ticket."""
         self._count = 0
-        self._state: State | None = None
+        self._state: State = ()
 
-    def look(self, state: State | None) -> bool:
-        """Return whether the script is to be asked; ``state`` is None where an answer may be under way."""
-        if state is None or state != self._state:
-            self.number, self.tickets = 0, ()
+    def look(self, state: State) -> None:
+        """Take in the calls of this moment: others than before end the standstill."""
+        if state != self._state:
+            self.end()
         self._state = state
-        return state is not None
 
     def hear(self, tickets: State, state: State) -> None:
         """The whole script waits in these calls; in none, if some part of it does not wait."""
         if not tickets or state != self._state:
-            self.number, self.tickets = 0, ()
+            self.end()
         elif tickets != self.tickets:
             self._count += 1
             self.number, self.tickets = self._count, tickets
@@ -48,3 +48,7 @@ class Standstill:
     def is_at(self, number: int, state: State) -> bool:
         """Whether the worker is still at the standstill of this number."""
         return number == self.number and state == self._state
+
+    def end(self) -> None:
+        """Note that the script goes on, or may."""
+        self.number, self.tickets = 0, ()

@@ -229,9 +229,10 @@ class Worker:
         self.member.waits_in = next((call.title for call in self._waited_for()), "")
         beat_at = self.member.deadline()
         if beat_at is not None and now >= beat_at:
-            is_asked = self._standstill.look(self._calls() if self._is_still(now) else None)
-            self.member.standstill = self._standstill.number
-            if is_asked:
+            is_still = self._is_still(now)
+            self._standstill.look(self._calls())
+            self.member.standstill = self._standstill.number if is_still else 0
+            if is_still:
                 yield Finish(ASK_SCRIPT)
         yield from self.member.on_timer(now)
         alone_at = self._alone_at()
@@ -288,7 +289,7 @@ class Worker:
             pending = self.table.pending[ticket]
             error = standstill_error(self.member, pending.call, pending.waiting, message.reason)
             yield from self.table.end_early(pending, error, now)
-        standstill.look(None)
+        standstill.end()
 
     def deadline(self) -> float | None:
         """When something is due next."""

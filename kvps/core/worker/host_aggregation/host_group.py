@@ -266,6 +266,10 @@ class HostGroup:
         mine = [self._mine[request] for request in requests if request in self._mine]
         yield from self._ask_after(mine, now)
 
+    def led(self) -> Iterable[Request]:
+        """Return the requests of this worker that it leads, and that have no answer."""
+        return self._mine.keys()
+
     def link_of(self, request: Request) -> Connection | None:
         """Return the connection along which a request of this worker was sent; None while it was not."""
         participant = self._mine.get(request)
@@ -384,16 +388,21 @@ class HostGroup:
         if told and bundle.is_asked_after and is_answered_later and request.link is not None:
             yield from self._own.probe(request.link)  # the participant wants to know why
 
-    def waits(self, bundle: MergedRequest, reason: str) -> Effects:
+    def waits(
+        self, bundle: MergedRequest, reason: str, is_for_workers: bool, now: float
+    ) -> Effects:
         """Tell the participants what ``bundle`` waits for, as the server said."""
         for participant in bundle.participants.values():
             if isinstance(participant.who, Request):
                 participant.who.waits_for = reason
+                if is_for_workers:
+                    participant.who.confirmed_at = now
             elif bundle.is_asked_after and wants_values(participant.message):
                 peer_request = participant.who
                 assert isinstance(peer_request, PeerRequest)
-                pending = (p.Pending(peer_request.seq, reason),)
-                yield self._send(peer_request.peer.route, p.Probed((), pending))
+                seq = peer_request.seq
+                stand = p.Probed((), (p.Pending(seq, reason),), (seq,) if is_for_workers else ())
+                yield self._send(peer_request.peer.route, stand)
 
     def answered(self, bundle: MergedRequest, packet: Packet, now: float) -> Effects:
         """Hand the server's answer to the participants of ``bundle``."""

@@ -20,6 +20,7 @@ class Still:
         self.stage = Stage(workers, 1)
         self.stage.form()
         self.numbers = {f"w{rank}": 1 for rank in range(workers)}
+        self.calls = dict.fromkeys(CALLS, 7)
         self.notes: list[str] = []
 
     def beat(self, *silent: str) -> dict[str, Beat]:
@@ -30,7 +31,9 @@ class Still:
             if route in silent:
                 continue
             beat = (
-                Beat(7, CALLS[route], standstill=self.numbers[route]) if route != "s0" else Beat(0)
+                Beat(self.calls[route], CALLS[route], standstill=self.numbers[route])
+                if route != "s0"
+                else Beat(0)
             )
             effects = self.stage.say(route, beat)
             self.notes += notes(effects)
@@ -66,12 +69,26 @@ def test_the_others_are_told_even_after_one_has_gone_on() -> None:
     job = Still()
     while not job.beat()["w0"].standstill:
         pass
-    job.numbers["w0"] = 0
+    job.numbers["w0"], job.calls["w0"] = 0, 8
     answers = job.beat()
+    assert not answers["w0"].standstill
     assert answers["w1"].standstill == 1
     assert "worker 0 has waited in push()" in answers["w1"].reason
     job.numbers["w1"] = 2
     assert not job.told_after()
+
+
+@pytest.mark.spec("R436")
+def test_a_worker_that_missed_the_answer_is_told_again_though_another_is_lost_by_now() -> None:
+    job = Still(3)
+    while not job.beat()["w0"].standstill:
+        pass
+    job.stage.leave("w0", done=False, code=1)
+    del job.numbers["w0"]
+    job.numbers["w1"] = 0
+    answers = job.beat()
+    assert answers["w1"].standstill == answers["w2"].standstill == 1
+    assert sum("none can go on" in note for note in job.notes) == 1
 
 
 def goes_on(job: Still) -> None:

@@ -12,8 +12,9 @@ from kvps.errors import Mismatch
 from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Barrier, Beat, Pending, Probed, Released
-from kvps.protocol.values import Push
-from tests.support.worker_harness import Bench, member, push
+from kvps.protocol.values import Pull, Push
+from tests.support.worker_harness import Bench, member, pull, push
+from tests.unit.core.worker.host_aggregation.test_host_group import bench, seq_of
 
 WHY = "waits for rank 1"
 
@@ -124,6 +125,21 @@ def test_nor_are_pushes_under_way() -> None:
     assert beats(one, ticket) == 1
 
 
+@pytest.mark.spec("R435", "R460")
+@pytest.mark.parametrize("is_for_workers", [False, True])
+def test_the_leader_of_a_merged_request_stands_still_too(is_for_workers: bool) -> None:
+    """Worker 0 leads key c for workers 1 and 2 of its machine, and pulls it itself."""
+    one = bench()
+    ticket = one.call(pull({"c": torch.zeros(4)}), 300.0)
+    one.wait(2.0)
+    seq = seq_of(one, Pull)
+    waits = Probed((), (Pending(seq, "round 0 waits for rank 1"),), (seq,) * is_for_workers)
+    one.server(0, waits)
+    assert beats(one, ticket) == 0, "the script is asked first"
+    one.server(0, waits)
+    assert beats(one, ticket) == int(is_for_workers)
+
+
 @pytest.mark.spec("R437")
 def test_standstill_ends_with_mismatch() -> None:
     one, ticket = standing()
@@ -145,6 +161,25 @@ def test_a_call_since_then_has_ended_it() -> None:
     one.call(calls.StandAtBarrier("kv", "other"))
     one.scheduler(Beat(2, "every worker waits", standstill=number))
     assert one.finish(ticket) is None
+
+
+@pytest.mark.spec("R437")
+def test_standstill_is_told_also_where_the_word_of_a_peer_is_late() -> None:
+    one, ticket = standing()
+    number = still(one, ticket)
+    assert [beats(one, ticket) for _ in range(4)][-1] == 0
+    one.scheduler(Beat(2, "every worker waits", standstill=number))
+    assert isinstance(one.error(ticket), Mismatch)
+
+
+@pytest.mark.spec("R437")
+def test_standstill_is_told_also_where_a_member_is_lost_by_then() -> None:
+    one, ticket = standing()
+    number = still(one, ticket)
+    one.view(member(Node(Role.WORKER, 1), "lost"))
+    assert still(one, ticket) == 0
+    one.scheduler(Beat(2, "every worker waits", standstill=number))
+    assert isinstance(one.error(ticket), Mismatch)
 
 
 @pytest.mark.spec("R435")

@@ -587,6 +587,18 @@ class TestAskedAfter:
         assert said(effects, b"from 1") == [Probed((), (Pending(5, expected),))]
         assert said(effects, b"from 2") == [Probed((), (Pending(6, expected),))]
 
+    @pytest.mark.spec("R460")
+    @pytest.mark.parametrize("is_for_workers", [False, True])
+    def test_tells_whether_it_waits_for_calls_of_workers(self, is_for_workers: bool) -> None:
+        one = bench()
+        one.neighbour(1, WANTED, seq=5)
+        one.neighbour(1, Probe((5,)))
+        at = seq_of(one, Pull)
+        known = (at,) if is_for_workers else ()
+        effects = one.server(0, Probed((), (Pending(at, "why"),), known))
+        told = (5,) if is_for_workers else ()
+        assert said(effects, b"from 1") == [Probed((), (Pending(5, "why"),), told)]
+
     def test_asks_the_server_as_soon_as_it_has_what_was_asked_after(self) -> None:
         one = bench()
         one.neighbour(1, ASKED_TOO, ONES, seq=5)
