@@ -12,7 +12,7 @@ import time
 import torch
 
 import kvps
-from kvps.bench.workloads import shapes_of
+from kvps.tools.bench.workloads import shapes_of
 
 ROUNDS, WARM_UP = 30, 3
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from kvps.bench.workloads import shapes_of
+from kvps.tools.bench.workloads import shapes_of
 
 WORDS = "the loop must not wait for the script which counts the words of the text " * 20
 BLOCK = bytes(1 << 20)

@@ -42,7 +42,7 @@ from torch import nn
 
 import kvps
 import kvps.torch
-from kvps.bench.workloads import shapes_of
+from kvps.tools.bench.workloads import shapes_of
 
 ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 10

@@ -58,12 +58,12 @@ def cpu_s() -> float:
 
 def parts() -> None:
     """Print the processor time of each part, on a server that has ResNet-50's 161 arrays."""
-    from kvps.bench.workloads import shapes_of
     from kvps.core.counts import Counts
     from kvps.core.server.figures.tally import Tally
     from kvps.observe import server_state
     from kvps.protocol.membership import Measure
     from kvps.protocol.values import Run as Elements
+    from kvps.tools.bench.workloads import shapes_of
     from tests.support.server_harness import ServerStage
 
     tally, elements = Tally(Counts()), (Elements(0, 1 << 18, 1),)

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.compare.networks.namespaces import Namespaces, demand_root
 from kvps import config
-from kvps.bench.workloads import resnet50
+from kvps.tools.bench.workloads import resnet50
 
 WORKERS = SERVERS = 4
 WAYS = ("ddp gloo", "kvps, no overlap", "kvps", "kvps, forward too")

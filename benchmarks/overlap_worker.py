@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from kvps.bench.workloads import resnet50
+from kvps.tools.bench.workloads import resnet50
 
 BEGUN = time.perf_counter()
 LINK = Path("/sys/class/net/eth0/statistics")

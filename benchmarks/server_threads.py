@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 import kvps
-from kvps.bench.local import free_port
+from kvps.tools.bench.local import free_port
 
 PAUSE_S = 0.005
 WARM_UP = 20

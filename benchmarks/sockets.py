@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.compare.networks.layout import bytes_per_s  # noqa: E402  # benchmarks is not installed
 from benchmarks.compare.networks.namespaces import Namespaces  # noqa: E402  # as above
 from benchmarks.where import rows  # noqa: E402  # as above
-from kvps.bench.workloads import FLOAT_BYTES, shapes_of  # noqa: E402
+from kvps.tools.bench.workloads import FLOAT_BYTES, shapes_of  # noqa: E402
 
 BLOCK_BYTES = 1 << 20
 """Bytes of a system call."""

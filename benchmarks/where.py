@@ -46,8 +46,8 @@ WORK = (
     ("frames to packets", "kvps.net.doorman:Doorman.decode"),
     ("sending", "zmq:Socket.send_multipart"),
     ("receiving", "zmq:Socket.recv"),
-    ("step", "kvps.bench.worker:Copying.step"),
-    ("step", "kvps.bench.worker:InPlace.step"),
+    ("step", "kvps.tools.bench.worker:Copying.step"),
+    ("step", "kvps.tools.bench.worker:InPlace.step"),
 )
 """(kind of work, module:function) of the functions that are timed."""
 Times = dict[str, dict[str, dict[str, float]]]
@@ -155,8 +155,8 @@ def be(role: str, file: str, given: argparse.Namespace) -> None:
         from kvps.cli import server
 
         sys.exit(server.main([]))
-    from kvps.bench import rounds, worker
-    from kvps.bench.workloads import shapes_of
+    from kvps.tools.bench import rounds, worker
+    from kvps.tools.bench.workloads import shapes_of
 
     system = worker.make(shapes_of(given.workload), given.how, given.rule)
     gate = (0, 1) if system.rank == 0 else None
@@ -168,7 +168,7 @@ def be(role: str, file: str, given: argparse.Namespace) -> None:
 
 def measure(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Times], list[float]]:
     """Run all processes; return the times of each, and those of the rounds, in milliseconds."""
-    from kvps.bench.local import THREADS, free_port
+    from kvps.tools.bench.local import THREADS, free_port
 
     address = f"tcp://127.0.0.1:{free_port()}"
     env = dict(os.environ) | THREADS | {"KVPS_SCHEDULER": address, "PYTHONPATH": str(ROOT)}

@@ -10,6 +10,9 @@ import importlib
 from typing import Any
 
 MODULES = {
+    "bench": "kvps.tools.bench.command",  # main
+    "doctor": "kvps.tools.doctor.command",  # main
+    "top": "kvps.tools.top",  # main
     "dry-run": "kvps.platforms.dry_run",  # add_flags, text_if_any
 }
 """Name of a feature -> the module that provides it. The comment names the functions that the rest of kvps calls."""

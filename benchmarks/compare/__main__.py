@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from kvps.cli import bench, flags
+from kvps.cli import flags
 from kvps.launchers.reaper import Reaper
 from kvps.runtime.signals import stopped_by_signals
+from kvps.tools.bench import command as bench
 
 NAME = "python -m benchmarks.compare"
 WHAT = """\

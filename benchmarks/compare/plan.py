@@ -14,12 +14,12 @@ from benchmarks.compare.sweeps import SIZED, SWEEPS, Sweep
 from benchmarks.compare.sweeps import SYSTEMS as COMPARED
 from benchmarks.compare.systems import NETWORKED, chosen, interpreters_of, version_of
 from kvps import config
-from kvps.bench import plan
-from kvps.bench.figures import Case
-from kvps.bench.plan import FULL_REPEAT, USUAL_COUNT, USUAL_WORKLOADS, Plan, count
-from kvps.bench.systems import System
-from kvps.bench.workloads import FLOAT_BYTES
 from kvps.errors import ConfigError
+from kvps.tools.bench import plan
+from kvps.tools.bench.figures import Case
+from kvps.tools.bench.plan import FULL_REPEAT, USUAL_COUNT, USUAL_WORKLOADS, Plan, count
+from kvps.tools.bench.systems import System
+from kvps.tools.bench.workloads import FLOAT_BYTES
 
 if TYPE_CHECKING:
     import argparse

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchmarks.compare.sweeps import Sweep
-from kvps.bench.figures import Measurement
+from kvps.tools.bench.figures import Measurement
 
 DOTS_PER_INCH = 150
 TIME = "median time of a round, ms"

@@ -15,11 +15,11 @@ from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.peers import trial as peers
 from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
-from kvps.bench import figures, hardware, limits, local, run
-from kvps.bench import tables as usual_tables
-from kvps.bench.figures import Case, Measurement, TrialTimes
-from kvps.bench.processes import Leash
-from kvps.bench.systems import System
+from kvps.tools.bench import figures, hardware, limits, local, run
+from kvps.tools.bench import tables as usual_tables
+from kvps.tools.bench.figures import Case, Measurement, TrialTimes
+from kvps.tools.bench.processes import Leash
+from kvps.tools.bench.systems import System
 
 
 def perform(plan: Comparison, leash: Leash) -> None:

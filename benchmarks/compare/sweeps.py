@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvps.bench.figures import Case
-from kvps.bench.workloads import KEY_FLOATS
+from kvps.tools.bench.figures import Case
+from kvps.tools.bench.workloads import KEY_FLOATS
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 
-from kvps.bench import systems
-from kvps.bench.systems import System
 from kvps.errors import ConfigError
+from kvps.tools.bench import systems
+from kvps.tools.bench.systems import System
 
 PEERS = ("mxnet", "ray")
 """Systems that run in an interpreter of their own."""

@@ -1,7 +1,7 @@
 """``kvps``: the commands for people, each in its own file.
 
-``kvps NAME`` is ``main()`` of ``kvps/cli/NAME.py``; a command is added by that file and a line
-here. Only the file of the command that is called is loaded.
+``kvps NAME`` is ``main()`` of the module that :mod:`kvps.annexes` names, else of ``kvps/cli/NAME.py``; a command is added
+by that file and a line here. Only the file of the command that is called is loaded.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from kvps import annexes
 from kvps.cli import flags
 
 NAME = "kvps"
@@ -56,9 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         _refuse(argv)
-    command = importlib.import_module(f"kvps.cli.{argv[0]}")
-    code: int = command.main(argv[1:])
+    code: int = module_of(argv[0]).main(argv[1:])
     return code
+
+
+def module_of(command: str) -> Any:
+    """Return the module of a command, one of :data:`COMMANDS`."""
+    if command in annexes.MODULES:
+        return annexes.load(command)
+    return importlib.import_module(f"kvps.cli.{command}")
 
 
 def _refuse(argv: Sequence[str]) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from kvps.bench.figures import Measurement, TrialTimes
+from kvps.tools.bench.figures import Measurement, TrialTimes
 
 
 @dataclass(frozen=True, slots=True)

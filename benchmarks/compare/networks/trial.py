@@ -1,7 +1,7 @@
 """One trial of one system on hosts with links of a set rate, with the traffic of each link.
 
 The links' counters and the processor time of all processes are read twice, before the first measured round and after
-the last, while all workers stand still and rank 0 waits for us (see :mod:`kvps.bench.rounds`). A cluster has keys of
+the last, while all workers stand still and rank 0 waits for us (see :mod:`kvps.tools.bench.rounds`). A cluster has keys of
 its own, in memory, unless the system is one without.
 """
 
@@ -14,8 +14,10 @@ from benchmarks.compare.networks.layout import Hosts
 from benchmarks.compare.networks.namespaces import Namespaces
 from benchmarks.compare.networks.traffic import NetworkTrial, traffic_between
 from kvps import config
-from kvps.bench.figures import Case
-from kvps.bench.local import (
+from kvps.errors import KvpsError
+from kvps.runtime.keys import KeyMemory, generate
+from kvps.tools.bench.figures import Case
+from kvps.tools.bench.local import (
     GLOO_WORKER,
     KVPS_WORKER,
     THREADS,
@@ -24,10 +26,8 @@ from kvps.bench.local import (
     trial_of,
     worker_flags,
 )
-from kvps.bench.processes import Group, Leash
-from kvps.bench.systems import System
-from kvps.errors import KvpsError
-from kvps.runtime.keys import KeyMemory, generate
+from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.systems import System
 
 SCHEDULER_PORT = 9091
 GLOO_PORT = 29500

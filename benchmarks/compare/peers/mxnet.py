@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import mxnet as mx
 import numpy as np
 
-from kvps.bench import rounds
-from kvps.bench.rounds import Row
-from kvps.bench.workloads import Shapes
+from kvps.tools.bench import rounds
+from kvps.tools.bench.rounds import Row
+from kvps.tools.bench.workloads import Shapes
 
 
 class MxNet:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import ray
 
-from kvps.bench import rounds
-from kvps.bench.rounds import WARM_UP, Row, Truth
-from kvps.bench.workloads import Shapes, numbers, payload_bytes, shapes_of
+from kvps.tools.bench import rounds
+from kvps.tools.bench.rounds import WARM_UP, Row, Truth
+from kvps.tools.bench.workloads import Shapes, numbers, payload_bytes, shapes_of
 
 STORE_BYTES_MIN = 1 << 30
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import benchmarks
 import kvps
 from kvps import config
-from kvps.bench.figures import Case, TrialTimes
-from kvps.bench.local import LOOPBACK, THREADS, free_port, trial_of, worker_flags
-from kvps.bench.processes import Group, Leash
-from kvps.bench.systems import System
+from kvps.tools.bench.figures import Case, TrialTimes
+from kvps.tools.bench.local import LOOPBACK, THREADS, free_port, trial_of, worker_flags
+from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.systems import System
 
 
 def measure(system: System, case: Case, rounds: int, python: str, leash: Leash) -> TrialTimes:

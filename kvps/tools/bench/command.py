@@ -111,8 +111,8 @@ def _main(argv: Sequence[str]) -> int:
     with stopped_by_signals():
         try:
             # These load rich and numpy, which --help does not wait for.
-            from kvps.bench.plan import plan_of
-            from kvps.bench.run import perform
+            from kvps.tools.bench.plan import plan_of
+            from kvps.tools.bench.run import perform
 
             perform(plan_of(parsed), reaper)
         finally:

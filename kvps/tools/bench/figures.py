@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvps.bench.systems import BASE
-from kvps.bench.workloads import payload_bytes, shapes_of
+from kvps.tools.bench.systems import BASE
+from kvps.tools.bench.workloads import payload_bytes, shapes_of
 
 
 @dataclass(frozen=True, slots=True)

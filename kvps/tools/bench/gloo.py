@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from kvps.bench import rounds
-from kvps.bench.rounds import Row
-from kvps.bench.workloads import FLOAT_BYTES, Shapes
+from kvps.tools.bench import rounds
+from kvps.tools.bench.rounds import Row
+from kvps.tools.bench.workloads import FLOAT_BYTES, Shapes
 
 BUCKET_BYTES = 25 << 20
 """The bytes that DistributedDataParallel sums in one call by default."""

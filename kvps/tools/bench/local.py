@@ -10,15 +10,15 @@ import socket
 import sys
 
 from kvps import config
-from kvps.bench.figures import Case, TrialTimes, slowest
-from kvps.bench.processes import Group, Leash
-from kvps.bench.systems import System
 from kvps.errors import KvpsError
+from kvps.tools.bench.figures import Case, TrialTimes, slowest
+from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.systems import System
 
 LOOPBACK = "127.0.0.1"
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-KVPS_WORKER = "kvps.bench.worker"
-GLOO_WORKER = "kvps.bench.gloo"
+KVPS_WORKER = "kvps.tools.bench.worker"
+GLOO_WORKER = "kvps.tools.bench.gloo"
 
 
 def measure(system: System, case: Case, rounds: int, leash: Leash) -> TrialTimes:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvps import config
-from kvps.bench.figures import Case
-from kvps.bench.systems import System, chosen
-from kvps.bench.workloads import shapes_of
 from kvps.errors import ConfigError
+from kvps.tools.bench.figures import Case
+from kvps.tools.bench.systems import System, chosen
+from kvps.tools.bench.workloads import shapes_of
 
 USUAL_WORKLOADS = ("resnet50", "big", "small")
 USUAL_COUNT = "2"

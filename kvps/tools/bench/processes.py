@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from kvps.bench.rounds import RESULT
 from kvps.errors import KvpsError
+from kvps.tools.bench.rounds import RESULT
 
 TRIAL_MAX_S = 1800.0
 SERVERS_MAX_S = 10.0

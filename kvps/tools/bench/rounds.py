@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvps.bench.workloads import Shapes, shapes_of
+from kvps.tools.bench.workloads import Shapes, shapes_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from kvps.bench import figures, hardware, limits, local, tables
-from kvps.bench.figures import Case, Measurement, TrialTimes
-from kvps.bench.plan import Plan
-from kvps.bench.processes import Leash
-from kvps.bench.systems import System
 from kvps.errors import StorageError
+from kvps.tools.bench import figures, hardware, limits, local, tables
+from kvps.tools.bench.figures import Case, Measurement, TrialTimes
+from kvps.tools.bench.plan import Plan
+from kvps.tools.bench.processes import Leash
+from kvps.tools.bench.systems import System
 
 WIDTH = 120
 """Columns of a table that goes into a file."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvps.bench.rounds import CODECS
 from kvps.errors import ConfigError
+from kvps.tools.bench.rounds import CODECS
 
 BASE = "gloo"
 """The system that all others are compared with."""

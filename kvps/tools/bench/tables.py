@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from kvps.bench.figures import Measurement, ratio_of
+from kvps.tools.bench.figures import Measurement, ratio_of
 
 
 def headline(machine: Mapping[str, object]) -> str:

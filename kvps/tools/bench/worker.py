@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import kvps
-from kvps.bench import rounds
-from kvps.bench.rounds import Row
-from kvps.bench.workloads import Shapes
+from kvps.tools.bench import rounds
+from kvps.tools.bench.rounds import Row
+from kvps.tools.bench.workloads import Shapes
 
 
 class _Worker:

@@ -11,8 +11,8 @@ from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError
 from kvps.inquiry import Inquirer
-from kvps.observe.diagnosis import Measurements, diagnose, exit_code
 from kvps.observe.findings import Finding, Level
+from kvps.tools.doctor.diagnosis import Measurements, diagnose, exit_code
 
 NAME = "kvps doctor"
 TIMEOUT_S = 3.0
@@ -61,7 +61,7 @@ def _main(argv: Sequence[str]) -> int:
     scheduler = flags.scheduler_of(parsed)
     bind = "" if parsed.bind is None else config.as_bind("--bind", parsed.bind)
     limit_s = flags.timeout_of(parsed, TIMEOUT_S)
-    from kvps.runtime import examination  # loads numpy, which --help does not wait for
+    from kvps.tools.doctor import examination  # loads numpy, which --help does not wait for
 
     found = examination.of_this_process(bind)
     found, keys = examination.with_keys(found, lambda: flags.keys_of(parsed, "look"))

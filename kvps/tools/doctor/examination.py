@@ -1,6 +1,6 @@
 """Measurements for ``kvps doctor``: names, connections, keys, answers, bandwidth, memory and limits of this process.
 
-Nothing is decided here, but where to stop: what cannot be reached is not measured. :mod:`kvps.observe.diagnosis` says
+Nothing is decided here, but where to stop: what cannot be reached is not measured. :mod:`kvps.tools.doctor.diagnosis` says
 what the figures mean.
 """
 
@@ -21,9 +21,9 @@ from kvps.core.membership_client import ASK_DOCTOR
 from kvps.errors import ConfigError, KvpsError, ProtocolError, Unauthorized
 from kvps.net.shm.segment import Segment, Unshared
 from kvps.net.zap import CURVE, NULL, Keys, greeting_of
-from kvps.observe.diagnosis import FileLimits, Measurements
 from kvps.protocol.envelope import Answer, Message, Packet
 from kvps.protocol.membership import PING_BYTES_MAX, Look, Ping, Pong, Seen
+from kvps.tools.doctor.diagnosis import FileLimits, Measurements
 
 CONNECT_MAX_S = 3.0
 PINGS = 7

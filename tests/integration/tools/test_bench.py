@@ -123,7 +123,7 @@ def test_a_system_that_fails_is_named(processes: Processes) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(processes: Processes, number: int) -> None:
     bench = called(processes, "bench", "--workloads", "small", "--rounds", "100000", "--no-limits")
-    until(lambda: len(processes.pids("kvps.bench.worker")) >= 2, "workers")
+    until(lambda: len(processes.pids("kvps.tools.bench.worker")) >= 2, "workers")
     bench.signal(number)
     assert bench.wait() == (-number if number == signal.SIGKILL else 128 + number)
     until(lambda: not processes.running(), "end of all processes")

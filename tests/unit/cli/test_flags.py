@@ -14,7 +14,7 @@ from kvps.core.membership_client import EXIT_CONFIG
 MODULES = {
     one.name: importlib.import_module(f"kvps.cli.{one.name}")
     for one in pkgutil.iter_modules(kvps.cli.__path__)
-}
+} | {name: main.module_of(name) for name in main.COMMANDS}
 COMMANDS = [
     (name, words)
     for name, module in MODULES.items()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.compare.systems import SYSTEMS as MEASURED
-from kvps.cli.main import COMMANDS
+from kvps.cli.main import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted(
@@ -64,12 +64,13 @@ CASES = sorted(
 def help_of(command: str, *subcommands: str) -> str:
     """Return what a command prints for --help."""
     if command == "kvps":
-        module, more = f"kvps.cli.{subcommands[0]}", subcommands[1:]
+        module, more = module_of(subcommands[0]), subcommands[1:]
     else:
-        module, more = f"kvps.cli.{command.removeprefix('kvps-')}", subcommands
+        name = command.removeprefix("kvps-")
+        module, more = importlib.import_module(f"kvps.cli.{name}"), subcommands
     printed = StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
-        importlib.import_module(module).main([*more, "--help"])
+        module.main([*more, "--help"])
     return printed.getvalue()
 
 

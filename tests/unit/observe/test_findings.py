@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 from rich.console import Console
 
-from kvps.cli.doctor import report
 from kvps.cli.status import screen
-from kvps.cli.top import rendered
 from kvps.observe.cluster import JobModel
-from kvps.observe.diagnosis import Measurements, diagnose
 from kvps.observe.document import document_of
 from kvps.observe.findings import CIRCLE_S, STUCK_S, Finding, Level, judge
 from kvps.protocol.membership import Barrier, Beat, Look, Measured, OldRound, Seen, Wait
+from kvps.tools.doctor.command import report
+from kvps.tools.doctor.diagnosis import Measurements, diagnose
+from kvps.tools.top import rendered
 from tests.support.scheduler_harness import Stage, sent
 
 JOB = bytes(16)

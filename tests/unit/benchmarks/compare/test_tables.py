@@ -12,7 +12,7 @@ from benchmarks.compare import plots, tables
 from benchmarks.compare.networks.layout import layout_of
 from benchmarks.compare.networks.traffic import NetworkTrial, Traffic
 from benchmarks.compare.sweeps import SWEEPS
-from kvps.bench.figures import Case, Measurement
+from kvps.tools.bench.figures import Case, Measurement
 
 SMALL = Case("small", 2, 2)
 

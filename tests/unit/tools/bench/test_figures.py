@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvps.bench.figures import (
+from kvps.tools.bench.figures import (
     Case,
     Measurement,
     TrialTimes,

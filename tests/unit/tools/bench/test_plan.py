@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvps.bench.plan import Plan, plan_of
-from kvps.bench.systems import NAMED_ONLY, SYSTEMS
-from kvps.cli.bench import MOVED, demand_own, parser
 from kvps.errors import ConfigError
+from kvps.tools.bench.command import MOVED, demand_own, parser
+from kvps.tools.bench.plan import Plan, plan_of
+from kvps.tools.bench.systems import NAMED_ONLY, SYSTEMS
 
 
 def planned(*flags: str) -> Plan:

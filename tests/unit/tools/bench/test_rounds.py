@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.bench import rounds
-from kvps.bench.rounds import PERIOD, WARM_UP, Row, Truth, demand, measure, noise, spread
 from kvps.compression.codecs import decode, encode
 from kvps.compression.spec import CODECS, CodecSpec
+from kvps.tools.bench import rounds
+from kvps.tools.bench.rounds import PERIOD, WARM_UP, Row, Truth, demand, measure, noise, spread
 
 
 def rows_of(*sizes: int) -> list[Row]:

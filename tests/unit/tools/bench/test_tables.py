@@ -6,9 +6,9 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvps.bench import tables
-from kvps.bench.figures import Case, Measurement, TrialTimes
-from kvps.bench.run import time_left
+from kvps.tools.bench import tables
+from kvps.tools.bench.figures import Case, Measurement, TrialTimes
+from kvps.tools.bench.run import time_left
 
 SMALL = Case("small", 2, 2)
 

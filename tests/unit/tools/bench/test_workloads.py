@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.bench.workloads import numbers, payload_bytes, shapes_of, transformer
+from kvps.tools.bench.workloads import numbers, payload_bytes, shapes_of, transformer
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.observe.diagnosis import FileLimits, Measurements, bits_s, diagnose, exit_code
 from kvps.observe.findings import Finding, Level
 from kvps.protocol.membership import Figures, Seen, Sight
+from kvps.tools.doctor.diagnosis import FileLimits, Measurements, bits_s, diagnose, exit_code
 
 NUMBERS = Figures("1.0", 0, 0, 0, 0, 0, 0.0)
 WORKER = Sight(2, 0, 3, "held", "gpu", 41, "", 0.5, "alive")

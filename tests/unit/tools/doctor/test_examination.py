@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from kvps.core.agents.inquiry import Inquiry
 from kvps.protocol.membership import Look, Seen
-from kvps.runtime import examination
+from kvps.tools.doctor import examination
 
 
 def test_the_doctor_does_not_advise_to_call_the_doctor() -> None:

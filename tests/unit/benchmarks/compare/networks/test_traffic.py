@@ -9,7 +9,7 @@ from benchmarks.compare.networks.traffic import (
     traffic_between,
     traffic_of,
 )
-from kvps.bench.figures import Case, Measurement
+from kvps.tools.bench.figures import Case, Measurement
 
 
 def test_links_carry_what_their_counters_grew_by() -> None:

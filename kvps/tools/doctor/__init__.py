@@ -1,0 +1,1 @@
+"""``kvps doctor``: measurements of a process's way to its cluster, and what they mean."""
