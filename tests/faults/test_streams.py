@@ -53,8 +53,8 @@ def first(streams: Sequence[Stream]) -> Plan:
 @pytest.fixture
 def attentive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have dead connections noticed sooner than a user would want it."""
-    monkeypatch.setattr("kvps.net.zeromq.DATA_HEARTBEAT_S", (0.1, 0.5))
-    monkeypatch.setattr("kvps.net.zeromq.CONTROL_HEARTBEAT_S", (0.1, 0.5))
+    monkeypatch.setattr("kvps.net.outgoing.DATA_HEARTBEAT_S", (0.1, 0.5))
+    monkeypatch.setattr("kvps.net.outgoing.CONTROL_HEARTBEAT_S", (0.1, 0.5))
 
 
 # --- cut ------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_streams_in_single_octets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.spec("R113")
 def test_slow_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long is not taken for dead, though its heartbeats wait behind all that is sent."""
-    monkeypatch.setattr("kvps.net.zeromq.DATA_HEARTBEAT_S", (0.1, 1.5))
+    monkeypatch.setattr("kvps.net.outgoing.DATA_HEARTBEAT_S", (0.1, 1.5))
     streams = play(
         monkeypatch, "sync", lambda place: Stream(piece_bytes=4096, bytes_per_s=300_000), steps=2
     )

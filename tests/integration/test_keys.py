@@ -22,7 +22,7 @@ from kvps.core.effects import Connect, Exit, Send
 from kvps.core.keys import near_door
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
-from kvps.net import zeromq
+from kvps.net import outgoing
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
@@ -433,7 +433,7 @@ def test_connection_falls_back_to_tcp_where_the_local_socket_is_closed(
     )
     listening.trust({worker.public: "worker:1:1"})
     coming = ZmqTransport(keys=Keys(("s" * 40,), session=worker))
-    monkeypatch.setattr(zeromq, "is_kin", lambda endpoint: False)
+    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
     with closing(contextlib.ExitStack()) as ends:
         for one in (listening, coming):
             ends.callback(one.close, 0.0)

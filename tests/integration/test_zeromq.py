@@ -115,7 +115,7 @@ def test_connecting_again_replaces(transports):
 
 def test_message_along_the_former_connection_is_still_received(transports, monkeypatch):
     """The scheduler says STOP once, perhaps before it has heard the session's own connection."""
-    monkeypatch.setattr("kvps.net.zeromq.FADE_S", 2.0)
+    monkeypatch.setattr("kvps.net.outgoing.FADE_S", 2.0)
     scheduler, member = transports(LOOPBACK, role=Role.SCHEDULER), transports()
     member.connect(Connect("scheduler", scheduler.endpoint))
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
@@ -128,7 +128,7 @@ def test_message_along_the_former_connection_is_still_received(transports, monke
     member.send("scheduler", Packet(ENVELOPE, Beat(1)), None)
     after, _ = take(scheduler)
     assert after != before
-    until(lambda: not list(member.poll(0.01)) and not member._fading, "end of the first")
+    until(lambda: not list(member.poll(0.01)) and not member._outgoing._fading, "end of the first")
     scheduler.send(after, said, None)
     assert take(member)[0] == "scheduler"
 
@@ -185,7 +185,7 @@ def test_a_connection_whose_framing_cannot_be_read_is_opened_again(transports, w
 @pytest.mark.spec("R222")
 def test_a_frame_may_take_longer_than_a_silence(transports, monkeypatch):
     """libzmq hears nothing until all of it is there, and its heartbeat stands behind it."""
-    monkeypatch.setattr("kvps.net.zeromq.DATA_HEARTBEAT_S", (0.2, 1.8))
+    monkeypatch.setattr("kvps.net.outgoing.DATA_HEARTBEAT_S", (0.2, 1.8))
     server, worker = transports(LOOPBACK, role=Role.SERVER), transports()
     slow = TcpProxy(server.endpoint, lambda place: Stream(bytes_per_s=1 << 20, piece_bytes=1 << 14))
     with contextlib.closing(slow):

@@ -1,0 +1,216 @@
+"""The connections that this process opens: opened again where nothing moves, and replaced where another is wanted.
+
+A network may do worse than to break. A connection that looks open and carries nothing is closed and opened again by
+the end that opened it: libzmq's heartbeats have something to carry, and whether bytes move is asked of the kernel
+(:mod:`kvps.net.tcp_watch`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its peer does
+not judge, since a process that stands still is not lost for that. What libzmq gives up for good is opened again, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+
+import zmq
+
+from kvps.core.effects import Connect, Route
+from kvps.core.keys import near_door
+from kvps.errors import ConfigError, Unauthorized
+from kvps.net import descriptors
+from kvps.net.locality import is_kin
+from kvps.net.sockets import Sockets, is_wire
+from kvps.net.tcp_watch import CAN_COUNT, Pulse, Watch, events_of, moved
+from kvps.net.zap import EVENTS, Handshakes, Keys
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Error
+
+CONTROL_HEARTBEAT_S = 2.0, 4.0
+DATA_HEARTBEAT_S = 5.0, 15.0
+"""How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
+move then. To the scheduler both together leave room before the silence for which it gives a member up."""
+FADE_S = 3.0
+"""How long the connection by which a member joined stays, in seconds: the scheduler answers along it until it has
+heard the other one, and what it says last, STOP, it says once."""
+NEVER_MS = 24 * 3_600_000
+"""libzmq's own judgement is put off by so much."""
+NOWHERE = Connect("", "")
+
+
+class OutgoingConnections:
+    """The connections that this process opens, by their names.
+
+    Args:
+        sockets: of this process.
+        keys: by which it speaks; None for clear text.
+    """
+
+    def __init__(self, sockets: Sockets, keys: Keys | None) -> None:
+        self._sockets, self._keys = sockets, keys
+        self.dealers: dict[str, zmq.Socket[bytes]] = {}
+        self.names: dict[zmq.Socket[bytes], str] = {}
+        """The name of each connection that is read."""
+        self.refusals: deque[tuple[Route, Packet]] = deque()
+        """Packets that stand in for an answer where no connection is made."""
+        self.reconnects = 0
+        """Number of connections that broke, or that others have replaced."""
+        self._openings: dict[str, Connect] = {}
+        """How each connection was opened, by its name."""
+        self._watches: dict[str, Watch] = {}
+        self._events_of: dict[object, str] = {}
+        """Events that are waited for -> the name of the connection."""
+        self._fading: list[tuple[float, zmq.Socket[bytes]]] = []
+        """The connections that have others in their place, and when they are closed."""
+        self._handshakes = Handshakes(keys)
+
+    def endpoint(self, name: str) -> str:
+        """Return where a connection leads."""
+        return self._openings.get(name, NOWHERE).endpoint
+
+    def connect(self, to: Connect) -> None:
+        """Open a connection; it replaces an older one of its name.
+
+        One to a peer on this host that has a key goes through its near door, where it is open and its process of
+        our own user: nothing is sealed there.
+
+        Raises:
+            ConfigError: if its endpoint is none, or there are too few file descriptors.
+        """
+        name, endpoint = to.to, to.endpoint
+        descriptors.demand(f"the connection to {name}", descriptors.CONNECTION)
+        if to.is_near and to.key and is_kin(near_door(to.key)):
+            endpoint = near_door(to.key)
+        self._replace(to)
+        dealer = self._sockets.new(zmq.DEALER)
+        if is_wire(endpoint):
+            self._watch(
+                name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S
+            )
+            if self._keys is not None:
+                self._handshakes.seal(dealer, to.key, to.is_member)
+        else:
+            self._sockets.checked(dealer)
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._forget(name, dealer)
+            dealer.close(0)
+            raise ConfigError(
+                f"{endpoint!r} is not an address of {name}: {error.strerror}. Write it as tcp://HOST:PORT"
+            ) from error
+        self._openings[name] = to
+        self.dealers[name] = dealer
+        self.names[dealer] = name
+        self._fade(time.monotonic())
+        self._sockets.poller.register(dealer, zmq.POLLIN)
+
+    def reopen(self, name: str) -> None:
+        """Open a connection again whose queue is full: it has none, as libzmq has given up."""
+        if name in self._watches:
+            self._heed(name)  # why
+        self.connect(self._openings[name])
+
+    def hear(self, ready: Iterable[object]) -> None:
+        """Take in what libzmq tells of connections, if their events are among those that are ``ready``."""
+        for events in [source for source in ready if source in self._events_of]:
+            self._heed(self._events_of[events])
+
+    def look(self, now: float) -> None:
+        """Replace the connections along which nothing has moved for too long."""
+        self._fade(now)
+        for name, watch in list(self._watches.items()):
+            self._heed(name)
+            if watch.up is None or self._watches.get(name) is not watch:
+                continue  # libzmq is at it, or it was opened again just now
+            if watch.pulse is None:
+                watch.pulse = Pulse(watch.silence_s, now)
+            counted = moved(watch.up)
+            if counted is not None and watch.pulse.is_dead(now, counted):
+                self.connect(self._openings[name])
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for name, dealer in self.dealers.items():
+            self._forget(name, dealer)
+
+    # --- libzmq's monitors --------------------------------------------------------------------------
+
+    def _watch(
+        self, name: str, dealer: zmq.Socket[bytes], heartbeat_s: tuple[float, float]
+    ) -> None:
+        """Have a connection asked for signs of life, and watch whether bytes move along it."""
+        every_s, silence_s = heartbeat_s
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, int(every_s * 1000))
+        limit_ms = NEVER_MS if CAN_COUNT else int(silence_s * 1000)
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit_ms)
+        if CAN_COUNT:
+            events = dealer.get_monitor_socket(EVENTS)
+            self._watches[name] = Watch(events, every_s + silence_s)
+            if name == "scheduler":  # to be told at once that it is not served
+                self._events_of[events] = name
+                self._sockets.poller.register(events, zmq.POLLIN)
+
+    def _forget(self, name: str, dealer: zmq.Socket[bytes]) -> None:
+        """Watch a connection no longer."""
+        if name in self._watches:
+            dealer.disable_monitor()
+            events = self._watches.pop(name).events
+            if self._events_of.pop(events, None) is not None:
+                self._sockets.poller.unregister(events)
+            events.close(0)
+
+    def _heed(self, name: str) -> None:
+        """Take in what libzmq tells of a connection."""
+        now = time.monotonic()
+        watch = self._watches[name]
+        for kind, value in events_of(watch.events):
+            if kind in (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                is_up = kind == zmq.EVENT_CONNECTED
+                self.reconnects += not is_up
+                watch.up, watch.pulse = value if is_up else None, None
+                watch.connected_at = now if is_up else watch.connected_at
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._handshakes.succeeded(name)
+            elif name == "scheduler":
+                self._fail(name, kind, value, now - watch.connected_at)
+                if self._watches.get(name) is not watch:
+                    return  # it was opened again, by another key
+
+    def _fail(self, name: str, kind: int, value: int, made_s: float) -> None:
+        """A connection to the scheduler was made, and then not served."""
+        is_turned, why = self._handshakes.failed(self._openings[name].endpoint, kind, value, made_s)
+        if is_turned:
+            self.connect(self._openings[name])
+        elif why:
+            self._refuse(why)
+
+    def _refuse(self, text: str) -> None:
+        """Let the core hear that there is no way to the scheduler, as if that had said so."""
+        envelope = Envelope(bytes(16), 0, Role.SCHEDULER, 0, 0, 0)
+        self.refusals.append(("scheduler", Packet(envelope, Error(0, Unauthorized.code, text))))
+
+    # --- replaced connections -----------------------------------------------------------------------
+
+    def _replace(self, to: Connect) -> None:
+        """Let the older connection of this name fade, if there is one."""
+        old = self.dealers.pop(to.to, None)
+        if old is None:
+            return
+        self._forget(to.to, old)
+        is_handed_over = to.is_member and not self._openings[to.to].is_member
+        self.reconnects += not is_handed_over
+        if not is_handed_over:
+            self._deafen(old)
+        self._fading.append((time.monotonic() + FADE_S * is_handed_over, old))
+
+    def _fade(self, now: float) -> None:
+        """Close the connections that have others in their place for long enough."""
+        for _, dealer in [entry for entry in self._fading if now >= entry[0]]:
+            self._deafen(dealer)
+            dealer.close(0)
+        self._fading = [entry for entry in self._fading if now < entry[0]]
+
+    def _deafen(self, dealer: zmq.Socket[bytes]) -> None:
+        """Read nothing more from a connection."""
+        if self.names.pop(dealer, None) is not None:
+            self._sockets.poller.unregister(dealer)
