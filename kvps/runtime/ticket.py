@@ -1,21 +1,13 @@
-"""Tickets and handles: what a call returns, and a session completes.
-
-With them stands what lasts as long as a call: the script's waiting time, and shorter turns of the interpreter.
-"""
+"""Tickets and handles: what a call returns, and a session completes."""
 
 from __future__ import annotations
 
 import functools
-import math
-import os
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 
@@ -23,55 +15,6 @@ from kvps.errors import EpochChanged, KvpsError
 
 TIMEOUT_S = 300.0
 """Default limit of a call, in seconds."""
-WAITS_MAX = 1024
-"""Calls of each kind whose waiting times the percentiles cover: the newest."""
-P = ParamSpec("P")
-
-
-class ShortTurns:
-    """The interpreter's switch interval while calls are in flight, shorter than usual.
-
-    A thread that waits for the interpreter lock may ask for it only after this interval, 5 ms in CPython. The loop
-    waits for it after each system call: so a script that computes in Python meanwhile would delay every packet.
-    ``benchmarks/gil.py`` measures that.
-
-    Args:
-        interval_s: in seconds; 0 leaves the interval as it is.
-    """
-
-    def __init__(self, interval_s: float) -> None:
-        self.interval_s = interval_s
-        self._lock = threading.Lock()
-        self._open = 0
-        self._usual_s = 0.0
-
-    def begin(self) -> None:
-        """A call begins; the interval of the script is kept for later, unless it is shorter still."""
-        with self._lock:
-            self._open += 1
-            if self._open == 1:
-                self._usual_s = sys.getswitchinterval()
-                if 0 < self.interval_s < self._usual_s:
-                    sys.setswitchinterval(self.interval_s)
-
-    def end(self) -> None:
-        """A call ends; after the last one the script has its own interval again, unless it has set another."""
-        with self._lock:
-            self._open -= 1
-            if self._open == 0 and math.isclose(sys.getswitchinterval(), self.interval_s):
-                sys.setswitchinterval(self._usual_s)
-
-    def forget(self) -> None:
-        """Restore the interval in a child of a fork, where no call is in flight."""
-        self._lock = threading.Lock()
-        if self._open:
-            self._open = 1
-            self.end()
-
-
-TURNS = ShortTurns(0.0)
-"""Those of this process; sessions set their length."""
-os.register_at_fork(after_in_child=TURNS.forget)
 
 
 class CallWatch(Protocol):
@@ -203,43 +146,6 @@ class Ticket:
         return self.value
 
 
-WITHOUT_CALLS = {
-    ("kvps.runtime.worker_session", "_run"),
-    ("kvps.runtime.local.local_cluster", "run"),
-    ("kvps.net.memory_watch", "_run"),
-    ("multiprocessing.queues", "_feed"),
-    ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),
-}
-"""Functions, by module and name: a thread inside them makes no call by itself."""
-POOL = ("concurrent.futures.thread", "_worker")
-"""The function in which a thread of a pool waits for work; what it works at is called by this function."""
-
-
-def waited_tickets() -> list[Ticket]:
-    """Return the tickets that the threads of this process wait for; none if some thread may do something else.
-
-    Nothing is counted while calls are made. A thread waits where its innermost Python frame is that of
-    :meth:`Ticket._await`.
-    """
-    found = []
-    for innermost in sys._current_frames().values():
-        if innermost.f_code is Ticket._await.__code__:
-            found.append(innermost.f_locals["self"])
-            continue
-        frame: FrameType | None = innermost
-        is_idle = _name_of(innermost) == POOL
-        while frame is not None and not is_idle:
-            is_idle = _name_of(frame) in WITHOUT_CALLS
-            frame = frame.f_back
-        if not is_idle:
-            return []
-    return found
-
-
-def _name_of(frame: FrameType) -> tuple[str, str]:
-    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
-
-
 def finished(value: object = None) -> Ticket:
     """Return the ticket of a finished call that returned ``value``."""
     ticket = Ticket()
@@ -302,85 +208,3 @@ class Handle:
             self._tell_wait(time.perf_counter() - began)
             self._tell_wait = None
         return self._value
-
-
-# --- waiting times ---------------------------------------------------------------------------------
-
-
-class WaitTimes:
-    """The waiting times of calls of one kind.
-
-    Example:
-        >>> waits = WaitTimes()
-        >>> for seconds in (0.25, 0.5, 0.75):
-        ...     waits.add(seconds)
-        >>> waits.figures("pull")
-        {'pull_calls': 3, 'pull_wait_s': 1.5, 'pull_wait_p50_s': 0.5, 'pull_wait_p99_s': 0.75}
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._total_s = 0.0
-        self._newest: deque[float] = deque(maxlen=WAITS_MAX)
-
-    def add(self, seconds: float) -> None:
-        """Count one call."""
-        self._count += 1
-        self._total_s += seconds
-        self._newest.append(seconds)
-
-    def figures(self, kind: str) -> dict[str, float]:
-        """Return the numbers of calls of this ``kind``."""
-        ordered = sorted(self._newest)
-        return {
-            f"{kind}_calls": self._count,
-            f"{kind}_wait_s": self._total_s,
-            f"{kind}_wait_p50_s": percentile(ordered, 0.5),
-            f"{kind}_wait_p99_s": percentile(ordered, 0.99),
-        }
-
-
-def percentile(ordered: Sequence[float], part: float) -> float:
-    """Return the smallest of ``ordered`` that at least this ``part`` of them do not exceed; 0 for none.
-
-    Example:
-        >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
-        2.0
-    """
-    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
-
-
-class Timed(Protocol):
-    """An object that knows how long its calls have waited."""
-
-    @property
-    def waits(self) -> Mapping[str, WaitTimes]:
-        """The waiting times by kind."""
-
-
-S = TypeVar("S", bound=Timed)
-
-
-def timed(
-    kind: str,
-) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Concatenate[S, P], Any]]:
-    """Count the time of each call of a method; use it as a decorator.
-
-    Of a call that returns a handle, only the wait for that handle counts.
-    """
-
-    def decorate(method: Callable[Concatenate[S, P], Any]) -> Callable[Concatenate[S, P], Any]:
-        @functools.wraps(method)
-        def call(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
-            began = time.perf_counter()
-            result = method(self, *args, **kwargs)
-            waits = self.waits[kind]
-            if isinstance(result, Handle):
-                result.tell_wait(waits.add)
-            else:
-                waits.add(time.perf_counter() - began)
-            return result
-
-        return cast("Callable[Concatenate[S, P], Any]", call)
-
-    return decorate

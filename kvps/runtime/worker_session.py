@@ -42,7 +42,8 @@ from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.member_process import own_identity
-from kvps.runtime.ticket import TURNS, Ticket, profiled, waited_tickets
+from kvps.runtime.threads import TURNS, waited_tickets
+from kvps.runtime.ticket import Ticket, profiled
 from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 

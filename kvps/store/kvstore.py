@@ -26,7 +26,7 @@ from kvps.core.placement import Part
 from kvps.core.traits import traits_of
 from kvps.core.worker import calls
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
-from kvps.runtime.ticket import Handle, Ticket, WaitTimes, timed
+from kvps.runtime.ticket import Handle, Ticket
 from kvps.store import optimizer_state
 from kvps.store.arguments import (
     KnownKeys,
@@ -42,7 +42,7 @@ from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.gradient_check import GradientCheck
-from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler
+from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler, WaitTimes, timed
 from kvps.store.names import Kind
 from kvps.store.requests import PlannedCall, Requests
 

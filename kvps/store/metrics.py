@@ -6,10 +6,15 @@ logs all of them; a number that a kind of store does not have is 0, and a ratio 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 from kvps.protocol.stores import StatusIs
+from kvps.runtime.ticket import Handle
 
 NAMES: Mapping[str, str] = {
     "rank": "Rank of this worker.",
@@ -76,3 +81,87 @@ def of_servers(
         "open_rounds": len({stalled.key for answer in answers for stalled in answer.rounds}),
         "oldest_round_s": max(ages, default=0.0),
     }
+
+
+WAITS_MAX = 1024
+"""Calls of each kind whose waiting times the percentiles cover: the newest."""
+P = ParamSpec("P")
+
+
+class WaitTimes:
+    """The waiting times of calls of one kind.
+
+    Example:
+        >>> waits = WaitTimes()
+        >>> for seconds in (0.25, 0.5, 0.75):
+        ...     waits.add(seconds)
+        >>> waits.figures("pull")
+        {'pull_calls': 3, 'pull_wait_s': 1.5, 'pull_wait_p50_s': 0.5, 'pull_wait_p99_s': 0.75}
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._total_s = 0.0
+        self._newest: deque[float] = deque(maxlen=WAITS_MAX)
+
+    def add(self, seconds: float) -> None:
+        """Count one call."""
+        self._count += 1
+        self._total_s += seconds
+        self._newest.append(seconds)
+
+    def figures(self, kind: str) -> dict[str, float]:
+        """Return the numbers of calls of this ``kind``."""
+        ordered = sorted(self._newest)
+        return {
+            f"{kind}_calls": self._count,
+            f"{kind}_wait_s": self._total_s,
+            f"{kind}_wait_p50_s": percentile(ordered, 0.5),
+            f"{kind}_wait_p99_s": percentile(ordered, 0.99),
+        }
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """Return the smallest of ``ordered`` that at least this ``part`` of them do not exceed; 0 for none.
+
+    Example:
+        >>> percentile([1.0, 2.0, 3.0, 4.0], 0.5)
+        2.0
+    """
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
+
+
+class Timed(Protocol):
+    """An object that knows how long its calls have waited."""
+
+    @property
+    def waits(self) -> Mapping[str, WaitTimes]:
+        """The waiting times by kind."""
+
+
+S = TypeVar("S", bound=Timed)
+
+
+def timed(
+    kind: str,
+) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Concatenate[S, P], Any]]:
+    """Count the time of each call of a method; use it as a decorator.
+
+    Of a call that returns a handle, only the wait for that handle counts.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], Any]) -> Callable[Concatenate[S, P], Any]:
+        @functools.wraps(method)
+        def call(self: S, *args: P.args, **kwargs: P.kwargs) -> Any:
+            began = time.perf_counter()
+            result = method(self, *args, **kwargs)
+            waits = self.waits[kind]
+            if isinstance(result, Handle):
+                result.tell_wait(waits.add)
+            else:
+                waits.add(time.perf_counter() - began)
+            return result
+
+        return cast("Callable[Concatenate[S, P], Any]", call)
+
+    return decorate

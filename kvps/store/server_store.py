@@ -18,12 +18,12 @@ from kvps.core.worker import calls
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
-from kvps.runtime.ticket import Handle, Ticket, timed
+from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.catch_up import CatchUp, refuse
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.embedding.table import EmbeddingTable
 from kvps.store.kvstore import KVStore
-from kvps.store.metrics import Straggler, of_servers
+from kvps.store.metrics import Straggler, of_servers, timed
 from kvps.store.names import Kind
 from kvps.store.options import StoreOptions
 from kvps.store.requests import ServerRequests

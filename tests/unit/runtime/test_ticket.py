@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvps.errors import KvpsError, Timeout
-from kvps.runtime.ticket import Handle, ShortTurns, Ticket, waited_tickets
+from kvps.runtime.threads import ShortTurns, waited_tickets
+from kvps.runtime.ticket import Handle, Ticket
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +196,6 @@ def test_a_thread_that_hands_data_on_makes_no_call(
     def feed() -> None:
         threads.gate.wait()
 
-    monkeypatch.setattr("kvps.runtime.ticket.WITHOUT_CALLS", {(__name__, "feed")})
+    monkeypatch.setattr("kvps.runtime.threads.WITHOUT_CALLS", {(__name__, "feed")})
     shown(monkeypatch, *threads.calling, threads.begin(feed))
     assert len(waited(some=True)) == 2

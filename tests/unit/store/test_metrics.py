@@ -10,8 +10,7 @@ import torch
 
 import kvps
 from kvps.protocol.stores import Clock, OpenRound, StatusIs
-from kvps.runtime.ticket import WAITS_MAX, WaitTimes, percentile
-from kvps.store.metrics import NAMES, SERVER_NAMES, of_servers
+from kvps.store.metrics import NAMES, SERVER_NAMES, WAITS_MAX, WaitTimes, of_servers, percentile
 
 
 def test_percentiles_are_values_that_occurred() -> None:

@@ -1,0 +1,94 @@
+"""The threads of this process beside a call: shorter turns while calls are in flight, and which threads wait for calls."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from types import FrameType
+
+from kvps.runtime.ticket import Ticket
+
+
+class ShortTurns:
+    """The interpreter's switch interval while calls are in flight, shorter than usual.
+
+    A thread that waits for the interpreter lock may ask for it only after this interval, 5 ms in CPython. The loop
+    waits for it after each system call: so a script that computes in Python meanwhile would delay every packet.
+    ``benchmarks/gil.py`` measures that.
+
+    Args:
+        interval_s: in seconds; 0 leaves the interval as it is.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._lock = threading.Lock()
+        self._open = 0
+        self._usual_s = 0.0
+
+    def begin(self) -> None:
+        """A call begins; the interval of the script is kept for later, unless it is shorter still."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._usual_s = sys.getswitchinterval()
+                if 0 < self.interval_s < self._usual_s:
+                    sys.setswitchinterval(self.interval_s)
+
+    def end(self) -> None:
+        """A call ends; after the last one the script has its own interval again, unless it has set another."""
+        with self._lock:
+            self._open -= 1
+            if self._open == 0 and math.isclose(sys.getswitchinterval(), self.interval_s):
+                sys.setswitchinterval(self._usual_s)
+
+    def forget(self) -> None:
+        """Restore the interval in a child of a fork, where no call is in flight."""
+        self._lock = threading.Lock()
+        if self._open:
+            self._open = 1
+            self.end()
+
+
+TURNS = ShortTurns(0.0)
+"""Those of this process; sessions set their length."""
+os.register_at_fork(after_in_child=TURNS.forget)
+
+
+WITHOUT_CALLS = {
+    ("kvps.runtime.worker_session", "_run"),
+    ("kvps.runtime.local.local_cluster", "run"),
+    ("kvps.net.memory_watch", "_run"),
+    ("multiprocessing.queues", "_feed"),
+    ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),
+}
+"""Functions, by module and name: a thread inside them makes no call by itself."""
+POOL = ("concurrent.futures.thread", "_worker")
+"""The function in which a thread of a pool waits for work; what it works at is called by this function."""
+
+
+def waited_tickets() -> list[Ticket]:
+    """Return the tickets that the threads of this process wait for; none if some thread may do something else.
+
+    Nothing is counted while calls are made. A thread waits where its innermost Python frame is that of
+    :meth:`Ticket._await`.
+    """
+    found = []
+    for innermost in sys._current_frames().values():
+        if innermost.f_code is Ticket._await.__code__:
+            found.append(innermost.f_locals["self"])
+            continue
+        frame: FrameType | None = innermost
+        is_idle = _name_of(innermost) == POOL
+        while frame is not None and not is_idle:
+            is_idle = _name_of(frame) in WITHOUT_CALLS
+            frame = frame.f_back
+        if not is_idle:
+            return []
+    return found
+
+
+def _name_of(frame: FrameType) -> tuple[str, str]:
+    return frame.f_globals.get("__name__", ""), frame.f_code.co_name
