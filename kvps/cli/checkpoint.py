@@ -145,7 +145,7 @@ def _folders(given: Sequence[str]) -> list[str]:
 
 
 def _refuse(argv: Sequence[str]) -> NoReturn:
-    """Help, or say what is wrong, where no action stands first."""
+    """Print the help, or the error of a line that does not begin with an action."""
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s ACTION [DIR ...] [flags]"
     parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help="the action")

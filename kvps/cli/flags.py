@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"{name} {__version__}")
 
     def error(self, message: str) -> NoReturn:
-        """Tell what is wrong with the flags, and end."""
+        """Print the error in the flags, and end."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
@@ -132,7 +132,7 @@ def add_http(parser: Parser, what: str = "") -> None:
 
 
 def add_limits(parser: Parser, role: str) -> None:
-    """Add ``--limit``, for the named limits that a role heeds."""
+    """Add ``--limit``, for the named limits of a role."""
     names = ", ".join(
         [f"{limit.name} ({limit.default})" for limit in TABLE.values() if role in limit.roles]
     )
@@ -158,7 +158,7 @@ def http_of(parsed: argparse.Namespace) -> Place | None:
     """Return where to serve HTTP; None for nowhere.
 
     Raises:
-        ConfigError: if what is given is no address, or other machines can reach it and nothing protects it.
+        ConfigError: if the value is no address, or other machines can reach it and nothing protects it.
     """
     place = setting(parsed, "http", as_place, None)
     if place is not None:
@@ -170,7 +170,7 @@ def setting(parsed: argparse.Namespace, name: str, read: Callable[[str, str], T]
     """Return the setting ``name``: of its flag, its variable, or the default.
 
     Raises:
-        ConfigError: if ``read``, which gets the name and the text, does not take what is given.
+        ConfigError: if ``read``, which gets the name and the text, does not accept the value.
     """
     flag = vars(parsed).get(name)
     if flag is not None:
@@ -184,7 +184,7 @@ def timeout_of(parsed: argparse.Namespace, default_s: float) -> float:
     """Return for how many seconds an answer is awaited.
 
     Raises:
-        ConfigError: if what is given is no number of seconds.
+        ConfigError: if the value is no number of seconds.
     """
     return setting(parsed, "timeout", config.as_seconds, default_s)
 
@@ -193,7 +193,7 @@ def scheduler_of(parsed: argparse.Namespace) -> str:
     """Return where the scheduler is.
 
     Raises:
-        ConfigError: if what is given is no address.
+        ConfigError: if the value is no address.
     """
     found = config.dmlc_cluster()
     default = config.DEFAULT_SCHEDULER if found is None else found.scheduler
@@ -210,7 +210,7 @@ def keys_of(parsed: argparse.Namespace, role: str) -> Keys | None:
 
     Args:
         parsed: the flags.
-        role: what the process is, as in :func:`kvps.runtime.keys.load`.
+        role: the role of the process, as in :func:`kvps.runtime.keys.load`.
 
     Raises:
         ConfigError: if what was given cannot be used.

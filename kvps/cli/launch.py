@@ -316,7 +316,7 @@ def _of_role(
 ) -> Mapping[str, Mapping[str, str]]:
     """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE.
 
-    The port of KVPS_HTTP is the scheduler's: each server takes a free one, on any host that has such an address.
+    The port of KVPS_HTTP is the scheduler's: each server takes a free port, on any host that has such an address.
     """
     found: dict[str, dict[str, str]] = {}
     if http is not None:
@@ -337,7 +337,7 @@ def _environment(changes: dict[str, str], processes: int) -> dict[str, str]:
 
 
 class _ScreenHandler(logging.Handler):
-    """Puts our own lines between those of the processes."""
+    """Prints our own lines between the lines of the processes."""
 
     def __init__(self, screen: OutputMux) -> None:
         super().__init__()

@@ -69,7 +69,7 @@ def module_of(command: str) -> Any:
 
 
 def _refuse(argv: Sequence[str]) -> NoReturn:
-    """Help, or say what is wrong, where no command stands first."""
+    """Print the help, or the error of a line that does not begin with a command."""
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s COMMAND [flags]"
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="the command to run")

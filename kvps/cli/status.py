@@ -56,7 +56,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def screen(job: Mapping[str, Any]) -> str:
-    """Return what a person is shown of the document of a job."""
+    """Return the screen of a job, from its document."""
     lines = [f"job {job['job']} is {job['phase']}: {job['reason']}", *_facts(job), ""]
     lines += _table(
         ("member", "state", "incarnation", "where", "version", "memory", "heard", "status"),
@@ -103,7 +103,7 @@ def _round(round_: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Return lines with columns as wide as what is in them."""
+    """Return lines with columns as wide as their cells."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

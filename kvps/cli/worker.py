@@ -157,7 +157,7 @@ def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
 
 @contextmanager
 def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, str]]:
-    """Yield the variables by which COMMAND finds the key of its session, for as long as we live."""
+    """Yield the variables by which COMMAND finds the key of its session, as long as this process lives."""
     if keys is None or command_key is None:
         yield {}
         return
@@ -167,7 +167,7 @@ def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, 
 
 
 class Shell(Listener):
-    """Does for the guardian's core what it wants done with the command."""
+    """Carries out the orders of the guardian's core for the command."""
 
     def __init__(
         self,
@@ -212,7 +212,9 @@ class Shell(Listener):
         group = self._process.pid
         if os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        kill(group)  # what it left running; it is still there, so the number is still its own
+        kill(
+            group
+        )  # the processes that it left running; it is still there, so the number is still its own
         code = self._process.wait()
         self._leash.forget(group)
         reason = f"{self._command[0]} ended"
@@ -228,7 +230,7 @@ class Shell(Listener):
             os.write(self._report_fd, f"worker {os.getpid()} {code}\n".encode())
         yield from self._core.on_end(code, reason, now)
 
-    # --- what the core wants ------------------------------------------------------------------
+    # --- the orders of the core ------------------------------------------------------------------
 
     def finish(self, effect: Finish) -> None:
         """Start the command, ask it to end, or kill it."""

@@ -38,7 +38,7 @@ Links = Mapping[int, Mapping[int, tuple[float, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An answer of a server, by the names of metrics; or a beat of a member, by those of its counters."""
+    """An answer of a server, by the names of metrics; or a beat of a member, by the names of its counters."""
 
     at: float
     number: int

@@ -21,9 +21,9 @@ CIRCLE_S, STUCK_S = 5.0, 10.0
 KEY_SHOWN, SHOWN_MAX = 40, 3
 """Characters of a key, and waits of a kind, that are shown."""
 MEMORY_FULL = 0.9
-"""Share of its memory limit from which on a server is called full; and of its host's memory in use, short of it."""
+"""Least share of its memory limit at which a server is called full; and of its host's memory, short of memory."""
 ANSWER_SLOW_S, ANSWER_LATE_S = 0.25, 1.5
-"""Seconds of an answer from which on a server is slow, if the others are not; or is late in any case."""
+"""Least seconds of an answer by which a server is slow, if the others are not; and is late in any case."""
 SLOWER = 4.0
 """Times the median of the others that such an answer takes."""
 WAIT_S = 1.0
@@ -31,9 +31,9 @@ WAIT_S = 1.0
 LATE_S, LATE_SHARE = 0.02, 0.25
 """Seconds, and share of a step, by which a worker must be late on average."""
 LINK_FULL = 0.75
-"""Share of the time in which values are under way, from which on a link is called full."""
+"""Least share of the time in which values are under way on a link that is called full."""
 LINK_BUSIER = 2.0
-"""Times the share of the other workers' links to that server, from which on a worker's link is called full."""
+"""Times the share of the other workers' links to that server, at which a worker's link is called full."""
 LINK_CAUSE = 0.5
 """Share of a worker's lateness that a link must take, beyond the time of the others, to be its cause."""
 IMBALANCE = 1.6
@@ -278,7 +278,7 @@ def is_slow_link(worker: Mapping[str, Any], rate: float) -> bool:
 
 
 def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Name full links: of a server, if those of the others are not as busy; else of a worker; or all of them."""
+    """Name full links: of a server, if the other servers' links are not as busy; else of a worker; or all of them."""
     shares = {server["rank"]: server["link_share"] or 0.0 for server in document["servers"]}
     # A server that answers late keeps values waiting, too.
     late = {server["rank"] for server in document["servers"] if server["answer_s"] >= ANSWER_SLOW_S}
@@ -316,7 +316,7 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _is_full(link: Mapping[str, Any]) -> bool:
-    """Whether a link is full, and those of the other workers to its server are not."""
+    """Whether a link is full, and the other workers' links to its server are not."""
     usual = link["usual_share"]
     return usual is not None and link["share"] >= max(LINK_FULL, LINK_BUSIER * usual)
 

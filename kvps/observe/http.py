@@ -104,7 +104,7 @@ class HttpServer(ThreadingHTTPServer):
         """Return the status, the content type and the body of the answer to a GET.
 
         Args:
-            path: what is asked for.
+            path: the path of the request.
             token: the header ``Authorization``.
             host: the header ``Host``.
         """
@@ -162,7 +162,7 @@ class HttpServer(ThreadingHTTPServer):
             yield b"data: " + json.dumps(self.document(newest)).encode() + b"\n\n"
 
     def begin_stream(self, request: Any) -> bool:
-        """Return whether another client may have events; it is then none of those of which the oldest is cut off."""
+        """Return whether another client may have events; it no longer counts against the limit of clients."""
         if not self._streams.acquire(blocking=False):
             return False
         with self._lock, suppress(ValueError):

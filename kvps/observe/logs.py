@@ -1,6 +1,6 @@
 """Log lines as JSON: an object per line with the time, the level, the role and rank of its process, and the event.
 
-Text is the default, and its format is that of :mod:`kvps.cli.flags`. With ``--log-format json``, or
+Text is the default, in the format of :mod:`kvps.cli.flags`. With ``--log-format json``, or
 ``KVPS_LOG_FORMAT=json``, every line that a command or the stores of a script write is an object::
 
     {"time": "2026-11-24T08:30:00.250000Z", "level": "warning", "role": "server", "rank": 0,

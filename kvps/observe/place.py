@@ -1,4 +1,4 @@
-"""The place where a process serves HTTP, and who may read there.
+"""The place where a process serves HTTP, and the clients that may read there.
 
 It stands apart from the endpoints: every command knows the flag, and few load a web server.
 """
@@ -37,7 +37,7 @@ class Place:
         return replace(self, port=0).shown
 
     def url(self, port: int) -> str:
-        """Return what to type into a browser; ``port`` is the one that was taken."""
+        """Return the address for a browser; ``port`` is the port on which the server listens."""
         host = socket.gethostname() if self.host in WILDCARDS else self.host
         return f"http://{replace(self, host=host, port=port).shown}/"
 
@@ -55,7 +55,7 @@ class Place:
             )
 
     def is_named_by(self, host: str) -> bool:
-        """Return whether the header ``Host`` may be that of an honest client.
+        """Return whether an honest client may send this header ``Host``.
 
         On loopback without a token, a page of another site whose name resolves to this host is kept out by it.
         """

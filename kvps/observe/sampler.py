@@ -29,7 +29,7 @@ Values = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The gauges of a core, and what the other endpoints show of it."""
+    """The gauges of a core, and its status at the other endpoints."""
 
     gauges: Values
     is_ready: bool

@@ -34,10 +34,10 @@ KEY_SHOWN = 40
 LATE_S = 0.1
 """Lateness that is shown in yellow, in seconds; ten times as much in red."""
 OWN_LINES = 9
-"""Lines of the screen that show no member: the title, the heads, what is left out."""
+"""Lines of the screen that show no member: the title, the heads, the number of omitted members."""
 MEMBERS_MIN = 3
 DRAW_EVERY_S = 1.0
-"""The screen is drawn at least so often: its times go on."""
+"""The interval at which the screen is drawn at least, as its times go on."""
 QUIT = ("q", "Q", "\x03", "\x04")
 WHAT = """\
 Shows a job live: its members and their states, the age of open rounds and the ranks that they wait for,
@@ -171,7 +171,7 @@ def _live(console: Console, watcher: Watcher) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    watcher.look()  # who asks in vain is told on a screen that stays
+    watcher.look()  # an error of the first look is printed on a screen that stays
     with (
         suppress(KeyboardInterrupt),
         _keys() as keyboard,
@@ -190,13 +190,13 @@ def _live(console: Console, watcher: Watcher) -> int:
 
 
 def _wants_out(typed: bytes) -> bool:
-    """Return whether what was typed ends the command; the end of the input does, too."""
+    """Return whether the typed keys end the command; the end of the input does, too."""
     return not typed or any(key in typed.decode(errors="replace") for key in QUIT)
 
 
 @contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Yield where keys are read from, one by one and without an echo; nowhere if the input is no terminal."""
+    """Yield the descriptor from which keys are read one by one, without an echo; none if the input is no terminal."""
     if not sys.stdin.isatty():
         yield []
         return
@@ -240,7 +240,7 @@ def rendered(job: Document, complaint: str, width: int, height: int | None) -> R
 
     Args:
         job: its document.
-        complaint: what is wrong with the view itself; empty for nothing.
+        complaint: the error of the last look; empty for none.
         width: columns of the screen.
         height: lines of the screen; None for as many as there are.
     """
@@ -305,7 +305,7 @@ COLUMNS: dict[str, int] = {
     **{"member": 9, "state": 5, "late": 7, "rounds/s": 8, "status": 24, "in": 10, "out": 10},
     **{"rounds": 9, "memory": 16, "heard": 7, "where": 18},
 }
-"""The columns of members and their usual widths, the most important first: a narrow screen leaves out the last ones."""
+"""The columns of members and their usual widths, the most important first: a narrow screen omits the last columns."""
 IN_ORDER = (
     *("member", "state", "where", "heard", "rounds", "rounds/s", "in", "out", "late", "memory"),
     "status",
@@ -359,7 +359,7 @@ def _members(members: Sequence[Document], width: int) -> RenderableType:
 
 
 def _cells(member: Document) -> dict[str, RenderableType]:
-    """Return what is to be shown of a member, by column."""
+    """Return the cells of a member, by column."""
     cells: dict[str, RenderableType] = {
         "member": f"{member['role']} {member['rank']}",
         "state": member["state"],

@@ -1,1 +1,1 @@
-"""Records of what a process was given, in order, and their replay: the same core over the same inputs."""
+"""Records of the inputs of a process, in order, and their replay: the same core over the same inputs."""

@@ -1,6 +1,6 @@
 """The digest of a core's state: equal for two cores that hold the same, bit for bit.
 
-It follows every attribute of every object. It leaves out what is of no meaning: memory that nothing was written to yet,
+It follows every attribute of every object. It omits values without a meaning: memory that nothing was written to yet,
 scratch space, addresses, functions, and where values lie.
 """
 
@@ -138,7 +138,7 @@ class _Walk:
                 return iter(self._parts(value))
 
     def _parts(self, value: Any) -> list[Any]:
-        """Return the attributes of an object; of memory only what was written to."""
+        """Return the attributes of an object; of memory, only the part that was written to."""
         match f"{type(value).__module__}.{type(value).__qualname__}":
             case "kvps.core.server.chunks.slab.Chunk":
                 # The short form does not record when readers have let go of a buffer.

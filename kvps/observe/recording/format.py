@@ -47,7 +47,7 @@ class What(enum.IntEnum):
     SIDE_BY_SIDE = 9
     """The memory said whether it could show values side by side."""
     RELEASE = 10
-    """The world has read what a packet held."""
+    """The world has read the payload of a packet."""
     SENT = 11
     """A packet left: its checksum in a full record, its head in the short form."""
     DIGEST = 12

@@ -2,7 +2,7 @@
 
 The *ring* is always on. It holds the envelopes and fields of the last packets that came and left, timers, calls and
 failures, and no values. The *full* record goes to a file as it happens, with payloads and the arguments of calls, so
-that it survives SIGKILL. It has what a replay needs besides: what the memory said, and when the world had read a payload.
+that it survives SIGKILL. For a replay it also has the answers of the memory, and when the world had read a payload.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Entry = tuple[What, float, Any, Envelope | None, Message | None]
 Dumps = Callable[[Callable[[object], int | None], object], bytes | None]
 """Writes the arguments of a request as bytes; None if they cannot be written."""
 SMALL = ("on_join", "leave", "member.leave", "on_memory", "on_script")
-"""Requests whose arguments a ring keeps; those of others may be values."""
+"""Requests whose arguments a ring keeps; the arguments of other requests may be values."""
 
 
 class Ring:
@@ -74,7 +74,7 @@ class RingLens(Lens):
     """The lens that fills a ring; it calls the core.
 
     Args:
-        header: what a file of this process begins with.
+        header: the beginning of a file of this process.
         folder: where files go.
         dumps: writes the arguments of requests; None in a process whose requests have none.
     """
@@ -127,7 +127,7 @@ class RingLens(Lens):
             yield effect
 
     def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
-        """Return what the ring keeps of a request: its name, and its arguments if those are small."""
+        """Return the ring's record of a request: its name, and its arguments if they are small."""
         if not isinstance(item, CoreRequest):
             return What.UNKNOWN, now, [_name_of(item)]
         words = ", ".join([type(argument).__name__ for argument in item.args])
@@ -189,7 +189,7 @@ def _name_of(item: object) -> bytes:
 
 
 def failure_parts(route: Route, envelope: Envelope, error: Exception) -> list[bytes]:
-    """Return what is kept of a failure: route, envelope, and the error by its code or its class."""
+    """Return the record of a failure: route, envelope, and the error by its code or its class."""
     head = bytes(wire.encode(Packet(envelope, Left()))[0])
     code = str(error.code) if isinstance(error, KvpsError) else type(error).__name__
     return [route_bytes(route), head, code.encode(), str(error)[:2000].encode()]
@@ -257,7 +257,7 @@ class FullLens(RingLens):
         self._clock = clock
         self._sent = self._orders = 0
         self._awaited: dict[int, int] = {}
-        """By the identity of what an order is for, the number of the order."""
+        """The number of an order, by the identity of the request that it is for."""
         self._kept: list[object] = []
         self._is_whole = True
         try:
@@ -356,7 +356,7 @@ class FullLens(RingLens):
 
 
 class RecordedMemory:
-    """A memory whose answers are noted, as they decide what a core does."""
+    """A memory whose answers are recorded, as the core decides by them."""
 
     def __init__(
         self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic

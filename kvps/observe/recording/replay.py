@@ -1,7 +1,7 @@
 """The replay of a record: the same core, given the same inputs in the same order, in virtual time.
 
 A full record of any role can be replayed, up to a request that could not be written down. The short form, a dumped ring,
-can be replayed if it begins with the process and its core needs no values: that of a scheduler always, that of a
+can be replayed if it begins with the process and its core needs no values: a scheduler's always, a
 server as far as its rounds and sessions go.
 """
 
@@ -206,12 +206,12 @@ class _Replay:
                 return self._call(event)
 
     def _guarded(self, call: Callable[[], Effects]) -> Effects:
-        """A packet may raise what the record has as a failure next."""
+        """A packet may raise the failure that the record has next."""
         try:
             yield from call()
         except KvpsError:
             raise
-        except Exception:  # the record goes on with what followed
+        except Exception:  # the record continues with the inputs that followed
             return
 
     def _call(self, event: Event) -> Effects:

@@ -8,7 +8,7 @@ one process at a time, either in its loop or in its script:
 * in a loop that handles a packet, it goes back to where the handling began, then to where the packet was sent. In
   between the packet was on its way; as far as the receiver's loop was busy with something else meanwhile, it waited
   for that.
-* in a loop that sends what the script asked for, it goes to the script.
+* in a loop that sends a request of the script, it goes to the script.
 * in a script that computes, it goes back to where that began: the end of a wait, and to the loop that ended it.
 
 So a round that waits for a slow rank leads to the push that closed it, and from there to that rank's script. The
@@ -133,9 +133,9 @@ class CriticalPath:
     # --- the script -----------------------------------------------------------------------------
 
     def _script_step(self, at: int, node: Node) -> tuple[list[Stretch], int, Node, bool]:
-        """Go back through what the script does at ``at``: it has just asked for something."""
+        """Go back through the work of the script at ``at``: it has just made a request."""
         span = self._scripts[node].before(at)
-        if span is None:  # what it did before the first wait is not known
+        if span is None:  # its work before the first wait is not known
             return (
                 [Stretch(self._trace.begin, at, Cause("compute", node))],
                 self._trace.begin,
@@ -154,7 +154,7 @@ class CriticalPath:
     # --- the loop -------------------------------------------------------------------------------
 
     def _loop_step(self, at: int, node: Node) -> tuple[list[Stretch], int, Node, bool]:
-        """Go back through what the loop does at ``at``."""
+        """Go back through the work of the loop at ``at``."""
         span = self._loops[node].before(at)
         is_worker = node.role is Role.WORKER
         if span is None or span.end < at - NEAR_NS:
@@ -171,7 +171,7 @@ class CriticalPath:
         return stretches, min(their_span.end, span.begin), their_node, False
 
     def _sender(self, node: Node, span: TimeSpan) -> tuple[Node, TimeSpan] | None:
-        """Return the process that sent what ``span`` handles, and the span in which it did."""
+        """Return the process that sent the packet that ``span`` handles, and the span in which it did."""
         request = request_of(self._by_node[node], span)
         if request is None or span.role == NOBODY:
             return None
@@ -182,7 +182,7 @@ class CriticalPath:
         return (peer, sent[-1]) if sent else None
 
     def _way(self, sender: Node, sent: int, receiver: Node, looked_at: int) -> Iterator[Stretch]:
-        """Yield what a packet waited for between two loops, the last first."""
+        """Yield the causes for which a packet waited between two loops, the last first."""
         at = looked_at
         for span in self._loops[receiver].backwards(sent, looked_at):
             if span.end < at:

@@ -14,7 +14,7 @@ from kvps.protocol.envelope import Node, Role
 SHOWN_MIN = 0.02
 """Causes below this share are added up as one line."""
 SLOW = 1.3
-"""A worker is slow if it computes for so many times as long as the median of the others."""
+"""A worker is slow if it computes this many times as long as the median of the other workers."""
 ONE_LINK = 0.75
 """A single link is named if it has this part of the time of all links."""
 _AT_SERVER = ("reduce", "update", "reply", "serve")
@@ -210,7 +210,7 @@ def _link(pair: tuple[Node, Node], took: int, up: int, total: int) -> BoundingCa
 
 
 def title(finding: BoundingCause) -> str:
-    """Return what a finding is, in words."""
+    """Return the text of a finding."""
     node = finding.nodes[0]
     match finding.what:
         case "compute" if len(finding.nodes) > 1:

@@ -122,7 +122,7 @@ class MemberLens(TimelineLens):
     def _watched(
         self, came: tuple[Route, Packet] | None, began: int, effects: Effects, now: float
     ) -> Effects:
-        """Watch ``effects``; what was recorded leaves before this process does."""
+        """Watch ``effects``; the recorded spans leave before this process does."""
         for effect in self.tracer.watch(came, began, effects):
             is_leave = isinstance(effect, Send) and isinstance(effect.packet.message, p.Leave)
             if is_leave or isinstance(effect, Exit):
@@ -140,7 +140,7 @@ class MemberLens(TimelineLens):
         yield Send(SCHEDULER, Packet(self._envelope(), answer))
 
     def tick(self, now: float) -> Effects:
-        """Send what was recorded."""
+        """Send the recorded spans."""
         was_on = self.tracer.is_on
         for message, octets in self.member.flush(now):
             yield Send(SCHEDULER, Packet(self._envelope(), message, (memoryview(octets),)))
@@ -225,7 +225,7 @@ class SchedulerLens(TimelineLens):
         self.due = due if due is None or not self.tracer.is_on else min(due, self.member.due())
 
     def keep_own(self, now: float) -> None:
-        """Put the scheduler's own spans beside those of members."""
+        """Put the scheduler's own spans beside the members' spans."""
         for message, octets in self.member.flush(now):
             assert isinstance(message, p.Spans)
             self.coordinator.keep((Role.SCHEDULER, 0, 0), message, octets)

@@ -11,7 +11,7 @@ from kvps.protocol.tracing import Part, RoundTrip
 
 SECOND_NS = 1_000_000_000
 DRIFT = 10_000
-"""Two clocks drift apart by at most a nanosecond in so many: 100 parts in a million."""
+"""Two clocks drift apart by at most a nanosecond in this many: 100 parts in a million."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The tracer of one process: spans of what its loop and its script do, while a trace is recorded.
+"""The tracer of one process: spans of the work of its loop and its script, while a trace is recorded.
 
 The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after each: a core makes
 an effect before it is taken, and the loop performs it before it takes the next. So no core knows of this.
@@ -89,7 +89,7 @@ class Tracer:
         return self.member.number != 0
 
     def waited(self, begin: int, end: int) -> None:
-        """The calling thread has waited; what it did before, it computed."""
+        """The calling thread has waited; before that it computed."""
         before = getattr(self._script, "ended_at", None)
         self._script.ended_at = end
         add = self.member.spans.append

@@ -1,7 +1,7 @@
 """Measured figures, and the medians, ratios and document computed from them.
 
 A round takes as long as its slowest worker. A trial's figure is the median of its rounds, a row's
-the median of its trials, and a ratio is a row's time over that of gloo in the same case.
+the median of its trials, and a ratio is a row's time over gloo's time in the same case.
 """
 
 from __future__ import annotations

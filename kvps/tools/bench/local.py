@@ -34,7 +34,7 @@ def measure(system: System, case: Case, rounds: int, leash: Leash) -> TrialTimes
 
 
 def trial_of(workers: list[list[float]], expected: int, name: str) -> TrialTimes:
-    """Return the trial of which these are the workers' times.
+    """Return the trial that has these times of its workers.
 
     Raises:
         KvpsError: if there are too few.
@@ -48,12 +48,12 @@ def trial_of(workers: list[list[float]], expected: int, name: str) -> TrialTimes
 
 
 def worker_flags(system: System, case: Case, rounds: int) -> list[str]:
-    """Return what a worker is told."""
+    """Return the configuration of a worker."""
     return [system.how, case.workload, system.rule, str(rounds)]
 
 
 def module(name: str, python: str = sys.executable) -> list[str]:
-    """Return the start of a command that runs a module, not one of this folder's that is so called."""
+    """Return the start of a command that runs a module, even where this folder has a file of that name."""
     return [python, "-P", "-m", name]
 
 

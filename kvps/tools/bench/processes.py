@@ -129,7 +129,7 @@ class Group:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def wait(self) -> list[list[float]]:
-        """Wait until the trial is over; return what was measured, one list of times per worker.
+        """Wait until the trial is over; return its times, one list per worker.
 
         Raises:
             KvpsError: if a process failed, or the trial takes too long.
@@ -142,7 +142,7 @@ class Group:
             raise KvpsError(
                 f"after {self._limit_s:g} s still running: {names}; measure fewer rounds"
             )
-        with suppress(KvpsError):  # what a server says when all workers are gone is not news
+        with suppress(KvpsError):  # the output of a server after the end of all workers is no news
             self._turn_until(lambda: not self._children, SERVERS_MAX_S)
         return [times for output in self._outputs for times in times_in(output)]
 
@@ -161,7 +161,9 @@ class Group:
         Raises:
             KvpsError: if it did not end well.
         """
-        with suppress(ProcessLookupError):  # what it left running; its number is still its own
+        with suppress(
+            ProcessLookupError
+        ):  # the processes that it left running; its number is still its own
             os.killpg(child.popen.pid, signal.SIGKILL)
         code = child.popen.wait()
         self._forget(child)
@@ -179,7 +181,7 @@ class Group:
         self._children.remove(child)
 
     def _end(self) -> None:
-        """End what is left: it is asked, and after a while it is killed."""
+        """End the processes that are left: terminate them, and after a while kill them."""
         self._signal(signal.SIGTERM)
         deadline = time.monotonic() + END_MAX_S
         for child in list(self._children):
@@ -199,7 +201,7 @@ class Group:
 
 
 def times_in(output: str) -> list[list[float]]:
-    """Return the times in what a process printed: one list for each line with a result."""
+    """Return the times in the output of a process: one list for each line with a result."""
     lines = (line.partition(RESULT) for line in output.splitlines())
     return [json.loads(found)["rounds_ms"] for _, mark, found in lines if mark]
 

@@ -57,16 +57,16 @@ class SystemUnderTest(Protocol):
     workers: int
 
     def gradients(self) -> Sequence[Row]:
-        """Return flat rows, one per array; what is written there is pushed in the next step."""
+        """Return flat rows, one per array; the next step pushes the values that are written there."""
 
     def ready(self) -> None:
         """Take the gradients over, if they are not in place, and wait for all workers."""
 
     def step(self) -> None:
-        """Push all gradients and pull what comes of them."""
+        """Push all gradients and pull the result."""
 
     def results(self) -> Sequence[Row]:
-        """Return what was pulled."""
+        """Return the pulled values."""
 
     def close(self) -> None:
         """Leave in good order."""
@@ -97,7 +97,7 @@ def measure(
 
     Args:
         system: this worker.
-        rule: what the pushes become, ``sum`` or ``sgd``.
+        rule: the update that the pushes make, ``sum`` or ``sgd``.
         rounds: how many are measured.
         gate: two pipes; before the first of these rounds and after the last, while every worker
             stands still, a byte is written to the second and one awaited from the first.
@@ -122,7 +122,7 @@ def measure(
 
 
 def report(rank: int, times_ms: Sequence[float]) -> None:
-    """Print what was measured, as one line."""
+    """Print the times, as one line."""
     found = {"rank": rank, "rounds_ms": [round(time_ms, 4) for time_ms in times_ms]}
     sys.stdout.write(f"{RESULT}{json.dumps(found)}\n")
     sys.stdout.flush()
@@ -145,7 +145,7 @@ def spread(period: Row, rows: Sequence[Row]) -> None:
 
 
 def demand(period: Row, rows: Sequence[Row], where: str, most: float = ERROR_MAX) -> None:
-    """Compare all rows with what a period laid along them gives, or numbers within ``most`` of that.
+    """Compare all rows with a period that is laid along them, to within ``most``.
 
     Raises:
         ValueError: if a number is off; a system that is fast and wrong is not measured.
@@ -230,7 +230,7 @@ def _along(period: Row, rows: Iterable[Row]) -> Iterator[tuple[Row, Row]]:
 
 
 def _joined(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yield the same numbers in fewer rows: comparing 100,000 short ones takes seconds."""
+    """Yield the same numbers in fewer rows: comparing 100,000 short rows takes seconds."""
     short: list[Row] = []
     for row in rows:
         short.append(row)
@@ -244,7 +244,7 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 def _stand(system: SystemUnderTest, gate: tuple[int, int] | None) -> None:
     """Let the caller inspect the ranks while nothing is under way: no rank goes on before rank 0 has come through.
 
-    The others wait in the next ready(); in this one everybody has ended the round before.
+    The others wait in the next ready(); at this one every worker has ended the round before.
     """
     system.ready()
     if gate is not None:

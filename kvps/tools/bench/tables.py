@@ -1,4 +1,4 @@
-"""Tables for people: what was measured, and how it compares with gloo."""
+"""Tables for people: the measured times, and their ratio to gloo's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table_of(rows: Sequence[Measurement]) -> Table:
 
 
 def table_of_limits(limits: Mapping[str, float]) -> Table:
-    """Return what the machine can do at best."""
+    """Return the best times of the machine."""
     table = Table("limit of this machine")
     table.add_column("GB/s", justify="right")
     for name, gigabytes_per_s in limits.items():
@@ -51,7 +51,7 @@ def table_of_limits(limits: Mapping[str, float]) -> Table:
 
 
 def add_time_columns(table: Table, has_trials: bool = True) -> None:
-    """Add the columns that :func:`times_of` fills; without the range of the trials where there is one of each."""
+    """Add the columns that :func:`times_of` fills; without the range of the trials where each case has one trial."""
     trials = ("trials from .. to",) if has_trials else ()
     for name in ("median ms", *trials, "ratio to gloo"):
         table.add_column(name, justify="right")

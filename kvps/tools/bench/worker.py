@@ -64,7 +64,7 @@ class Copying(_Worker):
 
 
 class InPlace(_Worker):
-    """Pushes from the store's own memory and reads there what it pulls."""
+    """Pushes from the store's own memory and reads the pulled values there."""
 
     def __init__(self, shapes: Shapes, rule: str, *, in_one_call: bool = False) -> None:
         self._in_one_call = in_one_call
@@ -77,7 +77,7 @@ class InPlace(_Worker):
         return rows_of(self._gradients)
 
     def ready(self) -> None:
-        """Give up what was read, as a training step does, and wait for all workers."""
+        """Release the values that were read, as a training step does, and wait for all workers."""
         self._results = ()
         super().ready()
 

@@ -79,7 +79,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def report(findings: Sequence[Finding], colour: bool) -> str:
-    """Return the findings as a person is shown them: a line each, and below it what to do."""
+    """Return the report: a line for each finding, and its advice below it."""
     width = max([len(finding.topic) for finding in findings])
     lines = []
     for finding in findings:
@@ -96,7 +96,7 @@ def report(findings: Sequence[Finding], colour: bool) -> str:
 
 
 def as_json(findings: Sequence[Finding], found: Measurements) -> str:
-    """Return the findings as a program is shown them."""
+    """Return the findings as JSON."""
     shown = {
         "scheduler": found.scheduler,
         "exit_code": exit_code(findings),

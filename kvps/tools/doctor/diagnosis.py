@@ -19,7 +19,7 @@ from kvps.protocol.envelope import PROTOCOL, Node, Role
 from kvps.protocol.membership import Seen, Sight
 
 RTT_SLOW_S = 0.01
-"""Round trip from which a link counts as slow."""
+"""Least round trip of a link that counts as slow."""
 LINK_SLOW_BITS_S = 200e6
 """Bandwidth below which a link counts as slow, in bits per second: an ordinary gradient of 100 MB takes 4 s there."""
 SKEW_MAX_S = 1.0
@@ -271,7 +271,7 @@ def _round_trip(m: Measurements) -> Results:
 def bits_s(m: Measurements) -> float | None:
     """Return the bandwidth of the way to the scheduler in bits per second; None if it was not measured.
 
-    It is that of the largest transfer: the bytes go there and come back, and the round trip is subtracted.
+    It is the bandwidth of the largest transfer: the bytes go there and come back, and the round trip is subtracted.
     """
     if not m.transfers or not m.round_trips_s:
         return None
