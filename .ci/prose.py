@@ -26,6 +26,8 @@ PAGES = (
     "tests/simulation/README.md",
 )
 
+CODE = (".ci", "benchmarks", "deploy", "docs", "examples", "kvps", "tests")
+
 QUESTION = re.compile(r"(What|Which|Who|Whose|How|When|Where|Why|Whether|Of|From)\b")
 FRAGMENT = re.compile(
     r"(What|Who|Whom|Whose|Of|(Among|Along|By|From|To|With) (what|which|whom|whose))\b"
@@ -62,7 +64,7 @@ _CODE = re.compile(r"``[^`]+``|`[^`]+`|^ *>>> .*$|^ +\w+:", re.MULTILINE)
 
 def main() -> int:
     """Print what is wrong; return the exit code."""
-    faults = [*modules(), *openings(), *variables(), *tests(), *glossary(), *phrases()]
+    faults = [*modules(), *openings(), *variables(), *spreads(), *tests(), *glossary(), *phrases()]
     print("\n".join(faults), end="\n" if faults else "")
     return 1 if faults else 0
 
@@ -122,6 +124,21 @@ def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield node.lineno, name
             case _:
                 pass
+
+
+def spreads() -> list[str]:
+    """Return the calls ``f(*(a, b))``: a literal tuple is spread to keep arguments on one line."""
+    faults = []
+    for path in sorted({path for folder in CODE for path in (ROOT / folder).rglob("*.py")}):
+        where = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            for argument in node.args if isinstance(node, ast.Call) else ():
+                match argument:
+                    case ast.Starred(value=ast.Tuple() | ast.List()):
+                        faults.append(f"{where}:{argument.lineno}: write f(a, b), not f(*(a, b))")
+                    case _:
+                        pass
+    return faults
 
 
 def glossary() -> list[str]:

@@ -197,7 +197,7 @@ class AsyncOuter:
         self.version += 1
         moves = self.version % self._period == 0
         for weight, momentum, pending, begun, param in zip(
-            *(self._weights, self._momenta, self._pending, start, model.parameters()), strict=True
+            self._weights, self._momenta, self._pending, start, model.parameters(), strict=True
         ):
             pseudo = (begun - param) * self._share
             weight.sub_(pseudo, alpha=self._lr)

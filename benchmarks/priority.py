@@ -50,8 +50,15 @@ def main() -> None:
                 hosts,
                 0,
                 env,
-                *("-m", "kvps.cli.scheduler", "--workers", "1", "--servers", str(SERVERS)),
-                *("--bind", scheduler, "--insecure"),
+                "-m",
+                "kvps.cli.scheduler",
+                "--workers",
+                "1",
+                "--servers",
+                str(SERVERS),
+                "--bind",
+                scheduler,
+                "--insecure",
             )
         ]
         for rank in range(SERVERS):

@@ -50,8 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(
-        *(torch.nn.Linear(64, 256), torch.nn.ReLU()),
-        *(torch.nn.Linear(256, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)),
+        torch.nn.Linear(64, 256),
+        torch.nn.ReLU(),
+        torch.nn.Linear(256, 128),
+        torch.nn.ReLU(),
+        torch.nn.Linear(128, 10),
     )
     data, unseen = load()
     loader = DataLoader(data, max(1, BATCH // accelerator.num_processes), shuffle=True)

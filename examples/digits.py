@@ -34,10 +34,15 @@ class ConvNet(torch.nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            *(torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU()),
-            *(torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU()),
-            *(torch.nn.MaxPool2d(2), torch.nn.Flatten()),
-            *(torch.nn.Linear(32 * 4 * 4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)),
+            torch.nn.Conv2d(1, 16, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 32, 3, padding=1),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(32 * 4 * 4, 128),
+            torch.nn.ReLU(),
+            torch.nn.Linear(128, 10),
         )
 
 

@@ -33,10 +33,15 @@ EPOCHS, BATCH, LR = 12, 64, 5e-3
 def net() -> torch.nn.Module:
     """Return two convolutions and two layers: 70,000 parameters."""
     return torch.nn.Sequential(
-        *(torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU()),
-        *(torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU()),
-        *(torch.nn.MaxPool2d(2), torch.nn.Flatten()),
-        *(torch.nn.Linear(32 * 4 * 4, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)),
+        torch.nn.Conv2d(1, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32 * 4 * 4, 128),
+        torch.nn.ReLU(),
+        torch.nn.Linear(128, 10),
     )
 
 

@@ -57,7 +57,9 @@ def table_of_traffic(rows: Sequence[Measurement], hosts: Hosts) -> Table:
             what = (row.case.workload, row.system) if number == 0 else ("", "")
             carried = (link.in_bytes, link.out_bytes)
             table.add_row(
-                *(*what, link.host, hosts.holds(number)),
+                *what,
+                link.host,
+                hosts.holds(number),
                 *(f"{count / 1e6:.2f}" for count in carried),
                 *(f"{count / row.case.payload_bytes:.2f}" for count in carried),
                 end_section=number + 1 == len(traffic),

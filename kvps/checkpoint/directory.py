@@ -369,7 +369,10 @@ class CheckpointDirectory:
                 "checkpoint %s is the first of this job, which has not called restore(), beside checkpoint %s of an "
                 "earlier job in %s: %s. The older one is kept until this job has passed it; kv.restore(), after "
                 "set_optimizer(), continues from it",
-                *(complete[-1], old, self.folder, _compared(complete[-1], old)),
+                complete[-1],
+                old,
+                self.folder,
+                _compared(complete[-1], old),
             )
         gone = [manifest.cut for manifest in superfluous(complete, common)] if complete else []
         for cut in self.numbers():

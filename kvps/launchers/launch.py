@@ -413,7 +413,10 @@ class Launch:
             assert child.host is not None
             log.error(
                 "%s: host %s could not start it (exit code %d): see whether this command ends with 0: %s",
-                *(child.name, child.host, code, self._plan.remote.probe(child.host)),
+                child.name,
+                child.host,
+                code,
+                self._plan.remote.probe(child.host),
             )
             code = EXIT_CONFIG  # another attempt would end like this one
         log.log(logging.DEBUG if code == 0 else logging.INFO, "%s ended with %d", child.name, code)
@@ -441,7 +444,8 @@ class Launch:
         elif self._stage is LaunchStage.GOING and self._goes_on:
             log.error(
                 "%s ended with exit code %d; the others go on without it (on_worker_lost='shrink')",
-                *(child.name, code),
+                child.name,
+                code,
             )
         elif self._stage is not LaunchStage.ENDING:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
@@ -466,7 +470,10 @@ class Launch:
     def _warn_of_restart(self, child: Child, code: int) -> None:
         log.warning(
             "%s ended with exit code %d; starting it again (%d of %d)",
-            *(child.name, code, child.life + 1, self._plan.max_restarts),
+            child.name,
+            code,
+            child.life + 1,
+            self._plan.max_restarts,
         )
 
     def _on_other_end(self, child: Child, code: int) -> None:

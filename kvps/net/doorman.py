@@ -164,7 +164,10 @@ class Doorman:
             log.warning(
                 "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
                 "%.0f s",
-                *(self._misbehaviour.refused_max, whence(route, frames), WITHIN_S, IGNORED_S),
+                self._misbehaviour.refused_max,
+                whence(route, frames),
+                WITHIN_S,
+                IGNORED_S,
             )
 
 

@@ -196,7 +196,10 @@ class Net:
             log.error(
                 "%s failed again (%r), %d times in all, and %d times like this since the last "
                 "line of this kind",
-                *(what, error, self.count, unsaid + 1),
+                what,
+                error,
+                self.count,
+                unsaid + 1,
             )
 
 

@@ -249,7 +249,9 @@ class Inflow:
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
             "closed the connection from %s: %s%s. If it is a member of the job, it reconnects",
-            *(whence, why, more),
+            whence,
+            why,
+            more,
         )
 
 

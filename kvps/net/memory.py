@@ -47,7 +47,8 @@ class _Version(NamedTuple):
 
 
 _V1 = _Version(
-    *("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
 )
 _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))

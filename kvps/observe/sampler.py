@@ -169,8 +169,13 @@ class Sampler(Generic[C]):
             ("kvps_ready", ""): float(state.is_ready),
         }
         self._taken = Sample(
-            *(values, counts.durations(), state.is_ready, state.why, state.status),
-            *(state.figures, now),
+            values,
+            counts.durations(),
+            state.is_ready,
+            state.why,
+            state.status,
+            state.figures,
+            now,
         )
         self._is_asked = False
         self._arrived.set()

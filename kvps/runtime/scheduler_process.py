@@ -225,7 +225,10 @@ def run_scheduler(
         2 * need
     )  # of a connection that broke, its successor may come before its end
     settings = Settings(
-        *(workers, servers, silence_max_s, drop_grace_s),
+        workers,
+        servers,
+        silence_max_s,
+        drop_grace_s,
         keep_alive=keep_alive,
         replace_max_s=replace_max_s,
         persist=state is not None,
@@ -330,7 +333,9 @@ def _run_scheduler(
     ):
         log.info(  # from here on it may get signals
             "scheduler of %d workers and %d servers at %s",
-            *(settings.workers, settings.servers, transport.endpoint),
+            settings.workers,
+            settings.servers,
+            transport.endpoint,
         )
         if on_http is not None and url is not None:
             on_http(url)

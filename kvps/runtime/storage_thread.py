@@ -106,7 +106,9 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
             written = CheckpointDirectory(folder, image.server, rest_s).write(cut, image)
             log.debug(
                 "wrote %d bytes of checkpoint %d in %.2f s",
-                *(written.size, cut, time.monotonic() - began),
+                written.size,
+                cut,
+                time.monotonic() - began,
             )
             return SnapshotWritten(cut, written.size, written.sha256)
         case Complete():
@@ -131,7 +133,9 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
             image = shelf.load(shelf.manifest(order.cut), order.server, order.servers)
             log.info(
                 "read %d bytes of checkpoint %d in %.2f s",
-                *(image.size_bytes, order.cut, time.monotonic() - began),
+                image.size_bytes,
+                order.cut,
+                time.monotonic() - began,
             )
             return Loaded(image, order.for_whom)
 

@@ -83,7 +83,8 @@ class CatchUp:
         log.warning(
             "this worker replaces a lost worker: its script runs again, and its first %d %s are passed over. To begin "
             "where the others are at once, call resume() of the front end, which returns the step",
-            *(place.owed, self.unit),
+            place.owed,
+            self.unit,
         )
 
 

@@ -59,8 +59,12 @@ class DistStore(KVStore):
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
         self._requests = ServerRequests(
-            *(opened.store, self._keys, kind.on_device),
-            *(codec, session.staging, self._allocate),
+            opened.store,
+            self._keys,
+            kind.on_device,
+            codec,
+            session.staging,
+            self._allocate,
         )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
         opening = calls.OpenStore(opened.store, opened, options.worker_grace_s)
@@ -71,7 +75,8 @@ class DistStore(KVStore):
             log.warning(
                 "this worker replaces a lost one: since the first store %r of this job, every worker has closed it and "
                 "created it again %d times. This script has joined the present one; it must skip what came before",
-                *(opened.store, missed),
+                opened.store,
+                missed,
             )
 
     @property

@@ -179,7 +179,10 @@ class DistributedOptimizer(WrappedOptimizer):
         check_free(kv, {**params, **buffers}, "DistributedOptimizer")
         residual_state.compress(kv, compression, "compression")
         demand_same(
-            *(kv, "DistributedOptimizer", params, buffers),
+            kv,
+            "DistributedOptimizer",
+            params,
+            buffers,
             update_on_kvstore=self._on_store,
             find_unused=find_unused,
             op=op,

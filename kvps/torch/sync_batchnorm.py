@@ -147,7 +147,11 @@ class SyncBatchNorm(_BatchNorm):
     @classmethod
     def _converted(cls, old: _BatchNorm, kvstore: str | KVStore, options: Options) -> SyncBatchNorm:
         new = cls(
-            *(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats),
+            old.num_features,
+            old.eps,
+            old.momentum,
+            old.affine,
+            old.track_running_stats,
             kvstore=kvstore,
             kvstore_options=options,
         )

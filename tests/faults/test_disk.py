@@ -90,8 +90,16 @@ class OnSmallDisk(Watched):
             "scheduler",
             *self._disk.inside(),
             BIN / "kvps-scheduler",
-            *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
-            *("--state", self._disk.folder, "--log-level", "info"),
+            "--workers",
+            2,
+            "--servers",
+            2,
+            "--bind",
+            self.endpoint,
+            "--state",
+            self._disk.folder,
+            "--log-level",
+            "info",
             **self.job.env,
         )
         one.expect("at tcp://")
@@ -161,8 +169,11 @@ def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: Small
     server = processes.start(
         "server",
         *disk.inside(),
-        *(BIN / "kvps-server", "--scheduler", cluster.endpoint),
-        *("--checkpoint-dir", disk.folder),
+        BIN / "kvps-server",
+        "--scheduler",
+        cluster.endpoint,
+        "--checkpoint-dir",
+        disk.folder,
     )
     worker = cluster.plain(processes.script(KEEPING))
     worker.expect("cut 1")

@@ -50,8 +50,17 @@ class Spread:
         """Start all of it; the workers run ``command``."""
         here, there = f"tcp://{self._hosts.address(0)}", ("--scheduler", self.scheduler_at)
         self.scheduler = self._start(
-            *(0, "scheduler", "--workers", WORKERS, "--servers", 1),
-            *("--bind", self.scheduler_at, "--insecure", "--log-level", "info"),
+            0,
+            "scheduler",
+            "--workers",
+            WORKERS,
+            "--servers",
+            1,
+            "--bind",
+            self.scheduler_at,
+            "--insecure",
+            "--log-level",
+            "info",
         )
         self._start(0, "server", *there, "--bind", f"{here}:0", "--insecure")
         for rank in range(WORKERS):

@@ -31,8 +31,17 @@ class Watched:
     def start_scheduler(self) -> Process:
         """Start the scheduler, or its next life."""
         one = self.job.processes.kvps(
-            *("scheduler", "--workers", 2, "--servers", 2, "--bind", self.endpoint),
-            *("--state", self.job.folder / "state", "--log-level", "info"),
+            "scheduler",
+            "--workers",
+            2,
+            "--servers",
+            2,
+            "--bind",
+            self.endpoint,
+            "--state",
+            self.job.folder / "state",
+            "--log-level",
+            "info",
             **self.job.env,
         )
         one.expect("at tcp://")

@@ -150,6 +150,9 @@ def test_a_run_ends_the_same_bit_by_bit(processes: Processes) -> None:
     for role, times in took.items():
         log.info(
             "%s: %d kills, healed in %.2f s (median), %.2f s at most",
-            *(role, len(times), statistics.median(times), max(times)),
+            role,
+            len(times),
+            statistics.median(times),
+            max(times),
         )
         assert statistics.median(times) < HEALED_MAX_S[role]

@@ -133,7 +133,7 @@ def head(
     place = (envelope.job, envelope.view, envelope.role, 0, 0)
     return (
         wire.HEAD.pack(
-            *(magic, version, tag, *place, envelope.rank, envelope.incarnation, envelope.seq)
+            magic, version, tag, *place, envelope.rank, envelope.incarnation, envelope.seq
         )
         + body
     )
@@ -149,8 +149,15 @@ class Target:
         keys = ("--keys", self.keys)
         self.cluster = processes.scheduler(2, 1, *keys, *HTTP, "--limit", f"looks={LOOKS}")
         self.server = processes.kvps(
-            *("server", "--scheduler", self.cluster.endpoint, *keys, *HTTP),
-            *("--checkpoint-dir", self.folder / "checkpoints", "--memory-limit", 64 << 20),
+            "server",
+            "--scheduler",
+            self.cluster.endpoint,
+            *keys,
+            *HTTP,
+            "--checkpoint-dir",
+            self.folder / "checkpoints",
+            "--memory-limit",
+            64 << 20,
         )
         env = {"KVPS_KEYS": str(self.keys)}
         self.canary = self.cluster.plain(

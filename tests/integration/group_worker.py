@@ -439,8 +439,11 @@ def it_says_who_it_is() -> None:
 def model() -> torch.nn.Module:
     torch.manual_seed(RANK)  # those of rank 0 count
     return torch.nn.Sequential(
-        *(torch.nn.Linear(8, 30), torch.nn.BatchNorm1d(30), torch.nn.ReLU()),
-        *(torch.nn.Linear(30, 30), torch.nn.Linear(30, 2)),
+        torch.nn.Linear(8, 30),
+        torch.nn.BatchNorm1d(30),
+        torch.nn.ReLU(),
+        torch.nn.Linear(30, 30),
+        torch.nn.Linear(30, 2),
     )
 
 

@@ -190,8 +190,15 @@ class Processes:
         """Start a scheduler at a free port."""
         process = self.kvps(
             "scheduler",
-            *("--workers", workers, "--servers", servers, "--bind", "tcp://127.0.0.1:0"),
-            *("--log-level", "info", *flags),
+            "--workers",
+            workers,
+            "--servers",
+            servers,
+            "--bind",
+            "tcp://127.0.0.1:0",
+            "--log-level",
+            "info",
+            *flags,
             **env,
         )
         return Cluster(self, process, process.expect(ENDPOINT.pattern).group())

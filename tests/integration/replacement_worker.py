@@ -74,7 +74,8 @@ class Front:
                 kv = self.front.kvstore
             else:
                 self.front = kvps.torch.DistributedOptimizer(
-                    *(sgd, self.model),
+                    sgd,
+                    self.model,
                     update_on_kvstore=name != "optimizer-here",
                     overlap_forward=name.endswith("forward"),
                 )

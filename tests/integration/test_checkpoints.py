@@ -246,8 +246,20 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
     script, enough = processes.script(text), tmp_path / "enough"
     launch = processes.kvps(
         "launch",
-        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),
-        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough),
+        "-n",
+        2,
+        "-s",
+        2,
+        "--max-restarts",
+        3,
+        "--checkpoint-dir",
+        tmp_path / "checkpoints",
+        "--checkpoint-every",
+        0.3,
+        "--",
+        sys.executable,
+        script,
+        enough,
     )
     launch.expect("steps 60")
     until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")

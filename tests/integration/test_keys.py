@@ -395,8 +395,14 @@ def test_a_role_is_given_another_key_without_a_restart(processes: Processes) -> 
 def test_launch_makes_keys_by_itself(processes: Processes) -> None:
     """Nobody types anything, and nobody else joins; what it has made is gone with it."""
     launched = processes.kvps(
-        *("launch", "-n", 1, "--log-level", "info", "--"),
-        *(sys.executable, processes.script(WAITING)),
+        "launch",
+        "-n",
+        1,
+        "--log-level",
+        "info",
+        "--",
+        sys.executable,
+        processes.script(WAITING),
     )
     path = launched.expect(r"--keys (/proc/\d+/fd/\d+)").group(1)
     endpoint = launched.expect(r"the scheduler listens on (\S+)").group(1)

@@ -100,7 +100,8 @@ def test_variables_of_another_cluster_do_not_mislead(processes: Processes, tmp_p
     launched = launch(
         processes,
         processes.script(SUM),
-        *("-n", 1),
+        "-n",
+        1,
         KVPS_SCHEDULER="tcp://127.0.0.1:1",
         KVPS_BIND="tcp://127.0.0.1:1",
         KVPS_RANK="7",

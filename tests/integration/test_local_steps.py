@@ -696,8 +696,21 @@ def test_a_server_that_is_lost(processes: Processes, tmp_path: Path, options: st
     enough = tmp_path / "enough"
     launched = processes.kvps(
         "launch",
-        *("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", tmp_path / "checkpoints"),
-        *("--checkpoint-every", 0.3, "--", sys.executable, script, enough, "not"),
+        "-n",
+        2,
+        "-s",
+        2,
+        "--max-restarts",
+        3,
+        "--checkpoint-dir",
+        tmp_path / "checkpoints",
+        "--checkpoint-every",
+        0.3,
+        "--",
+        sys.executable,
+        script,
+        enough,
+        "not",
     )
     launched.expect("steps 100")
     until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")

@@ -78,7 +78,8 @@ def test_ranks_follow_from_the_variables_alone(
     workers = [
         processes.start(
             "worker",
-            *(*command, script),
+            *command,
+            script,
             **({rank: str(mine), size: "3", "EXPECTED": str(mine), "STORE": "dist_sync"} | place),
         )
         for mine in (2, 0, 1)

@@ -210,8 +210,17 @@ def test_a_restart_with_the_same_state_goes_on_where_it_was(
     before = step()
     until(lambda: step() >= before + 50, "rounds without a scheduler")
     again = processes.kvps(
-        *("scheduler", "--workers", 2, "--servers", 1, "--bind", cluster.endpoint),
-        *("--state", state, "--log-level", "info"),
+        "scheduler",
+        "--workers",
+        2,
+        "--servers",
+        1,
+        "--bind",
+        cluster.endpoint,
+        "--state",
+        state,
+        "--log-level",
+        "info",
     )
     again.expect("at tcp://")
     (marks / "enough").touch()
@@ -230,8 +239,15 @@ def test_a_restart_before_the_job_has_formed(processes: Processes, tmp_path: Pat
     cluster.process.signal(signal.SIGKILL)
     cluster.process.wait()
     again = processes.kvps(
-        *("scheduler", "--workers", 1, "--servers", 1, "--bind", cluster.endpoint),
-        *("--state", state),
+        "scheduler",
+        "--workers",
+        1,
+        "--servers",
+        1,
+        "--bind",
+        cluster.endpoint,
+        "--state",
+        state,
     )
     worker = cluster.worker(sys.executable, processes.script(SUM))
     assert [one.wait() for one in (worker, server, again)] == [0, 0, 0]

@@ -239,8 +239,10 @@ def test_a_model_on_the_meta_device(by: str) -> None:
 
     def build() -> torch.nn.Sequential:
         return torch.nn.Sequential(
-            *(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8)),
-            *(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 3)),
+            torch.nn.Linear(6, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Linear(8, 8, bias=False),
+            torch.nn.Linear(8, 3),
         )
 
     def work(rank: int) -> tuple[Weights, Weights]:

@@ -69,7 +69,16 @@ def test_the_timeline_of_a_whole_job(processes: Processes) -> None:
     script = processes.script(TRAIN)
     path = processes.folder / "trace.json"
     job = processes.kvps(
-        *("launch", "-n", 2, "-s", 1, "--timeline", path, "--", sys.executable, script),
+        "launch",
+        "-n",
+        2,
+        "-s",
+        1,
+        "--timeline",
+        path,
+        "--",
+        sys.executable,
+        script,
         STEPS="25",
         COUNT="20000",
         PAUSE="0.01,0.12",

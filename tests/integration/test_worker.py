@@ -56,7 +56,9 @@ def test_command_finds_its_seat_in_its_environment(processes: Processes) -> None
     show = "import os; print(sorted(os.environ.items()))"
     workers = [
         cluster.worker(
-            *(sys.executable, "-c", show),
+            sys.executable,
+            "-c",
+            show,
             flags=["--rank", rank],
             DMLC_ROLE="worker",
             DMLC_PS_ROOT_URI="127.0.0.1",

@@ -65,7 +65,9 @@ def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
     count = data.draw(st.sampled_from([1, 7, 20_000]))  # the last lies in several chunks
     rounds = data.draw(st.integers(1, 4))
     one = stage(
-        *(workers, count, optimizer),
+        workers,
+        count,
+        optimizer,
         deterministic=data.draw(st.booleans()),
         on_nonfinite=data.draw(st.sampled_from(["apply", "skip"])),
     )

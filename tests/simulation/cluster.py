@@ -429,7 +429,12 @@ class Cluster:
         host = f"host-{role}-{rank}"
         machine = 1 if role is Role.SERVER else dict(enumerate(self.machines)).get(rank, 0)
         return Identity(
-            *(role, "sim://scheduler", host, pid, "kvps", rank),
+            role,
+            "sim://scheduler",
+            host,
+            pid,
+            "kvps",
+            rank,
             endpoint=endpoint,
             machine=machine,
             join_max_s=self.join_max_s,

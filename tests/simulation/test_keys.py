@@ -145,7 +145,11 @@ def test_a_stranger_changes_nothing(seed: int, request: pytest.FixtureRequest) -
     faults = replace(drawn(dice, job.workers, job.servers).faults, lose=0.0)
     with replayable(request, (job, who)):
         cluster = Cluster(
-            *(job.workers, job.servers, lambda rank: train(job, rank), seed, faults),
+            job.workers,
+            job.servers,
+            lambda rank: train(job, rank),
+            seed,
+            faults,
             machines=job.machines,
             has_keys=True,
         )

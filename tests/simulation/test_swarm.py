@@ -55,7 +55,13 @@ def play(
     Whatever the trouble is, everybody must end (I6).
     """
     cluster = Cluster(
-        *(job.workers, job.servers, script, job.seed, trouble.faults, job.machines, trouble.rates),
+        job.workers,
+        job.servers,
+        script,
+        job.seed,
+        trouble.faults,
+        job.machines,
+        trouble.rates,
         has_keys=job.seed % 4 == 1,
     )
     cluster.network.overhears = Witness()

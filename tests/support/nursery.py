@@ -147,7 +147,11 @@ def _fork_sibling() -> int:
     python.PyOS_BeforeFork()
     pid: int = libc.syscall(
         ctypes.c_long(SYS_CLONE[platform.machine()]),
-        *(ctypes.c_long(flags), zero, zero, where, where),  # x86_64 has the last two the other way
+        ctypes.c_long(flags),
+        zero,
+        zero,
+        where,
+        where,  # x86_64 has the last two the other way
     )
     if pid == 0:
         python.PyOS_AfterFork_Child()

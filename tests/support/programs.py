@@ -158,7 +158,8 @@ def _stream(number: int, is_unbuffered: bool, errors: str) -> io.TextIOWrapper:
     lines = number == 2 or os.isatty(number)
     return io.TextIOWrapper(
         buffer,  # type: ignore[arg-type]  # Python itself does so for -u
-        *("utf-8", errors),
+        "utf-8",
+        errors,
         line_buffering=lines,
         write_through=is_unbuffered,
     )

@@ -95,7 +95,12 @@ class Bench:
         self.now = 100.0
         self.core = Worker(
             Identity(
-                *(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank),
+                Role.WORKER,
+                "tcp://sched:1",
+                "here",
+                7,
+                "kvps",
+                rank,
                 machine=self.machines.get(rank, 0),
             ),
             self.now,

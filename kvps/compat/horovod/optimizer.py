@@ -183,13 +183,14 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
     passes = _checked_passes(backward_passes_per_step)
     named = _named(optimizer, named_parameters)
     reduction = Reduction(
-        *(
-            named,
-            _checked_groups(groups, [param for _, param in named]),
-            checked(compression),
-            passes,
-        ),
-        *(op, gradient_predivide_factor, sparse_as_dense, process_set),
+        named,
+        _checked_groups(groups, [param for _, param in named]),
+        checked(compression),
+        passes,
+        op,
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
     )
     is_many = mine.size > 1 or config.switch("HOROVOD_ELASTIC")
     kind = DistributedAdasum if op == Adasum and mine.size > 1 else Distributed

@@ -123,7 +123,10 @@ class TorchUpdater(Updater):
         states = [[state[name]] if name else self._absent for name in self._states]
         fused = {"fused": _may_fuse(weight)} if self._rule.fuses else {}
         self._kernel_at(terms.step)(
-            *([weight], [gradient], *states, *self._counters(terms.step)),
+            [weight],
+            [gradient],
+            *states,
+            *self._counters(terms.step),
             lr=terms.lr,
             weight_decay=terms.weight_decay,
             **fused,

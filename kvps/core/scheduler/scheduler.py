@@ -307,7 +307,11 @@ class Scheduler:
         if not (seat.links[route].is_guardian or seat.progress.is_older(beat.progress)):
             went_on = seat.figures.goes_on
             seat.figures = BeatFigures(
-                *(beat.rounds, beat.in_bytes, beat.out_bytes, beat.memory_bytes, beat.limit_bytes),
+                beat.rounds,
+                beat.in_bytes,
+                beat.out_bytes,
+                beat.memory_bytes,
+                beat.limit_bytes,
                 beat.goes_on,
             )
             if went_on != beat.goes_on:

@@ -68,8 +68,11 @@ class Control:
         self._push_pull = push_pull
         self._aggregator = push_pull.aggregator
         self.budget = MemoryBudget(
-            *(context.chunks, memory_limit, self._aggregator.workers),
-            *(context.limits.keys, context.limits.used_memory),
+            context.chunks,
+            memory_limit,
+            self._aggregator.workers,
+            context.limits.keys,
+            context.limits.used_memory,
         )
         self._ended = EndedStores()
 
@@ -233,7 +236,11 @@ class Control:
             self._aggregator.optimize(store, hyper)
 
         self._set(
-            *(session, seq, message, store.sent_optimizer, "optimizer"),
+            session,
+            seq,
+            message,
+            store.sent_optimizer,
+            "optimizer",
             lambda: HyperParams.from_wire(message.name, numbers),
             install,
         )
@@ -244,7 +251,11 @@ class Control:
         if store.hyper is None:
             raise ConfigError(f"store {store.name!r} has no optimizer; call set_optimizer() first")
         self._set(
-            *(session, seq, message, store.sent_rate, "learning rate"),
+            session,
+            seq,
+            message,
+            store.sent_rate,
+            "learning rate",
             lambda: message.lr,
             store.set_rate,
         )

@@ -141,8 +141,13 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
         identity = Identity(**described)
         if header["role"] == "server":
             return Server(
-                *(identity, now, header["memory_limit"], memory),
-                *(header["threads"], header["checkpoint_every_s"], Limits(**header["limits"])),
+                identity,
+                now,
+                header["memory_limit"],
+                memory,
+                header["threads"],
+                header["checkpoint_every_s"],
+                Limits(**header["limits"]),
             )
         return Worker(identity, now, memory)
     except (KeyError, TypeError, ValueError) as error:

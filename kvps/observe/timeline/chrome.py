@@ -188,7 +188,10 @@ def load(text: str) -> MergedTrace:
 def _process(args: dict[str, Any]) -> Process:
     node = Node(Role(args["role"]), args["rank"])
     return Process(
-        *(node, args["incarnation"], args["host"], args["pid"]),
+        node,
+        args["incarnation"],
+        args["host"],
+        args["pid"],
         error_ns=args["error_ns"],
         lost=args["lost"],
     )
@@ -201,7 +204,13 @@ def _span(event: dict[str, Any]) -> TimeSpan:
         name, _, number = args["peer"].partition(" ")
         role, rank = Role[name.upper()].value, int(number or 0)
     return TimeSpan(
-        *(SpanKind[event["name"].upper()], role, rank),
-        *(round(event["ts"] * 1000), round(event["dur"] * 1000)),
-        *(args["seq"], args["number"], args["chunk"], args["octets"]),
+        SpanKind[event["name"].upper()],
+        role,
+        rank,
+        round(event["ts"] * 1000),
+        round(event["dur"] * 1000),
+        args["seq"],
+        args["number"],
+        args["chunk"],
+        args["octets"],
     )

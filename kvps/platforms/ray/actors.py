@@ -69,7 +69,9 @@ class KvpsScheduler:
         from kvps.runtime.scheduler_process import run_scheduler
 
         return run_scheduler(
-            *(workers, servers, endpoint),
+            workers,
+            servers,
+            endpoint,
             state=KeptState(state) if state else None,
             insecure=not keys,
             silence_max_s=config.silence_max_s(),

@@ -167,5 +167,6 @@ def cluster(
             log.warning(
                 "the cluster did not end in %.0f s, and was stopped: of its %d workers, some did not leave. Use "
                 "'with seat:', or seat.leave(), in each",
-                *(patience_s, workers),
+                patience_s,
+                workers,
             )

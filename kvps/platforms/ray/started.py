@@ -125,8 +125,14 @@ class StartedCluster:
         for rank, (server, node) in enumerate(zip(self._servers, nodes, strict=True)):
             self._runs.append(
                 server.run.remote(
-                    *(self.scheduler, rank, server_keys, *common),
-                    *(folder, plan.checkpoint_every, plan.memory_limit(), nodes.count(node)),
+                    self.scheduler,
+                    rank,
+                    server_keys,
+                    *common,
+                    folder,
+                    plan.checkpoint_every,
+                    plan.memory_limit(),
+                    nodes.count(node),
                 )
             )
         log.info("the scheduler listens on %s; %d servers start", self.scheduler, plan.servers)

@@ -143,7 +143,10 @@ class LocalCluster:
             self.keys = self._key_memory.path
         limits = config.limits()
         settings = Settings(
-            *(self.workers, self.servers, config.silence_max_s(), config.drop_grace_s()),
+            self.workers,
+            self.servers,
+            config.silence_max_s(),
+            config.drop_grace_s(),
             has_keys=bool(self.keys),
             limits=limits,
         )

@@ -195,6 +195,7 @@ def _listen(world: config.World) -> socket.socket | None:
         if error.errno == errno.EADDRNOTAVAIL:
             log.warning(
                 "%s (MASTER_ADDR) is not an address of this host: port %d is open on all of its addresses",
-                *(world.address, world.port),
+                world.address,
+                world.port,
             )
         return None

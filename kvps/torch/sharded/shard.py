@@ -95,8 +95,15 @@ def shard(
         >>> sharded.step()
     """
     return Sharded(
-        *(module, kvstore, optimizer, blocks, init, device),
-        *(backward_passes_per_step, hyper, kvstore_options),
+        module,
+        kvstore,
+        optimizer,
+        blocks,
+        init,
+        device,
+        backward_passes_per_step,
+        hyper,
+        kvstore_options,
     )
 
 

@@ -61,7 +61,9 @@ class Feed:
             self.number,
             tuple([Count(name, label, value) for (name, label), value in (counts or {}).items()]),
             tuple([Histogram(name, one, 1.0) for name, one in (buckets or {}).items()]),
-            *(stores, traffic, rounds),
+            stores,
+            traffic,
+            rounds,
         )
         return ServerFigures(rank, incarnation, answer_s, 0.0, measured)
 

@@ -411,7 +411,10 @@ def test_a_document_is_made_outside_the_loop_and_the_loop_does_what_comes_after(
 
     done: list[Any] = []
     sampler_ = Sampler(
-        *(Queue(), lambda core, now: State({}, True, "", {}), lambda core: Counts(), dict),
+        Queue(),
+        lambda core, now: State({}, True, "", {}),
+        lambda core: Counts(),
+        dict,
         also=lambda core, now: iter(["after"]),  # type: ignore[list-item]
         document=document,
     )

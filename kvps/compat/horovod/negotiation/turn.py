@@ -106,9 +106,14 @@ def _request(
     _demand(kind in KINDS and type(op) is str and type(root) is int and type(fault) is str)
     _demand(type(prescale) is float and type(postscale) is float)
     return CollectiveRequest(
-        *(name, kind, process_set),
+        name,
+        kind,
+        process_set,
         tuple([_part(*part) for part in parts]),
-        *(op, root, prescale, postscale),
+        op,
+        root,
+        prescale,
+        postscale,
         tuple([_sizes(sizes) for sizes in splits]),
         _sizes(ranks),
         fault,

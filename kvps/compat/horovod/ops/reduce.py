@@ -41,7 +41,10 @@ def begin_reduction(
     for tensor in travelling:
         scale(tensor, float(prescale_factor))
     return begin(
-        *(kind, name, travelling, process_set),
+        kind,
+        name,
+        travelling,
+        process_set,
         is_list=is_list,
         results=tensors if is_inplace else None,
         op=op.value,
@@ -61,7 +64,12 @@ def allreduce_async(
 ) -> int:
     """Begin :func:`allreduce`; return its handle."""
     return begin_reduction(
-        *(ALLREDUCE, [tensor], name, chosen(op, average), prescale_factor, postscale_factor),
+        ALLREDUCE,
+        [tensor],
+        name,
+        chosen(op, average),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_list=False,
     )
@@ -78,7 +86,12 @@ def allreduce_async_(
 ) -> int:
     """Begin :func:`allreduce_`; return its handle."""
     return begin_reduction(
-        *(ALLREDUCE, [tensor], name, chosen(op, average), prescale_factor, postscale_factor),
+        ALLREDUCE,
+        [tensor],
+        name,
+        chosen(op, average),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_inplace=True,
         is_list=False,
@@ -117,7 +130,12 @@ def allreduce(
     """
     compressed, context = checked(compression).compress(tensor)
     result: torch.Tensor = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        *(chosen(op, average), name, prescale_factor, postscale_factor, process_set, False),
+        chosen(op, average),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        False,
         compressed,
     )[0]
     return compression.decompress(result, context)
@@ -150,7 +168,12 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin :func:`grouped_allreduce`; return its handle."""
     return begin_reduction(
-        *(ALLREDUCE, list(tensors), name, chosen(op, average), prescale_factor, postscale_factor),
+        ALLREDUCE,
+        list(tensors),
+        name,
+        chosen(op, average),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_list=True,
     )
@@ -167,7 +190,12 @@ def grouped_allreduce_async_(
 ) -> int:
     """Begin :func:`grouped_allreduce_`; return its handle."""
     return begin_reduction(
-        *(ALLREDUCE, list(tensors), name, chosen(op, average), prescale_factor, postscale_factor),
+        ALLREDUCE,
+        list(tensors),
+        name,
+        chosen(op, average),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_inplace=True,
         is_list=True,
@@ -187,7 +215,12 @@ def grouped_allreduce(
     """Return the reductions of several tensors, which run as one operation; see :func:`allreduce`."""
     pairs = [checked(compression).compress(tensor) for tensor in tensors]
     results = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        *(chosen(op, average), name, prescale_factor, postscale_factor, process_set, True),
+        chosen(op, average),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        True,
         *[tensor for tensor, _ in pairs],
     )
     return [
@@ -228,7 +261,13 @@ class _Allreduce(torch.autograd.Function):
         ctx.arguments = op, prescale, postscale, process_set, is_list
         found = synchronize(
             begin_reduction(
-                *(ALLREDUCE, tensors, name, op, prescale, postscale, process_set),
+                ALLREDUCE,
+                tensors,
+                name,
+                op,
+                prescale,
+                postscale,
+                process_set,
                 is_list=True,
             )
         )

@@ -24,7 +24,12 @@ def reducescatter_async(
 ) -> int:
     """Begin :func:`reducescatter`; return its handle."""
     return begin_reduction(
-        *(REDUCESCATTER, [tensor], name, chosen(op, None), prescale_factor, postscale_factor),
+        REDUCESCATTER,
+        [tensor],
+        name,
+        chosen(op, None),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_list=False,
     )
@@ -40,7 +45,12 @@ def grouped_reducescatter_async(
 ) -> int:
     """Begin :func:`grouped_reducescatter`; return its handle."""
     return begin_reduction(
-        *(REDUCESCATTER, list(tensors), name, chosen(op, None), prescale_factor, postscale_factor),
+        REDUCESCATTER,
+        list(tensors),
+        name,
+        chosen(op, None),
+        prescale_factor,
+        postscale_factor,
         process_set,
         is_list=True,
     )
@@ -74,7 +84,7 @@ def reducescatter(
     """
     compressed, context = checked(compression).compress(tensor)
     result: torch.Tensor = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        *(chosen(op, None), name, prescale_factor, postscale_factor, process_set), compressed
+        chosen(op, None), name, prescale_factor, postscale_factor, process_set, compressed
     )[0]
     return compression.decompress(result, context)
 
@@ -91,7 +101,11 @@ def grouped_reducescatter(
     """Return this rank's rows of several reductions, which run as one operation; see :func:`reducescatter`."""
     pairs = [checked(compression).compress(tensor) for tensor in tensors]
     results = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        *(chosen(op, None), name, prescale_factor, postscale_factor, process_set),
+        chosen(op, None),
+        name,
+        prescale_factor,
+        postscale_factor,
+        process_set,
         *[tensor for tensor, _ in pairs],
     )
     return [
@@ -119,7 +133,13 @@ class _Reducescatter(torch.autograd.Function):
         ctx.arguments = op, prescale, postscale, process_set
         found = synchronize(
             begin_reduction(
-                *(REDUCESCATTER, tensors, name, op, prescale, postscale, process_set),
+                REDUCESCATTER,
+                tensors,
+                name,
+                op,
+                prescale,
+                postscale,
+                process_set,
                 is_list=True,
             )
         )

@@ -33,7 +33,7 @@ class SparseHandle:
             indices, values = synchronize(self._handle)
             mean = values if self._divisor == 1 else values / self._divisor
             self._result = torch.sparse_coo_tensor(
-                *(indices.t(), mean, self._tensor.shape), check_invariants=False
+                indices.t(), mean, self._tensor.shape, check_invariants=False
             )
         return self._result
 

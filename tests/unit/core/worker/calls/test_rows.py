@@ -351,7 +351,11 @@ def test_updates_of_a_whole_key_that_were_dropped_are_told_too() -> None:
     for request in requests:
         (ask,) = request.message.runs
         answer = messages.Pulled(
-            *(1, request.message.chunk, 1, True, (Stand(ask.start, ask.size, 1, 1),)),
+            1,
+            request.message.chunk,
+            1,
+            True,
+            (Stand(ask.start, ask.size, 1, 1),),
             dropped=(Dropped(ask.start, 0, 1, (1,)),),
         )
         packet = Packet(ENVELOPE, answer, (to_frame(torch.zeros(ask.size)),))
