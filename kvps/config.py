@@ -54,7 +54,7 @@ class Cluster:
     role: str = "worker"
     rank: int | None = None
     incarnation: int = 0
-    """The incarnation of the seat that a guardian holds for this process; 0 without a guardian."""
+    """The incarnation of the seat that a supervisor holds for this process; 0 without a supervisor."""
     job: bytes = bytes(16)
     """The job of that seat."""
     workers: int | None = None
@@ -276,10 +276,10 @@ def transport(env: Mapping[str, str] | None = None) -> str:
     Raises:
         ConfigError: for anything else.
     """
-    wish = text("KVPS_TRANSPORT", "auto", env=env) or "auto"
-    if wish not in TRANSPORTS:
-        raise ConfigError(f"KVPS_TRANSPORT={wish!r}: use one of {', '.join(TRANSPORTS)}")
-    return wish
+    setting = text("KVPS_TRANSPORT", "auto", env=env) or "auto"
+    if setting not in TRANSPORTS:
+        raise ConfigError(f"KVPS_TRANSPORT={setting!r}: use one of {', '.join(TRANSPORTS)}")
+    return setting
 
 
 def checksums(env: Mapping[str, str] | None = None) -> bool:
@@ -338,7 +338,7 @@ def limits(
 
     Args:
         given: what ``--limit`` was given, ``NAME=NUMBER`` each.
-        role: the process that heeds them; ``given`` has only limits of this role. The variable may have
+        role: the process that they are for; ``given`` has only limits of this role. The variable may have
             those of all roles, as all processes of a job inherit it.
         env: in place of this process's environment.
 

@@ -22,7 +22,7 @@ from kvps.tools.bench.processes import Leash
 from kvps.tools.bench.systems import System
 
 
-def perform(plan: Comparison, leash: Leash) -> None:
+def perform(plan: Comparison, reaper: Leash) -> None:
     """Measure, print, write and draw.
 
     Raises:
@@ -33,7 +33,7 @@ def perform(plan: Comparison, leash: Leash) -> None:
     console.print(usual_tables.headline(machine), soft_wrap=True)
     limit = limits.measured() if plan.has_limits else {}
     with Namespaces(plan.hosts.count, plan.rate) if plan.hosts else nullcontext() as namespaces:
-        rows = run.rows_of(plan, _measure(plan, leash, namespaces))
+        rows = run.rows_of(plan, _measure(plan, reaper, namespaces))
     _print(console, plan, rows)
     if limit:
         console.print(usual_tables.table_of_limits(limit))
@@ -46,15 +46,15 @@ def perform(plan: Comparison, leash: Leash) -> None:
 
 
 def _measure(
-    plan: Comparison, leash: Leash, namespaces: Namespaces | None
+    plan: Comparison, reaper: Leash, namespaces: Namespaces | None
 ) -> Callable[[System, Case], TrialTimes]:
     def trial(system: System, case: Case) -> TrialTimes:
         if plan.hosts is not None and namespaces is not None:
-            return network.measure(system, case, plan.rounds, plan.hosts, namespaces, leash)
+            return network.measure(system, case, plan.rounds, plan.hosts, namespaces, reaper)
         if system.kind in PEERS:
             python = plan.interpreters[system.kind]
-            return peers.measure(system, case, plan.rounds, python, leash)
-        return local.measure(system, case, plan.rounds, leash)
+            return peers.measure(system, case, plan.rounds, python, reaper)
+        return local.measure(system, case, plan.rounds, reaper)
 
     return trial
 

@@ -249,7 +249,7 @@ def run(name: str, argv: Sequence[str] | None, main: Callable[[Sequence[str]], i
     try:
         return main(words)
     except KvpsError as error:
-        is_json = logs.is_wished(words)
+        is_json = logs.wants_json(words)
         print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)
         if isinstance(error, ConfigError | Unauthorized):
             return EXIT_CONFIG

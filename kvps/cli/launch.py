@@ -42,7 +42,7 @@ OF_MXNET = {
 }
 """Flags of MXNet's tools/launch.py without a meaning here, and the advice for each."""
 OWN_DESCRIPTORS = 20
-"""Beside two for each process: leash, report, signals, the selector, a port, a process's start; and spare."""
+"""Beside two for each process: reaper, report, signals, the selector, a port, a process's start; and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
@@ -259,11 +259,11 @@ def _main(argv: Sequence[str]) -> int:
     )
     need = (2 if plan.remote is None else 3) * (1 + workers + servers) + OWN_DESCRIPTORS
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
-    leash = Reaper()
+    reaper = Reaper()
     try:
-        return Launch(plan, screen, leash).run()
+        return Launch(plan, screen, reaper).run()
     finally:
-        leash.close()
+        reaper.close()
 
 
 def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | None:

@@ -33,7 +33,7 @@ from kvps.runtime.member_process import on_stop, own_host, own_identity, report
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
 OWN_DESCRIPTORS = 6
-"""Beside those of its transport: the leash (2), the port that it keeps (1), a process's start (3)."""
+"""Beside those of its transport: the reaper (2), the port that it keeps (1), a process's start (3)."""
 WHAT = """\
 Runs COMMAND as a worker of a cluster: joins the job, waits until all workers have joined, starts
 COMMAND, and reports how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a worker,
@@ -106,7 +106,7 @@ def _main(argv: Sequence[str]) -> int:
     descriptors.demand("kvps-worker", descriptors.LEAST + OWN_DESCRIPTORS)
     keys = flags.keys_of(parsed, "worker")
     command_key = None if keys is None else new_pair()
-    leash = Reaper()
+    reaper = Reaper()
     with _offer(scheduler, join_max_s) as master, _lent(keys, command_key) as lent:
         identity = replace(
             own_identity(Role.WORKER, scheduler, keys),
@@ -125,11 +125,11 @@ def _main(argv: Sequence[str]) -> int:
             lambda: logs.Speaker("worker", core.member.rank if core.member.welcome else rank)
         )
         transport = ZmqTransport(checksums=config.checksums(), keys=keys)
-        shell = Shell(core, transport, leash, command, parsed.report_fd, env)
+        shell = Shell(core, transport, reaper, command, parsed.report_fd, env)
         try:
             return shell.run()
         finally:
-            leash.close()
+            reaper.close()
 
 
 def demand_command(command: Sequence[str]) -> None:
@@ -173,7 +173,7 @@ class Shell(Listener):
         self,
         core: Supervisor,
         transport: ZmqTransport,
-        leash: Reaper,
+        reaper: Reaper,
         command: Sequence[str],
         report_fd: int | None,
         env: dict[str, str],
@@ -181,7 +181,7 @@ class Shell(Listener):
         self._core = core
         self._transport = transport
         self._inbox: Inbox[Supervisor] = Inbox(transport)
-        self._leash = leash
+        self._reaper = reaper
         self._command = command
         self._report_fd = report_fd
         self._env = env
@@ -216,7 +216,7 @@ class Shell(Listener):
             group
         )  # the processes that it left running; it is still there, so the number is still its own
         code = self._process.wait()
-        self._leash.forget(group)
+        self._reaper.forget(group)
         reason = f"{self._command[0]} ended"
         if code < 0:
             reason, code = (
@@ -247,7 +247,7 @@ class Shell(Listener):
                 self._command,
                 env=self._environment(welcome),
                 start_new_session=True,
-                preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
+                preexec_fn=self._reaper.hold_me,  # there is no moment at which it runs and is not held
             )
         except (OSError, ValueError) as error:  # the latter for a text with a NUL
             reason = f"cannot start {self._command[0]}: {error}"

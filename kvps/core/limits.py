@@ -1,4 +1,4 @@
-"""Named limits of a process: the default of each, its unit, and the processes that heed it.
+"""Named limits of a process: the default of each, its unit, and the processes to which it applies.
 
 An operator sets them by ``--limit NAME=NUMBER`` or KVPS_LIMITS (:func:`kvps.config.limits`). The memory limit has a flag of
 its own. Limits that both ends of a connection rely on, such as the bytes of a frame, are constants of the protocol.
@@ -66,7 +66,7 @@ ALONE = Limits(checkpoints=2**31, tagged_checkpoints=2**31)
 
 
 def limits_of_role(role: str) -> dict[str, Limit]:
-    """Return the limits that a process of ``role`` heeds, by name."""
+    """Return the limits of a process of ``role``, by name."""
     return {name: limit for name, limit in TABLE.items() if role in limit.roles}
 
 

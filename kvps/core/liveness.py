@@ -48,10 +48,10 @@ class Progress:
     still_since: float = 0.0
     """When that number was first heard."""
     heard_at: float | None = None
-    """When its process beat last; None before it does. Its guardian may beat on without it."""
+    """When its process beat last; None before it does. Its supervisor may beat on without it."""
 
     def is_older(self, calls: int) -> bool:
-        """Whether so many calls are less than those of the script: its guardian, which makes none, says so."""
+        """Whether so many calls are less than those of the script: its supervisor, which makes none, says so."""
         return calls < self.calls
 
     def beat(self, calls: int, waits_in: str, now: float, standstill: int = 0) -> str:

@@ -82,14 +82,14 @@ class Identity:
     software: str
     rank: int | None = None
     incarnation: int = 0
-    """The incarnation of the seat that a guardian already holds for this process; 0 for a seat of its own."""
+    """The incarnation of the seat that a supervisor already holds for this process; 0 for a seat of its own."""
     endpoint: str = ""
     guardian: bool = False
     master: str = ""
     silence_max_s: float = SILENCE_MAX_S
     """The scheduler is taken for lost when it said nothing for so long."""
     job: bytes = bytes(16)
-    """The job of that seat; zeros without a guardian."""
+    """The job of that seat; zeros without a supervisor."""
     join_max_s: float = JOIN_MAX_S
     """Seconds of HELLOs to a scheduler that does not answer."""
     machine: int = 0
@@ -97,9 +97,9 @@ class Identity:
     public_key: str = ""
     """The session key of the member; empty without keys."""
     command_key: str = ""
-    """The session key of the command that it runs as a guardian."""
+    """The session key of the command that it runs as a supervisor."""
     is_enrolled: bool = False
-    """A guardian has enrolled that key for the seat that it holds."""
+    """A supervisor has enrolled that key for the seat that it holds."""
 
 
 def check_protocol(hello: p.Hello, me: str) -> None:
@@ -346,7 +346,7 @@ class MembershipClient:
             yield Exit(EXIT_TEMPORARY, str(self.error))
 
     def _say_that_it_waits(self, now: float) -> Effects:
-        """Tell a person whose script does not begin why; a guardian's command says so itself."""
+        """Tell a person whose script does not begin why; a supervisor's command says so itself."""
         waited_s = now - self._began_at
         if self.view is not None or self.identity.role != Role.WORKER or waited_s < self._waits_s:
             return

@@ -62,16 +62,16 @@ class NotStarted(Exception):
 def main() -> int:
     """Run the agent; return the exit code of its process."""
     _write(greeting(__version__))
-    leash = Reaper()
+    reaper = Reaper()
     try:
-        return _Agent(leash).run()
+        return _Agent(reaper).run()
     except NotStarted as error:
         _write(frame(ERROR, f"{error}\n".encode()))
         return EXIT_CONFIG
     except BrokenPipeError:
         return 128 + signal.SIGPIPE
     finally:
-        leash.close()  # which kills what is left
+        reaper.close()  # which kills what is left
 
 
 def _write(data: bytes) -> None:
@@ -80,8 +80,8 @@ def _write(data: bytes) -> None:
 
 
 class _Agent:
-    def __init__(self, leash: Reaper) -> None:
-        self._leash = leash
+    def __init__(self, reaper: Reaper) -> None:
+        self._reaper = reaper
         self._input = b""
         self._selector = selectors.DefaultSelector()
         self._kinds: dict[int, int] = {}
@@ -110,7 +110,7 @@ class _Agent:
         while process.poll() is None:
             for key, _ in self._selector.select():
                 if key.fd == 0:
-                    self._heed(process)
+                    self._on_input(process)
                 elif key.fileobj is over:
                     over.recv(4096)
                 else:
@@ -168,10 +168,10 @@ class _Agent:
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=fds,
-            preexec_fn=self._leash.hold_me,
+            preexec_fn=self._reaper.hold_me,
         )
 
-    def _heed(self, process: subprocess.Popen[bytes]) -> None:
+    def _on_input(self, process: subprocess.Popen[bytes]) -> None:
         """Pass signals on; at the end of the input, kill the process."""
         got = os.read(0, READ_BYTES)
         if not got:

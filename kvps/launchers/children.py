@@ -103,7 +103,7 @@ class Child:
 
 
 def start_here(
-    argv: list[str], env: dict[str, str], fds: list[int], leash: Reaper
+    argv: list[str], env: dict[str, str], fds: list[int], reaper: Reaper
 ) -> subprocess.Popen[bytes]:
     """Start a process on this machine, in a session of its own.
 
@@ -111,7 +111,7 @@ def start_here(
         argv: its command line.
         env: its environment.
         fds: descriptors that it inherits.
-        leash: ends it when we end.
+        reaper: ends it when we end.
     """
     return _opened(
         subprocess.Popen(
@@ -122,18 +122,18 @@ def start_here(
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=fds,
-            preexec_fn=leash.hold_me,  # there is no moment at which it runs and is not held
+            preexec_fn=reaper.hold_me,  # there is no moment at which it runs and is not held
         )
     )
 
 
-def start_there(argv: list[str], order: StartOrder, leash: Reaper) -> subprocess.Popen[bytes]:
+def start_there(argv: list[str], order: StartOrder, reaper: Reaper) -> subprocess.Popen[bytes]:
     """Start a process on another host.
 
     Args:
         argv: the command line of ssh or srun.
         order: for the agent there.
-        leash: ends ssh or srun when we end.
+        reaper: ends ssh or srun when we end.
 
     Raises:
         ConfigError: if the order is too long, or the command is not there.
@@ -151,7 +151,7 @@ def start_there(argv: list[str], order: StartOrder, leash: Reaper) -> subprocess
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=leash.hold_me,
+            preexec_fn=reaper.hold_me,
         )
     except OSError as error:
         raise ConfigError(

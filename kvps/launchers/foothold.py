@@ -18,13 +18,13 @@ PREFIX = "kvps-launch-"
 
 
 class Foothold:
-    """A port of this machine and a private folder; the leash removes the folder when we end."""
+    """A port of this machine and a private folder; the reaper removes the folder when we end."""
 
-    def __init__(self, leash: Reaper, host: str = "127.0.0.1") -> None:
+    def __init__(self, reaper: Reaper, host: str = "127.0.0.1") -> None:
         """Take both.
 
         Args:
-            leash: removes the folder.
+            reaper: removes the folder.
             host: the address of this machine at which the scheduler listens.
 
         Raises:
@@ -37,7 +37,7 @@ class Foothold:
                 f"cannot create the directory for the scheduler's state ({error}), which "
                 "--max-restarts needs: free space, or set TMPDIR to a writable directory"
             ) from error
-        leash.hold_folder(self._folder)
+        reaper.hold_folder(self._folder)
         # Bound and not listened on, so that nobody else gets the port while there is no scheduler.
         self._kept = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -110,10 +110,10 @@ class LaunchStage(enum.IntEnum):
 class Launch:
     """All processes of one job on this machine."""
 
-    def __init__(self, plan: LaunchPlan, screen: OutputMux, leash: Reaper) -> None:
+    def __init__(self, plan: LaunchPlan, output: OutputMux, reaper: Reaper) -> None:
         self._plan = plan
-        self._screen = screen
-        self._leash = leash
+        self._output = output
+        self._reaper = reaper
         self._children: dict[int, Child] = {}
         """By process id."""
         self._stage = LaunchStage.GOING
@@ -157,7 +157,7 @@ class Launch:
             handle(number, lambda *_: None)  # the loop reads them from the pipe
         try:
             if self._plan.max_restarts:
-                self._foothold = Foothold(self._leash, self._host)
+                self._foothold = Foothold(self._reaper, self._host)
             self._show_seats(0)
             log.info("%d workers, %d servers", self._plan.workers, self._plan.servers)
             if self._keys is not None:
@@ -169,9 +169,9 @@ class Launch:
             for child in self._children.values():
                 child.abandon()
                 child.process.wait()
-                self._leash.forget(child.process.pid)
+                self._reaper.forget(child.process.pid)
             self._show_held(math.inf)
-            self._screen.close()
+            self._output.close()
             if self._foothold is not None:
                 self._foothold.close()
             if self._keys is not None:
@@ -180,8 +180,8 @@ class Launch:
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def _listen(self, fd: int, heed: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, heed)
+    def _listen(self, fd: int, on_ready: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_ready)
 
     def _turn(self) -> None:
         times = [at for at in (self._next_at, self._folder.due()) if at is not None]
@@ -214,7 +214,7 @@ class Launch:
                     case ["ended", *words]:
                         self._why_scheduler_ended = f": {' '.join(words)}"
                     case ["goes-on", flag]:
-                        self._heed_policy(flag == "1")
+                        self._follow_policy(flag == "1")
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
                         if int(number):  # else the scheduler has said why there is none
                             log.warning("checkpoint %s is written; ending the job", number)
@@ -224,11 +224,11 @@ class Launch:
 
     def _show_seats(self, taken: int) -> None:
         """Show on a terminal how many processes have joined, until all have."""
-        if not self._screen.has_status:
+        if not self._output.has_status:
             return
         total = self._plan.workers + self._plan.servers
         text = "" if taken >= total else bar_text(taken, total, "processes have joined")
-        self._screen.set_status(text)
+        self._output.set_status(text)
 
     def _on_far_report(self, child: Child, report: bytes) -> None:
         match report.split():
@@ -292,7 +292,7 @@ class Launch:
                 keys = Path(self._keys.path).read_text("ascii")
             own = self._plan.role_env.get(role, {})
             process = remote.start(
-                role, rank, [str(word) for word in words], own, keys, self._leash
+                role, rank, [str(word) for word in words], own, keys, self._reaper
             )
             child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
             log.info("%s starts on host %s", child.name, child.host)
@@ -317,7 +317,7 @@ class Launch:
             flags += ["--keys", keys]
         # -P: a file in this folder that is called like one of our modules stays out of the way
         argv = [sys.executable, "-P", "-m", f"kvps.cli.{role}", *flags, *words]
-        return start_here(argv, self._env_of(role), fds, self._leash)
+        return start_here(argv, self._env_of(role), fds, self._reaper)
 
     def _env_of(self, role: str) -> dict[str, str]:
         """Return the environment of a role on this machine."""
@@ -355,15 +355,15 @@ class Launch:
 
     def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
         try:
-            if self._screen.is_json:
+            if self._output.is_json:
                 who = Speaker(child.role, child.rank)
                 stream = ("stdout", "stderr")[sink]
-                self._screen.write(sink, b"", [wrapped(line, who, stream) for line in lines])
+                self._output.write(sink, b"", [wrapped(line, who, stream) for line in lines])
                 return
             if sink == ERROR:
                 lines = self._folder.feed(_who(child), lines, time.monotonic())
-            prefix = self._screen.prefix(child.name, child.number, sink)
-            self._screen.write(sink, prefix, lines, child.lines[sink].unfinished)
+            prefix = self._output.prefix(child.name, child.number, sink)
+            self._output.write(sink, prefix, lines, child.lines[sink].unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
 
@@ -371,17 +371,17 @@ class Launch:
         """Show what was held back because another process had printed it, and how many have."""
         for shown in self._folder.on_time(now):
             role, rank, _ = shown.whose[0]
-            prefix = self._screen.prefix(shown.name, self._number(role, rank), ERROR)
+            prefix = self._output.prefix(shown.name, self._number(role, rank), ERROR)
             try:
-                self._screen.write(ERROR, prefix, shown.lines)
+                self._output.write(ERROR, prefix, shown.lines)
             except BrokenPipeError:
                 self._stop(signal.SIGPIPE)
 
     def _tell(self, text: str) -> None:
         """Print a line of our own that belongs to the output, whatever the log level."""
-        shown = logs.line("info", text, speaker(), {}) if self._screen.is_json else text
+        shown = logs.line("info", text, speaker(), {}) if self._output.is_json else text
         try:
-            self._screen.write(1, b"", [shown.encode()])
+            self._output.write(1, b"", [shown.encode()])
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
 
@@ -395,7 +395,7 @@ class Launch:
         for sink, lines in enumerate(child.lines):
             self._show(child, sink, lines.end())
         rest = self._folder.end(_who(child), time.monotonic())
-        self._screen.write(ERROR, self._screen.prefix(child.name, child.number, ERROR), rest)
+        self._output.write(ERROR, self._output.prefix(child.name, child.number, ERROR), rest)
         child.close()
 
     # --- how they end -------------------------------------------------------------------------
@@ -405,7 +405,7 @@ class Launch:
         pid, code = child.process.pid, child.process.returncode
         self._on_report()  # what it said before it ended
         del self._children[pid]
-        self._leash.forget(pid)
+        self._reaper.forget(pid)
         self._drain(child)
         code = 128 - code if code < 0 else code
         if not child.has_begun and self._stage is LaunchStage.GOING:
@@ -451,7 +451,7 @@ class Launch:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
 
-    def _heed_policy(self, goes_on: bool) -> None:
+    def _follow_policy(self, goes_on: bool) -> None:
         """The workers have other stores now: they go on without a lost worker, or they do not."""
         self._goes_on = goes_on
         if goes_on and self._stage is LaunchStage.ENDING and not self._other_code:

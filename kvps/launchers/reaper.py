@@ -25,7 +25,7 @@ AGAIN_S = 0.05
 
 
 class Reaper:
-    """The owner's end of a leash. Make it before the process has threads."""
+    """The owner's end of a reaper. Make it before the process has threads."""
 
     def __init__(self) -> None:
         reader, self._writer = os.pipe()
@@ -48,7 +48,7 @@ class Reaper:
 
         For ``preexec_fn`` of a Popen with ``start_new_session=True``: said by the new process itself, so
         that there is no moment at which it runs and is not held. It runs between fork and exec, and
-        does no more than some system calls. The kernel kills that process also without the leash.
+        does no more than some system calls. The kernel kills that process also without the reaper.
 
         Call Popen in the main thread: the kernel takes the end of the thread that forks for that of the owner.
         """
@@ -66,7 +66,7 @@ class Reaper:
         os.write(self._writer, b"-%d\n" % group)
 
     def close(self) -> None:
-        """End the leash, and what it still holds; its folders are removed by then."""
+        """End the reaper, and what it still holds; its folders are removed by then."""
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 

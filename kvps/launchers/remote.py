@@ -143,7 +143,7 @@ class Remote:
         words: list[str],
         env: Mapping[str, str],
         keys: str | None,
-        leash: Reaper,
+        reaper: Reaper,
     ) -> subprocess.Popen[bytes]:
         """Start a worker or server on its host.
 
@@ -153,7 +153,7 @@ class Remote:
             words: the flags of its command.
             env: variables for it, besides those for all processes.
             keys: the keys of the job, as text, if it has its own.
-            leash: ends the way to the host when we end.
+            reaper: ends the way to the host when we end.
 
         Raises:
             ConfigError: as :func:`~kvps.launchers.children.start_there`.
@@ -170,7 +170,7 @@ class Remote:
             processes=self.placement.count_on(host, "server", "worker"),
         )
         agent = agent_command(self.python, config.text("PYTHONPATH"))
-        return start_there(self._command(host, agent), order, leash)
+        return start_there(self._command(host, agent), order, reaper)
 
     def probe(self, host: str) -> str:
         """Return a command by which a user sees whether processes can be started on a host."""

@@ -221,7 +221,7 @@ def drive(
     clock: Callable[[], float] = time.monotonic,
     lens: Lens | None = None,
 ) -> Exit:
-    """Run ``core`` until it asks to exit; return that wish.
+    """Run ``core`` until it asks to exit; return that effect.
 
     Args:
         core: the rules.
@@ -282,15 +282,15 @@ def drive(
             case Disk():
                 heard.order(effect)
             case Exit():
-                raise AssertionError("an exit is a wish, and is done by the one who drives")
+                raise AssertionError("perform() returns an Exit to the loop")
 
     def perform(effects: Effects, whose: Envelope | None = None) -> Exit | None:
         """Do what a core asks for, because of ``whose`` packet; None if it was nobody's."""
         nonlocal own
-        wish = None
+        ending = None
         for effect in effects:
             if isinstance(effect, Exit):
-                wish = effect
+                ending = effect
                 continue
             try:
                 do(effect)
@@ -303,7 +303,7 @@ def drive(
                     own = error
                     raise
                 net.caught(error, f"{type(effect).__name__} because of a packet of {whose.node}")
-        return wish
+        return ending
 
     def serve(route: Route, packet: Packet) -> Exit | None:
         """Let the core hear a packet; what it does not foresee is logged, and answered."""
@@ -335,25 +335,25 @@ def drive(
             route, packet = arrival
             match packet:
                 case Disconnected():
-                    wish = perform(view.current.drop(core, route, clock()))
+                    ending = perform(view.current.drop(core, route, clock()))
                 case Unserved():
                     assert isinstance(packet.__cause__, Exception)
-                    wish = fail(route, packet.envelope, packet.__cause__)
+                    ending = fail(route, packet.envelope, packet.__cause__)
                 case Refused():
-                    wish = refuse(packet)
+                    ending = refuse(packet)
                 case _:
-                    wish = serve(route, packet)
-            if wish is not None:
-                return wish
+                    ending = serve(route, packet)
+            if ending is not None:
+                return ending
             del arrival, packet  # it may be what keeps a loan from being given back
         for item in inbox.take():
-            wish = perform(view.current.item(core, item, clock()))
-            if wish is not None:
-                return wish
+            ending = perform(view.current.item(core, item, clock()))
+            if ending is not None:
+                return ending
             del item  # it has the values of a call, which may be needed no more
         if due is not None and clock() >= due:
-            wish = perform(view.current.timer(core, clock()))
-            if wish is not None:
-                return wish
+            ending = perform(view.current.timer(core, clock()))
+            if ending is not None:
+                return ending
         if view.due is not None and clock() >= view.due:
             perform(view.tick(clock()))

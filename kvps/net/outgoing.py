@@ -107,19 +107,19 @@ class OutgoingConnections:
     def reopen(self, name: str) -> None:
         """Open a connection again whose queue is full: it has none, as libzmq has given up."""
         if name in self._watches:
-            self._heed(name)  # why
+            self._on_socket_events(name)  # why
         self.connect(self._openings[name])
 
     def hear(self, ready: Iterable[object]) -> None:
         """Take in what libzmq tells of connections, if their events are among those that are ``ready``."""
         for events in [source for source in ready if source in self._events_of]:
-            self._heed(self._events_of[events])
+            self._on_socket_events(self._events_of[events])
 
     def look(self, now: float) -> None:
         """Replace the connections along which nothing has moved for too long."""
         self._fade(now)
         for name, watch in list(self._watches.items()):
-            self._heed(name)
+            self._on_socket_events(name)
             if watch.up is None or self._watches.get(name) is not watch:
                 continue  # libzmq is at it, or it was opened again just now
             if watch.pulse is None:
@@ -159,7 +159,7 @@ class OutgoingConnections:
                 self._sockets.poller.unregister(events)
             events.close(0)
 
-    def _heed(self, name: str) -> None:
+    def _on_socket_events(self, name: str) -> None:
         """Take in what libzmq tells of a connection."""
         now = time.monotonic()
         watch = self._watches[name]

@@ -53,13 +53,13 @@ class Keys:
     scheduler: tuple[str, ...] = ()
     """The scheduler's public keys: one, or two while it is given another."""
     role: KeyPair | None = None
-    """The key pair of this process's role; None in a command whose guardian has enrolled its session key."""
+    """The key pair of this process's role; None in a command whose supervisor has enrolled its session key."""
     session: KeyPair = field(default_factory=lambda: new_pair())
     """Made for this process, by which it speaks as a member."""
     opens: Mapping[str, RoleKey] = field(default_factory=dict)
     """At a scheduler, the public keys of roles."""
     is_enrolled: bool = False
-    """The session key was enrolled by a guardian."""
+    """The session key was enrolled by a supervisor."""
 
     def listening(self, role: Role) -> KeyPair:
         """Return the key that others expect where this process listens."""

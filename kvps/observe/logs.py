@@ -157,7 +157,7 @@ def begin_in_script() -> None:
         raise ConfigError(f"{LEVEL_VARIABLE}={level.lower()!r}: there is no such level") from error
 
 
-def is_wished(argv: list[str]) -> bool:
+def wants_json(argv: list[str]) -> bool:
     """Return whether flags or the environment ask for JSON, before they are parsed."""
     flag = "--log-format"
     for at, word in enumerate(argv):

@@ -30,7 +30,7 @@ from kvps.net.zap import KeyPair, Keys, new_pair
 
 PUBLIC = "public"
 SESSION = "session"
-"""In place of a role: a session key, for the command that a guardian runs."""
+"""In place of a role: a session key, for the command that a supervisor runs."""
 FILE_BYTES_MAX = 1 << 20
 _LAUNCHS = re.compile(r"/proc/(\d+)/fd/\d+")
 """The path of keys that only live in the memory of a process, such as kvps-launch."""

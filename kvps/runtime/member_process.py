@@ -81,17 +81,17 @@ def own_host(scheduler: str, patience_s: float) -> str:
         time.sleep(RESOLVE_EVERY_S)
 
 
-def report(who: str, wish: Exit, *, is_told: bool = False) -> int:
+def report(who: str, ending: Exit, *, is_told: bool = False) -> int:
     """Say in the log why a process ends; return its exit code.
 
     Args:
         who: the process.
-        wish: its exit code and the reason.
+        ending: its exit code and the reason.
         is_told: it ends because others ended, who have said why.
     """
-    level = logging.INFO if wish.code == 0 or is_told else logging.ERROR
-    log.log(level, "%s ends: %s", who, wish.reason)
-    return wish.code
+    level = logging.INFO if ending.code == 0 or is_told else logging.ERROR
+    log.log(level, "%s ends: %s", who, ending.reason)
+    return ending.code
 
 
 @contextmanager

@@ -26,14 +26,14 @@ class PreemptionFlag:
     """Whether this process was asked to leave."""
 
     def __init__(self) -> None:
-        self.is_heeded = False
+        self.is_handled = False
         """SIGTERM is a request to leave, and does not end the process."""
         self.is_asked = False
 
     def listen(self) -> None:
         """Take SIGTERM as a request to leave."""
         signal.signal(signal.SIGTERM, self._on_signal)
-        self.is_heeded = True
+        self.is_handled = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # who sends it again wants an end at once
@@ -46,9 +46,9 @@ asked = PreemptionFlag()
 class RoundTracker:
     """The keys that a store has pushed in its present round; kept where SIGTERM is a request to leave."""
 
-    def __init__(self, store: str, wish: PreemptionFlag) -> None:
+    def __init__(self, store: str, flag: PreemptionFlag) -> None:
         self._store = store
-        self._wish = wish
+        self._flag = flag
         self._pushed: set[str] = set()
 
     def push(self, keys: Iterable[str]) -> None:
@@ -61,7 +61,7 @@ class RoundTracker:
             self._pushed.clear()
         begins = not self._pushed
         is_main = threading.current_thread() is threading.main_thread()  # no other ends the process
-        if begins and self._wish.is_asked and is_main:
+        if begins and self._flag.is_asked and is_main:
             log.warning("store %r: got SIGTERM, leaving after the last round", self._store)
             raise SystemExit(0)
         self._pushed.update(keys)
@@ -93,8 +93,8 @@ def leave_at_sigterm() -> None:
     asked.listen()
 
 
-def leave_if_wished(wished: bool) -> None:
+def leave_if_asked(is_asked: bool) -> None:
     """Follow the environment, unless the script has its own handler of SIGTERM."""
     is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if wished and is_free and threading.current_thread() is threading.main_thread():
+    if is_asked and is_free and threading.current_thread() is threading.main_thread():
         asked.listen()

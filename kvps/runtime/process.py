@@ -21,7 +21,7 @@ from kvps.observe import logs
 from kvps.runtime.keys import load_if_any
 from kvps.runtime.local.current import current
 from kvps.runtime.open_stores import AtExit, OpenStores
-from kvps.runtime.preemption import leave_if_wished
+from kvps.runtime.preemption import leave_if_asked
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession, leave_at_exit, worker_session
 
@@ -106,7 +106,7 @@ class _Process:
         elif found.role != "worker":
             _become(found)
         else:
-            leave_if_wished(config.switch("KVPS_LEAVE_AT_SIGTERM"))
+            leave_if_asked(config.switch("KVPS_LEAVE_AT_SIGTERM"))
             self.session = worker_session(
                 found.scheduler,
                 rank if found.rank is None else found.rank,

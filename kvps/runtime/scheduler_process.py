@@ -341,7 +341,7 @@ def _run_scheduler(
             on_http(url)
         if on_ready is not None:
             on_ready(transport.endpoint)
-        wish = drive(core, transport, inbox, listener, lens=timeline.lens)
+        ending = drive(core, transport, inbox, listener, lens=timeline.lens)
         timeline.close()
         if record is not None:
             record.close(core)
@@ -349,14 +349,14 @@ def _run_scheduler(
     if listener.kept is not None:
         listener.kept.remove()
     if on_end is not None:
-        on_end(wish.reason)
-    return report("scheduler", wish, is_told=on_end is not None)
+        on_end(ending.reason)
+    return report("scheduler", ending, is_told=on_end is not None)
 
 
 @contextmanager
-def _at(number: int, inbox: Inbox[Scheduler], heed: Item[Scheduler]) -> Iterator[None]:
+def _at(number: int, inbox: Inbox[Scheduler], item: Item[Scheduler]) -> Iterator[None]:
     """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
-    before = signal.signal(number, lambda *_: inbox.put(heed))
+    before = signal.signal(number, lambda *_: inbox.put(item))
     try:
         yield
     finally:

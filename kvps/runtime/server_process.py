@@ -135,14 +135,14 @@ def run_server(
         lens = member_lens(
             Role.SERVER, transport, core.member.envelope, lambda: core.counts, record
         )
-        wish = drive(core, transport, inbox, archive, lens=lens)
+        ending = drive(core, transport, inbox, archive, lens=lens)
     if record is not None:
         record.close(core)
     if archive is not None:
         archive.close()
     transport.close(0.5)
     who = f"server {core.member.rank}" if core.member.welcome else "server"
-    return report(who, wish, is_told=core.member.stopped is not None)
+    return report(who, ending, is_told=core.member.stopped is not None)
 
 
 def _reachable(endpoint: str, scheduler: str, advertise: str | None, join_max_s: float) -> str:

@@ -37,18 +37,18 @@ def open_transport(
     Raises:
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
     """
-    wish = config.transport()
+    setting = config.transport()
     limits = limits or config.limits()
     role = Role.WORKER if bind is None else Role.SERVER
     zmq = ZmqTransport(bind, checksums=config.checksums(), role=role, keys=keys, limits=limits)
-    if wish == "tcp":
+    if setting == "tcp":
         keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")
         return alone, Private(), zmq.endpoint
     try:
         segment = Segment()
     except Unshared as error:
-        if wish == "shm":
+        if setting == "shm":
             zmq.close(0.0)
             raise ConfigError(
                 f"KVPS_TRANSPORT=shm, but memory cannot be shared here: {error}. Set "
@@ -57,6 +57,6 @@ def open_transport(
         log.warning("values travel in frames, not in shared memory: %s", error)
         keep_freed_memory()
         return SharingTransport(zmq, None, why_not=str(error)), Private(), zmq.endpoint
-    transport = SharingTransport(zmq, segment, insist=wish == "shm")
+    transport = SharingTransport(zmq, segment, insist=setting == "shm")
     memory = SharedMemory(segment, PageRemapper(lambda: transport.mappings))
     return transport, memory, zmq.endpoint

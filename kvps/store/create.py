@@ -317,9 +317,9 @@ def checked_late(late: object) -> str:
 
 def default_chunk_bytes(session: WorkerSession) -> int:
     """Return the size of a chunk in bytes, as the operator or the members' places have it."""
-    wish = config.chunk_bytes()
-    if wish is not None:
-        return wish
+    setting = config.chunk_bytes()
+    if setting is not None:
+        return setting
     if share_memory(session):
         return SHARED_CHUNK_BYTES
     endpoints = [member.endpoint for member in session.info.members if member.endpoint]

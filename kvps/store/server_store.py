@@ -235,7 +235,7 @@ class DistStore(KVStore):
     # --- what a kind of store does --------------------------------------------------------------------
 
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
-        if preemption.asked.is_heeded and isinstance(call, calls.PushValues | calls.PushKeyRows):
+        if preemption.asked.is_handled and isinstance(call, calls.PushValues | calls.PushKeyRows):
             self._step.push(call.keys)
         answer = None if self._codec is None else self._codec.answer(call)
         return answer or self._session.call(call, limit_s)

@@ -102,7 +102,7 @@ def play(
 def kill_one(processes: Processes, pattern: str) -> None:
     """Kill the process with this command line, and wait until another one was started."""
     before = processes.pids(pattern)
-    os.kill(before[0], signal.SIGKILL)  # the oldest: a kvps-worker has forked its leash
+    os.kill(before[0], signal.SIGKILL)  # the oldest: a kvps-worker has forked its reaper
     until(lambda: set(processes.pids(pattern)) - set(before), f"another {pattern}", HEALED_MAX_S)
 
 

@@ -434,7 +434,7 @@ def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
 def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(
     processes: Processes,
 ) -> None:
-    """As ``pkill -9 kvps-launch`` does: its leash has the same name."""
+    """As ``pkill -9 kvps-launch`` does: its reaper has the same name."""
     launched = processes.kvps("launch", "-n", 1, "-s", 1, "--", "sleep", 61)
     until(lambda: processes.pids("^sleep 61"), "the worker")
     both = processes.pids("kvps-launch -n 1")

@@ -131,9 +131,7 @@ def test_standstill_is_told_to_all_workers(
         return mistaken(job, MISTAKES[mistake], rank, began, lambda: cluster.network.now)
 
     with replayable(request, job):
-        cluster = Cluster(
-            *(job.workers, job.servers, script, seed, job.faults, job.machines, rates)
-        )
+        cluster = Cluster(job.workers, job.servers, script, seed, job.faults, job.machines, rates)
         cluster.run(1_000)
         since = max(began.values())
         for client in cluster.clients.values():
@@ -172,7 +170,7 @@ def test_job_is_not_told_while_a_script_computes(seed: int, request: pytest.Fixt
     job.store.timeout_s = 10_000.0
     with replayable(request, (job, trouble)):
         cluster, usurped = play(
-            *(job, trouble, lambda rank: thinking(train(job, rank), random.Random(seed + rank)))
+            job, trouble, lambda rank: thinking(train(job, rank), random.Random(seed + rank))
         )
         judge(cluster, usurped, trouble)
         for client in cluster.clients.values():

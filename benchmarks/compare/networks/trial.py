@@ -35,7 +35,7 @@ LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def measure(
-    system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, leash: Leash
+    system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, reaper: Leash
 ) -> NetworkTrial:
     """Run a system once.
 
@@ -43,7 +43,7 @@ def measure(
         KvpsError: if it fails.
     """
     counted: list[tuple[list[tuple[int, int]], float]] = []
-    with Group(leash) as group, closing(KeyMemory(generate())) as keys:
+    with Group(reaper) as group, closing(KeyMemory(generate())) as keys:
         gate = group.gate(lambda: counted.append((namespaces.counters(), group.cpu_s())))
         doors = {} if "KVPS_INSECURE" in system.env else {"KVPS_KEYS": keys.path}
         if system.kind == "kvps":

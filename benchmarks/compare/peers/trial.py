@@ -14,14 +14,14 @@ from kvps.tools.bench.processes import Group, Leash
 from kvps.tools.bench.systems import System
 
 
-def measure(system: System, case: Case, rounds: int, python: str, leash: Leash) -> TrialTimes:
+def measure(system: System, case: Case, rounds: int, python: str, reaper: Leash) -> TrialTimes:
     """Run a system once, in its own interpreter ``python``.
 
     Raises:
         KvpsError: if it fails, or one of its workers says nothing.
     """
     start = _start_mxnet if system.kind == "mxnet" else _start_ray
-    with Group(leash) as group, tempfile.TemporaryDirectory(prefix="kvps-bench-") as folder:
+    with Group(reaper) as group, tempfile.TemporaryDirectory(prefix="kvps-bench-") as folder:
         for package in (kvps, benchmarks):
             assert package.__file__ is not None
             (Path(folder) / package.__name__).symlink_to(Path(package.__file__).parent)

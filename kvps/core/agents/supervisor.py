@@ -13,7 +13,7 @@ Theory of operation
     60 s, a signal:       when its time is over
     Exit
 
-The guardian beats while the command runs, and says at last how it ended. That is surer than what
+The supervisor beats while the command runs, and says at last how it ended. That is surer than what
 the command says itself: it holds for a command that is killed, too, and the others learn of it
 at once. The command's own process attaches to the seat along a connection of its own.
 
@@ -50,7 +50,7 @@ LEAVE_MAX_S = 5.0
 
 
 class Stage(enum.Enum):
-    """How far a guardian has come."""
+    """How far a supervisor has come."""
 
     JOINING = "joining"
     RUNNING = "running"
@@ -96,7 +96,7 @@ class Supervisor(Core):
         if self.stage is Stage.JOINING:
             yield from self._begin()
         elif self.stage is Stage.RUNNING:
-            self._heed_stop(now)
+            self._on_stop(now)
         else:
             yield from self._end()
 
@@ -155,7 +155,7 @@ class Supervisor(Core):
             self.stage = Stage.RUNNING
             yield Finish(START, self.member.welcome)
 
-    def _heed_stop(self, now: float) -> None:
+    def _on_stop(self, now: float) -> None:
         """Give the command its time, if the job is over for it."""
         stop = self.member.stopped
         if stop is None or stop.exit_code == 0 or self._has_left() or self._kill_at is not None:

@@ -38,13 +38,13 @@ STORES_MAX = 1024
 """Stores whose requests wait at a time, and stores whose last answer is kept for workers that ask late."""
 FIRST_PUSH_MAX_S = 2.5
 """How long the last cut of a job that seems not to have pushed waits for a beat that says otherwise."""
-WISHES_WITHIN_S = 60.0
+REQUESTS_WITHIN_S = 60.0
 """The time of the limit ``checkpoints``: so many are written because workers ask, and then a request waits."""
 
 
 @dataclass(slots=True)
 class CheckpointRequest:
-    """One store's wish for a cut, the ``number``-th of its kind."""
+    """One store's request for a cut, the ``number``-th of its kind."""
 
     store: str
     number: int
@@ -60,12 +60,12 @@ class CheckpointCoordinator:
         self,
         workers: int,
         servers: int,
-        wishes_max: int = TABLE["checkpoints"].default,
+        requests_max: int = TABLE["checkpoints"].default,
         counts: Counts | None = None,
     ) -> None:
-        self._wishes_max = wishes_max
+        self._requests_max = requests_max
         self._counts = counts or Counts()
-        self._wished: deque[float] = deque()
+        self._requested_at: deque[float] = deque()
         """When the last cuts began that workers asked for, as many as the limit."""
         self._delayed: CheckpointRequest | None = None
         """The request that waits since too many were granted; that was counted."""
@@ -99,11 +99,11 @@ class CheckpointCoordinator:
         self._shelves: dict[int, Shelf] = {}
         """By server, what it said of its place for cuts."""
         self._cut: Cut | None = None
-        self._wishes: dict[str, CheckpointRequest] = {}
+        self._requests: dict[str, CheckpointRequest] = {}
         self._served: dict[str, CheckpointRequest] = {}
         """The requests for which the cut was begun: a cut that was begun before a request does not satisfy it."""
         self._granted: dict[str, tuple[int, int]] = {}
-        """By store, the last wish that was granted, and by which cut."""
+        """By store, the last request that was granted, and by which cut."""
         self._refused: dict[str, tuple[int, KvpsError]] = {}
         """store -> the last refused request, and why: workers that ask later get the same answer."""
         self._workers: frozenset[int] = frozenset()
@@ -149,7 +149,7 @@ class CheckpointCoordinator:
         self._is_running = is_running
         if self._cut is not None:
             self._cut.meet(self._workers, self._servers)
-        for asked in self._wishes.values():
+        for asked in self._requests.values():
             for rank in asked.waiters.keys() - self._workers:
                 del asked.waiters[rank]
         self._go_on(now)
@@ -164,7 +164,7 @@ class CheckpointCoordinator:
         self.epoch += 1
         self.recovery = Rollback(self.epoch, self._count)
         self.has_changed = True
-        self._wishes.clear()  # who has them will see the epoch in the view, and ask no more
+        self._requests.clear()  # who has them will see the epoch in the view, and ask no more
         self._granted.clear()
         self._refused.clear()
         self._outbox.append(
@@ -183,34 +183,36 @@ class CheckpointCoordinator:
 
     # --- what is heard ------------------------------------------------------------------------
 
-    def ask(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
+    def ask(self, rank: int, waiter: Waiter, request: Checkpoint, now: float) -> None:
         """A worker wants a cut.
 
         Raises:
             ConfigError: if no server has a place for it, or its tag is none.
         Overload: if requests of too many stores wait.
         """
-        if wish.tag and not is_tag(wish.tag):
-            raise ConfigError(f"tag={wish.tag!r:.80}: {TAG_RULE}")
-        granted = self._granted.get(wish.store)
-        if granted is not None and wish.number <= granted[0]:
+        if request.tag and not is_tag(request.tag):
+            raise ConfigError(f"tag={request.tag!r:.80}: {TAG_RULE}")
+        granted = self._granted.get(request.store)
+        if granted is not None and request.number <= granted[0]:
             self._outbox.append(RoutedMessage(waiter.route, Checkpointed(waiter.seq, granted[1])))
             return
-        refused = self._refused.get(wish.store)
-        if refused is not None and wish.number == refused[0]:
+        refused = self._refused.get(request.store)
+        if refused is not None and request.number == refused[0]:
             raise refused[1]
         if self.failure:
             raise StorageError(self.failure)
         if self._knows_all and not self._keeps:
             raise _no_place()
-        asked = self._wishes.get(wish.store)
-        if asked is None and len(self._wishes) >= STORES_MAX:
+        asked = self._requests.get(request.store)
+        if asked is None and len(self._requests) >= STORES_MAX:
             raise Overload(
                 f"checkpoints of {STORES_MAX} stores wait already; ask again when they are written",
                 limit="waiting_checkpoints",
             )
-        if asked is None or asked.number < wish.number:
-            asked = self._wishes[wish.store] = CheckpointRequest(wish.store, wish.number, wish.tag)
+        if asked is None or asked.number < request.number:
+            asked = self._requests[request.store] = CheckpointRequest(
+                request.store, request.number, request.tag
+            )
         asked.waiters[rank] = waiter
         self._go_on(now)
 
@@ -285,15 +287,15 @@ class CheckpointCoordinator:
             return self._again_at
         if not self._may_begin:
             return None
-        times = [self._next_at] * self._is_timed + [self._wish_at] * bool(self._wishes)
+        times = [self._next_at] * self._is_timed + [self._request_at] * bool(self._requests)
         times += [self._unpushed_at] * self._is_unpushed
         return min(times, default=None)
 
     @property
-    def _wish_at(self) -> float:
+    def _request_at(self) -> float:
         """When a cut may begin that workers ask for."""
-        is_full = len(self._wished) >= self._wishes_max
-        return self._wished[0] + WISHES_WITHIN_S if is_full else -math.inf
+        is_full = len(self._requested_at) >= self._requests_max
+        return self._requested_at[0] + REQUESTS_WITHIN_S if is_full else -math.inf
 
     @property
     def _may_begin(self) -> bool:
@@ -309,27 +311,27 @@ class CheckpointCoordinator:
             self._end(self._cut, now)
         if not self._may_begin:
             return
-        wish = next(iter(self._wishes.values()), None)
+        request = next(iter(self._requests.values()), None)
         is_due = self._is_timed and now >= self._next_at
-        if wish is not None and not is_due:
-            if now < self._wish_at:
-                self._delay(wish, now)
+        if request is not None and not is_due:
+            if now < self._request_at:
+                self._delay(request, now)
                 return
-            self._wished.append(now)
-            if len(self._wished) > self._wishes_max:
-                self._wished.popleft()
-        if wish is not None or is_due:
+            self._requested_at.append(now)
+            if len(self._requested_at) > self._requests_max:
+                self._requested_at.popleft()
+        if request is not None or is_due:
             self._served = {
                 store: asked
-                for store, asked in self._wishes.items()
-                if wish is not None and asked.tag == wish.tag
+                for store, asked in self._requests.items()
+                if request is not None and asked.tag == request.tag
             }
             self.begun += 1
             if self._is_concluding:
                 self._final = self.begun
             self._cut = Cut(
                 self.begun,
-                "" if wish is None else wish.tag,
+                "" if request is None else request.tag,
                 self.epoch,
                 self._workers,
                 self._servers,
@@ -339,14 +341,14 @@ class CheckpointCoordinator:
             self.has_changed = True
             self._say_again(now)
 
-    def _delay(self, wish: CheckpointRequest, now: float) -> None:
+    def _delay(self, request: CheckpointRequest, now: float) -> None:
         """Let a request wait, and say so once."""
-        if wish is self._delayed:
+        if request is self._delayed:
             return
-        self._delayed = wish
+        self._delayed = request
         error = Overload(
-            f"a checkpoint of store {wish.store!r} begins in {self._wish_at - now:.0f} s: workers have asked "
-            f"for {self._wishes_max} in {WISHES_WITHIN_S:.0f} s; {remedy('checkpoints')}",
+            f"a checkpoint of store {request.store!r} begins in {self._request_at - now:.0f} s: workers have asked "
+            f"for {self._requests_max} in {REQUESTS_WITHIN_S:.0f} s; {remedy('checkpoints')}",
             limit="checkpoints",
         )
         self._counts.refused(error)
@@ -362,8 +364,8 @@ class CheckpointCoordinator:
             self._outbox.append(Note("info", f"checkpoint {cut.number} is complete"))
             self._grant(cut)
         elif cut.stage is CutStage.GIVEN_UP:
-            if not cut.taken and cut.begun_at in self._wished:  # nothing was written
-                self._wished.remove(cut.begun_at)
+            if not cut.taken and cut.begun_at in self._requested_at:  # nothing was written
+                self._requested_at.remove(cut.begun_at)
             if not cut.by_worker:
                 error = StorageError(f"checkpoint {cut.number} was abandoned: {cut.reason}")
                 for asked in self._take_served():
@@ -384,19 +386,19 @@ class CheckpointCoordinator:
                 )
 
     def _take_served(self) -> list[CheckpointRequest]:
-        """Return the wishes that the cut was begun for and that still stand; they stand no more."""
+        """Return the requests that the cut was begun for and that still stand; they stand no more."""
         served = [
-            asked for store, asked in self._served.items() if self._wishes.get(store) is asked
+            asked for store, asked in self._served.items() if self._requests.get(store) is asked
         ]
         for request in served:
-            del self._wishes[request.store]
+            del self._requests[request.store]
         self._served = {}
         return served
 
     def _refuse_all(self, error: KvpsError) -> None:
-        for asked in self._wishes.values():
+        for asked in self._requests.values():
             self._refuse(asked, error)
-        self._wishes.clear()
+        self._requests.clear()
 
     def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
         _keep(self._refused, asked.store, (asked.number, error))
@@ -435,7 +437,7 @@ class CheckpointCoordinator:
 
     @property
     def _is_timed(self) -> bool:
-        """Whether a cut begins at ``_next_at`` without a worker's wish."""
+        """Whether a cut begins at ``_next_at`` without a worker's request."""
         return self.has_pushed and (self._is_concluding or self._every_s > 0)
 
     @property
@@ -445,7 +447,7 @@ class CheckpointCoordinator:
 
     @property
     def _pause_s(self) -> float:
-        """How long after a cut the next begins without a worker's wish."""
+        """How long after a cut the next begins without a worker's request."""
         return 0.0 if self._is_concluding else self._every_s
 
     @property

@@ -239,9 +239,11 @@ class Job:
             self.apply_changes(now)
         self._schedule()
 
-    def wish(self, rank: int, waiter: Waiter, wish: Checkpoint, now: float) -> None:
+    def ask_for_checkpoint(
+        self, rank: int, waiter: Waiter, request: Checkpoint, now: float
+    ) -> None:
         """A worker wants a cut."""
-        self.checkpoints.ask(rank, waiter, wish, now)
+        self.checkpoints.ask(rank, waiter, request, now)
         self._perform_checkpoints()
         self._schedule()
 
@@ -445,7 +447,7 @@ class Job:
         return places
 
     def _welcome_all(self) -> None:
-        """Send the welcomes that are due; a guardian's waits until all workers are known."""
+        """Send the welcomes that are due; a supervisor's waits until all workers are known."""
         waits = not (self.formed or all(seat.is_taken for seat in self.seats.workers(*State)))
         due = [
             seat

@@ -18,7 +18,7 @@ an older one than its seat is fenced::
                     gone
 
 A seat is spoken for through *links*: the connection of the process that holds it and, where a
-kvps-worker (the guardian) holds it for a command, a second one of the process that the command
+kvps-worker (the supervisor) holds it for a command, a second one of the process that the command
 started. A route is only an address. Identity is what the envelope says, so a packet from an
 unknown route that names a seat and its present incarnation binds that route to the seat: this
 is how members come back after a network break or a restart of the scheduler.
@@ -41,7 +41,7 @@ from kvps.protocol.membership import Hello, Leave, Member
 from kvps.protocol.permissions import name_of
 
 LINKS_MAX = 2
-"""Connections that speak for one seat: its guardian's and that of the guarded process."""
+"""Connections that speak for one seat: its supervisor's and that of the guarded process."""
 MUTE_S = 3.0
 """Seconds of silence after which a connection carries nothing, if its process sends HELLO every second."""
 
@@ -187,15 +187,15 @@ class Membership:
                 "the command's process started twice?"
             )
         seat.software = shortened(hello.software)
-        is_guardian = seat.is_guarded and hello.guardian
-        if seat.is_guarded and not is_guardian:
+        is_supervisor = seat.is_guarded and hello.guardian
+        if seat.is_guarded and not is_supervisor:
             if (hello.host, hello.pid) not in [
                 (known.host, known.pid) for known in seat.links.values()
             ]:
                 seat.begin_script(now)
-            for at in [at for at, earlier in seat.links.items() if earlier.is_guardian is False]:
+            for at in [at for at, earlier in seat.links.items() if earlier.is_supervisor is False]:
                 self.drop(at, now)
-        self._bind(route, seat, SeatLink(hello.host, hello.pid, is_guardian, now), now)
+        self._bind(route, seat, SeatLink(hello.host, hello.pid, is_supervisor, now), now)
         self.claims.close(route)
         return seat
 
@@ -205,13 +205,13 @@ class Membership:
         return self.holder(Node(Role(hello.role), rank), envelope.incarnation)
 
     def _rivals(self, seat: Seat, hello: Hello, now: float) -> dict[Route, SeatLink]:
-        """Return by what other process the command under a seat's guardian speaks already."""
+        """Return by what other process the command under a seat's supervisor speaks already."""
         if not seat.is_guarded or hello.guardian:
             return {}
         return {
             at: link
             for at, link in seat.links.items()
-            if link.is_guardian is False
+            if link.is_supervisor is False
             and (link.host, link.pid) != (hello.host, hello.pid)
             and now < link.heard_at + self.settings.silence_max_s
         }

@@ -267,7 +267,7 @@ class Scheduler:
         self.job.revive(seat, now)
         link = seat.links[route]
         if alive.number == link.challenge:
-            link.proved, link.is_guardian = alive.number, alive.guardian and seat.is_guarded
+            link.proved, link.is_supervisor = alive.number, alive.guardian and seat.is_guarded
 
     def _on_ping(self, route: Route, seq: int, packet: Packet, now: float) -> None:
         size = sum([frame.nbytes for frame in packet.payload])
@@ -302,9 +302,9 @@ class Scheduler:
         number = self.job.number
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
-        # A guardian knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
+        # A supervisor knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
         # its session key, only their number tells.
-        if not (seat.links[route].is_guardian or seat.progress.is_older(beat.progress)):
+        if not (seat.links[route].is_supervisor or seat.progress.is_older(beat.progress)):
             went_on = seat.figures.goes_on
             seat.figures = BeatFigures(
                 beat.rounds,
@@ -408,14 +408,14 @@ class Scheduler:
         self.job.hear_of_cut(seat.node, message, now)
 
     def _on_checkpoint(
-        self, route: Route, envelope: Envelope, wish: p.Checkpoint, now: float
+        self, route: Route, envelope: Envelope, request: p.Checkpoint, now: float
     ) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
             raise ProtocolError(f"{seat.node} asked for a checkpoint; only workers may")
         self.job.revive(seat, now)
         if envelope.view >= self.job.since:
-            self.job.wish(seat.node.rank, Waiter(route, envelope.seq), wish, now)
+            self.job.ask_for_checkpoint(seat.node.rank, Waiter(route, envelope.seq), request, now)
 
     def _on_close(self, route: Route, envelope: Envelope, close: p.Close, now: float) -> None:
         seat = self._recognise(route, envelope, now)

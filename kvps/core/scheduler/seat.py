@@ -102,7 +102,7 @@ class SeatLink:
 
     host: str
     pid: int
-    is_guardian: bool | None
+    is_supervisor: bool | None
     """None where it said no HELLO to this life of the scheduler."""
     heard_at: float
     challenge: int = 0
@@ -126,13 +126,13 @@ class Seat:
     master: str = ""
     machine: int = 0
     is_guarded: bool = False
-    """A guardian took it."""
+    """A supervisor took it."""
     is_welcomed: bool = False
-    """Its WELCOME has been sent; a guardian's is held back until all workers are here."""
+    """Its WELCOME has been sent; a supervisor's is held back until all workers are here."""
     is_replacement: bool = False
     """Its holder took the place of another while the job ran."""
     keys: tuple[str, str] = ("", "")
-    """The session keys of its holder, and of the command that a guardian runs."""
+    """The session keys of its holder, and of the command that a supervisor runs."""
     has_said_so: bool = False
     """It ended by its own word, so no packet brings it back."""
     has_begun: bool = False
@@ -143,7 +143,7 @@ class Seat:
     """When its holder took it; None if the scheduler was restarted since."""
     heard_at: float = 0.0
     has_script: bool = False
-    """The process that its guardian started has spoken to this life of the scheduler."""
+    """The process that its supervisor started has spoken to this life of the scheduler."""
     progress: Progress = field(default_factory=lambda: Progress(0, 0.0))
     """The progress of its script."""
     dropped_at: float | None = None
@@ -190,10 +190,10 @@ class Seat:
     def has_proved(self, since: int) -> bool:
         """Whether its holder has answered a challenge that is newer than ``since``.
 
-        Where there is a guardian, it is the holder: the command that it ran ends soon after it.
+        Where there is a supervisor, it is the holder: the command that it ran ends soon after it.
         """
         return any(
-            link.proved > since and (link.is_guardian or not self.is_guarded)
+            link.proved > since and (link.is_supervisor or not self.is_guarded)
             for link in self.links.values()
         )
 

@@ -211,7 +211,7 @@ class Checkpointer:
     def _read(self, cut: int, for_whom: object) -> Read:
         return Read(self._member.seat.rank, self._member.seat.servers, cut, for_whom)
 
-    def ask(self, wish: p.Revive, for_whom: object) -> Disk:
+    def ask(self, request: p.Revive, for_whom: object) -> Disk:
         """Return the order that reads a cut for one store of this job, or lists the cuts.
 
         Raises:
@@ -222,9 +222,9 @@ class Checkpointer:
                 f"server {self._member.rank} has no directory for checkpoints: start every kvps-server "
                 "with --checkpoint-dir, or set KVPS_CHECKPOINT_DIR"
             )
-        if not wish.cut:
-            return Disk(self._look(None, wish.tag, for_whom, wish.store))
-        return Disk(self._read(wish.cut, for_whom))
+        if not request.cut:
+            return Disk(self._look(None, request.tag, for_whom, request.store))
+        return Disk(self._read(request.cut, for_whom))
 
     # --- returning ----------------------------------------------------------------------------
 

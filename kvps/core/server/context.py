@@ -187,7 +187,7 @@ class RequestContext:
         """
         rank = session.rank
         if isinstance(message, Push | PushRows | PushIds):
-            if message.ranks != (rank,) and not self._may_bundle(message, rank):
+            if message.ranks != (rank,) and not self._may_merge(message, rank):
                 raise Unauthorized(
                     f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
                     "for workers of its machine in a store with host aggregation",
@@ -221,7 +221,7 @@ class RequestContext:
                     limit="waiting_keys",
                 )
 
-    def _may_bundle(self, push: Push | PushRows | PushIds, rank: int) -> bool:
+    def _may_merge(self, push: Push | PushRows | PushIds, rank: int) -> bool:
         """Whether a store lets ``rank`` push for all these ranks: those that are known to be on its machine."""
         store = self.store(push.store) if isinstance(push, PushRows) else self.store_of(push.chunk)
         view = self.member.view

@@ -126,9 +126,9 @@ class KvpsServer:
         from kvps.net.memory import share_bytes
         from kvps.runtime.server_process import run_server
 
-        wished = config.text("KVPS_MEMORY_LIMIT")
-        if memory_limit is None and wished is not None:
-            memory_limit = config.as_bytes("KVPS_MEMORY_LIMIT", wished)
+        setting = config.text("KVPS_MEMORY_LIMIT")
+        if memory_limit is None and setting is not None:
+            memory_limit = config.as_bytes("KVPS_MEMORY_LIMIT", setting)
         code = run_server(
             scheduler,
             f"tcp://{node_address()}:0",

@@ -102,7 +102,7 @@ class Group:
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
-    def gate(self, heed: Callable[[], None]) -> tuple[int, int]:
+    def gate(self, while_waiting: Callable[[], None]) -> tuple[int, int]:
         """Return two pipes for a process; ``heed`` is called while it waits between them."""
         asked, ask = os.pipe()
         passed, let_pass = os.pipe()
@@ -110,7 +110,7 @@ class Group:
 
         def let() -> None:
             os.read(asked, 1)
-            heed()
+            while_waiting()
             os.write(let_pass, b".")
 
         self._selector.register(asked, selectors.EVENT_READ, let)

@@ -376,9 +376,9 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("in the middle")
 
-    space = stage.server.context.stores["kv"]
-    assert space.updater is not None
-    space.updater.apply = fail  # type: ignore[method-assign]
+    store = stage.server.context.stores["kv"]
+    assert store.updater is not None
+    store.updater.apply = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="in the middle"):
         stage.push(0, "w", torch.ones(4), 0)
     (end,) = stage.server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)

@@ -19,11 +19,11 @@ from kvps.runtime.scheduler_process import STATE_FILE
 @pytest.fixture
 def foothold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Foothold]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    leash = Reaper()
-    made = Foothold(leash)
+    reaper = Reaper()
+    made = Foothold(reaper)
     yield made
     made.close()
-    leash.close()
+    reaper.close()
     assert not list(tmp_path.iterdir())
 
 
@@ -60,9 +60,9 @@ def test_nobody_else_gets_the_port_while_there_is_no_scheduler(foothold: Foothol
 
 def test_where_no_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    leash = Reaper()
+    reaper = Reaper()
     try:
         with pytest.raises(ConfigError, match="TMPDIR"):
-            Foothold(leash)
+            Foothold(reaper)
     finally:
-        leash.close()
+        reaper.close()

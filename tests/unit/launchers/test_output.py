@@ -1,4 +1,4 @@
-"""How the output of several processes becomes one, and how a leash is used."""
+"""How the output of several processes becomes one, and how a reaper is used."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class TestLines:
 class TestScreen:
     def test_lines_have_a_name(self) -> None:
         out, error = BytesIO(), BytesIO()
-        screen = OutputMux(out, error, colour=True)
-        screen.write(0, screen.prefix("worker 0", 0, 0), [b"one", b"two"], b"thr")
-        screen.write(1, screen.prefix("server 1", 3, 1), [b"bad"])
-        screen.close()
+        output = OutputMux(out, error, colour=True)
+        output.write(0, output.prefix("worker 0", 0, 0), [b"one", b"two"], b"thr")
+        output.write(1, output.prefix("server 1", 3, 1), [b"bad"])
+        output.close()
         assert out.getvalue() == b"[worker 0] one\n[worker 0] two\n"
         assert error.getvalue() == b"[server 1] bad\n"
 
@@ -78,7 +78,7 @@ class TestScreen:
 
     def test_a_bar_stands_below_the_lines(self) -> None:
         out = Terminal()
-        screen = OutputMux(out, BytesIO(), colour=False)
+        output = OutputMux(out, BytesIO(), colour=False)
         clear = b"\r\x1b[2K"
         for lines, unfinished, shown in (
             ([], b"10 %", b"[a] 10 %"),
@@ -86,21 +86,21 @@ class TestScreen:
             ([], b"20 %", b""),
         ):
             before = len(out.getvalue())
-            screen.write(0, b"[a] ", lines, unfinished)
+            output.write(0, b"[a] ", lines, unfinished)
             assert out.getvalue()[before:] == shown
         before = len(out.getvalue())
-        screen.write(0, b"[b] ", [b"line"])
+        output.write(0, b"[b] ", [b"line"])
         assert out.getvalue()[before:] == clear + b"[b] line\n[a] 20 %"
         before = len(out.getvalue())
-        screen.write(0, b"[a] ", [b"30 %"])
-        screen.close()
+        output.write(0, b"[a] ", [b"30 %"])
+        output.close()
         assert out.getvalue()[before:] == clear + b"[a] 30 %\n"
 
     def test_a_bar_is_no_wider_than_the_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "10")
         out = Terminal()
-        screen = OutputMux(out, BytesIO(), colour=False)
-        screen.write(0, b"[a] ", [], b"x" * 20)
+        output = OutputMux(out, BytesIO(), colour=False)
+        output.write(0, b"[a] ", [], b"x" * 20)
         assert out.getvalue() == b"[a] xxxxx"
 
     def test_a_reader_that_goes_away_is_told_once(self) -> None:
@@ -108,10 +108,10 @@ class TestScreen:
         os.close(reader)
         sink: BinaryIO
         with os.fdopen(writer, "wb") as sink:
-            screen = OutputMux(sink, BytesIO(), colour=False)
+            output = OutputMux(sink, BytesIO(), colour=False)
             with pytest.raises(BrokenPipeError):
-                screen.write(0, b"", [b"line"])
-            screen.write(0, b"", [b"line"])
+                output.write(0, b"", [b"line"])
+            output.write(0, b"", [b"line"])
 
 
 @pytest.fixture
@@ -132,12 +132,12 @@ def sleeper() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
 OWNER = """
 import os, subprocess, sys
 from kvps.launchers.reaper import Reaper
-leash = Reaper()
+reaper = Reaper()
 for _ in range(2):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    leash.hold(child.pid)
+    reaper.hold(child.pid)
 print(child.pid, flush=True)
-leash.forget(child.pid)
+reaper.forget(child.pid)
 os.kill(os.getpid(), 9)
 """
 
@@ -145,7 +145,7 @@ os.kill(os.getpid(), 9)
 KILLED_TOGETHER = """
 import os, subprocess, sys
 from kvps.launchers.reaper import Reaper
-leash = Reaper()
+reaper = Reaper()
 subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=leash.hold_me)
 os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), 9)
 os.kill(os.getpid(), 9)
@@ -153,16 +153,16 @@ os.kill(os.getpid(), 9)
 FOLDER = """
 import os, sys
 from kvps.launchers.reaper import Reaper
-leash = Reaper()
-leash.hold_folder(sys.argv[1])
-if len(sys.argv) > 2: leash.close()
+reaper = Reaper()
+reaper.hold_folder(sys.argv[1])
+if len(sys.argv) > 2: reaper.close()
 print(os.path.exists(sys.argv[1]), flush=True)
 os.kill(os.getpid(), 9)
 """
 
 
 class TestLeash:
-    def test_the_kernel_takes_along_what_it_holds_if_the_leash_is_killed_too(self) -> None:
+    def test_the_kernel_ends_what_the_reaper_holds_if_the_reaper_is_killed_too(self) -> None:
         code = [sys.executable, "-c", KILLED_TOGETHER]
         with subprocess.Popen(code, stdout=subprocess.PIPE) as owner:
             assert owner.communicate(timeout=10)[0] == b"", "until nobody has the pipe"

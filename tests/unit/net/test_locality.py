@@ -57,8 +57,8 @@ def test_where_it_cannot_be_known_nobody_is_near(elsewhere: Path, missing: str) 
 
 
 def test_process_on_tcp_only_has_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wish, expected in (("auto", machine()), ("shm", machine()), ("tcp", 0)):
-        monkeypatch.setenv("KVPS_TRANSPORT", wish)
+    for setting, expected in (("auto", machine()), ("shm", machine()), ("tcp", 0)):
+        monkeypatch.setenv("KVPS_TRANSPORT", setting)
         assert own_machine() == expected
 
 

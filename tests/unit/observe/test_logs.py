@@ -103,7 +103,7 @@ def test_a_complaint_comes_in_the_format_that_was_asked_for(
     words: list[str], variable: str, is_json: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPS_LOG_FORMAT", variable)
-    assert logs.is_wished(words) is is_json
+    assert logs.wants_json(words) is is_json
 
 
 def test_a_complaint_names_the_command() -> None:

@@ -9,7 +9,7 @@ speak to a leader as to a server.
 
 Requests to a leader that is lost go to the servers directly, each by itself. So do requests to a leader that holds
 its seat and says nothing; until it speaks, the next in turn leads for it. Requests to a worker that does not lead any
-more stay there. Either way a bundle may lack a rank that does not come: a participant that waits asks after it, and
+more stay there. Either way a merged request may lack a rank that does not come: a participant that waits asks after it, and
 it goes.
 
 A leader answers no neighbour before the server has answered it. So it has nothing that others would miss.
@@ -28,8 +28,8 @@ from kvps.core.keys import near_door
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.host_aggregation.merge_queue import (
-    Bundles,
     MergedRequest,
+    MergedRequests,
     Participant,
     Reply,
     wants_values,
@@ -94,7 +94,7 @@ class HostGroup:
         self._far: frozenset[int] = frozenset()
         """The servers on other machines."""
         self._peers = PeerSessions(member)
-        self._bundles = Bundles(0, 1, memory)
+        self._merged = MergedRequests(0, 1, memory)
         self.is_active = False
         """Pushes and pulls may be made together: this worker listens to others of its machine."""
         self._mine: dict[Request, Participant] = {}
@@ -122,7 +122,7 @@ class HostGroup:
             return  # nobody to share a machine with, or nothing that leaves it
         if not self.is_active:
             self.is_active = True
-            self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
+            self._merged = MergedRequests(self._member.rank, len(self._servers), self._memory)
             yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
         self._ranks = tuple([member.rank for member in here])
         self._peers.learn({member.rank: member.incarnation for member in here})
@@ -132,9 +132,9 @@ class HostGroup:
         self._expect()
 
     def _expect(self) -> None:
-        """Let bundles wait for the ranks that are here, and may push."""
+        """Let merged requests wait for the ranks that are here, and may push."""
         away = {rank for _, rank in self._away}
-        self._post(self._bundles.expect(self._alive - away))
+        self._post(self._merged.expect(self._alive - away))
 
     def begin_epoch(self) -> None:
         """Forget all requests, here and at others: they concern values that are gone."""
@@ -145,8 +145,8 @@ class HostGroup:
         for link in self.links.values():
             link.abandon()
         if self.is_active:
-            self._bundles = Bundles(self._member.rank, len(self._servers), self._memory)
-            self._bundles.expect(self._alive)
+            self._merged = MergedRequests(self._member.rank, len(self._servers), self._memory)
+            self._merged.expect(self._alive)
 
     def _meet(self, worker: p.Member) -> Effects:
         """Connect to a neighbour, or take requests back from a neighbour that is gone."""
@@ -247,7 +247,7 @@ class HostGroup:
     def tell(self, message: p.Join | p.Return) -> Effects:
         """Tell neighbours that this worker joins; or note that it is back, and with it all others.
 
-        A neighbour that misses it makes bundles that wait in vain for a while, or go without a rank.
+        A neighbour that misses it makes merged requests that wait in vain for a while, or go without a rank.
         """
         if isinstance(message, p.Join):
             for link in self.links.values():
@@ -275,8 +275,8 @@ class HostGroup:
         participant = self._mine.get(request)
         if participant is None:
             return request.link
-        assert participant.bundle is not None, "a participant is in a bundle"
-        return None if participant.bundle.request is None else participant.bundle.request.link
+        assert participant.merged is not None, "a participant is in a merged request"
+        return None if participant.merged.request is None else participant.merged.request.link
 
     def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield the requests that may be sent to neighbours now."""
@@ -303,7 +303,7 @@ class HostGroup:
                 return
             if isinstance(message, p.Hello):
                 if self._peers.begin(route, envelope, message):
-                    self._bundles.replaced(envelope.rank)
+                    self._merged.replaced(envelope.rank)
                 known = self._member.seat  # a worker that listens is a member
                 seat = envelope.rank, envelope.incarnation
                 yield self._send(route, p.Welcome(*seat, known.workers, known.servers))
@@ -350,9 +350,9 @@ class HostGroup:
 
     def _take(self, participant: Participant, now: float) -> Effects:
         if isinstance(participant.message, p.Push):
-            self._post(self._bundles.push(participant, now))
+            self._post(self._merged.push(participant, now))
             return
-        found = self._bundles.pull(participant)
+        found = self._merged.pull(participant)
         if isinstance(found, Request):
             self._post([found])
         elif found is not None:
@@ -361,10 +361,10 @@ class HostGroup:
     def _ask_after(self, participants: Iterable[Participant], now: float) -> Effects:
         links: dict[Connection, None] = {}
         for participant in participants:
-            bundle = participant.bundle
-            assert bundle is not None, "a participant is in a bundle"
-            self._bundles.ask_after(bundle, now)
-            request = bundle.request
+            merged = participant.merged
+            assert merged is not None, "a participant is in a merged request"
+            self._merged.ask_after(merged, now)
+            request = merged.request
             if request is not None and request.seq and request.link is not None:
                 links[request.link] = None
         for link in links:
@@ -377,46 +377,46 @@ class HostGroup:
 
     # --- what servers answer ---------------------------------------------------------------------
 
-    def taken_in(self, bundle: MergedRequest, now: float) -> Effects:
+    def taken_in(self, merged: MergedRequest, now: float) -> Effects:
         """Tell the participants that the server has the pushes of ``bundle``."""
-        told = self._bundles.taken_in(bundle)
+        told = self._merged.taken_in(merged)
         for participant in told:
             yield from self._acknowledge(participant, now)
-        request = bundle.request
+        request = merged.request
         assert request is not None, "a server has it"
         is_answered_later = wants_values(request.message)
-        if told and bundle.is_asked_after and is_answered_later and request.link is not None:
+        if told and merged.is_asked_after and is_answered_later and request.link is not None:
             yield from self._own.probe(request.link)  # the participant wants to know why
 
     def waits(
-        self, bundle: MergedRequest, reason: str, is_for_workers: bool, now: float
+        self, merged: MergedRequest, reason: str, is_for_workers: bool, now: float
     ) -> Effects:
         """Tell the participants what ``bundle`` waits for, as the server said."""
-        for participant in bundle.participants.values():
+        for participant in merged.participants.values():
             if isinstance(participant.who, Request):
                 participant.who.waits_for = reason
                 if is_for_workers:
                     participant.who.confirmed_at = now
-            elif bundle.is_asked_after and wants_values(participant.message):
+            elif merged.is_asked_after and wants_values(participant.message):
                 peer_request = participant.who
                 assert isinstance(peer_request, PeerRequest)
                 seq = peer_request.seq
                 stand = p.Probed((), (p.Pending(seq, reason),), (seq,) if is_for_workers else ())
                 yield self._send(peer_request.peer.route, stand)
 
-    def answered(self, bundle: MergedRequest, packet: Packet, now: float) -> Effects:
+    def answered(self, merged: MergedRequest, packet: Packet, now: float) -> Effects:
         """Hand the server's answer to the participants of ``bundle``."""
         message = packet.message
-        new = self._bundles.taken_in(bundle)
+        new = self._merged.taken_in(merged)
         for participant in new:
             if not wants_values(participant.message):
                 yield from self._acknowledge(participant, now)
         if not isinstance(message, p.Pulled):
             return
         values = from_frame(packet.payload[0], BY_ID[message.dtype].name)
-        answer = self._bundles.answered(bundle, message, values)
+        answer = self._merged.answered(merged, message, values)
         mine: list[Participant] = []
-        for participant in bundle.participants.values():
+        for participant in merged.participants.values():
             if participant.rank == self._member.rank:
                 mine.append(participant)  # the others need not wait while its values are copied
             elif wants_values(participant.message):
@@ -425,17 +425,17 @@ class HostGroup:
             if wants_values(participant.message):
                 yield from self._give(participant, answer, now)
 
-    def refused(self, bundle: MergedRequest, error: KvpsError, now: float) -> Effects:
+    def refused(self, merged: MergedRequest, error: KvpsError, now: float) -> Effects:
         """Ask for each participant of a refused ``bundle`` by itself, or tell them."""
-        again = self._bundles.refused(bundle)
+        again = self._merged.refused(merged)
         self._post(again)
         if again:
             yield Note(
                 "debug", f"a merged push was refused, and its pushes are sent separately: {error}"
             )
             return
-        for participant in bundle.participants.values():
-            if bundle.is_taken_in and not wants_values(participant.message):
+        for participant in merged.participants.values():
+            if merged.is_taken_in and not wants_values(participant.message):
                 continue  # it was told that all is well, and it is
             if isinstance(participant.who, Request):
                 del self._mine[participant.who]
@@ -485,26 +485,26 @@ class HostGroup:
         return peer_request
 
     def on_timer(self, now: float) -> None:
-        """Send bundles that are overdue, and give up neighbours that do not speak."""
-        self._post(self._bundles.overdue(now))
+        """Send merged requests that are overdue, and give up neighbours that do not speak."""
+        self._post(self._merged.overdue(now))
         self._give_up_the_silent(now)
 
     def deadline(self) -> float | None:
         """When :meth:`on_timer` has something to do."""
-        return self._bundles.deadline()
+        return self._merged.deadline()
 
     def _send(self, route: Route, message: Message) -> Send:
         return Send(route, self._member.packet(message))
 
     def check(self) -> None:
         """Assert the invariants."""
-        self._bundles.check()
+        self._merged.check()
         assert self._beside.links == list(self.links.values())
         for peer in self._peers:
             for seq, participant in peer.asked.items():
                 assert isinstance(participant.who, PeerRequest)
                 assert participant.who.seq == seq
-                assert participant.bundle is not None
+                assert participant.merged is not None
 
 
 def _is_compressed(message: Message) -> bool:

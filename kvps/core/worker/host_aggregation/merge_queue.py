@@ -10,16 +10,16 @@ each direction, however many workers train there::
     worker 5 ──┼──► leader ── one PUSH for ranks 4, 5, 6 ──► server
     worker 6 ──┘    adds up when there is room on the uplink
 
-A *bundle* is one merged request. A bundle of pushes waits until every neighbour has pushed the same elements with the
+A *merged request* speaks for several workers. A merged request of pushes waits until every neighbour has pushed the same elements with the
 same number: their round cannot close without any of them, so waiting loses nothing. But a flush or a time limit may
-wait for one push, and a worker that replaces a lost leader does not know what was pushed before. So a bundle goes
-after a while with the pushes that it has, and soon if one of its participants asks after it. A bundle of pulls goes
+wait for one push, and a worker that replaces a lost leader does not know what was pushed before. So a merged request goes
+after a while with the pushes that it has, and soon if one of its participants asks after it. A merged request of pulls goes
 at once, and takes in equal pulls until the answer is there; the answer is kept for ranks that are likely to pull it,
 until the next push.
 
 Only the server says what it has taken in. So a push is acknowledged here after the server has acknowledged it, and
 can be sent to the server directly if the leader is lost: the server counts each rank once. It may also refuse a
-bundle because of one of its ranks; then each of them is asked for by itself.
+merged request because of one of its ranks; then each of them is asked for by itself.
 
 Neighbours that cut their pushes of one chunk differently would wait for each other in vain: the pushes of such a
 chunk are not merged any more.
@@ -44,7 +44,7 @@ from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import Memory
 
 WAIT_MAX_S, HURRY_S = 2.0, 0.05
-"""Seconds that a bundle waits for missing ranks, and seconds after a participant has asked after it."""
+"""Seconds that a merged request waits for missing ranks, and seconds after a participant has asked after it."""
 SHAPES_MAX = 256
 """Most ways to cut a chunk for which the pushes of each rank are remembered."""
 
@@ -66,7 +66,7 @@ class Participant:
     gradient: Callable[[], DenseGradient] | None = None
     """The gradient of a push, until the server has it."""
     priority: int = 0
-    bundle: MergedRequest | None = None
+    merged: MergedRequest | None = None
     """The merged request that it is in."""
 
 
@@ -88,7 +88,7 @@ class MergedRequest:
     def add(self, participant: Participant) -> None:
         """Take ``participant`` in; it replaces an earlier incarnation of its rank."""
         self.participants[participant.rank] = participant
-        participant.bundle = self
+        participant.merged = self
 
     def waits_for(self, expected: frozenset[int]) -> list[int]:
         """Return which of ``expected`` are missing."""
@@ -139,27 +139,27 @@ class ChunkQueue:
         self._pushed: dict[Shape, dict[int, tuple[int, ...]]] = {}
         """Shape -> rank -> the last number pushed of each run."""
 
-    def bundle(self, message: Push) -> MergedRequest:
+    def merged(self, message: Push) -> MergedRequest:
         """Return the merged request that waits for such a push; make it if there is none."""
         alike = self._waiting.setdefault(_shape(message.runs), {})
-        bundle = alike.get(message.runs)
-        if bundle is None:
+        merged = alike.get(message.runs)
+        if merged is None:
             self.is_mixed = self.is_mixed or any(map(self._meets_another, message.runs))
-            alike[message.runs] = bundle = MergedRequest(message)
+            alike[message.runs] = merged = MergedRequest(message)
             for run in message.runs:
                 insort(self._edges, _edge(run))
-        return bundle
+        return merged
 
     def waiting(self) -> list[MergedRequest]:
         """Return all waiting pushes."""
-        return [bundle for alike in self._waiting.values() for bundle in alike.values()]
+        return [merged for alike in self._waiting.values() for merged in alike.values()]
 
     def ready(self, runs: Runs, expected: frozenset[int]) -> list[MergedRequest]:
         """Return the pushes that need not wait now that a worker has pushed ``runs``."""
         if self.is_mixed:
             return self.waiting()
         alike = self._waiting[_shape(runs)].values()
-        return [bundle for bundle in alike if self.is_complete(bundle, expected)]
+        return [merged for merged in alike if self.is_complete(merged, expected)]
 
     def _meets_another(self, run: Run) -> bool:
         number, start, stop = _edge(run)
@@ -169,14 +169,14 @@ class ChunkQueue:
             edge[0] == number and edge[1] < stop and start < edge[2] for edge in (*before, *after)
         )
 
-    def leaves(self, bundle: MergedRequest) -> None:
+    def leaves(self, merged: MergedRequest) -> None:
         """Remove a push that waits no more."""
-        assert isinstance(bundle.message, Push)
-        shape = _shape(bundle.message.runs)
-        del self._waiting[shape][bundle.message.runs]
+        assert isinstance(merged.message, Push)
+        shape = _shape(merged.message.runs)
+        del self._waiting[shape][merged.message.runs]
         if not self._waiting[shape]:
             del self._waiting[shape]
-        for run in bundle.message.runs:
+        for run in merged.message.runs:
             del self._edges[bisect_left(self._edges, _edge(run))]
 
     def note(self, rank: int, runs: Runs) -> None:
@@ -188,16 +188,16 @@ class ChunkQueue:
         before = self._pushed.setdefault(shape, {}).setdefault(rank, numbers)
         self._pushed[shape][rank] = tuple(map(max, before, numbers))
 
-    def is_complete(self, bundle: MergedRequest, expected: frozenset[int]) -> bool:
+    def is_complete(self, merged: MergedRequest, expected: frozenset[int]) -> bool:
         """Whether all expected ranks are in it, or have pushed these runs before."""
-        push = bundle.message
+        push = merged.message
         assert isinstance(push, Push)
         numbers = [run.number for run in push.runs]
         pushed = self._pushed.get(_shape(push.runs), {})
         return all(
             rank in pushed
             and all(last >= number for last, number in zip(pushed[rank], numbers, strict=True))
-            for rank in bundle.waits_for(expected)
+            for rank in merged.waits_for(expected)
         )
 
     def check(self) -> None:
@@ -205,16 +205,16 @@ class ChunkQueue:
         waiting = self.waiting()
         all_runs = [runs for alike in self._waiting.values() for runs in alike]
         assert self._edges == sorted(_edge(run) for runs in all_runs for run in runs)
-        for bundle in waiting:
-            assert bundle.participants
-            assert bundle.request is None
+        for merged in waiting:
+            assert merged.participants
+            assert merged.request is None
         assert all(self._waiting.values())
         assert not (self.is_mixed and waiting)
-        for bundle in self.pulling.values():
-            assert bundle.request is not None
+        for merged in self.pulling.values():
+            assert merged.request is not None
 
 
-class Bundles:
+class MergedRequests:
     """The requests that this worker merges, for the chunks that it leads."""
 
     def __init__(self, rank: int, servers: int, memory: Memory) -> None:
@@ -235,12 +235,12 @@ class Bundles:
         message = participant.message
         assert isinstance(message, Push)
         queue = self._queues[message.chunk]
-        bundle = queue.bundle(message)
-        if not bundle.participants:
-            self._go_at(now + WAIT_MAX_S, bundle)
-        bundle.add(participant)
+        merged = queue.merged(message)
+        if not merged.participants:
+            self._go_at(now + WAIT_MAX_S, merged)
+        merged.add(participant)
         queue.note(participant.rank, message.runs)
-        return [self._go(bundle) for bundle in queue.ready(message.runs, self._expected)]
+        return [self._go(merged) for merged in queue.ready(message.runs, self._expected)]
 
     def pull(self, participant: Participant) -> Request | Reply | None:
         """Take a pull in; return the request to be made, or the answer if it is there; None to wait."""
@@ -254,27 +254,27 @@ class Bundles:
             self._keep(queue, answer)
             return answer
         place = message.runs, _moment(message)
-        bundle = queue.pulling.get(place)
-        if bundle is not None and participant.rank not in bundle.participants:
-            bundle.add(participant)
+        merged = queue.pulling.get(place)
+        if merged is not None and participant.rank not in merged.participants:
+            merged.add(participant)
             return None
-        bundle = MergedRequest(message)
-        bundle.add(participant)
-        bundle.request = Request(
+        merged = MergedRequest(message)
+        merged.add(participant)
+        merged.request = Request(
             message.chunk % self._servers,
             message,
             lane=message.chunk,
             priority=participant.priority,
-            owner=bundle,
+            owner=merged,
             traffic=_traffic_of([participant]),
         )
-        queue.pulling[place] = bundle
-        return bundle.request
+        queue.pulling[place] = merged
+        return merged.request
 
     def expect(self, ranks: frozenset[int]) -> list[Request]:
         """Note which ranks live on this machine now; return the pushes that are complete by that."""
         self._expected = ranks
-        return [self._go(bundle) for bundle in self._waiting() if self._is_complete(bundle)]
+        return [self._go(merged) for merged in self._waiting() if self._is_complete(merged)]
 
     def replaced(self, rank: int) -> None:
         """Note that another process has this rank: nothing that was kept is for it."""
@@ -283,11 +283,11 @@ class Bundles:
             if queue.answer is not None:
                 queue.answer.served.add(rank)
 
-    def ask_after(self, bundle: MergedRequest, now: float) -> None:
+    def ask_after(self, merged: MergedRequest, now: float) -> None:
         """Note that a participant has waited for long; a push goes soon, complete or not."""
-        bundle.is_asked_after = True
-        if bundle.request is None:
-            self._go_at(now + HURRY_S, bundle)
+        merged.is_asked_after = True
+        if merged.request is None:
+            self._go_at(now + HURRY_S, merged)
 
     def overdue(self, now: float) -> list[Request]:
         """Return the pushes that go now although a rank is missing."""
@@ -302,32 +302,32 @@ class Bundles:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
-    def _go_at(self, time: float, bundle: MergedRequest) -> None:
-        heapq.heappush(self._due, (time, next(self._order), bundle))
+    def _go_at(self, time: float, merged: MergedRequest) -> None:
+        heapq.heappush(self._due, (time, next(self._order), merged))
 
     # --- what comes from servers --------------------------------------------------------------
 
-    def taken_in(self, bundle: MergedRequest) -> list[Participant]:
+    def taken_in(self, merged: MergedRequest) -> list[Participant]:
         """Note that the server has the pushes of ``bundle``; return the participants to be told, once."""
-        if bundle.is_taken_in or not isinstance(bundle.message, Push):
+        if merged.is_taken_in or not isinstance(merged.message, Push):
             return []
-        bundle.is_taken_in = True
-        self._queues[bundle.message.chunk].answer = None  # there will be another
-        for participant in bundle.participants.values():
+        merged.is_taken_in = True
+        self._queues[merged.message.chunk].answer = None  # there will be another
+        for participant in merged.participants.values():
             participant.gradient = None
-        return list(bundle.participants.values())
+        return list(merged.participants.values())
 
-    def answered(self, bundle: MergedRequest, message: Pulled, values: torch.Tensor) -> Reply:
+    def answered(self, merged: MergedRequest, message: Pulled, values: torch.Tensor) -> Reply:
         """Return the server's answer for all that want values, in memory that can be lent."""
-        queue = self._queues[bundle.message.chunk]
-        self._forget_pull(queue, bundle)
-        moment = _moment(bundle.message) if isinstance(bundle.message, Pull) else None
+        queue = self._queues[merged.message.chunk]
+        self._forget_pull(queue, merged)
+        moment = _moment(merged.message) if isinstance(merged.message, Pull) else None
         served = {
             participant.rank
-            for participant in bundle.participants.values()
+            for participant in merged.participants.values()
             if wants_values(participant.message)
         }
-        shape = _shape(bundle.message.runs)
+        shape = _shape(merged.message.runs)
         answer = Reply(shape, NEVER, _versions(shape, message.runs), message, values, served)
         others = (queue.pullers & self._expected) - served
         if others or served - {self.rank}:
@@ -338,29 +338,29 @@ class Bundles:
             self._keep(queue, answer)
         return answer
 
-    def refused(self, bundle: MergedRequest) -> list[Request]:
+    def refused(self, merged: MergedRequest) -> list[Request]:
         """Return the requests to be made in place of a refused one; none if the refusal is final."""
-        queue = self._queues[bundle.message.chunk]
-        self._forget_pull(queue, bundle)
+        queue = self._queues[merged.message.chunk]
+        self._forget_pull(queue, merged)
         queue.answer = None  # the key may have been replaced
-        if bundle.is_taken_in or len(bundle.participants) == 1 or isinstance(bundle.message, Pull):
+        if merged.is_taken_in or len(merged.participants) == 1 or isinstance(merged.message, Pull):
             return []
         requests = []
-        for participant in bundle.participants.values():
-            single = MergedRequest(participant.message, is_asked_after=bundle.is_asked_after)
+        for participant in merged.participants.values():
+            single = MergedRequest(participant.message, is_asked_after=merged.is_asked_after)
             single.add(participant)
             requests.append(self._asked(single))
         return requests
 
     # --- how it is done -----------------------------------------------------------------------
 
-    def _go(self, bundle: MergedRequest) -> Request:
-        self._queues[bundle.message.chunk].leaves(bundle)
-        return self._asked(bundle)
+    def _go(self, merged: MergedRequest) -> Request:
+        self._queues[merged.message.chunk].leaves(merged)
+        return self._asked(merged)
 
-    def _asked(self, bundle: MergedRequest) -> Request:
+    def _asked(self, merged: MergedRequest) -> Request:
         """Make the request for merged pushes."""
-        participants = [bundle.participants[rank] for rank in sorted(bundle.participants)]
+        participants = [merged.participants[rank] for rank in sorted(merged.participants)]
         messages = [participant.message for participant in participants]
         pushes = [message for message in messages if isinstance(message, Push)]
         first = pushes[0]
@@ -374,40 +374,40 @@ class Bundles:
             weight=sum([push.weight for push in pushes]),
             pull=any(push.pull for push in pushes),
         )
-        bundle.request = Request(
+        merged.request = Request(
             first.chunk % self._servers,
             message,
             fill=lambda route: _sum(participants),
             payload_bytes=message.payload_sizes()[0],
             lane=first.chunk,
             priority=max([participant.priority for participant in participants]),
-            owner=bundle,
+            owner=merged,
             traffic=_traffic_of(participants),
         )
-        return bundle.request
+        return merged.request
 
     def _keep(self, queue: ChunkQueue, answer: Reply) -> None:
         """Keep an answer until all ranks that pull have had it."""
         is_wanted = (queue.pullers & self._expected) - answer.served
         queue.answer = answer if is_wanted else None
 
-    def _forget_pull(self, queue: ChunkQueue, bundle: MergedRequest) -> None:
-        if isinstance(bundle.message, Pull):
-            place = bundle.message.runs, _moment(bundle.message)
-            if queue.pulling.get(place) is bundle:
+    def _forget_pull(self, queue: ChunkQueue, merged: MergedRequest) -> None:
+        if isinstance(merged.message, Pull):
+            place = merged.message.runs, _moment(merged.message)
+            if queue.pulling.get(place) is merged:
                 del queue.pulling[place]
 
-    def _is_complete(self, bundle: MergedRequest) -> bool:
-        return self._queues[bundle.message.chunk].is_complete(bundle, self._expected)
+    def _is_complete(self, merged: MergedRequest) -> bool:
+        return self._queues[merged.message.chunk].is_complete(merged, self._expected)
 
     def _waiting(self) -> list[MergedRequest]:
-        return [bundle for queue in self._queues.values() for bundle in queue.waiting()]
+        return [merged for queue in self._queues.values() for merged in queue.waiting()]
 
     def check(self) -> None:
         """Assert the invariants."""
         for queue in self._queues.values():
             queue.check()
-        assert not any(self._is_complete(bundle) for bundle in self._waiting())
+        assert not any(self._is_complete(merged) for merged in self._waiting())
 
 
 def wants_values(message: Message) -> bool:

@@ -26,35 +26,35 @@ WELCOME = Welcome(2, 7, 4, 1, 0, 2, "10.0.0.1:29500")
 
 
 class Stage:
-    """A guardian, its clock, and a scheduler that says what the test wants."""
+    """A supervisor, its clock, and a scheduler that says what the test wants."""
 
     def __init__(self, is_replaceable: bool = True, **limits: float) -> None:
         identity = Identity(Role.WORKER, AT, "host", 9, "kvps", 2, guardian=True, master="m:1")
         self.now = 100.0
-        self.guardian = Supervisor(identity, self.now, is_replaceable, **limits)
-        self.started = list(self.guardian.start(self.now))
+        self.supervisor = Supervisor(identity, self.now, is_replaceable, **limits)
+        self.started = list(self.supervisor.start(self.now))
 
     def hear(self, message: Message) -> list[Effect]:
         packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), message)
-        return list(self.guardian.on_packet("scheduler", packet, self.now))
+        return list(self.supervisor.on_packet("scheduler", packet, self.now))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass; return what was done, but for beats."""
         until, effects = self.now + seconds, list[Effect]()
-        while (due := self.guardian.deadline()) is not None and due <= until:
+        while (due := self.supervisor.deadline()) is not None and due <= until:
             if exits(effects):
                 break
             assert due >= self.now or not effects, "a deadline that does not move on"
             self.now = max(self.now, due)
-            effects += self.guardian.on_timer(self.now)
+            effects += self.supervisor.on_timer(self.now)
         self.now = until
         return [one for one in effects if not isinstance(one, Send) or said(one) != Beat(0)]
 
     def signal(self, number: int) -> list[Effect]:
-        return list(self.guardian.on_signal(number, self.now))
+        return list(self.supervisor.on_signal(number, self.now))
 
     def end(self, code: int, reason: str = "it ended") -> list[Effect]:
-        return list(self.guardian.on_end(code, reason, self.now))
+        return list(self.supervisor.on_end(code, reason, self.now))
 
 
 def running(is_replaceable: bool = True, **limits: float) -> Stage:
@@ -102,7 +102,7 @@ class TestJoining:
     def test_is_refused(self) -> None:
         stage = Stage()
         assert [one.code for one in exits(stage.hear(Error(0, ConfigError.code, "full")))] == [78]
-        assert stage.guardian.deadline() is None
+        assert stage.supervisor.deadline() is None
 
     def test_comes_too_late(self) -> None:
         for code, exit_code in ((0, 75), (1, 1), (75, 75)):
@@ -115,7 +115,7 @@ class TestJoining:
 
     def test_nobody_connects_to_it(self) -> None:
         stage = Stage()
-        assert list(stage.guardian.on_drop(b"x", stage.now)) == []
+        assert list(stage.supervisor.on_drop(b"x", stage.now)) == []
 
 
 class TestRunning:

@@ -196,13 +196,13 @@ class TestDoubt:
 class TestAttach:
     def guarded(self) -> Membership:
         table = seats()
-        table.take("guardian", hello(0, guardian=True), 1.0)
+        table.take("supervisor", hello(0, guardian=True), 1.0)
         return table
 
     def test_a_guarded_process_gets_a_link_of_its_own(self) -> None:
         table = self.guarded()
         seat = table.attach("child", envelope(W0, 1), hello(pid=8), 2.0)
-        assert set(seat.links) == {"guardian", "child"}
+        assert set(seat.links) == {"supervisor", "child"}
         table.check()
 
     def test_only_one_at_a_time(self) -> None:
@@ -216,15 +216,15 @@ class TestAttach:
         table.by_node[W0].links["child"].proved = 3_000_000
         assert table.doubt("other", envelope(W0, 1), hello(0, pid=9), 3.0) == ""
         again = table.attach("child again", envelope(W0, 1), hello(0, pid=8), 3.0)
-        assert set(again.links) == {"guardian", "child again"}
+        assert set(again.links) == {"supervisor", "child again"}
         later = table.attach("other", envelope(W0, 1), hello(0, pid=9), 15.0)
-        assert set(later.links) == {"guardian", "other"}
+        assert set(later.links) == {"supervisor", "other"}
         table.check()
 
     def test_a_guardian_comes_back(self) -> None:
         table = self.guarded()
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
-        table.drop("guardian", 3.0)
+        table.drop("supervisor", 3.0)
         seat = table.attach("again", envelope(W0, 1), hello(0, guardian=True), 3.0)
         assert set(seat.links) == {"child", "again"}
 
@@ -266,7 +266,7 @@ class TestRecognise:
 
     def test_links_are_bounded(self) -> None:
         table = seats()
-        table.take("guardian", hello(0, guardian=True), 1.0)
+        table.take("supervisor", hello(0, guardian=True), 1.0)
         for index in range(4):
             seat = table.recognise(f"r{index}", envelope(W0, 1), 2.0 + index)
             assert len(seat.links) <= LINKS_MAX
@@ -295,9 +295,9 @@ class TestLoss:
     def test_a_drop_puts_under_suspicion_when_it_was_the_last_link(self) -> None:
         table = seats()
         table.drop("nobody", 1.0)
-        table.take("guardian", hello(0, guardian=True), 1.0)
+        table.take("supervisor", hello(0, guardian=True), 1.0)
         table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
-        table.drop("guardian", 2.0)
+        table.drop("supervisor", 2.0)
         assert not table.has_new_suspect
         table.drop("child", 3.0)
         assert table.has_new_suspect

@@ -34,31 +34,31 @@ def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: i
 
 
 def create(
-    space: ServerStore, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
+    store: ServerStore, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
 ) -> list[Place]:
-    places, replaced = space.create(entries, call, life)
+    places, replaced = store.create(entries, call, life)
     for old in replaced:
-        space._chunks.retire(old.pieces)
+        store._chunks.retire(old.pieces)
     return list(places)
 
 
 def load(
-    space: ServerStore, key: str, value: float, call: int = 0, pieces: slice = slice(None)
+    store: ServerStore, key: str, value: float, call: int = 0, pieces: slice = slice(None)
 ) -> bool:
     """Load ``value`` into all elements of ``key``; say whether that made it ready."""
     ready = False
-    for piece in space.shards[key].pieces[pieces]:
-        chunk = space._chunks.by_number[piece.chunk]
+    for piece in store.shards[key].pieces[pieces]:
+        chunk = store._chunks.by_number[piece.chunk]
         message = Load(piece.chunk, 1, (Run(piece.start, piece.size, call),))
-        ready |= space.load(chunk, message, torch.full((piece.size,), value))
+        ready |= store.load(chunk, message, torch.full((piece.size,), value))
     return ready
 
 
-def value(space: ServerStore, key: str) -> set[float]:
+def value(store: ServerStore, key: str) -> set[float]:
     return {
         number
-        for piece in space.shards[key].pieces
-        for number in space._chunks.by_number[piece.chunk]
+        for piece in store.shards[key].pieces
+        for number in store._chunks.by_number[piece.chunk]
         .buffer.tensor[piece.start : piece.start + piece.size]
         .unique()
         .tolist()
@@ -93,11 +93,11 @@ def test_unknown_options_are_refused(options: dict[str, str], text: str) -> None
     ],
 )
 def test_all_must_mean_the_same_store(name: str, value: object) -> None:
-    space = make()
-    space.agree(opening())
+    store = make()
+    store.agree(opening())
     ours = getattr(opening(), name)
     with pytest.raises(Mismatch, match=f"opened with {name}={ours!r}, .* with {name}={value!r}"):
-        space.agree(opening(**{name: value}))  # type: ignore[arg-type]
+        store.agree(opening(**{name: value}))  # type: ignore[arg-type]
 
 
 # --- keys -------------------------------------------------------------------------------------------
@@ -105,74 +105,74 @@ def test_all_must_mean_the_same_store(name: str, value: object) -> None:
 
 @pytest.mark.spec("R44", "R48")
 def test_a_key_is_there_when_all_its_pieces_are_loaded() -> None:
-    space = make()
+    store = make()
     big = entry("w", 3, 2**18)
-    assert space.find(big, 0) is None
-    (place,) = create(space, big)
+    assert store.find(big, 0) is None
+    (place,) = create(store, big)
     assert place.fresh
     assert len(place.pieces) == 3
-    assert not load(space, "w", 1.0, pieces=slice(0, 2))
-    assert space.find(big, 0) is None
-    assert load(space, "w", 1.0, pieces=slice(2, 3))
-    assert space.find(big, 0) == Place(False, place.pieces)
-    assert create(space, big) == [Place(False, place.pieces)]
+    assert not load(store, "w", 1.0, pieces=slice(0, 2))
+    assert store.find(big, 0) is None
+    assert load(store, "w", 1.0, pieces=slice(2, 3))
+    assert store.find(big, 0) == Place(False, place.pieces)
+    assert create(store, big) == [Place(False, place.pieces)]
 
 
 @pytest.mark.spec("R45")
 def test_a_key_of_another_type_or_shape() -> None:
-    space = make()
-    create(space, entry("w", 2, 3))
+    store = make()
+    create(store, entry("w", 2, 3))
     for wrong, says in (
         (entry("w", 3, 2), r"key 'w' of store 'kv' is float32\[2,3\] .* as float32\[3,2\]"),
         (entry("w", 2, 3, dtype="int32"), r"is float32\[2,3\] .* as int32\[2,3\]"),
         (entry("w", 2, 3, start=1, size=5), "holds 6 elements from 0, not 5 from 1"),
     ):
         with pytest.raises(Mismatch, match=says):
-            create(space, wrong)
-        assert space.find(wrong, 0) is None  # it has no value yet: that is found out later
-    load(space, "w", 1.0)
+            create(store, wrong)
+        assert store.find(wrong, 0) is None  # it has no value yet: that is found out later
+    load(store, "w", 1.0)
     with pytest.raises(Mismatch):
-        space.find(entry("w", 3, 2), 0)
+        store.find(entry("w", 3, 2), 0)
 
 
 def test_all_keys_of_a_declare_or_none() -> None:
-    space = make(limit=300)
-    create(space, entry("a", 10))
+    store = make(limit=300)
+    create(store, entry("a", 10))
     for entries, error in (
         ([entry("b", 1), entry("a", 11)], Mismatch),
         ([entry("b", 10), entry("c", 10)], Overload),
         ([entry("b", 1), entry("b", 1)], ProtocolError),
     ):
         with pytest.raises(error):
-            create(space, *entries)
-        assert list(space.shards) == ["a"]
-        assert space._chunks.weight_bytes == 40
+            create(store, *entries)
+        assert list(store.shards) == ["a"]
+        assert store._chunks.weight_bytes == 40
 
 
 def test_a_scalar_and_a_key_without_elements() -> None:
-    space = make()
-    places = create(space, entry("scalar"), entry("nothing", 0, 5))
+    store = make()
+    places = create(store, entry("scalar"), entry("nothing", 0, 5))
     assert [len(one.pieces) for one in places] == [1, 0]
-    assert not space.shards["scalar"].ready
-    assert space.shards["nothing"].ready
-    assert space.find(entry("nothing", 0, 5), 0) == Place(False, ())
+    assert not store.shards["scalar"].ready
+    assert store.shards["nothing"].ready
+    assert store.find(entry("nothing", 0, 5), 0) == Place(False, ())
 
 
 def test_the_memory_limit_counts_all_that_keys_take() -> None:
     """12 bytes for each element: the weight, its second buffer, and the sum of a round."""
-    space = make(limit=300)
-    create(space, entry("a", 20), entry("b", 5))
+    store = make(limit=300)
+    create(store, entry("a", 20), entry("b", 5))
     with pytest.raises(
         Overload,
         match=r"no room for key 'c' and 1 more of store 'kv': weights 108 B \+ second buffers 108 B \+ "
         r"sums of open rounds 108 B = 324 B, and the limit of this server is 300 B",
     ):
-        create(space, entry("c", 1), entry("d", 1))
-    create(space, entry("b", 5))
-    load(space, "a", 1.0)
-    create(space, entry("a", 10, dtype="float64"), call=1)  # in the room of the old one
+        create(store, entry("c", 1), entry("d", 1))
+    create(store, entry("b", 5))
+    load(store, "a", 1.0)
+    create(store, entry("a", 10, dtype="float64"), call=1)  # in the room of the old one
     with pytest.raises(Overload, match=r"no room for key 'a' of"):
-        create(space, entry("a", 21), call=2)
+        create(store, entry("a", 21), call=2)
 
 
 # --- values -----------------------------------------------------------------------------------------
@@ -180,198 +180,198 @@ def test_the_memory_limit_counts_all_that_keys_take() -> None:
 
 @pytest.mark.spec("R49")
 def test_a_value_that_is_loaded_again_changes_nothing() -> None:
-    space = make()
-    create(space, entry("w", 4))
-    assert load(space, "w", 1.0)
-    assert not load(space, "w", 2.0)
-    assert value(space, "w") == {1.0}
+    store = make()
+    create(store, entry("w", 4))
+    assert load(store, "w", 1.0)
+    assert not load(store, "w", 2.0)
+    assert value(store, "w") == {1.0}
 
 
 @pytest.mark.spec("R48")
 def test_a_value_that_nobody_declared() -> None:
-    space = make()
-    create(space, entry("w", 4), entry("v", 4))
-    load(space, "w", 1.0)
+    store = make()
+    create(store, entry("w", 4), entry("v", 4))
+    load(store, "w", 1.0)
     both = Load(1, 1, (Run(0, 4, 1), Run(4, 4, 0)))
     for call in (1, 2):
         with pytest.raises(
             ProtocolError, match=f"key 'w': value {call} was loaded, declared was 0"
         ):
-            load(space, "w", 5.0, call)
+            load(store, "w", 5.0, call)
     with pytest.raises(ProtocolError):
-        space.load(space._chunks.by_number[1], both, torch.ones(8))
-    assert value(space, "w") == {1.0}
-    assert not space.shards["v"].ready
+        store.load(store._chunks.by_number[1], both, torch.ones(8))
+    assert value(store, "w") == {1.0}
+    assert not store.shards["v"].ready
 
 
 def test_a_late_value_of_an_older_broadcast_is_not_taken_for_the_newer_one() -> None:
-    space = make()
-    create(space, entry("w", 4))
-    load(space, "w", 1.0)
-    create(space, entry("w", 4), call=1)
-    create(space, entry("w", 4), call=2)
+    store = make()
+    create(store, entry("w", 4))
+    load(store, "w", 1.0)
+    create(store, entry("w", 4), call=1)
+    create(store, entry("w", 4), call=2)
     with pytest.raises(ProtocolError, match="value 1 was loaded, declared was 2"):
-        load(space, "w", 5.0, call=1)
-    assert load(space, "w", 6.0, call=2)
-    assert value(space, "w") == {6.0}
+        load(store, "w", 5.0, call=1)
+    assert load(store, "w", 6.0, call=2)
+    assert value(store, "w") == {6.0}
 
 
 def test_a_declare_that_comes_again_does_not_forget_what_was_loaded() -> None:
-    space = make()
+    store = make()
     big = entry("w", 2, 2**18)
-    create(space, big)
-    load(space, "w", 1.0, pieces=slice(0, 1))
-    create(space, big)
-    assert load(space, "w", 1.0, pieces=slice(1, 2))
+    create(store, big)
+    load(store, "w", 1.0, pieces=slice(0, 1))
+    create(store, big)
+    assert load(store, "w", 1.0, pieces=slice(1, 2))
 
 
 def test_a_replacement_of_rank_0_loads_all_of_its_own_value() -> None:
-    space = make()
+    store = make()
     big = entry("w", 2, 2**18)
-    create(space, big)
-    load(space, "w", 1.0, pieces=slice(0, 1))
-    create(space, big, life=(0, 11))
-    assert not load(space, "w", 2.0, pieces=slice(1, 2))
-    assert load(space, "w", 2.0, pieces=slice(0, 1))
-    assert value(space, "w") == {2.0}
+    create(store, big)
+    load(store, "w", 1.0, pieces=slice(0, 1))
+    create(store, big, life=(0, 11))
+    assert not load(store, "w", 2.0, pieces=slice(1, 2))
+    assert load(store, "w", 2.0, pieces=slice(0, 1))
+    assert value(store, "w") == {2.0}
 
 
 def test_a_single_message_may_load_several_keys() -> None:
-    space = make()
-    create(space, entry("a", 2), entry("b", 1), entry("c", 3))
-    chunk = space._chunks.by_number[1]
+    store = make()
+    create(store, entry("a", 2), entry("b", 1), entry("c", 3))
+    chunk = store._chunks.by_number[1]
     message = Load(1, 1, (Run(0, 3, 0), Run(3, 3, 0)))
-    assert space.load(chunk, message, torch.arange(6.0))
+    assert store.load(chunk, message, torch.arange(6.0))
     assert chunk.buffer.tensor[:6].tolist() == [0, 1, 2, 3, 4, 5]
-    assert all(shard.ready for shard in space.shards.values())
+    assert all(shard.ready for shard in store.shards.values())
 
 
 # --- broadcasts -------------------------------------------------------------------------------------
 
 
 def test_a_broadcast_gives_a_key_its_next_value() -> None:
-    space = make()
+    store = make()
     w = entry("w", 4)
-    create(space, w)
-    load(space, "w", 1.0)
-    (place,) = create(space, w, call=1)
+    create(store, w)
+    load(store, "w", 1.0)
+    (place,) = create(store, w, call=1)
     assert place.fresh
-    assert space.find(w, 0) is not None  # it still has the value of its init
-    assert space.find(w, 1) is None
-    assert load(space, "w", 2.0, call=1)
-    assert space.find(w, 1) == Place(False, place.pieces)
-    assert create(space, w, call=1) == [Place(False, place.pieces)]
-    assert create(space, w, call=0) == [Place(False, place.pieces)]
-    assert value(space, "w") == {2.0}
+    assert store.find(w, 0) is not None  # it still has the value of its init
+    assert store.find(w, 1) is None
+    assert load(store, "w", 2.0, call=1)
+    assert store.find(w, 1) == Place(False, place.pieces)
+    assert create(store, w, call=1) == [Place(False, place.pieces)]
+    assert create(store, w, call=0) == [Place(False, place.pieces)]
+    assert value(store, "w") == {2.0}
 
 
 def test_a_broadcast_may_be_the_first_value() -> None:
-    space = make()
-    create(space, entry("w", 4), call=1)
-    assert load(space, "w", 1.0, call=1)
-    assert space.find(entry("w", 4), 0) is not None
+    store = make()
+    create(store, entry("w", 4), call=1)
+    assert load(store, "w", 1.0, call=1)
+    assert store.find(entry("w", 4), 0) is not None
 
 
 @pytest.mark.spec("R45")
 @pytest.mark.spec("R392")
 def test_a_key_that_lies_elsewhere_now_is_forgotten() -> None:
     chunks = Chunks(server=1, servers=2)
-    space = ServerStore(opening(), chunks, MemoryBudget(chunks, None))
+    store = ServerStore(opening(), chunks, MemoryBudget(chunks, None))
     away = next(f"k{number}" for number in range(99) if home(f"k{number}", 2) == 0)
     mine = next(f"k{number}" for number in range(99) if home(f"k{number}", 2) == 1)
     for key in (away, mine):
-        create(space, entry(key, 8, size=4))
-        load(space, key, 1.0)
+        create(store, entry(key, 8, size=4))
+        load(store, key, 1.0)
     elsewhere = entry(away, 5, size=0)
-    assert create(space, elsewhere, entry(mine, 0), call=1) == [Place(False, ()), Place(True, ())]
-    assert set(space.shards) == {mine}, "a key of no elements lies at its home"
+    assert create(store, elsewhere, entry(mine, 0), call=1) == [Place(False, ()), Place(True, ())]
+    assert set(store.shards) == {mine}, "a key of no elements lies at its home"
     assert chunks.weight_bytes == 0
     assert not chunks.by_number
-    assert create(space, elsewhere, call=1) == [Place(False, ())], "again"
-    create(space, entry(away, 8, start=4, size=4), call=2)
-    create(space, elsewhere, call=1)
-    assert space.shards[away].born == 2, "a late one of an older value"
+    assert create(store, elsewhere, call=1) == [Place(False, ())], "again"
+    create(store, entry(away, 8, start=4, size=4), call=2)
+    create(store, elsewhere, call=1)
+    assert store.shards[away].born == 2, "a late one of an older value"
 
 
 def test_a_broadcast_of_another_shape_replaces_the_key() -> None:
-    space = make()
-    create(space, entry("w", 4))
-    load(space, "w", 1.0)
-    places, (old,) = space.create([entry("w", 5)], 1, LIFE)
-    assert (places[0].fresh, old.count, space.shards["w"].count) == (True, 4, 5)
-    assert not space.shards["w"].ready
-    assert load(space, "w", 2.0, call=1)
+    store = make()
+    create(store, entry("w", 4))
+    load(store, "w", 1.0)
+    places, (old,) = store.create([entry("w", 5)], 1, LIFE)
+    assert (places[0].fresh, old.count, store.shards["w"].count) == (True, 4, 5)
+    assert not store.shards["w"].ready
+    assert load(store, "w", 2.0, call=1)
     with pytest.raises(Mismatch, match=r"is float32\[5\] .* as float32\[4\]"):
-        space.find(entry("w", 4), 0)
+        store.find(entry("w", 4), 0)
 
 
-def part(space: ServerStore, start: int, stop: int, value: float, call: int = 1) -> bool | None:
+def part(store: ServerStore, start: int, stop: int, value: float, call: int = 1) -> bool | None:
     """Load ``value`` into these elements of the first chunk."""
     message = Load(1, 1, (Run(start, stop - start, call),))
-    return space.load(space._chunks.by_number[1], message, torch.full((stop - start,), value))
+    return store.load(store._chunks.by_number[1], message, torch.full((stop - start,), value))
 
 
 @pytest.mark.spec("R223")
 def test_a_value_may_come_in_parts_from_its_beginning_on() -> None:
-    space = make()
+    store = make()
     w = entry("w", 10)
-    create(space, w)
-    load(space, "w", 1.0)
-    create(space, w, call=1)
-    chunk = space._chunks.by_number[1]
-    assert part(space, 4, 8, 2.0) is None, "what belongs before it is not there"
-    assert part(space, 0, 4, 2.0) is False
-    assert part(space, 0, 4, 9.0) is False, "again"
-    assert part(space, 6, 10, 2.0) is None
-    assert value(space, "w") == {2.0, 1.0}
-    assert space.find(w, 1) is None
-    assert [space.lacks(chunk, *place, 1) for place in ((0, 4), (2, 6), (5, 9))] == [None, 4, 5]
-    assert space.lacks(chunk, 0, 10, 0) is None, "that value is there"
-    assert space.lacks(chunk, 0, 10, 2) == 0, "nobody gives that one"
-    assert part(space, 2, 9, 2.0) is False, "of which some is in"
+    create(store, w)
+    load(store, "w", 1.0)
+    create(store, w, call=1)
+    chunk = store._chunks.by_number[1]
+    assert part(store, 4, 8, 2.0) is None, "what belongs before it is not there"
+    assert part(store, 0, 4, 2.0) is False
+    assert part(store, 0, 4, 9.0) is False, "again"
+    assert part(store, 6, 10, 2.0) is None
+    assert value(store, "w") == {2.0, 1.0}
+    assert store.find(w, 1) is None
+    assert [store.lacks(chunk, *place, 1) for place in ((0, 4), (2, 6), (5, 9))] == [None, 4, 5]
+    assert store.lacks(chunk, 0, 10, 0) is None, "that value is there"
+    assert store.lacks(chunk, 0, 10, 2) == 0, "nobody gives that one"
+    assert part(store, 2, 9, 2.0) is False, "of which some is in"
     message = Load(1, 1, (Run(9, 1, 1),))
-    assert space.load(chunk, message, torch.full((1,), 2.0)) is True
-    assert value(space, "w") == {2.0}
-    assert space.lacks(chunk, 0, 10, 1) is None
+    assert store.load(chunk, message, torch.full((1,), 2.0)) is True
+    assert value(store, "w") == {2.0}
+    assert store.lacks(chunk, 0, 10, 1) is None
 
 
 @pytest.mark.spec("R223")
 def test_a_single_message_may_carry_parts_of_several_keys() -> None:
-    space = make()
-    create(space, entry("a", 4), entry("b", 6), call=1)
-    assert part(space, 0, 7, 2.0) is True, "a is there"
-    assert (space.shards["a"].ready, space.shards["b"].ready) == (True, False)
+    store = make()
+    create(store, entry("a", 4), entry("b", 6), call=1)
+    assert part(store, 0, 7, 2.0) is True, "a is there"
+    assert (store.shards["a"].ready, store.shards["b"].ready) == (True, False)
     both = Load(1, 1, (Run(7, 1, 1), Run(8, 2, 1)))
-    assert space.load(space._chunks.by_number[1], both, torch.full((3,), 2.0)) is True
-    assert value(space, "b") == {2.0}
+    assert store.load(store._chunks.by_number[1], both, torch.full((3,), 2.0)) is True
+    assert value(store, "b") == {2.0}
 
 
 @pytest.mark.spec("R223")
 def test_another_life_of_the_creator_begins_the_parts_anew() -> None:
-    space = make()
+    store = make()
     w = entry("w", 10)
-    create(space, w, call=1)
-    first = space.stamp([w])
-    part(space, 0, 4, 2.0)
-    create(space, w, call=1)
-    assert space.stamp([w]) == first, "the same DECLARE again"
-    create(space, w, call=1, life=(0, 11))
-    assert space.stamp([w]) > first
-    assert space.lacks(space._chunks.by_number[1], 0, 10, 1) == 0
-    assert part(space, 4, 10, 3.0) is None
-    assert part(space, 0, 10, 3.0) is True
-    assert value(space, "w") == {3.0}
+    create(store, w, call=1)
+    first = store.stamp([w])
+    part(store, 0, 4, 2.0)
+    create(store, w, call=1)
+    assert store.stamp([w]) == first, "the same DECLARE again"
+    create(store, w, call=1, life=(0, 11))
+    assert store.stamp([w]) > first
+    assert store.lacks(store._chunks.by_number[1], 0, 10, 1) == 0
+    assert part(store, 4, 10, 3.0) is None
+    assert part(store, 0, 10, 3.0) is True
+    assert value(store, "w") == {3.0}
 
 
 @pytest.mark.spec("R224")
 def test_where_a_key_lies_is_known_before_its_value() -> None:
-    space = make()
+    store = make()
     w = entry("w", 4)
-    assert space.find(w, 1, early=True) is None
-    (place,) = create(space, w, call=1)
-    assert space.find(w, 1, early=True) == Place(False, place.pieces)
-    assert space.find(w, 2, early=True) is None
-    assert space.find(w, 1) is None
+    assert store.find(w, 1, early=True) is None
+    (place,) = create(store, w, call=1)
+    assert store.find(w, 1, early=True) == Place(False, place.pieces)
+    assert store.find(w, 2, early=True) is None
+    assert store.find(w, 1) is None
 
 
 # --- the optimizer ----------------------------------------------------------------------------------
@@ -379,95 +379,95 @@ def test_where_a_key_lies_is_known_before_its_value() -> None:
 
 def trained(name: str, **numbers: object) -> ServerStore:
     """A store whose optimizer has state."""
-    space = make()
-    create(space, entry("a", 2), entry("b", 2))
-    load(space, "a", 1.0)
-    load(space, "b", 1.0)
-    space.optimize(resolve(name, numbers))
-    chunk = space._chunks.by_number[1]
-    assert space.updater is not None
-    chunk.state = space.updater.new_state(chunk.buffer.tensor)
+    store = make()
+    create(store, entry("a", 2), entry("b", 2))
+    load(store, "a", 1.0)
+    load(store, "b", 1.0)
+    store.optimize(resolve(name, numbers))
+    chunk = store._chunks.by_number[1]
+    assert store.updater is not None
+    chunk.state = store.updater.new_state(chunk.buffer.tensor)
     for tensor in chunk.state.values():
         tensor.fill_(7)
     chunk.spans[0].step = 3
-    return space
+    return store
 
 
 def test_the_same_rule_keeps_its_state() -> None:
-    space = trained("sgd", momentum=0.9)
-    space.optimize(resolve("sgd", {"momentum": 0.5}))
-    chunk = space._chunks.by_number[1]
+    store = trained("sgd", momentum=0.9)
+    store.optimize(resolve("sgd", {"momentum": 0.5}))
+    chunk = store._chunks.by_number[1]
     assert chunk.state["momentum_buffer"][0] == 7
     assert chunk.spans[0].step == 3
-    assert space.hyper.number("momentum") == 0.5
+    assert store.hyper.number("momentum") == 0.5
 
 
 def test_another_rule_begins_anew() -> None:
-    space = trained("sgd", momentum=0.9)
-    space.optimize(resolve("adam", {}))
-    chunk = space._chunks.by_number[1]
+    store = trained("sgd", momentum=0.9)
+    store.optimize(resolve("adam", {}))
+    chunk = store._chunks.by_number[1]
     assert (chunk.state, chunk.spans[0].step) == (None, 0)
 
 
 def test_another_store_is_not_touched() -> None:
-    space = trained("sgd", momentum=0.9)
-    other = ServerStore(opening(store="other"), space._chunks, space.budget)
+    store = trained("sgd", momentum=0.9)
+    other = ServerStore(opening(store="other"), store._chunks, store.budget)
     create(other, entry("x", 2))
     other.optimize(resolve("adam", {}))
-    assert space._chunks.by_number[1].state is not None
+    assert store._chunks.by_number[1].state is not None
 
 
 @pytest.mark.parametrize("rule", ["test", "sgd"])
 def test_an_optimizer_that_cannot_update_what_is_pushed_is_refused(rule: str) -> None:
-    space = make()
-    create(space, entry("n", 2, dtype="int32"))
-    space.optimize(resolve("test", {"rescale_grad": 2}))
-    before = (space.hyper, space.updater)
-    chunk = space._chunks.by_number[1]
+    store = make()
+    create(store, entry("n", 2, dtype="int32"))
+    store.optimize(resolve("test", {"rescale_grad": 2}))
+    before = (store.hyper, store.updater)
+    chunk = store._chunks.by_number[1]
     chunk.state = {} if rule == "test" else None
     chunk.spans[0].due.append(
         PendingUpdate(0, (), GradientSum((DenseGradient([torch.zeros(2, dtype=torch.int32)]),)))
     )
     with pytest.raises(ConfigError, match=r"torch\.int32"):
-        space.optimize(resolve(rule, {"rescale_grad": 0.5}))
-    assert (space.hyper, space.updater) == before
+        store.optimize(resolve(rule, {"rescale_grad": 0.5}))
+    assert (store.hyper, store.updater) == before
 
 
 def test_an_optimizer_may_be_set_beside_integers_that_nobody_pushes() -> None:
-    space = make()
-    create(space, entry("steps", dtype="int64"))
-    space.optimize(resolve("sgd", {}))
+    store = make()
+    create(store, entry("steps", dtype="int64"))
+    store.optimize(resolve("sgd", {}))
 
 
 def test_a_new_value_has_no_history() -> None:
-    space = trained("dcasgd", momentum=0.9, multi_precision=True)
-    chunk = space._chunks.by_number[1]
+    store = trained("dcasgd", momentum=0.9, multi_precision=True)
+    chunk = store._chunks.by_number[1]
     chunk.state["read.1"] = chunk.buffer.tensor + 6
-    create(space, entry("b", 2), call=1)
-    load(space, "b", 5.0, call=1)
+    create(store, entry("b", 2), call=1)
+    load(store, "b", 5.0, call=1)
     assert chunk.state["velocity"][:4].tolist() == [7, 7, 0, 0]
     assert chunk.state["read.1"][:4].tolist() == [7, 7, 5, 5]
     assert [(span.start, span.stop, span.step) for span in chunk.spans] == [(0, 2, 3), (2, 4, 0)]
 
 
 def test_the_learning_rate_keeps_all_else() -> None:
-    space = trained("adam")
-    state = space._chunks.by_number[1].state
-    space.set_rate(0.25)
-    assert space.hyper.number("lr") == 0.25
-    assert space.updater.hyper is space.hyper
-    assert space._chunks.by_number[1].state is state
+    store = trained("adam")
+    state = store._chunks.by_number[1].state
+    store.set_rate(0.25)
+    assert store.hyper.number("lr") == 0.25
+    assert store.updater.hyper is store.hyper
+    assert store._chunks.by_number[1].state is state
     with pytest.raises(ConfigError, match="lr"):
-        space.set_rate(-1.0)
-    assert space.hyper.number("lr") == 0.25
+        store.set_rate(-1.0)
+    assert store.hyper.number("lr") == 0.25
 
 
 def test_a_learning_rate_leaves_integers_alone_that_the_optimizer_does_not_update() -> None:
     """Such as the count of batches of a BatchNorm."""
-    space = trained("adam")
-    create(space, entry("batches", 1, dtype="int64"), call=1)
-    space.set_rate(0.25)
-    assert space.hyper.number("lr") == 0.25
+    store = trained("adam")
+    create(store, entry("batches", 1, dtype="int64"), call=1)
+    store.set_rate(0.25)
+    assert store.hyper.number("lr") == 0.25
 
 
 @pytest.mark.spec("R65")

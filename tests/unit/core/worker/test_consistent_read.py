@@ -107,13 +107,13 @@ def test_keys_of_one_chunk_are_read_by_one_request() -> None:
     assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
 
 
-@pytest.mark.parametrize("wish", [None, Views.VIEWS, Views.HELD])
-def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wish: Views | None) -> None:
+@pytest.mark.parametrize("wanted", [None, Views.VIEWS, Views.HELD])
+def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wanted: Views | None) -> None:
     one = new_store()
     one.feedback.use(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
     plan = one.plan(("b", "a"))
     sinks = [torch.zeros(3), torch.zeros(2)]
-    sink = sink_for(wish or tuple(sinks), plan)
+    sink = sink_for(wanted or tuple(sinks), plan)
     assert sink is not None
     steps = read(one, plan, sink, 0, 0, 0)
     step = next(steps)

@@ -18,7 +18,7 @@ STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print(flush=True);
 
 
 class Held:
-    """A leash that only remembers."""
+    """A reaper that only remembers."""
 
     def __init__(self) -> None:
         self.groups: set[int] = set()
@@ -41,9 +41,9 @@ def start(group: Group, name: str, code: str, *more: str, is_measured: bool = Tr
     group.start(name, argv, os.environ, is_measured=is_measured, pass_fds=fds)
 
 
-def run(leash: Held, limit_s: float = 30.0, **codes: str) -> None:
+def run(reaper: Held, limit_s: float = 30.0, **codes: str) -> None:
     """Run what measures, each under its name."""
-    with Group(leash, limit_s) as group:
+    with Group(reaper, limit_s) as group:
         for name, code in codes.items():
             start(group, name, code)
         group.wait()
@@ -59,31 +59,31 @@ def test_times_stand_in_lines_with_a_mark() -> None:
 
 
 def test_a_trial_gives_the_times_of_all_that_measure() -> None:
-    leash = Held()
-    with Group(leash) as group:
+    reaper = Held()
+    with Group(reaper) as group:
         start(group, "a", SAY)
         start(group, "b", SAY)
         assert group.wait() == [[1.0, 2.0], [1.0, 2.0]]
-    assert leash.groups == set()
+    assert reaper.groups == set()
 
 
 def test_serving_processes_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "SERVERS_MAX_S", 0.1)
-    leash = Held()
-    with Group(leash) as group:
+    reaper = Held()
+    with Group(reaper) as group:
         start(group, "server", WAIT, is_measured=False)
         start(group, "worker", SAY)
         assert group.wait() == [[1.0, 2.0]]
-    assert leash.groups == set()
-    assert all(map(is_gone, leash.ever))
+    assert reaper.groups == set()
+    assert all(map(is_gone, reaper.ever))
 
 
 def test_failed_process_ends_the_trial_with_its_output() -> None:
-    leash = Held()
+    reaper = Held()
     words = r"bad ended with exit code 1; its last output:\nthe reason"
     with pytest.raises(KvpsError, match=words):
-        run(leash, good=WAIT, bad="import sys; sys.exit('the reason')")
-    assert all(map(is_gone, leash.ever))
+        run(reaper, good=WAIT, bad="import sys; sys.exit('the reason')")
+    assert all(map(is_gone, reaper.ever))
 
 
 def test_killed_process_is_named_with_its_signal() -> None:
@@ -98,10 +98,10 @@ def test_a_trial_that_takes_too_long_names_who_runs() -> None:
 
 def test_process_past_its_limit_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "END_MAX_S", 0.1)
-    leash = Held()
+    reaper = Held()
     with pytest.raises(KvpsError, match="stubborn"):
-        run(leash, limit_s=0.3, stubborn=STUBBORN)
-    assert all(map(is_gone, leash.ever))
+        run(reaper, limit_s=0.3, stubborn=STUBBORN)
+    assert all(map(is_gone, reaper.ever))
 
 
 def test_a_process_waits_at_the_gate_until_somebody_has_looked() -> None:

@@ -75,8 +75,8 @@ class Tabled:
             self.chunk = answer.places[0].pieces[0].chunk
         else:
             self.stage.server.control.restore(image)
-            space = self.stage.server.context.stores["kv"]
-            self.chunk = space.shards[KEY].pieces[0].chunk
+            store = self.stage.server.context.stores["kv"]
+            self.chunk = store.shards[KEY].pieces[0].chunk
             self.version = self.stage.chunk(self.chunk).spans[0].version
             self.stage.server.check()
 

@@ -43,7 +43,7 @@ ONES = torch.ones(4)
 def bench(
     rank: int = 0, machines: tuple[int, ...] = (2, 2, 2), knows: bool = True, **more: object
 ) -> Bench:
-    """Worker ``rank``, whose neighbours have said HELLO and been answered, in a store with bundles.
+    """Worker ``rank``, whose neighbours have said HELLO and been answered, in a store with merged requests.
 
     With three of them, worker 1 leads key a, worker 2 key b and worker 0 key c.
     """
@@ -52,7 +52,7 @@ def bench(
         if knows and other != rank and machines[other] == machines[rank]:
             one.leader(other, WELCOME)
             one.neighbour(other, HELLO)
-    one.open(**({"bundles": True} | more))
+    one.open(**({"merged requests": True} | more))
     one.init({name: torch.zeros(4) for name in KEYS})
     one.effects.clear()
     return one
@@ -489,7 +489,7 @@ class TestLeading:
 
 
 class TestAway:
-    """One that has joined pushes nothing: bundles go without it, until all are back."""
+    """One that has joined pushes nothing: merged requests go without it, until all are back."""
 
     @pytest.mark.spec("R97")
     def test_bundles_do_not_wait_for_one_that_has_joined(self) -> None:
@@ -510,13 +510,13 @@ class TestAway:
         assert (
             said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
         )
-        assert one.core.table.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._merged._expected == {0}
         one.server(0, Joined(seq_of(one, Join), 0))
-        assert one.core.table.neighbours._bundles._expected == {0, 1}, "of another store"
+        assert one.core.table.neighbours._merged._expected == {0, 1}, "of another store"
         one.neighbour(1, Join("kv", 1, False))
-        assert one.core.table.neighbours._bundles._expected == {0, 1}, "it came late"
+        assert one.core.table.neighbours._merged._expected == {0, 1}, "it came late"
         one.neighbour(1, Join("kv", 2, False))
-        assert one.core.table.neighbours._bundles._expected == {0}
+        assert one.core.table.neighbours._merged._expected == {0}
 
 
 class TestRefusal:
@@ -527,8 +527,8 @@ class TestRefusal:
         ticket = one.call(push({"c": ONES}, eager=False))
         one.neighbour(1, ASKED, 2 * ONES, seq=5)
         one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 3 * ONES, seq=9)
-        bundle = seq_of(one, Push)
-        effects = one.server(0, Error(bundle, ProtocolError.code, "some were counted"))
+        merged = seq_of(one, Push)
+        effects = one.server(0, Error(merged, ProtocolError.code, "some were counted"))
         assert [message.ranks for message in pushes(one)[1:]] == [(0,), (1,), (2,)]
         assert [values_of(send)[0] for send in one.sends(Push)[1:]] == [1.0, 2.0, 3.0]
         assert said(effects, b"from 1") == said(effects, b"from 2") == []

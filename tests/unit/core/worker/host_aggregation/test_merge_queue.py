@@ -13,8 +13,8 @@ from kvps.core.worker.host_aggregation import merge_queue
 from kvps.core.worker.host_aggregation.merge_queue import (
     HURRY_S,
     WAIT_MAX_S,
-    Bundles,
     MergedRequest,
+    MergedRequests,
     Participant,
     Reply,
 )
@@ -28,8 +28,8 @@ CHUNK = 7
 ALL = frozenset({4, 5, 6})
 
 
-def leading(expected: frozenset[int] = ALL, servers: int = 2) -> Bundles:
-    one = Bundles(5, servers, PRIVATE)
+def leading(expected: frozenset[int] = ALL, servers: int = 2) -> MergedRequests:
+    one = MergedRequests(5, servers, PRIVATE)
     assert one.expect(expected) == []
     return one
 
@@ -86,12 +86,12 @@ def values_in(request: Request) -> torch.Tensor:
     )
 
 
-def bundle_of(request: Request) -> MergedRequest:
+def merged_of(request: Request) -> MergedRequest:
     assert isinstance(request.owner, MergedRequest)
     return request.owner
 
 
-def asked(bundles_: Bundles, participant: Participant) -> Request:
+def asked(bundles_: MergedRequests, participant: Participant) -> Request:
     """Pull; the server must be asked."""
     found = bundles_.pull(participant)
     assert isinstance(found, Request)
@@ -99,10 +99,10 @@ def asked(bundles_: Bundles, participant: Participant) -> Request:
 
 
 def answer(
-    bundles_: Bundles, request: Request, value: float, version: int = 1, size: int = 4
+    bundles_: MergedRequests, request: Request, value: float, version: int = 1, size: int = 4
 ) -> Reply:
     message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, size, version, 0),))
-    return bundles_.answered(bundle_of(request), message, torch.full((size,), value))
+    return bundles_.answered(merged_of(request), message, torch.full((size,), value))
 
 
 # --- pushes: when they go -------------------------------------------------------------------------
@@ -172,11 +172,11 @@ class TestGoes:
         one = leading()
         participant = push(4)
         one.push(participant, 10.0)
-        assert participant.bundle is not None
-        one.ask_after(participant.bundle, 10.5)
+        assert participant.merged is not None
+        one.ask_after(participant.merged, 10.5)
         assert one.deadline() == 10.5 + HURRY_S
         assert ranks(one.overdue(10.5 + HURRY_S)) == [(4,)]
-        one.ask_after(participant.bundle, 11.0)
+        one.ask_after(participant.merged, 11.0)
         assert one.deadline() is None, "it has gone"
 
     def test_each_number_by_itself(self) -> None:
@@ -307,11 +307,11 @@ class TestPush:
         participants = [push(4), push(5)]
         one.push(participants[0], 0.0)
         (request,) = one.push(participants[1], 0.0)
-        assert one.taken_in(bundle_of(request)) == participants
+        assert one.taken_in(merged_of(request)) == participants
         assert all(participant.gradient is None for participant in participants), (
             "its memory is the sender's again"
         )
-        assert one.taken_in(bundle_of(request)) == []
+        assert one.taken_in(merged_of(request)) == []
 
 
 @pytest.mark.spec("R99")
@@ -321,39 +321,39 @@ class TestRefused:
         for rank in (4, 5):
             one.push(push(rank, 0, float(rank), priority=rank, pull=rank == 4), 0.0)
         (request,) = one.push(push(6, 0, 6.0), 0.0)
-        again = one.refused(bundle_of(request))
+        again = one.refused(merged_of(request))
         assert ranks(again) == [(4,), (5,), (6,)]
         assert [pushed(single).pull for single in again] == [True, False, False]
         assert [values_in(single)[0].item() for single in again] == [4, 5, 6]
         assert [single.priority for single in again] == [4, 5, 0]
-        assert [list(bundle_of(single).participants) for single in again] == [[4], [5], [6]]
+        assert [list(merged_of(single).participants) for single in again] == [[4], [5], [6]]
 
     def test_and_asked_after_if_it_was(self) -> None:
         one = leading(frozenset({4, 5}))
         one.push(push(4), 0.0)
         (request,) = one.push(push(5), 0.0)
-        one.ask_after(bundle_of(request), 0.0)
-        assert all(bundle_of(single).is_asked_after for single in one.refused(bundle_of(request)))
+        one.ask_after(merged_of(request), 0.0)
+        assert all(merged_of(single).is_asked_after for single in one.refused(merged_of(request)))
 
     def test_finally_if_it_was_for_one(self) -> None:
         one = leading(frozenset({5}))
         (request,) = one.push(push(5), 0.0)
-        assert one.refused(bundle_of(request)) == []
+        assert one.refused(merged_of(request)) == []
 
     def test_finally_if_the_server_had_taken_it_in(self) -> None:
         """Its values are refused, then."""
         one = leading(frozenset({4, 5}))
         one.push(push(4, pull=True), 0.0)
         (request,) = one.push(push(5, pull=True), 0.0)
-        one.taken_in(bundle_of(request))
-        assert one.refused(bundle_of(request)) == []
+        one.taken_in(merged_of(request))
+        assert one.refused(merged_of(request)) == []
 
     def test_a_pull_is_refused_for_all(self) -> None:
         one = leading()
         request = asked(one, pull(4))
         assert one.pull(pull(5)) is None
-        assert one.taken_in(bundle_of(request)) == []
-        assert one.refused(bundle_of(request)) == []
+        assert one.taken_in(merged_of(request)) == []
+        assert one.refused(merged_of(request)) == []
         assert isinstance(one.pull(pull(6)), Request), "who comes later asks anew"
 
 
@@ -368,7 +368,7 @@ class TestPull:
         assert request.message == Pull(CHUNK, True, (Ask(0, 4, 1, 0),))
         assert request.payload_bytes == 0, "it may be dropped"
         assert one.pull(pull(6, after=1)) is None
-        assert list(bundle_of(request).participants) == [4, 6]
+        assert list(merged_of(request).participants) == [4, 6]
         one.check()
 
     @pytest.mark.parametrize(
@@ -386,8 +386,8 @@ class TestPull:
         one = leading()
         first, second = asked(one, pull(4)), asked(one, pull(4))
         assert one.pull(pull(6)) is None
-        assert list(bundle_of(first).participants) == [4]
-        assert list(bundle_of(second).participants) == [4, 6]
+        assert list(merged_of(first).participants) == [4]
+        assert list(merged_of(second).participants) == [4, 6]
         answer(one, first, 1.0)
         assert isinstance(one.pull(pull(5)), Reply)
         assert one.pull(pull(5)) is None, "the second has no answer yet"
@@ -448,7 +448,7 @@ class TestPull:
         stands = (Stand(0, 1, 9, 0), Stand(1, 3, 3, 0), Stand(6, 1, 4, 0), Stand(7, 1, 5, 0))
         message = Pulled(1, CHUNK, FLOAT, True, stands)
         for participant in participants[:2]:
-            one.answered(bundle_of(asked(one, participant)), message, torch.zeros(6))
+            one.answered(merged_of(asked(one, participant)), message, torch.zeros(6))
         assert isinstance(one.pull(participants[2]), Request)
         assert isinstance(one.pull(participants[3]), Reply)
 
@@ -477,22 +477,22 @@ class TestPull:
 class TestAnswer:
     def test_for_others_lies_in_memory_that_is_lent(self) -> None:
         memory = Readable()
-        one = Bundles(5, 1, memory)
+        one = MergedRequests(5, 1, memory)
         one.expect(ALL)
         request = asked(one, pull(4))
         values = torch.ones(4)
         message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, 4, 1, 0),))
-        found = one.answered(bundle_of(request), message, values)
+        found = one.answered(merged_of(request), message, values)
         values.fill_(7)  # the server has its memory back
         assert found.values.tolist() == [1.0] * 4
         assert found.values is memory.blocks[0]
 
     def test_for_the_leader_alone_is_not_copied(self) -> None:
         memory = Readable()
-        one = Bundles(5, 1, memory)
+        one = MergedRequests(5, 1, memory)
         one.expect(frozenset({5, 6}))
         request = asked(one, pull(5))
         values = torch.ones(4)
         message = Pulled(1, CHUNK, FLOAT, True, (Stand(0, 4, 1, 0),))
-        assert one.answered(bundle_of(request), message, values).values is values
+        assert one.answered(merged_of(request), message, values).values is values
         assert memory.blocks == []
