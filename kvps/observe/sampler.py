@@ -28,28 +28,17 @@ Values = Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True, slots=True)
-class State:
-    """The gauges of a core, and its status at the other endpoints."""
-
-    gauges: Values
-    is_ready: bool
-    why: str
-    """The state of the process, in words."""
-    status: dict[str, object]
-    figures: tuple[ServerFigures, ...] = ()
-    """The figures that servers have sent to a scheduler; empty for a server."""
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
-    """The numbers of one moment."""
+    """The numbers of one moment, and the status that the other endpoints show. A core gives its gauges alone as values."""
 
     values: Values = field(default_factory=dict)
     durations: Mapping[str, Durations] = field(default_factory=dict)
     is_ready: bool = False
     why: str = "the loop has not begun"
+    """The state of the process, in words."""
     status: Mapping[str, object] = field(default_factory=dict)
     figures: tuple[ServerFigures, ...] = ()
+    """The figures that servers have sent to a scheduler; empty for a server."""
     at: float = 0.0
     """When it was taken, by the clock of the loop."""
 
@@ -70,7 +59,7 @@ class Sampler(Generic[C]):
 
     Args:
         inbox: of the loop.
-        state: returns the gauges of the core.
+        state: returns the gauges and the status of the core.
         counts: returns its counters.
         network: returns the counters of its transport.
         clock: seconds.
@@ -81,7 +70,7 @@ class Sampler(Generic[C]):
     def __init__(
         self,
         inbox: Queue[C],
-        state: Callable[[C, float], State],
+        state: Callable[[C, float], Sample],
         counts: Callable[[C], Counts],
         network: Callable[[], Values],
         clock: Callable[[], float] = time.monotonic,
@@ -163,20 +152,12 @@ class Sampler(Generic[C]):
         values = {
             **counts.values(),
             **self._network(),
-            **state.gauges,
+            **state.values,
             ("kvps_loop_lag_seconds", ""): lag_s,
             ("kvps_loop_lag_max_seconds", ""): self._lag_max_s,
             ("kvps_ready", ""): float(state.is_ready),
         }
-        self._taken = Sample(
-            values,
-            counts.durations(),
-            state.is_ready,
-            state.why,
-            state.status,
-            state.figures,
-            now,
-        )
+        self._taken = replace(state, values=values, durations=counts.durations(), at=now)
         self._is_asked = False
         self._arrived.set()
         yield from ()

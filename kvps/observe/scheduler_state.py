@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 
 from kvps.core.scheduler.figures.fault_log import Fault
-from kvps.core.scheduler.job import Job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.scheduler import Scheduler
-from kvps.core.scheduler.seat import State as SeatState
+from kvps.core.scheduler.seat import State
 from kvps.observe.document import document_of
-from kvps.observe.sampler import State
+from kvps.observe.sampler import Sample
 from kvps.protocol.envelope import Node, Role
 
 
-def state_of(core: Scheduler, now: float) -> State:
+def state_of(core: Scheduler, now: float) -> Sample:
     """Return the state of a scheduler."""
     job = core.job
     seats = Counter([f"{seat.node.role},{seat.state.value}" for seat in job.seats.by_node.values()])
@@ -26,30 +25,25 @@ def state_of(core: Scheduler, now: float) -> State:
     }
     gauges.update({("kvps_members", label): count for label, count in seats.items()})
     is_ready = job.stop is None and job.phase is not Phase.ENDING
-    return State(
+    return Sample(
         gauges,
-        is_ready,
-        f"{job.phase.value}: {job.reason}",
-        {**shown(core, now), **_more(job, now)},
-        tuple(job.measurements.figures(now)),
+        is_ready=is_ready,
+        why=f"{job.phase.value}: {job.reason}",
+        status=_status(core, now),
+        figures=tuple(job.measurements.figures(now)),
     )
 
 
-def shown(core: Scheduler, now: float) -> dict[str, object]:
-    """Return the answer to a status query, with the age of each member."""
-    status = document_of(core.job.name, core.seen(0, now))
+def _status(core: Scheduler, now: float) -> dict[str, object]:
+    """Return the answer to LOOK, with the age of each member, the checkpoints and the last faults and events."""
+    job, ours = core.job, core.job.checkpoints
+    status = document_of(job.name, core.seen(0, now))
     for member in status["members"]:
-        seat = core.job.seats.by_node[Node(Role[member["role"].upper()], member["rank"])]
-        is_held = seat.state is SeatState.HELD and seat.taken_at is not None
+        seat = job.seats.by_node[Node(Role[member["role"].upper()], member["rank"])]
+        is_held = seat.state is State.HELD and seat.taken_at is not None
         member["held_s"] = now - (seat.taken_at or 0.0) if is_held else None
-    return status
-
-
-def _more(job: Job, now: float) -> dict[str, object]:
-    """Return the parts of the status that only HTTP shows."""
-    ours = job.checkpoints
     return {
-        "epoch": ours.epoch,
+        **status,
         "checkpoints": {
             "begun": ours.begun,
             "kept": ours.kept,

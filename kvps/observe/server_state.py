@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
-from kvps.observe.sampler import State
+from kvps.observe.sampler import Sample
 
 
-def state_of(core: Server, now: float) -> State:
+def state_of(core: Server, now: float) -> Sample:
     """Return the state of a server."""
     member, budget = core.member, core.control.budget
     reserved, epoch = budget.reserved(), core.checkpointer.epoch
@@ -33,4 +33,5 @@ def state_of(core: Server, now: float) -> State:
             why = f"is short of memory: {budget.pressure}"
     is_member = member.welcome is not None and not core.checkpointer.is_returning
     is_ready = is_member and not budget.pressure.is_high
-    return State(values, is_ready, why, {**status, "ready": is_ready, "reason": why})
+    status = {**status, "ready": is_ready, "reason": why}
+    return Sample(values, is_ready=is_ready, why=why, status=status)

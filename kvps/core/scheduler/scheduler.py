@@ -469,7 +469,7 @@ class Scheduler:
             raise ProtocolError(f"{seat.node} sent figures; only servers may")
         rank, measured = seat.node.rank, printable(measured)
         if measured.number == 0:  # unasked
-            self.job.status_report.tell(rank, measured.rounds, now, measured.late)
+            self.job.status_report.tell(rank, measured, now)
             return
         self.job.measurements.hear(rank, seat.incarnation, measured, now)
         short = [figure.value for figure in measured.counts if figure.name == SHORT_ROUNDS]

@@ -27,7 +27,7 @@ from kvps.observe.cluster import JobModel
 from kvps.observe.http import CLIENTS_MAX, HttpServer, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
-from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, State, network_values
+from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, network_values
 from kvps.runtime.member_process import serving_if_asked
 
 
@@ -41,7 +41,9 @@ class Loop:
         self._items: list[Callable[[Any, float], Iterator[Any]]] = []
         self.sampler: Sampler[Any] = Sampler(
             self,
-            lambda core, now: State({("kvps_epoch", ""): 3.0}, self.is_ready, "", {"phase": "new"}),
+            lambda core, now: Sample(
+                {("kvps_epoch", ""): 3.0}, {}, self.is_ready, "", {"phase": "new"}
+            ),
             lambda core: self.counts,
             lambda: network_values(
                 Refusals(Counter(bytes=2, refused=1, unread=4), Counter(no_key=5), Counter(idle=3))
@@ -412,7 +414,7 @@ def test_a_document_is_made_outside_the_loop_and_the_loop_does_what_comes_after(
     done: list[Any] = []
     sampler_ = Sampler(
         Queue(),
-        lambda core, now: State({}, True, "", {}),
+        lambda core, now: Sample({}, {}, True, ""),
         lambda core: Counts(),
         dict,
         also=lambda core, now: iter(["after"]),  # type: ignore[list-item]

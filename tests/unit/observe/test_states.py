@@ -28,11 +28,11 @@ def test_a_server() -> None:
     stage.init("a", [0.0] * 10)
     stage.push(0, "a", [1.0] * 10, 0)
     state = server_state.state_of(stage.server, stage.now)
-    assert {name for name, _ in state.gauges} == gauges(SERVER)
+    assert {name for name, _ in state.values} == gauges(SERVER)
     assert state.is_ready
-    assert state.gauges["kvps_memory_bytes", "weights"] == 40
-    assert state.gauges["kvps_memory_limit_bytes", ""] == 1 << 20
-    assert state.gauges["kvps_stores", ""] == 1
+    assert state.values["kvps_memory_bytes", "weights"] == 40
+    assert state.values["kvps_memory_limit_bytes", ""] == 1 << 20
+    assert state.values["kvps_stores", ""] == 1
     assert json.loads(json.dumps(state.status))["rank"] == 0
     counted = stage.server.counts.values()
     assert counted["kvps_pushes_total", "counted"] == 1
@@ -66,8 +66,8 @@ def refusals(stage: ServerStage) -> dict[tuple[str, str], int]:
 def test_a_scheduler() -> None:
     stage = Stage(1, 1)
     state = scheduler_state.state_of(stage.scheduler, stage.now)
-    assert {name for name, _ in state.gauges} == gauges(SCHEDULER)
-    assert state.gauges["kvps_members", "worker,empty"] == 1
+    assert {name for name, _ in state.values} == gauges(SCHEDULER)
+    assert state.values["kvps_members", "worker,empty"] == 1
     assert state.is_ready
     assert json.loads(json.dumps(state.status))["phase"] == "forming"
     assert json.loads(json.dumps(state.status))["checkpoints"]["every_s"] is None

@@ -6,14 +6,13 @@ few seconds; after that, a silent server counts as having none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Barriers
 from kvps.core.scheduler.seat import Seat, State
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Figures, OldRound, Sight, Wait
+from kvps.protocol.membership import Figures, Measured, OldRound, Sight, Wait
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
@@ -21,48 +20,41 @@ SET_BY_RANK_0 = ("init()", "set_optimizer()", "set_learning_rate()")
 """Calls in which the other ranks wait until rank 0 has made them."""
 WAITS_MAX, RANKS_MAX = 1024, 64
 """Waits, and ranks of each, in one answer."""
-NOBODY_LATE: Mapping[str, float] = MappingProxyType({})
 
 
 class StatusReport:
     """The rounds that the servers of a job have reported."""
 
     def __init__(self) -> None:
-        self._told: dict[int, tuple[float, tuple[OldRound, ...]]] = {}
-        """By server: when, and what."""
-        self._late: dict[int, Mapping[str, float]] = {}
-        """By server: the lateness of each rank, when it told it last."""
+        self._told: dict[int, tuple[float, Measured]] = {}
+        """By server: when it told its figures unasked, and the figures."""
 
-    def tell(
-        self,
-        server: int,
-        rounds: tuple[OldRound, ...],
-        now: float,
-        late: Mapping[str, float] = NOBODY_LATE,
-    ) -> None:
-        """A server says which rounds are open on it, and how late each rank is."""
-        self._told[server], self._late[server] = (now, rounds), late
+    def tell(self, server: int, measured: Measured, now: float) -> None:
+        """Take in the open rounds of a server, and how late each rank is there."""
+        self._told[server] = now, measured
 
     def late_s(self, rank: int, seats: Mapping[Node, Seat], now: float) -> float:
         """Return the lateness of a worker, at the server where it is largest."""
-        told = self._told.items()
-        newest = [server for server, (at, _) in told if self._is_valid(server, at, seats, now)]
-        return max([self._late[server].get(str(rank), 0.0) for server in newest], default=0.0)
-
-    def _is_valid(self, server: int, at: float, seats: Mapping[Node, Seat], now: float) -> bool:
-        return now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD
+        late_s = [told.late.get(str(rank), 0.0) for _, _, told in self._valid(seats, now)]
+        return max(late_s, default=0.0)
 
     def rounds(self, seats: Mapping[Node, Seat], now: float) -> tuple[OldRound, ...]:
         """Return the oldest open round of each store, the oldest first."""
         oldest: dict[str, OldRound] = {}
-        for server, (at, rounds) in self._told.items():
-            if not self._is_valid(server, at, seats, now):
-                continue
-            for told in rounds:
-                stalled = told._replace(server=server, age_s=told.age_s + now - at)
-                if stalled.store not in oldest or stalled.age_s > oldest[stalled.store].age_s:
-                    oldest[stalled.store] = stalled
-        return tuple(sorted(oldest.values(), key=lambda stalled: -stalled.age_s))
+        for server, at, measured in self._valid(seats, now):
+            for told in measured.rounds:
+                round_ = told._replace(server=server, age_s=told.age_s + now - at)
+                if round_.store not in oldest or round_.age_s > oldest[round_.store].age_s:
+                    oldest[round_.store] = round_
+        return tuple(sorted(oldest.values(), key=lambda round_: -round_.age_s))
+
+    def _valid(
+        self, seats: Mapping[Node, Seat], now: float
+    ) -> Iterator[tuple[int, float, Measured]]:
+        """Yield each server that is held and has told its figures of late, when, and the figures."""
+        for server, (at, measured) in self._told.items():
+            if now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD:
+                yield server, at, measured
 
 
 def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[Figures, ...]:

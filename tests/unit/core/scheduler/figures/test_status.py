@@ -51,22 +51,22 @@ def look(stage: Stage) -> Seen:
 @pytest.mark.spec("R129")
 def test_of_each_store_the_oldest_round_of_all_servers_is_shown_as_old_as_it_is_now() -> None:
     picture = StatusReport()
-    picture.tell(0, (OLD, OLD._replace(store="other", age_s=30.0)), 100.0)
-    picture.tell(1, (OLD._replace(key="b", age_s=15.0),), 101.0)
-    picture.tell(2, (OLD._replace(key="c", age_s=3.0),), 102.0)
+    picture.tell(0, told((OLD, OLD._replace(store="other", age_s=30.0))), 100.0)
+    picture.tell(1, told((OLD._replace(key="b", age_s=15.0),)), 101.0)
+    picture.tell(2, told((OLD._replace(key="c", age_s=3.0),)), 102.0)
     shown = picture.rounds(held(0, 1, 2), 102.0)
     assert [(one.server, one.store, one.key, one.age_s) for one in shown] == [
         (0, "other", "w", 32.0),
         (1, "kv", "b", 16.0),
     ]
-    picture.tell(1, (), 103.0)
+    picture.tell(1, told(()), 103.0)
     assert [one.server for one in picture.rounds(held(0, 1, 2), 103.0)] == [0, 0]
 
 
 @pytest.mark.spec("R129")
 def test_a_server_that_is_silent_or_lost_tells_nothing() -> None:
     picture = StatusReport()
-    picture.tell(0, (OLD,), 100.0)
+    picture.tell(0, told((OLD,)), 100.0)
     seats = held(0)
     assert picture.rounds(seats, 100.0 + TOLD_MAX_S)
     assert not picture.rounds(seats, 100.1 + TOLD_MAX_S)
@@ -150,7 +150,7 @@ def test_figures_come_from_beats_hellos_and_what_servers_tell() -> None:
 @pytest.mark.spec("R330")
 def test_a_seat_that_is_not_held_has_no_figures_and_old_lateness_is_not_shown() -> None:
     report = StatusReport()
-    report.tell(0, (), 100.0, {"0": 0.5})
+    report.tell(0, told((), {"0": 0.5}), 100.0)
     worker = Seat(Node(Role.WORKER, 0), State.HELD, 1, software="1.0")
     seats = {**held(0), worker.node: worker}
     assert [one.late_s for one in figures(seats, report, 100.0)] == [0.5, 0.0]
