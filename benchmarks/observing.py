@@ -20,13 +20,13 @@ from pathlib import Path
 
 from kvps import protocol as p
 from kvps.core.effects import Send
-from kvps.core.tracing.member import TracedMember
 from kvps.net.driver import Lens
 from kvps.net.transport import Encoding
-from kvps.observe.recording.recorder import RingLens
-from kvps.observe.timeline.lens import MemberLens
-from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.tools.replay.recorder import RingLens
+from kvps.tools.trace.lens import MemberLens
+from kvps.tools.trace.member import TracedMember
+from kvps.tools.trace.tracer import Tracer
 
 HERE = Path(__file__).resolve().parents[1]
 

@@ -11,10 +11,10 @@ import argparse
 from html import escape
 from pathlib import Path
 
-from kvps.core.tracing.spans import SpanKind, TimeSpan
-from kvps.observe.timeline import chrome
-from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Role
+from kvps.tools.trace import chrome
+from kvps.tools.trace.merged import MergedTrace, Process
+from kvps.tools.trace.spans import SpanKind, TimeSpan
 
 WIDTH, LEFT, ROW, GAP, TOP = 1000, 150, 24, 10, 34
 COLOURS = {

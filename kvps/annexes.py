@@ -13,6 +13,11 @@ MODULES = {
     "bench": "kvps.tools.bench.command",  # main
     "doctor": "kvps.tools.doctor.command",  # main
     "top": "kvps.tools.top",  # main
+    "trace": "kvps.tools.trace.command",  # main
+    "replay": "kvps.tools.replay.command",  # main
+    "lenses": "kvps.tools.lenses",  # member_lens, Timeline, recorder, recorded, dump_at_signal, dumping_at_signal
+    "recorded-values": "kvps.tools.replay.values",  # dumps
+    "dashboard": "kvps.tools.dashboard.assets",  # Dashboard
     "dry-run": "kvps.platforms.dry_run",  # add_flags, text_if_any
 }
 """Name of a feature -> the module that provides it. The comment names the functions that the rest of kvps calls."""

@@ -55,7 +55,7 @@ class CompressionPolicy:
     _memo: dict[tuple[str, Spec], KeyCompression | None] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Answers that were found so far: no part of the state, as :mod:`kvps.observe.recording.digest` knows."""
+    """Answers that were found so far: no part of the state, as :mod:`kvps.tools.replay.digest` knows."""
 
     def __post_init__(self) -> None:
         settings = [self.default, *[setting for _, setting in self.patterns]]

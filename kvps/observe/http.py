@@ -17,11 +17,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
 from kvps.errors import ConfigError
-from kvps.observe import assets, exposition
-from kvps.observe.cluster import JobModel
+from kvps.observe import exposition
 from kvps.observe.place import Place
 from kvps.observe.sampler import NOTHING, STILL_MAX_S, Sample, Sampler
 
@@ -37,6 +36,25 @@ KEEP_ALIVE_S = 2.0
 SEND_BYTES = 256 << 10
 """Bytes of events that may wait in the kernel for a client that does not read."""
 PLAIN, JSON = "text/plain; charset=utf-8", "application/json"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+"""Headers of every answer: a page has nothing from another host, and no inline script."""
+
+
+class Dashboard(Protocol):
+    """The page that a scheduler serves: it draws what /history, /statusz and /events have."""
+
+    def file(self, path: str) -> tuple[str, bytes] | None:
+        """Return the content type and the content of the file at ``path``; None if there is none."""
+
+    def history(self) -> dict[str, object]:
+        """Return the samples of the last minutes."""
 
 
 class HttpServer(ThreadingHTTPServer):
@@ -46,7 +64,7 @@ class HttpServer(ThreadingHTTPServer):
         place: where.
         role: ``scheduler`` or ``server``.
         sampler: has the samples.
-        cluster: has the history that the dashboard shows; None without a dashboard.
+        dashboard: the page with its history; None without a dashboard.
 
     Raises:
         ConfigError: if it cannot listen there.
@@ -56,9 +74,9 @@ class HttpServer(ThreadingHTTPServer):
     block_on_close = False
 
     def __init__(
-        self, place: Place, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
+        self, place: Place, role: str, sampler: Sampler[Any], dashboard: Dashboard | None = None
     ) -> None:
-        self.place, self.role, self.sampler, self.cluster = place, role, sampler, cluster
+        self.place, self.role, self.sampler, self.dashboard = place, role, sampler, dashboard
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
         self._clients: list[socket.socket] = []
         self._lock = threading.Lock()
@@ -117,8 +135,8 @@ class HttpServer(ThreadingHTTPServer):
         if path == "/readyz":
             is_ready = sample.is_ready and sampler.is_live
             return (200, PLAIN, b"ok\n") if is_ready else (503, PLAIN, b"not ready\n")
-        if self.cluster is not None and path in assets.FILES:
-            return (200, *assets.read(path))  # it shows nothing without what is guarded below
+        if self.dashboard is not None and (file := self.dashboard.file(path)) is not None:
+            return (200, *file)  # it shows nothing without what is guarded below
         if path not in self.guarded:
             return 404, PLAIN, f"there are /livez, /readyz, {', '.join(self.guarded)}\n".encode()
         if not self.place.is_named_by(host):
@@ -130,9 +148,9 @@ class HttpServer(ThreadingHTTPServer):
             if not exposition.has_library():
                 return 501, PLAIN, f"{exposition.MISSING}\n".encode()
             return 200, exposition.CONTENT_TYPE, exposition.text_of(self.role, sample)
-        if path == "/history" and self.cluster is not None:
+        if path == "/history" and self.dashboard is not None:
             with sampler.changed:
-                return 200, JSON, json.dumps(self.cluster.history()).encode()
+                return 200, JSON, json.dumps(self.dashboard.history()).encode()
         if path == "/events":
             return 200, "text/event-stream; charset=utf-8", b""
         return 200, JSON, json.dumps(self.document(sample), indent=2).encode() + b"\n"
@@ -140,7 +158,7 @@ class HttpServer(ThreadingHTTPServer):
     @property
     def guarded(self) -> tuple[str, ...]:
         """The paths that the token guards."""
-        more = () if self.cluster is None else ("/history", "/events")
+        more = () if self.dashboard is None else ("/history", "/events")
         return "/metrics", "/statusz", *more
 
     def document(self, sample: Sample) -> dict[str, object]:
@@ -193,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self, status: int, kind: str) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        for name, value in assets.HEADERS.items():
+        for name, value in HEADERS.items():
             self.send_header(name, value)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
@@ -228,10 +246,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(
-    place: Place, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
+    place: Place, role: str, sampler: Sampler[Any], dashboard: Dashboard | None = None
 ) -> Iterator[HttpServer]:
     """Serve at ``place`` as long as the block runs."""
-    server = HttpServer(place, role, sampler, cluster)
+    server = HttpServer(place, role, sampler, dashboard)
     host, port = server.server_address[:2]
     log.info("http at %s:%s", host, port)
     if not exposition.has_library():

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvps import __version__, config
 from kvps.core.effects import Exit
@@ -19,11 +19,13 @@ from kvps.errors import SchedulerLost
 from kvps.net.driver import Inbox, Item
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
-from kvps.observe.cluster import JobModel
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler
 from kvps.protocol.envelope import Role
 from kvps.runtime.signals import handle
+
+if TYPE_CHECKING:
+    from kvps.observe.http import Dashboard
 
 log = logging.getLogger("kvps")
 RESOLVE_EVERY_S = 0.5
@@ -115,7 +117,7 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
 
 @contextmanager
 def serving_if_asked(
-    place: Place | None, role: str, sampler: Sampler[Any], cluster: JobModel | None = None
+    place: Place | None, role: str, sampler: Sampler[Any], dashboard: Dashboard | None = None
 ) -> Iterator[str | None]:
     """Serve HTTP at ``place`` as long as the block runs, and yield the URL; without one, not even load a web server."""
     if place is None:
@@ -123,5 +125,5 @@ def serving_if_asked(
         return
     from kvps.observe.http import serving
 
-    with serving(place, role, sampler, cluster) as server:
+    with serving(place, role, sampler, dashboard) as server:
         yield place.url(server.server_port)

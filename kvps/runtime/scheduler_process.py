@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from kvps import __version__, config
+from kvps import __version__, annexes, config
 from kvps.checkpoint import atomic_file
 from kvps.core.effects import Effects, Finish
 from kvps.core.limits import Limits
@@ -33,11 +33,9 @@ from kvps.net.driver import CoreRequest, Inbox, Item, Listener, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
-from kvps.observe.cluster import JobModel
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
-from kvps.runtime.lenses import Timeline, dumping_at_signal, recorder
 from kvps.runtime.member_process import on_stop, report, serving_if_asked
 
 log = logging.getLogger("kvps")
@@ -298,7 +296,8 @@ def _run_scheduler(
             "job": job.hex(),
             "state": (snapshot or b"").hex(),
         }
-        record = recorder(header)
+        lenses = annexes.load("lenses")
+        record = lenses.recorder(header)
         if snapshot:  # an empty one says that the job was over
             core = Scheduler.restore(settings, snapshot, now, THIS_PROCESS)
             transport.trust(core.job.seats.sessions())  # before the first of them comes back
@@ -313,23 +312,23 @@ def _run_scheduler(
         if keys is None or keys_again is None
         else _at(signal.SIGHUP, inbox, lambda core, now: _open_again(transport, keys_again))
     )
-    cluster = JobModel()
-    timeline = Timeline(transport, config.text("KVPS_TIMELINE"), record)
+    dashboard = annexes.load("dashboard").Dashboard()
+    timeline = lenses.Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
         also=CoreRequest("on_measure"),
-        document=cluster.add,
+        document=dashboard.add,
     )
     last = _at(signal.SIGUSR2, inbox, CoreRequest("on_conclude"))
     with (
-        serving_if_asked(http, "scheduler", sampler, cluster) as url,
+        serving_if_asked(http, "scheduler", sampler, dashboard) as url,
         again,
         last,
         on_stop(inbox, lambda number: CoreRequest("on_stop")),
-        dumping_at_signal(inbox, record),
+        lenses.dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals
             "scheduler of %d workers and %d servers at %s",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvps import config
+from kvps import annexes, config
 from kvps.core.effects import Exit
 from kvps.core.limits import Limits
 from kvps.core.scheduler.seat import SEATS_MAX
@@ -28,10 +28,8 @@ from kvps.net.memory_watch import MemoryWatch
 from kvps.net.zap import Keys
 from kvps.observe import logs, server_state
 from kvps.observe.place import Place
-from kvps.observe.recording.values import dumps
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
-from kvps.runtime.lenses import dumping_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report, serving_if_asked
 from kvps.runtime.storage_thread import StorageThread
 from kvps.runtime.transport import open_transport
@@ -100,18 +98,19 @@ def run_server(
     )
     every_s = None if checkpoint_dir is None else checkpoint_every_s
     limit = share_bytes() if memory_limit is None else memory_limit
+    lenses = annexes.load("lenses")
     now, threads = time.monotonic(), torch.get_num_threads()
     header = {
         "role": "server",
         "now": now,
-        "identity": identity_of(identity),
+        "identity": lenses.identity_of(identity),
         "memory_limit": limit,
         "threads": threads,
         "checkpoint_every_s": every_s,
         "limits": asdict(limits),
     }
-    record = recorder(header, dumps)
-    core = Server(identity, now, limit, recorded(memory, record), threads, every_s, limits)
+    record = lenses.recorder(header, annexes.load("recorded-values").dumps)
+    core = Server(identity, now, limit, lenses.recorded(memory, record), threads, every_s, limits)
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(CoreRequest("start"))
@@ -130,9 +129,9 @@ def run_server(
         MemoryWatch(inbox),
         serving_if_asked(http, "server", sampler),
         on_stop(inbox, lambda number: _LEAVE),
-        dumping_at_signal(inbox, record),
+        lenses.dumping_at_signal(inbox, record),
     ):
-        lens = member_lens(
+        lens = lenses.member_lens(
             Role.SERVER, transport, core.member.envelope, lambda: core.counts, record
         )
         ending = drive(core, transport, inbox, archive, lens=lens)

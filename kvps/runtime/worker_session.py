@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from kvps import config
+from kvps import annexes, config
 from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
@@ -37,10 +37,8 @@ from kvps.net.shm.transport import SharedMemory
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys
 from kvps.observe import logs
-from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
-from kvps.runtime.lenses import dump_at_signal, identity_of, member_lens, recorded, recorder
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.threads import TURNS, waited_tickets
 from kvps.runtime.ticket import Ticket, profiled
@@ -70,10 +68,12 @@ class WorkerSession(Listener):
         *,
         is_replaceable: bool = True,
     ) -> None:
-        now = time.monotonic()
-        header = {"role": "worker", "now": now, "identity": identity_of(identity)}
-        self._record = recorder({**header, "threads": torch.get_num_threads()}, dumps)
-        self._core = Worker(identity, now, recorded(memory, self._record))
+        lenses, now = annexes.load("lenses"), time.monotonic()
+        header = {"role": "worker", "now": now, "identity": lenses.identity_of(identity)}
+        self._record = lenses.recorder(
+            {**header, "threads": torch.get_num_threads()}, annexes.load("recorded-values").dumps
+        )
+        self._core = Worker(identity, now, lenses.recorded(memory, self._record))
         self.scheduler = identity.scheduler
         """The scheduler's endpoint."""
         self.pid = os.getpid()
@@ -86,7 +86,7 @@ class WorkerSession(Listener):
         self.handles: Counter[str] = Counter()
         """Name of each open store -> how many objects of this process use it."""
         self._transport = transport
-        self._lens = member_lens(
+        self._lens = lenses.member_lens(
             Role.WORKER, transport, self._core.member.envelope, below=self._record
         )
         self._inbox: Inbox[Worker] = Inbox(transport)
@@ -95,7 +95,7 @@ class WorkerSession(Listener):
         self._over: KvpsError | None = None
         self._thread = threading.Thread(target=self._run, name="kvps", daemon=True)
         self._thread.start()
-        dump_at_signal(self._inbox, self._record)
+        lenses.dump_at_signal(self._inbox, self._record)
 
     # --- the loop's side ------------------------------------------------------------------------
 

@@ -18,16 +18,16 @@ from kvps import __version__, config
 from kvps.core.counts import Counts
 from kvps.core.effects import Effects
 from kvps.core.membership_client import Identity
-from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
 from kvps.net.driver import Inbox, Lens
 from kvps.net.transport import Encoding, Transport
-from kvps.observe.recording.recorder import Dumps, FullLens, RecordedMemory, RingLens
-from kvps.observe.timeline.files import write
-from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
-from kvps.observe.timeline.merged import merge
-from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Role
+from kvps.tools.replay.recorder import Dumps, FullLens, RecordedMemory, RingLens
+from kvps.tools.trace.files import write
+from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
+from kvps.tools.trace.member import TracedMember
+from kvps.tools.trace.merged import merge
+from kvps.tools.trace.tracer import Tracer
 
 log = logging.getLogger("kvps")
 M = TypeVar("M")

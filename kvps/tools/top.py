@@ -16,10 +16,10 @@ from kvps import config
 from kvps.cli import flags
 from kvps.errors import ConfigError, KvpsError
 from kvps.inquiry import Inquirer
-from kvps.observe.cluster import JobModel
 from kvps.observe.document import document_of
 from kvps.phrases import bytes_in_words
 from kvps.protocol.membership import Look, Seen
+from kvps.tools.dashboard.cluster import JobModel
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvps.observe.recording.format import Record, What, read
-from kvps.observe.recording.replay import ReplayOutcome, replay
+from kvps.tools.replay.format import Record, What, read
+from kvps.tools.replay.replay import ReplayOutcome, replay
 from tests.faults.jobs import Job
 from tests.integration.processes import BIN, Processes
 

@@ -70,7 +70,7 @@ def test_a_wheel_of_one_python_is_not_for_all(tmp_path: Path) -> None:
 
 def test_the_package_in_git_has_what_the_commands_run() -> None:
     files = release.tracked()
-    assert {"kvps/__init__.py", "kvps/py.typed", "kvps/observe/page/index.html"} <= files
+    assert {"kvps/__init__.py", "kvps/py.typed", "kvps/tools/dashboard/page/index.html"} <= files
     assert all(Path(one).parts[0] == "kvps" for one in files)
     for target in release.PROJECT["scripts"].values():
         assert target.partition(":")[0].replace(".", "/") + ".py" in files

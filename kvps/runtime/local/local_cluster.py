@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import HashStore, Store
 
-from kvps import config
+from kvps import annexes, config
 from kvps.core.effects import Core, Exit
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
@@ -33,7 +33,6 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.keys import KeyMemory, Section, generate, of
-from kvps.runtime.lenses import Timeline, member_lens
 from kvps.runtime.local import current
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
@@ -331,10 +330,13 @@ class LocalCluster:
         thread.start()
 
 
-def _lens(core: Core, transport: Transport) -> tuple[Timeline | None, Lens]:
+def _lens(core: Core, transport: Transport) -> tuple[Any, Lens]:
     """Return the lens of a scheduler or a server; of a scheduler with the timeline that it gathers."""
+    lenses = annexes.load("lenses")
     if isinstance(core, Server):
         counts = core.counts
-        return None, member_lens(Role.SERVER, transport, core.member.envelope, lambda: counts)
-    timeline = Timeline(transport, config.text("KVPS_TIMELINE"))
+        return None, lenses.member_lens(
+            Role.SERVER, transport, core.member.envelope, lambda: counts
+        )
+    timeline = lenses.Timeline(transport, config.text("KVPS_TIMELINE"))
     return timeline, timeline.lens

@@ -1,9 +1,11 @@
-"""The dashboard's files and the headers that they are sent with: nothing from another host, no inline script."""
+"""The dashboard: the model of a job, and the files of the page that draws it."""
 
 from __future__ import annotations
 
 from functools import cache
 from importlib import resources
+
+from kvps.tools.dashboard.cluster import JobModel
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -15,15 +17,6 @@ FILES = {
     "/uplot.js": ("uplot.js", "text/javascript; charset=utf-8"),
 }
 """By path: the file, and its content type."""
-HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'; require-trusted-types-for 'script'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
-"""Sent with every answer."""
 
 
 @cache
@@ -34,4 +27,12 @@ def read(path: str) -> tuple[str, bytes]:
         KeyError: if there is none at this path.
     """
     name, kind = FILES[path]
-    return kind, (resources.files("kvps.observe") / "page" / name).read_bytes()
+    return kind, (resources.files("kvps.tools.dashboard") / "page" / name).read_bytes()
+
+
+class Dashboard(JobModel):
+    """The dashboard that a scheduler serves: the model of its job, and the files of the page."""
+
+    def file(self, path: str) -> tuple[str, bytes] | None:
+        """Return the content type and the content of the file at ``path``; None if there is none."""
+        return read(path) if path in FILES else None

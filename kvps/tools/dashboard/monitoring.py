@@ -1,6 +1,6 @@
 """Files made from the table of metrics: alert rules, a Grafana dashboard, and the table in the documentation.
 
-``python -m kvps.observe.monitoring --write`` writes them; without the flag it checks them, and ends with 1 where
+``python -m kvps.tools.dashboard.monitoring --write`` writes them; without the flag it checks them, and ends with 1 where
 a file is not up to date.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from kvps.errors import Unauthorized
 from kvps.observe.metrics import METRICS, Metric, page
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BEGIN, END = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
 
 
@@ -89,7 +89,11 @@ ALERTS = (
 
 def rules() -> str:
     """Return the alert rules as YAML; every string in it is JSON, which YAML contains."""
-    lines = ["# Made by python -m kvps.observe.monitoring --write", "groups:", "  - name: kvps"]
+    lines = [
+        "# Made by python -m kvps.tools.dashboard.monitoring --write",
+        "groups:",
+        "  - name: kvps",
+    ]
     lines.append("    rules:")
     for alert in ALERTS:
         lines += [

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from kvps.cli import flags
 from kvps.errors import ConfigError
-from kvps.observe.recording.format import Event, Record, What, packet_of, read, route_of
 from kvps.protocol.envelope import Packet
+from kvps.tools.replay.format import Event, Record, What, packet_of, read, route_of
 
 NAME = "kvps replay"
 WHAT = """\
@@ -54,7 +54,7 @@ def _main(argv: Sequence[str]) -> int:
         for line in lines(record):
             print(line)
         return 0
-    from kvps.observe.recording.replay import replay  # loads torch
+    from kvps.tools.replay.replay import replay  # loads torch
 
     outcome = replay(record)
     header = record.header

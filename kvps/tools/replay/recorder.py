@@ -20,8 +20,11 @@ from kvps.core.effects import Core, Disk, Effect, Effects, Exit, Hold, Route, Se
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
 from kvps.net.driver import CoreRequest, Item, Lens
-from kvps.observe.recording.digest import digest
-from kvps.observe.recording.format import (
+from kvps.protocol import wire
+from kvps.protocol.envelope import Envelope, Message, Packet
+from kvps.protocol.membership import Left
+from kvps.tools.replay.digest import digest
+from kvps.tools.replay.format import (
     Event,
     What,
     bare_packet_parts,
@@ -31,9 +34,6 @@ from kvps.observe.recording.format import (
     route_bytes,
     write_header,
 )
-from kvps.protocol import wire
-from kvps.protocol.envelope import Envelope, Message, Packet
-from kvps.protocol.membership import Left
 
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)

@@ -22,8 +22,11 @@ from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, from_code
-from kvps.observe.recording.digest import digest
-from kvps.observe.recording.format import (
+from kvps.protocol import wire
+from kvps.protocol.envelope import Role
+from kvps.tensors import TORCH
+from kvps.tools.replay.digest import digest
+from kvps.tools.replay.format import (
     Event,
     Record,
     What,
@@ -33,10 +36,7 @@ from kvps.observe.recording.format import (
     route_bytes,
     route_of,
 )
-from kvps.observe.recording.values import Decoder
-from kvps.protocol import wire
-from kvps.protocol.envelope import Role
-from kvps.tensors import TORCH
+from kvps.tools.replay.values import Decoder
 
 _INPUTS = (What.PACKET, What.BARE_PACKET, What.FAILURE, What.DROP, What.TIMER, What.ITEM)
 

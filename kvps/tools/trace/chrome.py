@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.errors import ConfigError
-from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.merged import MergedTrace, Process
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
 SCRIPT, LOOP, LINK = 1, 2, 3
 """Threads of a process: its script, its loop, and its requests on their way."""

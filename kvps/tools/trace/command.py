@@ -13,11 +13,11 @@ from kvps.cli import flags
 from kvps.errors import ConfigError
 from kvps.inquiry import Inquirer
 from kvps.net.zap import Keys
-from kvps.observe.timeline import chrome
-from kvps.observe.timeline.explain import explain
-from kvps.observe.timeline.files import write
-from kvps.observe.timeline.merged import MergedTrace, merge
 from kvps.protocol.tracing import Fetch, Part, Trace, Tracing
+from kvps.tools.trace import chrome
+from kvps.tools.trace.explain import explain
+from kvps.tools.trace.files import write
+from kvps.tools.trace.merged import MergedTrace, merge
 
 NAME = "kvps trace"
 TIMEOUT_S = 10.0

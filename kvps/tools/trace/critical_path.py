@@ -22,10 +22,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.observe.timeline.chrome import RequestId, request_of
-from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.chrome import RequestId, request_of
+from kvps.tools.trace.merged import MergedTrace, Process
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
 NEAR_NS = 300_000
 """Two spans of a loop with less between them follow from one another."""

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import dataclass
 from statistics import median
 
-from kvps.core.tracing.spans import SpanKind, TimeSpan
-from kvps.observe.timeline.critical_path import Cause, CriticalPath, Stretch
-from kvps.observe.timeline.merged import MergedTrace
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.critical_path import Cause, CriticalPath, Stretch
+from kvps.tools.trace.merged import MergedTrace
+from kvps.tools.trace.spans import SpanKind, TimeSpan
 
 SHOWN_MIN = 0.02
 """Causes below this share are added up as one line."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvps.checkpoint import atomic_file
 from kvps.errors import ConfigError
-from kvps.observe.timeline import chrome
-from kvps.observe.timeline.merged import MergedTrace
+from kvps.tools.trace import chrome
+from kvps.tools.trace.merged import MergedTrace
 
 
 def write(path: Path, trace: MergedTrace) -> None:

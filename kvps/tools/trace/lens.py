@@ -14,12 +14,12 @@ from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Core, Effects, Exit, Note, Route, Send
 from kvps.core.membership_client import SCHEDULER
-from kvps.core.tracing.coordinator import TraceCoordinator
-from kvps.core.tracing.member import TracedMember
 from kvps.errors import ConfigError
 from kvps.net.driver import Item, Lens
-from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.tools.trace.coordinator import TraceCoordinator
+from kvps.tools.trace.member import TracedMember
+from kvps.tools.trace.tracer import Tracer
 
 C = TypeVar("C", bound=Core)
 TAGS = range(p.Trace.TAG, p.Part.TAG + 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvps.core.tracing.spans import TimeSpan, pack
 from kvps.protocol.envelope import Message
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
+from kvps.tools.trace.spans import TimeSpan, pack
 
 SILENCE_MAX_S = 5.0
 """Recording ends when no ASK-CLOCK came for so long."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvps.core.tracing.spans import TimeSpan, unpack
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.tracing import Part, RoundTrip
+from kvps.tools.trace.spans import TimeSpan, unpack
 
 SECOND_NS = 1_000_000_000
 DRIFT = 10_000

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Route, Send
-from kvps.core.tracing.member import TracedMember
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Message, Packet, Role
+from kvps.tools.trace.member import TracedMember
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
 GRADIENTS = (p.Push, p.PushRows, p.PushIds, p.Load)
 VALUES = (p.Pulled, p.PulledRows, p.PulledIds, p.Changed)

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from benchmarks.compare.networks.namespaces import Namespaces
-from kvps.observe.timeline import chrome
 from kvps.protocol.envelope import Role
+from kvps.tools.trace import chrome
 from tests.integration.processes import BIN, Process, Processes
 
 TRAIN = """

@@ -10,7 +10,7 @@ from kvps.compression.policy import MIN_BYTES, OFF, rules_of
 from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, TOPK, CodecSpec
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.observe.recording.digest import digest
+from kvps.tools.replay.digest import digest
 
 LARGE = Spec("float32", (1000, 1000))
 SMALL = Spec("float32", (10,))

@@ -22,13 +22,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvps.core.counts import Counts
 from kvps.errors import ConfigError
 from kvps.net.transport import Refusals
-from kvps.observe import assets, exposition, http, sampler
-from kvps.observe.cluster import JobModel
+from kvps.observe import exposition, http, sampler
 from kvps.observe.http import CLIENTS_MAX, HttpServer, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
 from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, network_values
 from kvps.runtime.member_process import serving_if_asked
+from kvps.tools.dashboard import assets
+from kvps.tools.dashboard.assets import Dashboard
 
 
 class Loop:
@@ -270,7 +271,7 @@ def test_nothing_is_served_where_nothing_is_asked_for() -> None:
 
 def dashboard(loop: Loop, place: Place | None = None) -> HttpServer:
     """Return the endpoints of a scheduler, with a dashboard."""
-    return HttpServer(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel())
+    return HttpServer(place or Place("127.0.0.1", 0), "scheduler", loop.sampler, Dashboard())
 
 
 def test_only_a_scheduler_has_the_dashboard() -> None:
@@ -360,7 +361,7 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
     monkeypatch.setattr(http._Handler, "timeout", 0.2)
     monkeypatch.setattr(HttpServer, "events", lambda self: iter([b"x" * 65536] * 1000))
     loop = Loop()
-    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, Dashboard()) as server:
         assert server is not None
         request = b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with socket.create_connection(("127.0.0.1", server.server_port), 10) as silent:
@@ -374,7 +375,7 @@ def test_a_reader_of_events_that_does_not_read_is_dropped(monkeypatch: pytest.Mo
 
 def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
     loop = Loop()
-    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, JobModel()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", loop.sampler, Dashboard()) as server:
         assert server is not None
         address = ("127.0.0.1", server.server_port)
         with socket.create_connection(address, 30) as stream:
@@ -389,7 +390,7 @@ def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
 
 
 def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:
-    with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, JobModel()) as server:
+    with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, Dashboard()) as server:
         assert server is not None
         with urllib.request.urlopen(
             f"http://127.0.0.1:{server.server_port}/", timeout=10

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kvps.observe.cluster import BEATS_S, JobModel
 from kvps.observe.document import document_of
 from kvps.protocol.membership import Figures, OldRound, Seen, Sight
 from kvps.tools import top
+from kvps.tools.dashboard.cluster import BEATS_S, JobModel
 
 JOB = b"job1"
 

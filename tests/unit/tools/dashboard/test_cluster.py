@@ -9,7 +9,6 @@ import pytest
 
 from kvps.core.counts import BOUNDS_S, LINK_BUSY, LINK_WATCHED, STALENESS
 from kvps.core.scheduler.figures.measurements import ServerFigures
-from kvps.observe.cluster import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
 from kvps.observe.sampler import Sample
 from kvps.protocol.membership import (
     Count,
@@ -19,6 +18,7 @@ from kvps.protocol.membership import (
     OldRound,
     StoreFigures,
 )
+from kvps.tools.dashboard.cluster import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
 
 
 def member(role: str, rank: int, state: str = "held") -> dict[str, object]:

@@ -10,8 +10,8 @@ from shutil import which
 
 import pytest
 
-from kvps.observe import monitoring
 from kvps.observe.metrics import METRICS
+from kvps.tools.dashboard import monitoring
 
 needs_promtool = pytest.mark.skipif(which("promtool") is None, reason="promtool is not installed")
 UNIT = """

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from kvps.observe.recording.digest import digest
+from kvps.tools.replay.digest import digest
 from tests.support.server_harness import ServerStage
 
 

@@ -16,7 +16,8 @@ from kvps.core.worker.calls import Flush, PullValues, PushValues
 from kvps.core.worker.calls.dense import Views
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, StorageError
-from kvps.observe.recording.format import (
+from kvps.protocol.envelope import Envelope, Loan, Packet, Role
+from kvps.tools.replay.format import (
     MAGIC,
     Event,
     Record,
@@ -31,8 +32,7 @@ from kvps.observe.recording.format import (
     route_of,
     write_header,
 )
-from kvps.observe.recording.values import Decoder, Encoder, Unrecordable, dumps
-from kvps.protocol.envelope import Envelope, Loan, Packet, Role
+from kvps.tools.replay.values import Decoder, Encoder, Unrecordable, dumps
 
 WORKER = Envelope(bytes(range(16)), 3, Role.WORKER, 1, 5, 42)
 PUSH = p.Push(3, 1, (1,), 1.0, True, (p.Run(0, 2, 5),))

@@ -20,13 +20,13 @@ from kvps.core.server.server import Server
 from kvps.core.worker.calls import PushValues
 from kvps.errors import ConfigError, StorageError, Timeout
 from kvps.net.driver import CoreRequest
-from kvps.observe.recording import recorder
-from kvps.observe.recording.format import Record, What, read
-from kvps.observe.recording.recorder import FullLens, RecordedMemory, Ring, RingLens, new_file
-from kvps.observe.recording.replay import replay
-from kvps.observe.recording.values import dumps
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.tensors import PRIVATE
+from kvps.tools.replay import recorder
+from kvps.tools.replay.format import Record, What, read
+from kvps.tools.replay.recorder import FullLens, RecordedMemory, Ring, RingLens, new_file
+from kvps.tools.replay.replay import replay
+from kvps.tools.replay.values import dumps
 
 WORKER = Envelope(bytes(16), 3, Role.WORKER, 1, 5, 42)
 SCHEDULER = Envelope(bytes(range(16)), 0, Role.SCHEDULER, 0, 0, 0)

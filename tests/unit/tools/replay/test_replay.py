@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import kvps
-from kvps.observe.recording.replay import CALLS
+from kvps.tools.replay.replay import CALLS
 
 ROOT = Path(kvps.__file__).parent
 UNRECORDED = {"on_signal"}

@@ -17,7 +17,7 @@ import torch
 from kvps.core.worker import calls
 from kvps.core.worker.calls import Call, EndReplay, Place, ResumeKeys, TakePlace
 from kvps.errors import KvpsError
-from kvps.observe.recording.values import CLASSES, Decoder, Encoder
+from kvps.tools.replay.values import CLASSES, Decoder, Encoder
 
 PLAIN = (
     *(type(None), bool, int, float, str, bytes, range, object),

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.tracing.coordinator import (
-    ASK_EVERY_S,
-    BYTES_MAX,
-    GATHER_S,
-    GONE_S,
-    KEEP_S,
-    TraceCoordinator,
-)
-from kvps.core.tracing.spans import SpanKind, TimeSpan, pack
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.tracing import (
@@ -26,6 +17,15 @@ from kvps.protocol.tracing import (
     Trace,
     Tracing,
 )
+from kvps.tools.trace.coordinator import (
+    ASK_EVERY_S,
+    BYTES_MAX,
+    GATHER_S,
+    GONE_S,
+    KEEP_S,
+    TraceCoordinator,
+)
+from kvps.tools.trace.spans import SpanKind, TimeSpan, pack
 
 WORKER = Envelope(bytes(16), 3, Role.WORKER, 1, 5, 0)
 OCTETS = pack([TimeSpan(SpanKind.SEND, 1, 0, 10, 5)])

@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.observe.timeline.critical_path import Cause, CriticalPath
-from kvps.observe.timeline.explain import explain
-from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
-from tests.unit.observe.timeline.traces import MS, Job
+from kvps.tools.trace.critical_path import Cause, CriticalPath
+from kvps.tools.trace.explain import explain
+from kvps.tools.trace.merged import MergedTrace, Process
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from tests.unit.tools.trace.traces import MS, Job
 
 W0, W1, W2 = (Node(Role.WORKER, rank) for rank in range(3))
 S0, S1 = (Node(Role.SERVER, rank) for rank in range(2))

@@ -9,14 +9,14 @@ import pytest
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
-from kvps.core.tracing.member import TracedMember
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
 from kvps.net.driver import CoreRequest, Lens
 from kvps.net.transport import Encoding
-from kvps.observe.timeline.lens import MemberLens, SchedulerLens, parts_of
-from kvps.observe.timeline.merged import merge
-from kvps.observe.timeline.tracer import Tracer
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
+from kvps.tools.trace.member import TracedMember
+from kvps.tools.trace.merged import merge
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.tracer import Tracer
 
 WORKER = Envelope(bytes(range(16)), 3, Role.WORKER, 1, 5, 0)
 SERVER = Envelope(bytes(range(16)), 3, Role.SERVER, 0, 2, 0)

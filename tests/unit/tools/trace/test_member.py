@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.tracing.member import FLUSH_EVERY_S, SILENCE_MAX_S, WAITING_MAX, TracedMember
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, unpack
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
+from kvps.tools.trace.member import FLUSH_EVERY_S, SILENCE_MAX_S, WAITING_MAX, TracedMember
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, unpack
 
 SPAN = TimeSpan(SpanKind.WAIT, NOBODY, 0, 10, 5)
 

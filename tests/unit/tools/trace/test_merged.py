@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, pack
 from kvps.errors import ConfigError
-from kvps.observe.timeline import chrome
-from kvps.observe.timeline.files import write
-from kvps.observe.timeline.merged import SECOND_NS, ClockOffset, merge
 from kvps.protocol.tracing import Part, RoundTrip
-from tests.unit.observe.timeline.traces import MS, Job
+from kvps.tools.trace import chrome
+from kvps.tools.trace.files import write
+from kvps.tools.trace.merged import SECOND_NS, ClockOffset, merge
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, pack
+from tests.unit.tools.trace.traces import MS, Job
 
 
 def part(role: int, rank: int, trips: tuple[RoundTrip, ...], lost: int = 0) -> Part:

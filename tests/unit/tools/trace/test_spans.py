@@ -6,9 +6,9 @@ import struct
 
 import pytest
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan, pack, unpack
 from kvps.errors import ProtocolError
 from kvps.protocol.tracing import SPAN_BYTES
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, pack, unpack
 
 SPANS = [
     TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 2**40, 5_000_000),

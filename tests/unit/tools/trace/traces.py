@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvps.core.tracing.spans import NOBODY, SpanKind, TimeSpan
-from kvps.observe.timeline.merged import MergedTrace, Process
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.merged import MergedTrace, Process
+from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
 MS = 1_000_000
 SERVER, WORKER = Role.SERVER.value, Role.WORKER.value
