@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvps.core.worker.calls.base import Call, PushCall
+from kvps.core.worker.calls.collective import Flush
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import EpochChanged
 from kvps.phrases import some_of
@@ -177,10 +178,17 @@ class StoreResync:
     """Key -> the version that this rank had seen."""
     optimize_calls: int
     """Number of times that the optimizer was set, as far as this rank could know."""
+    pushed: dict[str, float] = field(default_factory=dict)
+    """Key -> the version that holds all pushes of this rank."""
     held: list[DeferredCall] = field(default_factory=list)
     """Calls that were under way, and calls that came since."""
     after: dict[str, int] = field(default_factory=dict)
     """Key -> the version that the servers have now."""
+
+    def ends(self, call: Call) -> bool:
+        """Whether a call is to be told: each but a flush of pushes that the servers hold."""
+        is_lost = any(self.after.get(name, 0) < version for name, version in self.pushed.items())
+        return is_lost or not isinstance(call, Flush)
 
 
 def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochChanged:

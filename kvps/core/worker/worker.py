@@ -110,7 +110,7 @@ class Worker:
         if name in self._rejoins:
             self._rejoins[name].held.append(DeferredCall(ticket, call, deadline))
             return
-        if name in self._untold:
+        if name in self._untold and self._untold[name].ends(call):
             error = epoch_changed(self.stores[name], self._epoch, self._untold.pop(name))
             yield Finish(ticket, error=error)
             return
@@ -502,7 +502,7 @@ class Worker:
                 held.append(DeferredCall(pending.ticket, pending.call, pending.deadline))
         for name, store in self.stores.items():
             if name not in self._rejoins:  # else this is the second loss in a row
-                new = StoreResync(store.versions(), store.optimizer_calls)
+                new = StoreResync(store.versions(), store.optimizer_calls, store.pushed_versions())
                 self._rejoins[name] = self._untold.pop(name, new)
             self._own_tickets -= 1
             call = calls.RejoinStore(name, tuple(self._rejoins[name].before))
@@ -521,8 +521,11 @@ class Worker:
             resync.after = value
             error = epoch_changed(self.stores[name], self._epoch, resync)
             yield Note("debug", str(error))
-            if not resync.held:
+            flushes = [deferred for deferred in resync.held if not resync.ends(deferred.call)]
+            if len(flushes) == len(resync.held):
                 self._untold[name] = resync
+            resync.held = [deferred for deferred in resync.held if deferred not in flushes]
+            yield from self._make(flushes, now)
         for deferred in resync.held:
             yield Finish(deferred.ticket, error=error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.effects import Connect, Effect
+from kvps.core.effects import Connect, Effect, Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
 from kvps.core.worker import calls
@@ -127,6 +127,47 @@ def test_without_a_call_under_way_the_next_one_is_told() -> None:
     assert not changed_at(one, told).has_optimizer, "it was set after the cut"
     assert one.finish(one.call(pull({"w": torch.zeros(4)}))) is None
     assert [note for note in one.notes() if "epoch 1" in note]
+
+
+@pytest.mark.spec("R461")
+@pytest.mark.parametrize(
+    ("pushes", "version", "mode", "is_told"),
+    [(0, 0, "sync", False), (3, 3, "sync", False), (3, 2, "sync", True), (0, 7, "async", False)],
+)
+def test_script_that_ends_is_told_only_where_a_push_of_its_worker_is_lost(
+    pushes: int, version: int, mode: str, is_told: bool
+) -> None:
+    one = trained(pushes, mode=mode)
+    begin(one)
+    rejoin(one, version=version)
+    ticket = one.call(calls.Flush("kv"))
+    finish = one.finish(ticket)
+    assert isinstance(finish, Finish)
+    assert isinstance(finish.error, EpochChanged) == is_told
+    if not is_told:
+        assert changed_at(one, one.call(pull({"w": torch.zeros(4)}))).after == {"w": version}
+
+
+@pytest.mark.spec("R461")
+def test_script_that_ends_during_the_return_is_not_told() -> None:
+    one = trained(0)
+    begin(one)
+    flush = one.call(calls.Flush("kv"))
+    rejoin(one, version=0)
+    assert one.is_done(flush)
+    assert changed_at(one, one.call(pull({"w": torch.zeros(4)}))).after == {"w": 0}
+
+
+@pytest.mark.spec("R461")
+def test_push_to_an_async_store_counts_as_lost() -> None:
+    one = Bench(servers=1)
+    one.open(mode="async")
+    one.init({"w": torch.zeros(4)})
+    one.call(push({"w": ONES}))
+    one.server(0, Ack((Receipt(one.seqs(Push)[-1], 1),)))
+    begin(one)
+    rejoin(one, version=7)
+    assert changed_at(one, one.call(calls.Flush("kv"))).after == {"w": 7}
 
 
 @pytest.mark.spec("R144")
