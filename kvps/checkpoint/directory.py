@@ -10,7 +10,7 @@ In a folder of one server's own, only that server's snapshot lies beside the man
 a folder write to it at the same time and never wait for each other: every file comes from a name
 that its writer alone uses, and a file that another has removed already is removed.
 
-:mod:`kvps.checkpoint.retention` decides which cuts are kept. A cut is removed manifest first, so that no moment shows a
+:mod:`kvps.checkpoint.manifest` decides which cuts are kept. A cut is removed manifest first, so that no moment shows a
 manifest without its snapshots. A file that lies there is never replaced: if the number of a cut is taken, another job
 writes into the folder.
 """
@@ -29,10 +29,9 @@ from pathlib import Path
 
 from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
 from kvps.checkpoint.atomic_file import HashedFile, Written
-from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, image_name
+from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, further, image_name, superfluous
 from kvps.checkpoint.progress import restoring
 from kvps.checkpoint.reshard import regroup
-from kvps.checkpoint.retention import further, superfluous
 from kvps.checkpoint.verify import load_image
 from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.cut import CUT_MAX

@@ -21,7 +21,7 @@ SEAL_OCTETS = 33
 """Bytes that CURVE adds to each frame."""
 
 
-class FrameReader:
+class SocketReader:
     """Takes the frames of messages from sockets.
 
     Args:

@@ -6,7 +6,7 @@ the windows of the protocol, not by a water mark. Packets that go by TCP have a 
 (:mod:`kvps.net.zap`).
 
 :class:`~kvps.net.incoming.IncomingConnections` and :class:`~kvps.net.outgoing.OutgoingConnections` hold the
-connections, :class:`~kvps.net.sockets.Sockets` what both need, and :class:`~kvps.net.frames.FrameReader` takes messages
+connections, :class:`~kvps.net.sockets.Sockets` what both need, and :class:`~kvps.net.frames.SocketReader` takes messages
 apart.
 """
 
@@ -24,7 +24,7 @@ from kvps.core.limits import Limits
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net import descriptors
 from kvps.net.doorman import Doorman, descriptor_of
-from kvps.net.frames import FrameReader
+from kvps.net.frames import SocketReader
 from kvps.net.incoming import IncomingConnections
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.outgoing import OutgoingConnections
@@ -81,7 +81,7 @@ class ZmqTransport:
         limits = limits or Limits()
         self._doorman = Doorman(role, limits=limits)
         self._inflow = Inflow(CONTROL if is_control else data_limits(), idle_max=limits.idle)
-        self._reader = FrameReader(self._inflow, is_sealed=keys is not None)
+        self._reader = SocketReader(self._inflow, is_sealed=keys is not None)
         self._outflow = Outflow(limits.unread)
         frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
         self._sockets = Sockets(role, keys, frame_bytes_max)

@@ -20,11 +20,10 @@ from kvps.core.server import reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.ended_stores import EndedStores
 from kvps.core.server.figures.stragglers import Stall
-from kvps.core.server.join import JoinTracker
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
+from kvps.core.server.participation import EndedStores, JoinTracker
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture

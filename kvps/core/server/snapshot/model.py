@@ -99,7 +99,7 @@ class TableSnapshot:
 
 
 class JoinsSnapshot(NamedTuple):
-    """The ranks that had run out of data, taken from a :class:`~kvps.core.server.join.JoinTracker`."""
+    """The ranks that had run out of data, taken from a :class:`~kvps.core.server.participation.JoinTracker`."""
 
     over: int
     last: dict[int, int]

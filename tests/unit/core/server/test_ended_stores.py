@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvps.core.limits import Limits
-from kvps.core.server import ended_stores
-from kvps.core.server.ended_stores import KEPT_S, EndedStores
+from kvps.core.server import participation
+from kvps.core.server.participation import KEPT_S, EndedStores
 from kvps.errors import BY_CODE
 from kvps.protocol.membership import Done, Error, Probe, Probed
 from kvps.protocol.stores import Close, Closed, Find, FoundAll, Opened, StoreLife
@@ -147,7 +147,7 @@ def test_stores_that_have_ended_leave_room_for_others() -> None:
 
 
 def test_the_lives_of_many_stores_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_stores, "KNOWN_MAX", 2)
+    monkeypatch.setattr(participation, "KNOWN_MAX", 2)
     known = EndedStores()
     for name in ("held", "a", "b", "c"):
         known.close(name, 0, 0, 1)

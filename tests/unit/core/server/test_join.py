@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.server.join import JoinTracker
+from kvps.core.server.participation import JoinTracker
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import (
     Barrier,
