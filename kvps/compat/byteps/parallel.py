@@ -81,7 +81,8 @@ class DistributedDataParallel(torch.nn.Module):
     def _on_gradient(self, param: torch.Tensor) -> None:
         if not self.require_backward_grad_sync:
             return
-        self._end.wait(self._finish)  # as torch's own DDP does
+        if self._end.wait(self._finish):
+            self._under_way.clear()  # the means of a pass that failed have no reader
         self._send(param)
 
     def _send(self, param: torch.Tensor) -> None:

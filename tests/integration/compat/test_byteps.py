@@ -156,6 +156,36 @@ def test_a_module_whose_gradients_are_means(two: Run, compression: Any) -> None:
             torch.testing.assert_close(one.grad, wanted, rtol=0, atol=atol)
 
 
+def test_a_pass_averages_after_a_pass_that_failed(two: Run) -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("the scale")
+
+    class Heads(torch.nn.Module):
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.zeros(1))
+            self.heads = torch.nn.ParameterList([torch.ones(1), torch.ones(1)])
+            self.reached = [rank]
+
+        def forward(self) -> torch.Tensor:
+            scale = self.scale.exp()  # backward comes here last
+            return scale * sum(self.heads[index] for index in self.reached)
+
+    def work(rank: int) -> list[float]:
+        model = bps.parallel.DistributedDataParallel(Heads(rank))
+        handle = model.module.scale.register_hook(fail)
+        model.module.reached = [0, 1]
+        with pytest.raises(RuntimeError, match="the scale"):
+            model().sum().backward()
+        handle.remove()
+        model.zero_grad()
+        model.module.reached = [rank]
+        model().sum().backward()
+        return [param.grad.item() for param in model.module.heads]  # type: ignore[union-attr]
+
+    assert two(work) == [[0.5, 0.5]] * 2
+
+
 def test_a_module_sends_its_buffers_and_parameters_that_one_rank_has_not_reached(two: Run) -> None:
     def work(rank: int) -> list[list[float]]:
         heads = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
