@@ -271,11 +271,6 @@ def befall_each_packet(
             )  # type: ignore[misc]
 
 
-def lose_each_packet(job: Job, play: Play = TRAINING) -> None:
-    """Play a job as often as it has packets of today, each time without another one."""
-    befall_each_packet(job, LOST, play)
-
-
 def end_at_each_packet(
     job: Job,
     name: str,
