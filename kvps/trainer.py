@@ -32,7 +32,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 from kvps.phrases import and_more
@@ -43,7 +42,7 @@ from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.sync.agreement import demand_same
-from kvps.torch.sync.arguments import check_norms, check_plain
+from kvps.torch.sync.arguments import check_clipping, check_norms, check_plain
 from kvps.torch.sync.batch_size import AgreedBatch, positive
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
@@ -69,6 +68,11 @@ ADVICE = Advice(
     "create the Trainer with overlap=False to change gradients (and with update_on_kvstore=False, to change "
     "their sum between allreduce_grads() and update())",
     "create the Trainer with overlap=False, then gradients leave in step()",
+)
+CLIP_HERE = (
+    "the sums of gradients are on the workers: leave clip_global_norm= out, and call "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm * batch_size) between allreduce_grads() and "
+    "update(batch_size)"
 )
 
 IN_STORE = (
@@ -110,6 +114,9 @@ class Trainer(Resumable):
         overlap: push gradients as soon as backward computes them, so that it hides the transfer between hosts.
             Then a step has one backward pass, nothing may change a gradient in between, and with the
             optimizer in the store no gradient may be discarded, and ``.grad`` is None after :meth:`step`.
+        clip_global_norm: with the optimizer in a dist_sync store, the servers scale the gradients of each step (their
+            sum divided by ``batch_size``) down to this norm over all parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` does. Dense gradients only; not with ``overlap``.
         kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
             that ``kvstore`` names; None for the defaults. The Trainer's other stores (of :meth:`join`) take the same
             options, or those of a store that is passed.
@@ -137,18 +144,24 @@ class Trainer(Resumable):
         update_on_kvstore: bool | None = None,
         overlap: bool = False,
         *,
+        clip_global_norm: float | None = None,
         kvstore_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._params = named(params)
         tensors = dict(self._params)
         if isinstance(params, torch.nn.Module):
             tensors.update(params.named_buffers())
+        if isinstance(optimizer, str) and clip_global_norm is not None:
+            optimizer_params = {**(optimizer_params or {}), "clip_global_norm": clip_global_norm}
         hyper = _checked(optimizer, optimizer_params, self._params)
         kv = store_of(kvstore, "trainer", kvstore_options)
         on_store = runs_in_store(kv, update_on_kvstore)
         is_alone = isinstance(kv, KVStore) and not is_distributed(kv)
         if is_alone and not on_store and compression_params is None:
             kv = None  # one process, and nothing to do for its store
+        if hyper is not None:
+            clip_global_norm = hyper.optional("clip_global_norm")
+        check_clipping(clip_global_norm, on_store, overlap, CLIP_HERE, "overlap=True")
         if kv is not None and (on_store or kv.num_workers > 1):
             check_norms(params, "Trainer")
         check_free(kv, tensors, "Trainer")
@@ -163,10 +176,9 @@ class Trainer(Resumable):
             self._owned = OwnedSteps(
                 optimizer, self, IN_STORE if on_store else NOT_SUMMED, may_evaluate=not on_store
             )
-            self._described = Described(optimizer, self._params) if on_store else None
-        if on_store:
-            names = {param: name for name, param in self._params.items()}
-            hyper = hyper if isinstance(optimizer, str) else describe(optimizer, names)
+            if on_store:
+                self._described = Described(optimizer, self._params, clip_global_norm)
+                hyper = self._described.now()
         if not on_store and isinstance(optimizer, torch.optim.Optimizer):
             self._local = TorchOptimizer(self._params, optimizer)
         elif not on_store:
@@ -220,7 +232,7 @@ class Trainer(Resumable):
         """Sum the gradients over workers, divide by ``batch_size``, and update the parameters.
 
         What counts is ``.grad`` of each worker as it is now: clipped gradients are summed as they are, which is not
-        the clipped sum. To clip the sum, use ``update_on_kvstore=False``, and clip between
+        the clipped sum. To clip the sum, use ``clip_global_norm=``, or ``update_on_kvstore=False`` and clip between
         :meth:`allreduce_grads` and :meth:`update`.
 
         Args:
@@ -476,8 +488,8 @@ class Trainer(Resumable):
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
             raise ConfigError(
-                f"{call}() is half a step, but the store does both halves; call step(), or create "
-                "the Trainer with update_on_kvstore=False"
+                f"{call}() is half a step, but the store does both halves; call step() (to clip the sum of gradients by "
+                "its norm, create the Trainer with clip_global_norm=), or create the Trainer with update_on_kvstore=False"
             )
         return self._local
 

@@ -84,6 +84,7 @@ from kvps.protocol.stores import (
     StateIs,
     Status,
     StatusIs,
+    StepNorm,
 )
 from kvps.protocol.tracing import AskClock, ClockIs, Fetch, Part, Spans, Trace, Tracing
 from kvps.protocol.values import (
@@ -142,7 +143,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {Hello, Probe, Join, Return, History, Revive, Open, Declare, Find, Status}
         | {Optimize, Rate, GetState, SetState, Load, Push, Pull, PushRows, PullRows, PullChanged}
         | {Embed, PushIds, PullIds, Export, TableRate, Pong, Close},
-        Role.SERVER: frozenset({Hello, Norms}),
+        Role.SERVER: frozenset({Hello, Norms, StepNorm}),
     },
     Place.WORKER: {
         Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},

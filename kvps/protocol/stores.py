@@ -201,6 +201,24 @@ class Norms(Message):
     """The DECLARE that gave the key its place: another key may have had the name before."""
 
 
+@tag(46)
+class StepNorm(Message):
+    """Server to server: the norm over all keys of a step, by which gradients are clipped.
+
+    A holder tells the first holder ``squares``, the first tells all others ``factor``, and each of them confirms the
+    factor by neither.
+    """
+
+    store: str
+    digest: int
+    number: int
+    """The step, as in PUSH."""
+    squares: float | None = None
+    """The sum of squares of the sender's elements, -1 for NaN or infinity."""
+    factor: float | None = None
+    """The factor of the step's gradients, -1 for NaN."""
+
+
 class Field(NamedTuple):
     """One tensor of an optimizer's state."""
 

@@ -28,6 +28,19 @@ class Run(NamedTuple):
     number: int
 
 
+class StepPart(NamedTuple):
+    """A server's part of a step: of the keys that one push call names, where gradients are clipped by their norm over all of them."""
+
+    digest: int
+    """A hash of the keys' names, and of the push number of each below ``number``."""
+    number: int
+    """The highest push number among the keys. With ``digest`` it identifies the step, and every rank derives the same."""
+    size: int
+    """The number of elements of the step on the receiving server."""
+    holders: tuple[int, ...]
+    """The servers that hold elements of the step, in ascending order; the first adds up the norm."""
+
+
 class Ask(NamedTuple):
     """Neighbouring elements of a chunk that a pull wants, and the conditions for the answer."""
 
@@ -120,6 +133,8 @@ class Push(Message):
     be written as steps from there."""
     since: tuple[int, ...] = ()
     """For each run the number after the sender's push before this one; empty in a store that drops late pushes."""
+    step: StepPart | None = None
+    """The step of the push in a store whose optimizer clips gradients by their global norm; else None."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""

@@ -736,6 +736,9 @@ class KVStore(KVStoreBase, abc.ABC):
             timeout: see :class:`KVStore`.
             **hyper: hyper-parameters, such as ``lr``, ``momentum``, ``weight_decay``,
                 ``rescale_grad``, ``clip_gradient``, ``multi_precision``, ``lr_mult={key: factor}``.
+                ``clip_global_norm=c`` scales the gradients of one push call down to the norm c over all its keys,
+                as ``torch.nn.utils.clip_grad_norm_`` does with the mean over the workers: push all keys of a step
+                in one call, the same on every rank. For dist_sync.
 
         Raises:
             ConfigError: for an unknown optimizer or hyper-parameter, or a bad value.
@@ -758,6 +761,8 @@ class KVStore(KVStoreBase, abc.ABC):
             resolved = resolve(optimizer, hyper)
         self._call(calls.SetOptimizer(self._name, resolved), timeout)
         self._hyper, self._gradient_check = resolved, None
+        is_clipped = resolved.optional("clip_global_norm") is not None
+        self._requests.push_call = calls.PushStep if is_clipped else calls.PushValues
 
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
         """Set the optimizer's learning rate from the next round on.

@@ -64,6 +64,8 @@ class Requests:
         self._specs = keys.specs
         self._on_device = on_device
         self._knows_changes = knows_changes
+        self.push_call: type[calls.PushValues] = calls.PushValues
+        """The call that pushes dense values: another one where the optimizer clips gradients by their global norm."""
         self.compression = OFF
         """The user's settings: which keys are pushed as fewer bytes."""
 
@@ -110,11 +112,16 @@ class Requests:
             plain = self.rows(names, is_many, value, limit_s)
         if plain is not None:
             rows = weighted(plain, weight)
-            yield calls.PushValues(self._store, names, rows, None, urgency, eager, weight)
+            yield self.push_call(self._store, names, rows, None, urgency, eager, weight)
             return
         if weight != 1:
             raise ConfigError(
                 f"weight={weight} with rows: only pushes of whole keys have a weight; push dense tensors"
+            )
+        if self.push_call is not calls.PushValues:
+            raise ConfigError(
+                f"store {self._store!r} clips gradients by their global norm, which rows have no part in: push dense "
+                "gradients (sparse=False), or set the optimizer without clip_global_norm"
             )
         assert isinstance(given, list | tuple)
         dense, sparse = apart(names, given, self._specs)
@@ -122,7 +129,7 @@ class Requests:
             whole = tuple([names[index] for index in dense])
             rows = self.rows(whole, True, [given[index] for index in dense], limit_s)
             each = alike([of_key(urgency, index) for index in dense])
-            yield calls.PushValues(self._store, whole, rows, None, each, eager)
+            yield self.push_call(self._store, whole, rows, None, each, eager)
         tables = tuple([names[index] for index in sparse])
         each = alike([of_key(urgency, index) for index in sparse])
         parts = tuple([part for found in sparse.values() for part in found])
@@ -165,7 +172,7 @@ class Requests:
             plain = self.rows(names, is_many, value, limit_s)
         rows = weighted(plain, weight)
         wanted = self.wanted(names, is_many, out, copy)
-        call = calls.PushValues(self._store, names, rows, wanted.sinks, urgency, False, weight)
+        call = self.push_call(self._store, names, rows, wanted.sinks, urgency, False, weight)
         return PlannedCall(call, wanted)
 
     # --- rows that are pulled -----------------------------------------------------------------------

@@ -228,7 +228,8 @@ class DistStore(KVStore):
         """
         keys, _ = self._begin_on(list(names), None)
         rows = self._requests.rows(keys, True, list(values), self._timeout_s)
-        call = calls.PushValues(self._name, keys, rows, calls.Views.HELD, priority, eager=False)
+        push = self._requests.push_call
+        call = push(self._name, keys, rows, calls.Views.HELD, priority, eager=False)
         ticket = self._start(call, self._timeout_s)
         return Handle(ticket, lambda: ticket.value)
 

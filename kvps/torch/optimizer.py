@@ -44,6 +44,7 @@ from kvps.torch.deferred_updates import DeferredUpdates
 from kvps.torch.sync.agreement import Agreement, demand_same
 from kvps.torch.sync.arguments import (
     buffers_of,
+    check_clipping,
     check_norms,
     check_plain,
     divisor_of,
@@ -73,13 +74,19 @@ NOT_OURS = (
 EARLY = Advice(
     "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or no_sync() around "
     "all but the last, or leave out overlap_backward=True, with which a reentrant checkpoint works, too",
-    "the servers update the weights with the gradient that was pushed; to clip the mean, use update_on_kvstore=False",
+    "the servers update the weights with the gradient that was pushed; to clip the mean by its norm, use clip_global_norm=; to "
+    "change it otherwise, use update_on_kvstore=False",
     "leave out overlap_backward=True, then gradients leave in step()",
 )
 CLIPPED = (
     "between backward() and step(). With update_on_kvstore=True the servers average the gradients that the workers push, "
-    "and the mean of clipped gradients is not the clipped mean. To clip or change the mean, use update_on_kvstore=False, "
-    "with which .grad is the mean; to scale gradients, scale the loss"
+    "and the mean of clipped gradients is not the clipped mean. To clip the mean by its norm, use clip_global_norm= in "
+    "place of clip_grad_norm_; to change it otherwise, use update_on_kvstore=False, with which .grad is the mean; to "
+    "scale gradients, scale the loss"
+)
+CLIP_HERE = (
+    ".grad is the mean: leave clip_global_norm= out, and call torch.nn.utils.clip_grad_norm_(model.parameters(), "
+    "max_norm) between backward() and step()"
 )
 RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
@@ -118,6 +125,9 @@ class DistributedOptimizer(WrappedOptimizer):
             ``backward()`` before ``step()`` is an error, since the servers have used the gradients. (With the
             optimizer on the workers, gradients always leave during backward, and may be discarded.)
         bucket_bytes: bytes of gradients that are pushed together; None for the best size for the store.
+        clip_global_norm: with ``update_on_kvstore`` and a dist_sync store, the servers scale the averaged gradients of
+            each step down to this norm over all parameters, as ``torch.nn.utils.clip_grad_norm_`` does. Dense
+            gradients only; they are pushed in one call, so ``bucket_bytes`` and ``overlap_backward`` are refused.
         kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
             that ``kvstore`` names; None for the defaults. The optimizer's other stores (for ``find_unused``, a
             GradScaler, :meth:`join`) take the same options, or those of a store that is passed.
@@ -150,6 +160,7 @@ class DistributedOptimizer(WrappedOptimizer):
         overlap_forward: bool = False,
         overlap_backward: bool = False,
         bucket_bytes: int | None = None,
+        clip_global_norm: float | None = None,
         kvstore_options: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -166,7 +177,15 @@ class DistributedOptimizer(WrappedOptimizer):
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
-        self._described = Described(optimizer, params)
+        check_clipping(
+            clip_global_norm, self._on_store, overlap_backward, CLIP_HERE, "overlap_backward=True"
+        )
+        if clip_global_norm is not None and bucket_bytes is not None:
+            raise ConfigError(
+                "bucket_bytes= has no meaning with clip_global_norm=, which pushes all gradients of a step in one call; "
+                "leave out bucket_bytes="
+            )
+        self._described = Described(optimizer, params, clip_global_norm)
         if overlap_backward and not self._on_store:
             raise ConfigError(
                 "overlap_backward=True is for update_on_kvstore=True; with the optimizer on the workers, gradients "
@@ -206,6 +225,7 @@ class DistributedOptimizer(WrappedOptimizer):
             # in its step only.
             is_awaited=not (self._on_store or overlap_forward or find_unused),
             is_released=overlap_forward,
+            is_whole=clip_global_norm is not None,
         )
         # With overlap_backward, until it is known that no scaler is used.
         self._exchange.is_held = self._on_store
@@ -413,7 +433,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._on_store:
             raise ConfigError(
                 f"{what} the mean of gradients, but with update_on_kvstore=True the servers "
-                "return weights: to read or clip the mean, use update_on_kvstore=False"
+                "return weights: to clip the mean by its norm, use clip_global_norm= in place of clip_grad_norm_; to read "
+                "or change the mean, use update_on_kvstore=False"
             )
 
     @contextmanager

@@ -22,7 +22,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import kvps
-from tests.integration.front_ends import FRONT_ENDS, Alone, MakeOptimizer, Training
+from tests.integration.front_ends import (
+    FRONT_ENDS,
+    Alone,
+    MakeOptimizer,
+    Optimizer,
+    Shard,
+    Trainer,
+    Training,
+)
 
 warnings.filterwarnings("ignore")
 
@@ -500,6 +508,40 @@ def clipped_by_norm(make: Make) -> Sequence[torch.Tensor]:
     return ended(training)
 
 
+def clipped_by_the_front_end(make: Make, optimizer: MakeOptimizer) -> list[torch.Tensor]:
+    """Some steps are within the limit, and most are not."""
+    training = make(net(), optimizer, clip_global_norm=0.3)
+    for step in range(STEPS):
+        training.zero_grad()
+        training.backward(loss_at(step))
+        if isinstance(training, Alone):
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), 0.3)
+        elif not isinstance(training, Optimizer | Trainer | Shard):
+            raise kvps.ConfigError("no clip_global_norm=")
+        training.step()
+    found = weights(training.model)
+    training.close()
+    return found
+
+
+@feature
+def clip_global_norm_with_sgd(make: Make) -> Sequence[torch.Tensor]:
+    return clipped_by_the_front_end(make, sgd)
+
+
+@feature
+def clip_global_norm_with_adam(make: Make) -> Sequence[torch.Tensor]:
+    return clipped_by_the_front_end(make, adam)
+
+
+@feature
+def clip_global_norm_with_adamw(make: Make) -> Sequence[torch.Tensor]:
+    return clipped_by_the_front_end(
+        make,
+        lambda params: torch.optim.AdamW(params, 0.01),  # type: ignore[arg-type]
+    )
+
+
 @feature
 def grad_scaler(make: Make) -> Sequence[torch.Tensor]:
     """Rank 1 has an infinite gradient in the third step, which no rank makes."""
@@ -709,11 +751,15 @@ def main(front_end: str, names: list[str]) -> int:
     rank, size = kv.rank, kv.num_workers
     kind = FRONT_ENDS[front_end]
 
-    def make(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1) -> Training:
-        return kind(model.to(DEVICE), optimizer, rank, size, passes)
+    def make(
+        model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object
+    ) -> Training:
+        return kind(model.to(DEVICE), optimizer, rank, size, passes, **more)
 
-    def alone(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1) -> Training:
-        return Alone(model.to(DEVICE), optimizer, rank, size, passes)
+    def alone(
+        model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object
+    ) -> Training:
+        return Alone(model.to(DEVICE), optimizer, rank, size, passes, **more)
 
     for name in names or list(FEATURES):
         verdict = judge(name, make, alone, CLOSE)

@@ -35,12 +35,20 @@ class Training:
     """Whether a GradScaler skips the same steps on all ranks."""
 
     def __init__(
-        self, model: nn.Module, make: MakeOptimizer, rank: int, size: int, passes: int = 1
+        self,
+        model: nn.Module,
+        make: MakeOptimizer,
+        rank: int,
+        size: int,
+        passes: int = 1,
+        **more: Any,
     ) -> None:
         self.model = model
         self.net = model
         """The module whose forward pass is called."""
         self.rank, self.size, self.passes = rank, size, passes
+        self.more = more
+        """Further arguments of the front end."""
         self.optimizer = make(model.parameters())
         """The torch optimizer that schedulers and hooks are given."""
         self.start()
@@ -132,6 +140,7 @@ class Optimizer(Training):
             self.store,
             backward_passes_per_step=self.passes,
             **self.options,
+            **self.more,
         )
 
     @contextmanager
@@ -172,7 +181,9 @@ class Trainer(Training):
     options: ClassVar[dict[str, Any]] = {"update_on_kvstore": False}
 
     def start(self) -> None:
-        self.trainer = kvps.Trainer(self.model, self.optimizer, kvstore="dist_sync", **self.options)
+        self.trainer = kvps.Trainer(
+            self.model, self.optimizer, kvstore="dist_sync", **self.options, **self.more
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.model.zero_grad(set_to_none)
@@ -212,6 +223,7 @@ class Shard(Training):
             "dist_sync",
             optimizer=self.optimizer,
             backward_passes_per_step=self.passes,
+            **self.more,
         )
 
     def close(self) -> None:

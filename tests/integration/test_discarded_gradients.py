@@ -329,7 +329,7 @@ def test_calls_that_need_means_name_the_mode_that_has_them(call: str) -> None:
             with getattr(optimizer, call)() or nullcontext():
                 pass
 
-        with pytest.raises(kvps.ConfigError, match="to read or clip the mean, use update_on_kvsto"):
+        with pytest.raises(kvps.ConfigError, match="to read or change the mean, use update_on_kvs"):
             use()
         optimizer.close()
         ends = []

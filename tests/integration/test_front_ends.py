@@ -24,7 +24,11 @@ PASSES = "refused .*(backward_passes_per_step=|overlap=False|call step\\(\\) aft
 DISCARDED = "refused .*(discarded before step|call step\\(\\) after each backward|overlap=False)"
 UNUSED = "refused .*(find_unused=True|ignore_stale_grad=True|requires_grad_)"
 NOT_HERE = "refused servers cannot run .*SparseAdam"
-NO_CLIPPING = "refused .*update_on_kvstore=False"
+NO_CLIPPING = "refused .*(clip_global_norm=|update_on_kvstore=False)"
+CLIPPINGS = tuple(f"clip_global_norm_with_{name}" for name in ("sgd", "adam", "adamw"))
+CLIP_THERE = dict.fromkeys(CLIPPINGS, "refused .*call torch.nn.utils.clip_grad_norm_")
+"""Gradients are on the workers, where torch clips them: ``clipped_by_norm`` does as the refusal says."""
+CLIP_NOT = dict.fromkeys(CLIPPINGS, "refused no clip_global_norm=")
 NO_JOIN = "refused .*join"
 NO_SCALER = "refused a GradScaler takes a torch optimizer"
 NO_COPIES = "refused .*cannot be pickled or copied"
@@ -58,6 +62,7 @@ OVERLAPS = {
     "discarded_by_zeros": PASSES,
 }
 OF_HOROVOD = {
+    **CLIP_NOT,
     **dict.fromkeys(DISCARDS, HOROVODS),
     "accumulation_without_a_word": HOROVODS,
     "accumulation_in_a_block": HOROVODS,
@@ -68,25 +73,28 @@ OF_HOROVOD = {
 }
 
 OTHERWISE: dict[str, dict[str, str]] = {
-    "optimizer": {**SEVERAL_PASSES, "unused_in_some_steps": UNUSED},
+    "optimizer": {**CLIP_THERE, **SEVERAL_PASSES, "unused_in_some_steps": UNUSED},
     "optimizer-on-servers": {**ON_SERVERS, "unused_in_some_steps": UNUSED},
-    "optimizer-overlap-forward": {**SEVERAL_PASSES, "unused_in_some_steps": UNUSED},
-    "optimizer-find-unused": {**SEVERAL_PASSES, "uneven_batches": NO_JOIN},
+    "optimizer-overlap-forward": {**CLIP_THERE, **SEVERAL_PASSES, "unused_in_some_steps": UNUSED},
+    "optimizer-find-unused": {**CLIP_THERE, **SEVERAL_PASSES, "uneven_batches": NO_JOIN},
     "optimizer-allreduce": {
+        **CLIP_THERE,
         **SEVERAL_PASSES,
         "unused_in_some_steps": UNUSED,
         "uneven_batches": NO_JOIN,
     },
-    "trainer": OF_TRAINERS,
-    "trainer-overlap": {**OF_TRAINERS, **OVERLAPS},
+    "trainer": {**CLIP_THERE, **OF_TRAINERS},
+    "trainer-overlap": {**CLIP_THERE, **OF_TRAINERS, **OVERLAPS},
     "trainer-on-servers": {**OF_TRAINERS, **ON_SERVERS},
     "trainer-on-servers-overlap": {
         **OF_TRAINERS,
         **dict.fromkeys(DISCARDS, DISCARDED),
         **OVERLAPS,
         **ON_SERVERS,
+        **dict.fromkeys(CLIPPINGS, "refused .*leave out overlap=True"),
     },
     "shard": {
+        **dict.fromkeys(CLIPPINGS, "refused .*clip elements with clip_gradient="),
         **SEVERAL_PASSES,
         **dict.fromkeys(DISCARDS, DISCARDED),
         **ON_SERVERS,
@@ -99,6 +107,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
         "copies_after_each_step": NO_COPIES,
     },
     "ddp": {
+        **CLIP_NOT,
         "accumulation": "close",
         "accumulation_without_a_word": "close",
         "frozen_on_the_way": "failed .*finished reduction",  # as with any backend
@@ -108,6 +117,7 @@ OTHERWISE: dict[str, dict[str, str]] = {
     "horovod": OF_HOROVOD,
     "byteps": OF_HOROVOD,
     "diloco": {
+        **CLIP_NOT,
         "adam_default": DOCUMENTED,  # the mean of Adam's steps is not Adam's step of the mean
         "sparse_adam_steps": DOCUMENTED,
         "sparse_rows_whose_gradients_cancel": DOCUMENTED,

@@ -67,6 +67,8 @@ def plausible(draw: st.DrawFn, cls: type[Message], any_: st.SearchStrategy[Messa
             changes[one.name] = draw(st.sampled_from(OPTIMIZERS))
         elif one.name == "numbers" and cls is not m.Optimize:
             continue
+        elif one.name == "step" and cls is m.Push:
+            changes[one.name] = draw(st.none() | STEPS)
         elif one.name == "rank" and cls is not m.Norms:
             changes[one.name] = draw(st.integers(0, 2))
         elif one.name in BY_NAME:
@@ -92,9 +94,16 @@ def plausible(draw: st.DrawFn, cls: type[Message], any_: st.SearchStrategy[Messa
     return replace(message, **changes)  # type: ignore[type-var]
 
 
+STEPS = st.builds(
+    m.StepPart,
+    st.integers(0, 2),
+    st.integers(0, 1),
+    st.integers(0, 9),
+    st.lists(st.integers(0, 2), max_size=3).map(tuple),
+)
 ANYWHERE = st.sampled_from(list(MESSAGES.values())).flatmap(kind_of)
 AT_A_SERVER = st.sampled_from(
-    [*MESSAGES.values(), m.Norms, m.Push, m.Optimize, m.SetState, m.Rate, m.Declare]
+    [*MESSAGES.values(), m.Norms, m.StepNorm, m.Push, m.Optimize, m.SetState, m.Rate, m.Declare]
 ).flatmap(kind_of)
 
 
@@ -136,14 +145,18 @@ def quick(count: int) -> settings:
 @quick(60)
 @given(st.data())
 def test_a_server_answers_or_drops_whatever_comes(data: st.DataObject) -> None:
-    stage = busy(
+    options = (
         data.draw(st.sampled_from(["sync", "sync", "async", "ssp"])),
         data.draw(st.sampled_from(["", "sgd", "adam", "nadam", "lars", "lamb", "dcasgd"])),
         data.draw(st.sampled_from(["apply", "skip", "error"])),
     )
+    stage = busy(*options)
+    if options == ("sync", "sgd", "apply") or data.draw(st.booleans()):
+        stage = busy("sync", "sgd", "apply")
+        stage.optimizer("sgd", 2, momentum=0.9, clip_global_norm=1.0)
     for step in range(data.draw(st.integers(1, 6))):
         message = data.draw(AT_A_SERVER)
-        is_server = isinstance(message, m.Norms) and data.draw(st.booleans())
+        is_server = isinstance(message, m.Norms | m.StepNorm) and data.draw(st.booleans())
         role = Role.SERVER if is_server else Role.WORKER
         rank = 1 if is_server else data.draw(st.integers(0, 1))
         incarnation = 2 if is_server else 10 + rank

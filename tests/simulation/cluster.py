@@ -78,6 +78,7 @@ class Store:
     quorum: int = 0
     grace_s: float = -1.0
     late: str = "drop"
+    push_call: type[calls.PushValues] = calls.PushValues
 
     def open(self) -> Script:
         opened = Open(
@@ -109,7 +110,7 @@ class Store:
     def push(self, values: Values, priority: int = 0, wait: bool = False) -> Script:
         """Push; return when the values are copied, or if ``wait`` when they are taken in."""
         rows = tuple(value.clone() for value in values.values())
-        call = calls.PushValues(self.name, tuple(values), rows, None, priority, not wait)
+        call = self.push_call(self.name, tuple(values), rows, None, priority, not wait)
         yield self._do(call, "finished" if wait else "copied")
         for row in rows:
             row.fill_(TRASH)
@@ -117,7 +118,7 @@ class Store:
     def pushpull(self, values: Values, priority: int = 0) -> Script:
         rows = tuple(value.clone() for value in values.values())
         sinks = tuple(torch.full_like(value, TRASH) for value in rows)
-        yield self._do(calls.PushValues(self.name, tuple(values), rows, sinks, priority, False))
+        yield self._do(self.push_call(self.name, tuple(values), rows, sinks, priority, False))
         for row in rows:
             row.fill_(TRASH)
         return dict(zip(values, sinks, strict=True))
@@ -157,7 +158,10 @@ class Store:
                 copy[ids] = rows
 
     def set_optimizer(self, name: str, **hyper: Any) -> Script:
-        yield self._do(calls.SetOptimizer(self.name, resolve(name, hyper)))
+        resolved = resolve(name, hyper)
+        yield self._do(calls.SetOptimizer(self.name, resolved))
+        if resolved.optional("clip_global_norm") is not None:
+            self.push_call = calls.PushStep
 
     def set_rate(self, lr: float) -> Script:
         yield self._do(calls.SetRate(self.name, lr))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.simulation import (
+    test_clipping,
     test_cluster,
     test_compression,
     test_embeddings,
@@ -50,6 +51,7 @@ def compressed(has_optimizer: bool) -> test_compression.Compressed:
 
 
 COMPRESSION = (test_compression.train, test_compression.is_trained)
+CLIPPING = ("R440", "R441", "R442")
 QUORUM = (test_quorum.train, test_quorum.judge)
 RESUMPTION = (test_resume.loop, test_resume.is_trained)
 REPLACED = ("R124", "R125", "R126")
@@ -64,6 +66,10 @@ FEATURES = {
         test_embeddings.small_job(), (test_embeddings.train, test_embeddings.is_whole), dies=(1,)
     ),
     "non-finite": Feature(test_nonfinite.small_job(), test_nonfinite.FLAWED, dies=(0, 1)),
+    "clipping": Feature(test_clipping.small_job(), test_clipping.CLIPPED, CLIPPING, dies=(1,)),
+    "clipping, one worker": Feature(
+        test_clipping.small_job(1), test_clipping.CLIPPED, CLIPPING, fates=(), dies=(0,)
+    ),
     "compression": Feature(compressed(True), COMPRESSION, resumes=False),
     "compression, no optimizer": Feature(compressed(False), COMPRESSION, fates=(), resumes=False),
     "quorum, late dropped": Feature(test_quorum.smallest("drop"), QUORUM, fates=(), resumes=False),

@@ -60,7 +60,7 @@ def train(job: Job, rank: int, check: Check) -> Script:
                 yield from patient(kv.open)
                 yield from patient(kv.init, job.initial())
                 if job.has_optimizer:
-                    yield from patient(kv.set_optimizer, "test", rescale_grad=2.0)
+                    yield from patient(kv.set_optimizer, "test", **job.hyper)
                 step = yield from patient(kv.resume, list(job.sizes))
                 is_begun = True
             while step < job.steps:

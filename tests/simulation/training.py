@@ -71,6 +71,8 @@ class Job:
     sizes: dict[str, int] = field(default_factory=dict)
     store: Store = field(default_factory=Store)
     has_optimizer: bool = False
+    hyper: dict[str, float] = field(default_factory=lambda: {"rescale_grad": 2.0})
+    """The hyper-parameters of the optimizer "test"."""
     faults: Faults = field(default_factory=Faults)
     kills: list[tuple[float, int, bool]] = field(default_factory=list)
     """When, which rank, and whether the scheduler notices its connections break."""
@@ -114,7 +116,7 @@ def train(job: Job, rank: int) -> Script:
     yield from patient(kv.open)
     yield from patient(kv.init, job.initial())
     if job.has_optimizer:
-        yield from patient(kv.set_optimizer, "test", rescale_grad=2.0)
+        yield from patient(kv.set_optimizer, "test", **job.hyper)
     begin = yield from patient(kv.resume, list(job.sizes))
     for step in range(begin, job.steps):
         gradients, expected = job.gradients(rank, step), versions[step + 1]

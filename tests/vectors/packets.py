@@ -146,6 +146,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (CREATOR, m.Optimize("weights", 1, True, "sgd", numbers, {"w": 0.1}, {"w": 0.0}), ()),
         (CREATOR, m.Rate("weights", 2, True, 0.125), ()),
         (SERVER, m.Norms("weights", "w", None, 5, (2.0, 1.5, 0.25), True, (3,), 1), ()),
+        (SERVER, m.StepNorm("weights", 77, 5, 2.25, None), ()),
         (WORKER, m.GetState(0, 0, 2), ()),
         (
             SERVER,

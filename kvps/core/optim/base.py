@@ -29,6 +29,7 @@ read: the caller reports it by :meth:`Updater.pulled`.
 from __future__ import annotations
 
 import abc
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -43,6 +44,9 @@ State = dict[str, Tensor]
 
 MASTER = "master"
 """The state entry of ``multi_precision``: the float32 weight behind a half one."""
+
+CLIP_EPS = 1e-6
+"""The number that torch.nn.utils.clip_grad_norm_ adds to a norm before it divides by it."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _TRIED_STEPS = 1, 2, 1000
@@ -104,6 +108,15 @@ class Updater(abc.ABC):
         self.hyper = hyper
         self._rescale = hyper.number("rescale_grad")
         self._clip = hyper.optional("clip_gradient")
+        self.max_norm = hyper.optional("clip_global_norm")
+        """The norm over all keys of a step, above which its gradients are scaled down; None for no limit."""
+        if self.needs_norms and self.max_norm is not None:
+            raise ConfigError(
+                f"optimizer '{hyper.name}' limits its steps by norms of each key, and does not go with clip_global_norm; "
+                "omit clip_global_norm, or use another optimizer"
+            )
+        self.waits = self.needs_norms or self.max_norm is not None
+        """A closed round is applied only when other parts of its key, or of its step, are measured."""
         self._multi_precision = hyper.flag("multi_precision")
         self.rates = hyper.for_key("")
         """(learning rate, weight decay) of a key without multipliers of its own."""
@@ -181,6 +194,20 @@ class Updater(abc.ABC):
         self._update(target, ready, state, terms)
         if target is not weight:
             weight.copy_(target)
+
+    def clip_factor(self, squares: float) -> float:
+        """Return the factor by which the gradients of a step are clipped, as torch's ``clip_grad_norm_`` computes it.
+
+        Args:
+            squares: the sum of squares of the step's gradients, as they are before ``rescale_grad``; may be NaN or
+                infinity.
+
+        Returns:
+            1 for gradients within ``max_norm``; NaN, if ``squares`` is NaN.
+        """
+        assert self.max_norm is not None
+        factor = self.max_norm / (math.sqrt(squares) * abs(self._rescale) + CLIP_EPS)
+        return 1.0 if factor >= 1.0 else factor
 
     def partial_norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
         """Return this piece's share of the whole tensor's sums of squares.
@@ -296,6 +323,11 @@ class Updater(abc.ABC):
             raise ConfigError(
                 f"optimizer '{self.hyper.name}' cannot update a weight of {dtype}; use a float "
                 "dtype for the key, or keep integer keys in a store without this optimizer"
+            )
+        if self.max_norm is not None:
+            raise ConfigError(
+                f"optimizer '{self.hyper.name}': clip_global_norm={self.max_norm:g} cannot scale a gradient of {dtype}; "
+                "use a float dtype for the key"
             )
         for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):
             if value is not None and (not value.is_integer() or abs(value) >= _EXACT):

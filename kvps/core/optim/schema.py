@@ -208,5 +208,12 @@ def _common(lr: float, weight_decay: float) -> tuple[Parameter, ...]:
             low_open=True,
             doc="c: each element is clipped to [-c, c]; None: not clipped",
         ),
+        Parameter(
+            "clip_global_norm",
+            None,
+            low=0.0,
+            low_open=True,
+            doc="the gradients of one push call are scaled down to this norm over all its keys; None: not scaled",
+        ),
         Parameter("multi_precision", False, kind=bool, doc="keep a float32 master of half weights"),
     )

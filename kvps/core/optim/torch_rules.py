@@ -80,7 +80,14 @@ TORCH_RULES: Mapping[str, TorchRule] = {
 }
 """Optimizer name -> rule, of torch.optim's that servers run."""
 
-_COMMON = {"lr", "weight_decay", "rescale_grad", "clip_gradient", "multi_precision"}
+_COMMON = {
+    "lr",
+    "weight_decay",
+    "rescale_grad",
+    "clip_gradient",
+    "clip_global_norm",
+    "multi_precision",
+}
 """Hyper-parameters that no kernel takes as they are set: they are of each key, or applied before."""
 
 

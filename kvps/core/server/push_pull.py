@@ -340,6 +340,7 @@ class PushPull:
         for norm in norms.untold:
             self._tell(norm, norm.holders)
         norms.untold.clear()
+        self._tell_steps()
         for store in self._context.stores.values():
             if store.drops is not None:
                 self._context.outbox.extend(store.drops.report())
@@ -354,6 +355,26 @@ class PushPull:
         """Send the sums again to servers that may have missed them, and ask for theirs."""
         for norm in self.aggregator.norms.open.values():
             self._tell(norm, norm.unheard)
+        self.aggregator.steps.repeat()
+        self._tell_steps()
+
+    def hear_step(self, message: p.StepNorm, server: int) -> None:
+        """Take in what another server tells of a step that waits for its norm.
+
+        Raises:
+            KvpsError: if there is no such store or step; nothing was changed.
+        """
+        self.aggregator.hear_step(self._context.store(message.store), message, server)
+        self.tell_norms()
+
+    def _tell_steps(self) -> None:
+        """Send what other servers are to know of steps; before the first view, which names them, it is told later."""
+        messages, member = self.aggregator.steps.outbox, self._context.member
+        if messages and member.view is not None:
+            self._context.outbox.extend(
+                [Send(f"server {server}", member.packet(message)) for server, message in messages]
+            )
+        messages.clear()
 
     def _tell(self, norm: PartialNorms, servers: Iterable[int]) -> None:
         for server in sorted(servers):

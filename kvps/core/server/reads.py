@@ -95,6 +95,11 @@ def why_unreadable(
         if span.version >= max(ask.after, ask.least):
             return ""
         if span.due:
+            if span.due[0].step is not None:
+                return (
+                    f"round {span.version} waits for the norm of its step: for pushes of the step's other keys, or for a "
+                    "sum of another server"
+                )
             what = "the norms" if store.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"
         missing = span.missing(quorum.required(store.opened.on_worker_lost))

@@ -385,6 +385,9 @@ class Server:
             else:
                 self._answer(session, packet, now)
             return
+        if isinstance(message, p.StepNorm):
+            self.push_pull.hear_step(message, envelope.rank)
+            return
         if not isinstance(message, p.Norms):
             raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
         self.push_pull.hear_norms(message, envelope.rank)

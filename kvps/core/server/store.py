@@ -189,6 +189,13 @@ class ServerStore:
             )
         gone = {entry.key for entry in entries if call and self._lies_elsewhere(entry)}
         new = [entry for entry in entries if entry.key not in gone and self._is_new(entry, call)]
+        if self.updater is not None and self.updater.max_norm is not None:
+            moved = sorted({*gone, *[entry.key for entry in new]} & self.shards.keys())
+            if moved:  # a round of the old key may belong to a step that waits for it
+                raise ConfigError(
+                    f"key {moved[0]!r} of store {self.name!r} cannot be replaced by another shape while the optimizer "
+                    "clips gradients by their global norm; call set_optimizer(..., clip_global_norm=None) before"
+                )
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
         replaced = [
             self.shards.pop(key)
@@ -363,6 +370,8 @@ class ServerStore:
             ConfigError: if it cannot update what is there; nothing is changed.
             Overload: if there is no room for its state; nothing is changed.
         """
+        opened = self.opened
+        hyper.demand_steps(self.name, opened.mode, opened.quorum, opened.on_nonfinite)
         updater = create(hyper)
         self.budget.demand_optimizer(self.name, updater)
         same = self.hyper is not None and self.hyper.name == hyper.name

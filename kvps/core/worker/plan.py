@@ -7,6 +7,7 @@ the path of a gradient knows of keys.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -18,7 +19,7 @@ import torch
 
 from kvps.compression.policy import KeyCompression
 from kvps.dtypes import BY_NAME, Spec
-from kvps.protocol.values import Ask, Run
+from kvps.protocol.values import Ask, Run, StepPart
 from kvps.tensors import Memory, unowned
 
 HERE = ""
@@ -334,6 +335,30 @@ class TransferPlan:
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
     _sizes: Sizes | None = field(default=None, repr=False)
+    _digest: tuple[tuple[int, ...], int] = field(default=((), 0), repr=False)
+    """The hash of the step that :meth:`step` returned last, and how far its keys were behind."""
+
+    def step(self, store: str, numbers: Sequence[int]) -> dict[int, StepPart]:
+        """Return the step that a push of these keys is, by server; every rank comes to the same.
+
+        Args:
+            store: the name of the store's present life, in which numbers begin at 0.
+            numbers: the push number of each key.
+        """
+        number = max(numbers, default=0)
+        behind = tuple([number - own for own in numbers])
+        if self._digest[0] != behind:
+            names = store, repr([key.name for key in self.keys]), repr(behind)
+            digest = hashlib.blake2b("\n".join(names).encode(), digest_size=7).digest()
+            self._digest = behind, int.from_bytes(digest, "little")
+        sizes: dict[int, int] = {}
+        for share in self.shares:
+            sizes[share.server] = sizes.get(share.server, 0) + share.size
+        holders = tuple(sorted(sizes))
+        return {
+            server: StepPart(self._digest[1], number, size, holders)
+            for server, size in sizes.items()
+        }
 
     @property
     def sizes(self) -> Sizes:

@@ -45,6 +45,12 @@ class RemoteOptimizer(ParameterSync):
         """The numbers of a torch optimizer; None for a name."""
         self.key_of = {param: name for name, param in params.items()}
         """The name of each parameter."""
+        if numbers.get("clip_global_norm") is not None:
+            raise ConfigError(
+                "clip_global_norm: a sharded model pushes and frees the gradients of one block after the other, so that "
+                "no update may wait for the norm of all: clip elements with clip_gradient=, or use "
+                "DistributedOptimizer(optimizer, model, update_on_kvstore=True, clip_global_norm=...)"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer):
             if not isinstance(optimizer, str):
                 raise ConfigError(

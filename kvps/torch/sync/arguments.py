@@ -56,6 +56,34 @@ def check_norms(given: object, owner: str) -> None:
             )
 
 
+def check_clipping(
+    max_norm: float | None, on_store: bool, overlaps: bool, here: str, option: str
+) -> None:
+    """Check that the servers can clip gradients by their global norm, if that is wanted.
+
+    Args:
+        max_norm: the norm; None if it is not wanted.
+        on_store: the optimizer runs in the store.
+        overlaps: gradients leave during backward.
+        here: what to do if it runs on the workers.
+        option: the option by which gradients leave during backward.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    if max_norm is None:
+        return
+    if not on_store:
+        raise ConfigError(
+            f"clip_global_norm={max_norm!r} is for update_on_kvstore=True. With the optimizer on the workers {here}"
+        )
+    if overlaps:
+        raise ConfigError(
+            f"clip_global_norm={max_norm!r} needs all gradients of a step together, and with {option} they leave one by "
+            f"one during backward: leave out {option}"
+        )
+
+
 def divisor_of(kv: Store, op: str) -> int:
     """Return by what a worker divides what comes back, as the store does not.
 

@@ -76,6 +76,7 @@ class GradientSync:
         brings_weights: what comes back does not belong into ``.grad``.
         is_awaited: backward returns when everything is back.
         is_released: what is away may be waited for in the next step (:meth:`release`).
+        is_whole: all gradients of a step leave in one call, as one step of a store that clips their global norm.
         advice: for the front end's user.
     """
 
@@ -90,6 +91,7 @@ class GradientSync:
         brings_weights: bool = False,
         is_awaited: bool = False,
         is_released: bool = False,
+        is_whole: bool = False,
         advice: Advice = OPTIMIZERS,
     ) -> None:
         self._model = model
@@ -105,7 +107,10 @@ class GradientSync:
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
         sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
-        if limit_bytes is None:
+        self._is_whole = is_whole
+        if is_whole:
+            limit_bytes = sum(sizes.values()) + 1
+        elif limit_bytes is None:
             limit_bytes = bucket_bytes(model.kv.chunk_bytes)
         self._buckets = Buckets(sizes, limit_bytes)
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
@@ -227,6 +232,11 @@ class GradientSync:
             name for name in sparse if self._tables is not None and has_rows(self.gradient(name))
         }
         try:
+            if tables and self._is_whole:
+                raise ConfigError(
+                    f"the gradient of {names_in_words(sorted(tables))} is sparse, and clip_global_norm= clips dense "
+                    "gradients only: create the Embedding with sparse=False, or leave out clip_global_norm="
+                )
             if not self._is_begun:
                 self._is_begun = True
                 self._before()

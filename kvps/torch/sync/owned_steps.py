@@ -15,7 +15,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from kvps.core.optim.from_torch import describe
-from kvps.core.optim.hyperparams import HyperParams
+from kvps.core.optim.hyperparams import HyperParams, resolve
 from kvps.errors import ConfigError
 
 _GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
@@ -107,12 +107,17 @@ class Described:
     Args:
         optimizer: one that servers can run.
         params: name -> parameter, the keys of the store.
+        max_norm: the global norm to which the servers clip gradients; None for no limit.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor]
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, torch.Tensor],
+        max_norm: float | None = None,
     ) -> None:
         self._optimizer = optimizer
+        self._max_norm = max_norm
         self._key_of = {param: name for name, param in params.items()}
         self._seen: list[list[Any]] = []
         self._hyper: HyperParams | None = None
@@ -125,7 +130,9 @@ class Described:
         """
         options = self._options()
         if self._hyper is None or options != self._seen:
-            self._hyper = describe(self._optimizer, self._key_of)
+            hyper = describe(self._optimizer, self._key_of)
+            clip = {"clip_global_norm": self._max_norm}
+            self._hyper = resolve(hyper.name, {**hyper.to_wire(), **clip})
             self._seen = options
         return self._hyper
 

@@ -39,6 +39,7 @@ from kvps.compression.spec import CodecSpec
 from kvps.core.gradients import DenseGradient, GradientSum, Part
 from kvps.core.nonfinite import Flaw
 from kvps.protocol.envelope import WINDOW
+from kvps.protocol.values import StepPart
 from kvps.tensors import accumulator
 
 GRACE_SHARE = 0.25
@@ -85,6 +86,8 @@ class Round:
     """Ranks whose push here had the number of an earlier round."""
     closes_at: float | None = None
     """When it closes without the ranks that it lacks; None while its quorum is not in, or it is not the oldest."""
+    step: StepPart | None = None
+    """The step that it belongs to, where gradients are clipped by their global norm."""
 
     def add(
         self,
@@ -136,7 +139,7 @@ class Round:
         divisor = math.fsum(self.weights) if average else 1
         total = GradientSum(tuple([part for _, part in parts]), divisor)
         whose = tuple([ranks for ranks, _ in parts])
-        return PendingUpdate(self.number, (), total, whose, back=self.back)
+        return PendingUpdate(self.number, (), total, whose, back=self.back, step=self.step)
 
     @property
     def back(self) -> CodecSpec | None:
@@ -181,6 +184,10 @@ class PendingUpdate:
     """The codec in which the update is published; None for none."""
     age: int | None = None
     """By how many versions the values have moved since the rank of a push read them; None if that is not known."""
+    step: StepPart | None = None
+    """The step whose norm it waits for; None for none."""
+    factor: float | None = None
+    """The factor by which the step is clipped; None while it is not known."""
 
     @property
     def rank(self) -> int | None:

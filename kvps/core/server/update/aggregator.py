@@ -41,9 +41,11 @@ from kvps.core.server.update.apply import Updates, Wake
 from kvps.core.server.update.embedding_rows import TableRows
 from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums
 from kvps.core.server.update.key_rows import KeyRows
+from kvps.core.server.update.step_norms import StepNorms
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, Mismatch, ProtocolError
-from kvps.protocol.values import Push, PushIds, PushRows
+from kvps.protocol.stores import StepNorm
+from kvps.protocol.values import Push, PushIds, PushRows, StepPart
 from kvps.tensors import TORCH
 
 BLOCK_COUNT = 256 << 10
@@ -89,6 +91,8 @@ class JudgedPush:
     """The elements that were not counted before; empty unless the verdict is COUNTED."""
     weight: float
     """The weight of the push in a mean."""
+    step: StepPart | None = None
+    """The step that the push is part of, where gradients are clipped by their global norm."""
 
 
 class Aggregator:
@@ -113,10 +117,12 @@ class Aggregator:
         """Chunk -> when the first of its rounds closes whose quorum is in."""
         self._updates = Updates(BLOCK_COUNT * threads, wake, self._tally.counts)
         self.norms = GlobalNorms(chunks, self._updates, workers)
+        self.steps = StepNorms(chunks, self._updates)
 
     def drop(self, store: str, chunks: Collection[int]) -> None:
         """Forget a store that has ended, and its chunks."""
         self.norms.forget(store)
+        self.steps.forget(store)
         for number in chunks:
             self._apart.pop(number, None)
             self._closing.pop(number, None)
@@ -164,7 +170,36 @@ class Aggregator:
             since = message.since[index] if store.counts_late else None
             ranges.append(PushedRange(chunk, run.start, stop, run.number, part, since))
             begin += run.size
-        return self._judge(store, message.ranks, ranges, message.back, is_lent, message.weight)
+        judged = self._judge(store, message.ranks, ranges, message.back, is_lent, message.weight)
+        if store.updater is not None and store.updater.max_norm is not None:
+            return self._of_step(store, message.step, judged)
+        return judged
+
+    def _of_step(self, store: ServerStore, step: StepPart | None, judged: JudgedPush) -> JudgedPush:
+        """Return a push as part of its step.
+
+        Raises:
+            ConfigError, Mismatch, ProtocolError: if another rank pushed the same round in another step, or in none.
+        """
+        if step is not None:
+            self.steps.check(store.name, step)
+        for item in judged.ranges:
+            for span in item.chunk.spans_in(item.start, item.stop):
+                at = item.number - span.version - len(span.due)
+                is_open = at < len(span.rounds)
+                if not is_open and step is None:
+                    raise ConfigError(
+                        f"store {store.name!r} clips gradients by their global norm, but rank {judged.ranks[0]} does not "
+                        "say which keys are a step; call set_optimizer() on every rank before the first push"
+                    )
+                if is_open and span.rounds[at].step != step:
+                    key, _, _ = next(item.chunk.pieces(span.start, span.stop))
+                    raise Mismatch(
+                        f"rank {judged.ranks[0]} pushed key {key!r} with other keys than ranks "
+                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips gradients by their global norm, "
+                        "every rank must push the same keys of a step, in one call"
+                    )
+        return replace(judged, step=step)
 
     def judge_rows(
         self,
@@ -184,6 +219,11 @@ class Aggregator:
             self._demand_ranks(message.ranks)
         else:
             self._admit(store, target.dtype, message.ranks)
+            if store.updater is not None and store.updater.max_norm is not None:
+                raise ConfigError(
+                    f"store {store.name!r} clips gradients by their global norm, which rows have no part in; push dense "
+                    "gradients, or set the optimizer without clip_global_norm"
+                )
         ranges: list[PushedRange] = []
         for piece, part in target.cut(gradient):
             chunk, stop = self.chunks.at(piece.chunk), piece.start + piece.size
@@ -310,6 +350,7 @@ class Aggregator:
             keep = store.opened.deterministic or chunk.embedding is not None
             at = number if pushed.since is None else span.place(judged.ranks, number)
             round_ = span.round(at, now)
+            round_.step = judged.step
             if at != number:
                 round_.moved.update(judged.ranks)
             self._tally.late(store.name, judged.ranks, now - round_.opened_at)
@@ -340,6 +381,20 @@ class Aggregator:
             self.is_torn = True
             self.norms.settle(store, norm)
             self.is_torn = False
+
+    def hear_step(self, store: ServerStore, message: StepNorm, server: int) -> None:
+        """Take in what another server tells of a step, and apply the step if it is complete by it.
+
+        Raises:
+            ProtocolError: if that cannot be; nothing is changed.
+        """
+        try:
+            self.is_torn = True
+            self.steps.hear(store, message, server)
+            self.is_torn = False
+        except ProtocolError:
+            self.is_torn = False
+            raise
 
     def close(
         self, store: ServerStore, chunk: Chunk, span: Span, quorum: Quorum, now: float
@@ -396,11 +451,11 @@ class Aggregator:
 
     def _due(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
         """Update ``span``, or begin the detour."""
-        needs_norms = store.updater is not None and store.updater.needs_norms
+        waits = store.updater is not None and store.updater.waits
         if chunk.embedding is not None:
             self._updates.update(store, chunk, span, due)
-        elif needs_norms:
-            self.norms.begin(store, chunk, span, due)
+        elif waits:
+            self._wait(store, chunk, span, due)
         elif not store.may_drop(chunk.dtype):
             self._updates.update(store, chunk, span, due)
         else:
@@ -409,6 +464,16 @@ class Aggregator:
                 self.norms.begin(store, chunk, span, due)
             else:
                 self._updates.sift(store, chunk, span, due)
+
+    def _wait(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+        """Let an update wait for norms of its key, or of its step."""
+        assert store.updater is not None
+        if store.updater.needs_norms:
+            self.norms.begin(store, chunk, span, due)
+        elif due.step is not None:
+            self.steps.begin(store, chunk, span, due)
+        else:  # it was pushed before the optimizer was set, which clips
+            self._updates.update(store, chunk, span, due)
 
     # --- stores and keys --------------------------------------------------------------------
 
@@ -419,8 +484,15 @@ class Aggregator:
         to be known to be finite waits on.
 
         Raises:
-            ConfigError: if it cannot update what is there; nothing is changed.
+            ConfigError: if it cannot update what is there, or does not clip and rounds wait to be clipped; nothing is
+                changed.
         """
+        clips = hyper.optional("clip_global_norm") is not None
+        if not clips and any(number[0] == store.name for number in self.steps.open):
+            raise ConfigError(
+                f"store {store.name!r} has rounds that wait for the norm of their step; set an optimizer without "
+                "clip_global_norm when they are applied"
+            )
         store.optimize(hyper)
         assert store.updater is not None
         needs_norms = store.updater.needs_norms
@@ -428,7 +500,12 @@ class Aggregator:
             for span in list(chunk.spans) if chunk.embedding is None else ():
                 if needs_norms:
                     chunk.cut_by_piece(span.start, span.stop)
-                while span.due and not needs_norms and not store.may_drop(chunk.dtype):
+                while (
+                    span.due
+                    and span.due[0].step is None
+                    and not needs_norms
+                    and not store.may_drop(chunk.dtype)
+                ):
                     self._updates.update(store, chunk, span, span.due.popleft())
         if not needs_norms and store.drops is None:
             self.norms.forget(store.name)
@@ -441,6 +518,7 @@ class Aggregator:
     def forget(self, store: ServerStore, shards: Collection[Shard]) -> None:
         """Forget what was told of updates of these keys: their numbers will be those of others."""
         self.norms.forget(store.name, {shard.key for shard in shards})
+        self.steps.forget(store.name)
         if store.drops is not None:
             store.drops.forget([piece for shard in shards for piece in shard.pieces])
 

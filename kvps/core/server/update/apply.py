@@ -194,6 +194,17 @@ class Updates:
             Terms(span.step + 1, *rates),
         )
 
+    def squares_by_key(self, chunk: Chunk, span: Span, due: PendingUpdate) -> list[float]:
+        """Return sums of squares of a gradient: of each key by itself, from its first element in the chunk on."""
+        block, found = self._block(chunk.summed_in), []
+        for _, first, last in chunk.pieces(span.start, span.stop):
+            for start in range(first, last, self._block_count):
+                part = block[: min(self._block_count, last - start)]
+                due.sum.into(part, start - span.start, start - span.start + len(part))
+                norm = float(torch.linalg.vector_norm(part, dtype=torch.float64))
+                found.append(norm * norm)  # infinity where ** 2 would raise
+        return found
+
     # --- sums that are looked at before they are applied --------------------------------------
 
     def sift(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:

@@ -14,6 +14,7 @@ from kvps.core.worker.calls.dense import (
     Allocate,
     Locate,
     PullValues,
+    PushStep,
     PushValues,
     Sinks,
     Versions,

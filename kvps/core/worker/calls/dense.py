@@ -153,6 +153,7 @@ class PushValues(PushCall):
                     store, group, group.rows(values), alike(own), since, tracker
                 )
                 reads.append(tracker)
+            self._tagged(store, plan, numbers, requests)
             store.traffic.encoded(
                 plan.payload_bytes, [request.payload_bytes for request in requests]
             )
@@ -161,6 +162,15 @@ class PushValues(PushCall):
         if sink is not None:
             yield from settle_reads(store, reads)
         return _views(store, plan, sink)
+
+    def _tagged(
+        self,
+        store: WorkerStore,
+        plan: TransferPlan,
+        numbers: Sequence[int],
+        requests: list[Request],
+    ) -> None:
+        """Name the step in the requests of a push, for stores that need it."""
 
     def _pushed(
         self,
@@ -199,6 +209,24 @@ class PushValues(PushCall):
                 request.on_reply = ReplySink(tracker, share, feedback)
             requests.append(request)
         return requests
+
+
+@dataclass(frozen=True, slots=True)
+class PushStep(PushValues):
+    """A push whose keys are one step, whose gradients the servers clip by their global norm."""
+
+    def _tagged(
+        self,
+        store: WorkerStore,
+        plan: TransferPlan,
+        numbers: Sequence[int],
+        requests: list[Request],
+    ) -> None:
+        step = plan.step(store.label, numbers)
+        for request in requests:
+            assert isinstance(request.message, p.Push)
+            assert request.server is not None
+            request.message = replace(request.message, step=step[request.server])
 
 
 def _views(

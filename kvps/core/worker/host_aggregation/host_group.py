@@ -217,11 +217,11 @@ class HostGroup:
         """Whether ``request`` is made together with those of neighbours.
 
         Compressed pushes are not: each worker keeps the residual of its own encoding, and the sum of gradients
-        would be encoded anew.
+        would be encoded anew. Pushes of a step that is clipped are not: a bundle has the elements of several pushes.
         """
         message = request.message
         return (
-            not _is_compressed(message)
+            not _goes_alone(message)
             and store.opened.bundles
             and len(self._alive) > 1
             and request.server in self._far
@@ -326,9 +326,10 @@ class HostGroup:
             return
         if seq in peer.asked:
             return  # it came twice
-        if _is_compressed(message):
+        if _goes_alone(message):
             raise ProtocolError(
-                f"worker {peer.rank} sent a compressed push to a worker; these go to the server"
+                f"worker {peer.rank} sent a compressed push, or a push of a step that is clipped, to a worker; these go to "
+                "the server"
             )
         if isinstance(message, p.Push):
             if message.ranks != (peer.rank,):
@@ -507,8 +508,8 @@ class HostGroup:
                 assert participant.merged is not None
 
 
-def _is_compressed(message: Message) -> bool:
-    """Whether a push is encoded, or its answer may be."""
-    if isinstance(message, p.Push) and message.code is not None:
+def _goes_alone(message: Message) -> bool:
+    """Whether a push is encoded, or its answer may be; or whether it is part of a step that is clipped."""
+    if isinstance(message, p.Push) and (message.code is not None or message.step is not None):
         return True
     return isinstance(message, p.Push | p.Pull) and bool(message.held)

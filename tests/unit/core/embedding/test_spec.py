@@ -69,6 +69,7 @@ def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
         ({"seed": -1}, "seed=-1"),
         ({"optimizer": "lamb"}, "lamb"),
         ({"lr_mult": {"words": 2.0}}, "lr_mult"),
+        ({"clip_global_norm": 2.0}, "rows of a table are pushed by themselves"),
         ({"optimizer": "dcasgd"}, "dcasgd"),
         ({"optimizer": "sdg"}, "sdg"),
         ({"optimizer": None}, "unknown optimizer"),

@@ -10,6 +10,7 @@ from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.optim.extra_rules import RULES
 from kvps.core.optim.hyperparams import SCHEMAS, resolve
 from kvps.core.optim.torch_rules import create
+from kvps.errors import ConfigError
 
 
 def updater(name: str, **given: object) -> Updater:
@@ -35,6 +36,22 @@ def test_gradients_are_rescaled_then_clipped(
     grad = torch.tensor([-8.0, 0.5, 2.0], dtype=torch.float32 if dtype.itemsize == 2 else dtype)
     rule.apply(weight, grad, rule.new_state(weight), Terms(step=1, lr=1.0, weight_decay=0.0))
     assert weight.tolist() == expected
+
+
+@pytest.mark.parametrize("rescale", [1.0, 0.5, -2.0])
+@pytest.mark.parametrize("size", [0.0, 1.0, 3.0, 1e15])
+def test_steps_are_clipped_as_torch_clips_them(size: float, rescale: float) -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    param.grad = rescale * torch.tensor([size, 0.0])
+    torch.nn.utils.clip_grad_norm_([param], 2.0)
+    rule = updater("test", clip_global_norm=2.0, rescale_grad=rescale)
+    scaled = rescale * size * rule.clip_factor(size**2)
+    assert scaled == pytest.approx(float(param.grad[0]), rel=1e-5)
+
+
+def test_integers_are_not_scaled() -> None:
+    with pytest.raises(ConfigError, match="clip_global_norm=2 cannot scale a gradient of"):
+        updater("test", clip_global_norm=2.0).demand(torch.int32)
 
 
 def test_a_big_sum_is_rescaled_before_it_is_cast_to_half() -> None:

@@ -117,7 +117,7 @@ def test_spellings_and_kinds_that_are_understood(
             "sgd",
             {"beta1": 0.9},
             "optimizer 'sgd' has no hyper-parameter 'beta1'; remove it or use one of: lr, "
-            "weight_decay, rescale_grad, clip_gradient, multi_precision, momentum, dampening, "
+            "weight_decay, rescale_grad, clip_gradient, clip_global_norm, multi_precision, momentum, dampening, "
             "nesterov, maximize, lr_mult, wd_mult, learning_rate, wd",
         ),
         ("adam", {"mu": 1}, "beta2, eps, amsgrad, maximize, betas, lr_mult"),

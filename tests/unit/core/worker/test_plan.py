@@ -71,6 +71,31 @@ def test_a_key_without_elements_has_no_share() -> None:
     assert make([]).shares == []
 
 
+def two_servers() -> TransferPlan:
+    return make(
+        [
+            key("a", PieceLocation(0, 0, 0, 3, 0), PieceLocation(1, 1, 0, 2, 3)),
+            key("b", PieceLocation(1, 1, 2, 4, 0)),
+        ],
+        0,
+    )
+
+
+@pytest.mark.spec("R439")
+def test_a_step_is_the_same_for_all_calls_of_the_same_keys() -> None:
+    step = two_servers().step("kv", [5, 5])
+    assert {server: (part.number, part.size, part.holders) for server, part in step.items()} == {
+        0: (5, 3, (0, 1)),
+        1: (5, 6, (0, 1)),
+    }
+    digest = step[0].digest
+    plan = two_servers()
+    assert [part.digest for part in plan.step("kv", [6, 6]).values()] == [digest] * 2
+    others = [plan.step("kv", [6, 5]), plan.step("kv", [5, 6])]
+    others += [two_servers().step("kv.2", [6, 6]), make(plan.keys[:1]).step("kv", [5])]
+    assert len({step[0].digest for step in [*others, plan.step("kv", [7, 7])]} | {digest}) == 5
+
+
 @pytest.mark.parametrize(
     ("numbers", "runs"),
     [

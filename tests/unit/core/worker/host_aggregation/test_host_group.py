@@ -25,7 +25,7 @@ from kvps.protocol.membership import (
     Probed,
     Welcome,
 )
-from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Receipt, Run, Stand
+from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Receipt, Run, Stand, StepPart
 from tests.support.worker_harness import JOB, Bench, pull, push, values_of
 
 FLOAT = BY_NAME["float32"].id
@@ -429,8 +429,10 @@ class TestLeading:
         assert one.is_done(ticket)
 
     @pytest.mark.spec("R155")
-    @pytest.mark.parametrize("more", [{"code": CodecSpec(FP16)}, {"held": (3,)}])
-    def test_takes_in_nothing_that_is_compressed(self, more: dict[str, object]) -> None:
+    @pytest.mark.parametrize(
+        "more", [{"code": CodecSpec(FP16)}, {"held": (3,)}, {"step": StepPart(1, 0, 4, (0,))}]
+    )
+    def test_takes_in_nothing_that_is_compressed_or_clipped(self, more: dict[str, object]) -> None:
         one = bench()
         message = Push(3, FLOAT, (1,), 1.0, True, (Run(0, 4, 0),), **more)  # type: ignore[arg-type]
         values = torch.ones(4).half().view(torch.uint8) if "code" in more else ONES
