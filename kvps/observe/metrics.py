@@ -1,7 +1,7 @@
 """The table of all metrics: names, types, labels and roles.
 
 The samples of a process, ``docs/observability.md``, the alert rules and the Grafana dashboard are made from this table.
-The page of the scheduler itself shows what :mod:`kvps.tools.dashboard.cluster` chooses.
+The page of the scheduler itself shows the figures of :mod:`kvps.tools.dashboard.model`.
 The cores count by the same names (:mod:`kvps.core.counts`).
 """
 

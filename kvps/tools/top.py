@@ -19,7 +19,7 @@ from kvps.inquiry import Inquirer
 from kvps.observe.document import document_of
 from kvps.phrases import bytes_in_words
 from kvps.protocol.membership import Look, Seen
-from kvps.tools.dashboard.cluster import JobModel
+from kvps.tools.dashboard.model import JobModel
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import resources
 
-from kvps.tools.dashboard.cluster import JobModel
+from kvps.tools.dashboard.model import JobModel
 
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),

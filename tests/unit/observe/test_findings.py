@@ -12,7 +12,7 @@ from kvps.cli.status import screen
 from kvps.observe.document import document_of
 from kvps.observe.findings import CIRCLE_S, STUCK_S, Finding, Level, judge
 from kvps.protocol.membership import Barrier, Beat, Look, Measured, OldRound, Seen, Wait
-from kvps.tools.dashboard.cluster import JobModel
+from kvps.tools.dashboard.model import JobModel
 from kvps.tools.doctor.command import report
 from kvps.tools.doctor.diagnosis import Measurements, diagnose
 from kvps.tools.top import rendered

@@ -11,7 +11,7 @@ from rich.console import Console
 from kvps.observe.document import document_of
 from kvps.protocol.membership import Figures, OldRound, Seen, Sight
 from kvps.tools import top
-from kvps.tools.dashboard.cluster import BEATS_S, JobModel
+from kvps.tools.dashboard.model import BEATS_S, JobModel
 
 JOB = b"job1"
 

@@ -18,7 +18,7 @@ from kvps.protocol.membership import (
     OldRound,
     StoreFigures,
 )
-from kvps.tools.dashboard.cluster import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
+from kvps.tools.dashboard.model import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
 
 
 def member(role: str, rank: int, state: str = "held") -> dict[str, object]:
