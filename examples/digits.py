@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -64,21 +66,21 @@ def train(
     epochs: int,
     batch: int,
     lr: float,
-) -> Iterator[float]:
-    """Train ``model``; yield the loss of this worker's part of each step."""
+) -> Iterator[tuple[int, float]]:
+    """Train ``model``; yield the epoch of each step, and the loss of this worker's part of it."""
     sampler = kvps.data_sampler(data, kv)
     loader = DataLoader(data, max(1, batch // kv.num_workers), sampler=sampler)
     trainer = kvps.Trainer(model, "adam", {"lr": lr}, kvstore=kv)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+    start = trainer.resume()  # 0, or the step at which a replacement goes on
+    for epoch, batches in kvps.epochs_from(loader, start, epochs):
         trainer.set_learning_rate(lr * (1 - epoch / epochs))
-        for images, labels in loader:
+        for images, labels in batches:
             model.zero_grad()
             # A sum, not a mean: the Trainer adds up the workers and divides by the whole batch.
             loss = F.cross_entropy(model(images), labels, reduction="sum")
             loss.backward()
             trainer.step(len(labels) * kv.num_workers)
-            yield loss.item() / len(labels)
+            yield epoch, loss.item() / len(labels)
 
 
 @torch.no_grad()
@@ -88,21 +90,21 @@ def accuracy(model: torch.nn.Module, data: TensorDataset) -> float:
     return (model(images).argmax(1) == labels).float().mean().item()
 
 
-def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
+def show(losses: Iterable[tuple[int, float]], per_epoch: int, epochs: int) -> list[float]:
     """Collect ``losses`` and show how they fall: a bar in a terminal, else a line per epoch."""
     seen: list[float] = []
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TimeRemainingColumn())
     loss_now = TextColumn("loss {task.fields[loss]:.4f}")
     is_terminal = sys.stdout.isatty()
     with Progress(*columns, loss_now, disable=not is_terminal) as bar:
-        task = bar.add_task("train", total=steps, epoch=1, loss=0.0)
-        for loss in losses:
-            seen.append(loss)
-            epoch, at_end = (len(seen) - 1) // per_epoch + 1, len(seen) % per_epoch == 0
-            mean = sum(seen[-per_epoch:]) / len(seen[-per_epoch:])
-            bar.update(task, advance=1, epoch=epoch, loss=mean)
-            if at_end and not is_terminal:
-                print(f"epoch {epoch:2}  loss {mean:.4f}", flush=True)
+        task = bar.add_task("train", total=epochs * per_epoch, epoch=1, loss=0.0)
+        for epoch, steps in groupby(losses, key=itemgetter(0)):
+            for count, (_, loss) in enumerate(steps, 1):
+                seen.append(loss)
+                mean = sum(seen[-count:]) / count
+                bar.update(task, completed=epoch * per_epoch + count, epoch=epoch + 1, loss=mean)
+            if not is_terminal:
+                print(f"epoch {epoch + 1:2}  loss {mean:.4f}", flush=True)
     return seen
 
 
@@ -162,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{kv.type}: {workers}, {len(data)} images to train with, {len(unseen)} to test with")
     share = -(-len(data) // kv.num_workers)
     per_epoch = -(-share // max(1, flags.batch_size // kv.num_workers))
-    seen = show(losses, flags.epochs * per_epoch, per_epoch)
+    seen = show(losses, per_epoch, flags.epochs)
     result = accuracy(model, unseen)
     print(f"test accuracy {result:.4f}")
     if flags.save:

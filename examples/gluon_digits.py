@@ -20,6 +20,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -79,15 +81,15 @@ def train(
     devices: list[str],
     epochs: int,
     overlap: bool,
-) -> Iterator[float]:
-    """Train ``model``; yield the loss of this worker's part of each step."""
+) -> Iterator[tuple[int, float]]:
+    """Train ``model``; yield the epoch of each step, and the loss of this worker's part of it."""
     sampler = kvps.data_sampler(data, kv)
     loader = DataLoader(data, max(1, BATCH // kv.num_workers), sampler=sampler)
     trainer = kvps.Trainer(model, "adam", {"learning_rate": LR}, kvstore=kv, overlap=overlap)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
+    start = trainer.resume()  # 0, or the step at which a replacement goes on
+    for epoch, batches in kvps.epochs_from(loader, start, epochs):
         trainer.set_learning_rate(LR * (1 - epoch / epochs))
-        for images, labels in loader:
+        for images, labels in batches:
             model.zero_grad()
             image_slices = kvps.split_and_load(images, devices, even_split=False)
             label_slices = kvps.split_and_load(labels, devices, even_split=False)
@@ -98,7 +100,7 @@ def train(
             trainer.batch_size = size  # with overlap gradients are scaled before they leave
             torch.autograd.backward(losses)
             trainer.step(size)
-            yield sum(loss.item() for loss in losses) / len(labels)
+            yield epoch, sum(loss.item() for loss in losses) / len(labels)
 
 
 @torch.no_grad()
@@ -108,21 +110,21 @@ def accuracy(model: torch.nn.Module, data: TensorDataset, device: str) -> float:
     return (model(images.to(device)).argmax(1).cpu() == labels).float().mean().item()
 
 
-def show(losses: Iterable[float], steps: int, per_epoch: int) -> list[float]:
+def show(losses: Iterable[tuple[int, float]], per_epoch: int, epochs: int) -> list[float]:
     """Collect ``losses``, and show how they fall: a bar in a terminal, else a line per epoch."""
     seen: list[float] = []
     columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(), TimeRemainingColumn())
     loss_now = TextColumn("loss {task.fields[loss]:.4f}")
     is_terminal = sys.stdout.isatty()
     with Progress(*columns, loss_now, disable=not is_terminal) as bar:
-        task = bar.add_task("train", total=steps, epoch=1, loss=0.0)
-        for loss in losses:
-            seen.append(loss)
-            epoch, at_end = (len(seen) - 1) // per_epoch + 1, len(seen) % per_epoch == 0
-            mean = sum(seen[-per_epoch:]) / len(seen[-per_epoch:])
-            bar.update(task, advance=1, epoch=epoch, loss=mean)
-            if at_end and not is_terminal:
-                print(f"epoch {epoch:2}  loss {mean:.4f}", flush=True)
+        task = bar.add_task("train", total=epochs * per_epoch, epoch=1, loss=0.0)
+        for epoch, steps in groupby(losses, key=itemgetter(0)):
+            for count, (_, loss) in enumerate(steps, 1):
+                seen.append(loss)
+                mean = sum(seen[-count:]) / count
+                bar.update(task, completed=epoch * per_epoch + count, epoch=epoch + 1, loss=mean)
+            if not is_terminal:
+                print(f"epoch {epoch + 1:2}  loss {mean:.4f}", flush=True)
     return seen
 
 
@@ -152,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{kv.type}: {kv.num_workers} workers, each with {', '.join(devices)}")
     share = -(-len(data) // kv.num_workers)
     per_epoch = -(-share // max(1, BATCH // kv.num_workers))
-    seen = show(losses, flags.epochs * per_epoch, per_epoch)
+    seen = show(losses, per_epoch, flags.epochs)
     result = accuracy(model, unseen, devices[0])
     print(f"test accuracy {result:.4f}")
     if flags.save:

@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             writers.append(TensorBoardWriter(flags.tensorboard, stack))
         bar = stack.enter_context(Progress(disable=kv.rank != 0 or not sys.stdout.isatty()))
         task = bar.add_task("train", total=None)
-        for loss in train(kv, model, data, flags.epochs, BATCH, LR):
+        for _, loss in train(kv, model, data, flags.epochs, BATCH, LR):
             seen.append(loss)
             bar.advance(task)
             if len(seen) % EVERY == 0 and writers:

@@ -16,7 +16,7 @@ from kvps.backend_name import register_with_torch
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from kvps.data import data_sampler, split_and_load
+    from kvps.data import data_sampler, epochs_from, split_and_load
     from kvps.errors import (
         ConfigError,
         EpochChanged,
@@ -67,7 +67,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "kvps.runtime.process": ("shutdown",),
     "kvps.store.embedding.table": ("EmbeddingTable",),
     "kvps.runtime.preemption": ("leave_at_sigterm",),
-    "kvps.data": ("data_sampler", "split_and_load"),
+    "kvps.data": ("data_sampler", "epochs_from", "split_and_load"),
     "kvps.trainer": ("Trainer",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -96,6 +96,7 @@ __all__ = [
     "__version__",
     "create",
     "data_sampler",
+    "epochs_from",
     "leave_at_sigterm",
     "shutdown",
     "split_and_load",

@@ -1,18 +1,39 @@
-"""Samplers and batch splitting: the examples of each worker, and of each of its devices."""
+"""Samplers and batch splitting: the examples of each worker, of each of its devices, and from a step on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from itertools import islice
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from kvps.errors import ConfigError, Mismatch
 from kvps.store.base import KVStoreBase
 
 T = TypeVar("T")
 Device: TypeAlias = "str | int | torch.device"
+_READING = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "pin_memory_device",
+)
+"""The arguments of a DataLoader that say how it reads a batch."""
 
 
 def split_and_load(
@@ -95,3 +116,72 @@ def data_sampler(
     return DistributedSampler(
         dataset, kv.num_workers, kv.rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
+
+
+def epochs_from(
+    loader: DataLoader[T], start: int, epochs: int
+) -> Iterator[tuple[int, Iterable[Any]]]:
+    """Yield the number of each epoch and its batches, from step ``start`` of the job on.
+
+    So a script that :meth:`Trainer.resume` has begin at a step reads the batches that it would have read there. Each
+    epoch begins with ``set_epoch(epoch)`` of the loader's sampler, if it has that. The batches of the first epoch
+    before ``start`` are not read; a subclass of DataLoader reads them, and drops them.
+
+    Args:
+        loader: a DataLoader with a length. The order of its sampler follows from the epoch, as with
+            :func:`data_sampler`, or is always the same.
+        start: the number of batches that this rank has behind it, of all epochs.
+        epochs: the number of epochs of the job.
+
+    Raises:
+        ConfigError: for a loader without a length, or one that draws its order at random, which cannot be repeated.
+
+    Example:
+        >>> start = trainer.resume()  # doctest: +SKIP
+        >>> for epoch, batches in kvps.epochs_from(loader, start, epochs):  # doctest: +SKIP
+        ...     for x, y in batches: ...
+    """
+    sampler = _checked_sampler(loader)
+    length = len(loader)
+    return _epochs(loader, sampler, *divmod(start, length), epochs)
+
+
+def _epochs(
+    loader: DataLoader[T], sampler: Any, first: int, skipped: int, epochs: int
+) -> Iterator[tuple[int, Iterable[Any]]]:
+    for epoch in range(first, epochs):
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+        yield epoch, _behind(loader, skipped) if epoch == first and skipped else loader
+
+
+def _checked_sampler(loader: DataLoader[T]) -> Any:
+    """Return the sampler whose order follows from the epoch; None if the order is always the same."""
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
+        raise ConfigError(
+            "epochs_from() needs a dataset with a length and an order: skip what was read before in your own dataset"
+        )
+    nested = getattr(loader.batch_sampler, "sampler", None)
+    samplers = [loader.batch_sampler, nested, loader.sampler]
+    for sampler in samplers:
+        if hasattr(sampler, "set_epoch"):
+            return sampler
+    for sampler in samplers:
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
+            raise ConfigError(
+                f"{type(sampler).__name__} draws another order in each process, so that no process can go on where "
+                "another was: use sampler=kvps.data_sampler(dataset, kv), and no shuffle=True"
+            )
+    return None
+
+
+def _behind(loader: DataLoader[T], count: int) -> Iterable[Any]:
+    """Return the batches of an epoch behind the first ``count``."""
+    if type(loader) is not DataLoader:
+        return islice(loader, count, None)
+    order: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    rest = list(islice(order, count, None))
+    how: dict[str, Any] = {name: getattr(loader, name) for name in _READING}
+    if loader.batch_sampler is None:
+        return DataLoader(loader.dataset, batch_size=None, sampler=rest, **how)
+    return DataLoader(loader.dataset, batch_sampler=rest, **how)

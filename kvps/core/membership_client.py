@@ -124,6 +124,7 @@ class BeatFigures(NamedTuple):
     memory_bytes: int = 0
     limit_bytes: int = 0
     goes_on: bool = False
+    replayed: int = 0
 
 
 class MembershipClient:
@@ -330,7 +331,8 @@ class MembershipClient:
         self._next_beat = now + BEAT_EVERY_S
         yield from self._say_that_it_waits(now)
         if self.welcome is not None:
-            beat = p.Beat(self.progress, self.waits_in, *self.figures(), self.standstill)
+            figures = self.figures()._asdict()
+            beat = p.Beat(self.progress, self.waits_in, standstill=self.standstill, **figures)
             yield Send(SCHEDULER, self.packet(beat))
             if self._leave is not None:
                 yield Send(SCHEDULER, self.packet(self._leave))

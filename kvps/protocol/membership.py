@@ -102,6 +102,9 @@ class Beat(Message):
     """Whether a store of a worker closes rounds without lost workers (``on_worker_lost="shrink"``)."""
     standstill: int = 0
     """The number of a worker's standstill, 0 for none. Of the scheduler, the one that cannot end, for ``reason``."""
+    replayed: int = 0
+    """The number of steps of its predecessor that a replacement passes over, so far; 0 for none. Of the scheduler, of all
+    other workers together."""
 
 
 @tag(5)

@@ -67,7 +67,7 @@ class DistStore(KVStore):
             self._allocate,
         )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
-        opening = calls.OpenStore(opened.store, opened, options.worker_grace_s)
+        opening = calls.OpenStore(opened.store, opened, options.worker_grace_s, options.timeout_s)
         missed: Any = session.call(opening, options.timeout_s).wait()
         session.names[opened.store] = kind.type
         session.handles[opened.store] += 1
@@ -124,6 +124,16 @@ class DistStore(KVStore):
         if place.is_replacement and place.owed > 0:
             self.catch_up = CatchUp(place, self._epoch, unit)
         return place
+
+    def pass_over(self) -> None:
+        """Count a step of a replay.
+
+        Raises:
+            ConfigError: if the steps of the predecessor cannot be counted.
+        """
+        assert self.catch_up is not None
+        self.catch_up.step()
+        self._call(calls.PassOver(self._name))
 
     def end_replay(self) -> None:
         """Go on where the others are.

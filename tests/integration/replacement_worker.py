@@ -3,7 +3,8 @@
     kvps-launch -n 2 -s 2 --max-restarts 1 -- python tests/integration/replacement_worker.py FRONT RANK MOMENT FOLDER
 
 It makes the collective calls of a usual script: a learning rate for each epoch, a barrier, a checkpoint where there is
-a place for it. Each rank prints its weights at the end; ``resume`` behind FOLDER lets it ask where to begin.
+a place for it. Each rank prints its weights at the end; ``resume`` behind FOLDER lets it ask where to begin, and
+with ``slow`` a replacement computes for a while in each step, and ``loader`` reads its batches from there by a DataLoader, and prints which examples these were.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import kvps
 import kvps.compat.mx as mx
@@ -23,6 +26,7 @@ import kvps.torch
 
 EPOCHS, STEPS = 4, 3
 LR = 0.1
+SLOW_S = 6.0
 EPOCH = 2
 """In which a worker dies."""
 MOMENTS = (
@@ -42,7 +46,7 @@ class Front:
         self.name = name
         self.scheduler: Any = None
         parameters = self.model.parameters()
-        kv: Any = kvps.create("dist_sync")
+        kv: Any = kvps.create("dist_sync", timeout=float(os.environ.get("TIMEOUT_S", "300")))
         with torch.no_grad():
             for index, param in enumerate(self.model.parameters()):
                 param.copy_(torch.linspace(-1.0, 1.0 + index, param.numel()).view(param.shape))
@@ -146,7 +150,12 @@ def batches(rank: int, epoch: int) -> Iterator[torch.Tensor]:
 
 
 def train(
-    name: str, die: Die = lambda moment, epoch: None, *, resumes: bool = False, saves: bool = False
+    name: str,
+    die: Die = lambda moment, epoch: None,
+    *,
+    resumes: bool = False,
+    saves: bool = False,
+    compute: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Train with a front end; return the weights."""
     die("start", EPOCH)
@@ -163,6 +172,7 @@ def train(
             if epoch * STEPS + step >= start:
                 if step == 1:
                     die("step", epoch)
+                compute()
                 one.step(one.model(batch).square().mean())
                 if step == 1:
                     die("pushed", epoch)
@@ -181,6 +191,34 @@ def train(
     return weights
 
 
+def train_by_loader(
+    name: str, say: Callable[[str], object], die: Die = lambda moment, epoch: None
+) -> list[float]:
+    """Train on the batches of a DataLoader, from the step of the others on; return the weights."""
+    front = Front(name)
+    examples = torch.randn(26, 3, generator=torch.Generator().manual_seed(3))
+    data = TensorDataset(torch.arange(len(examples)), examples)
+    sampler = kvps.data_sampler(data, front.kv)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    start = front.resume()
+    for _ in range(start // len(loader)):
+        if front.scheduler is not None:
+            front.scheduler.step()
+    for epoch, batches in kvps.epochs_from(loader, start, EPOCHS):
+        front.begin_epoch(epoch)
+        for number, (ids, batch) in enumerate(batches):
+            if number == 1:
+                die("step", epoch)
+            front.step(front.model(batch).square().mean())
+            say(f"batch {epoch} {ids.tolist()}")
+            if number == 1:
+                die("pushed", epoch)
+        front.end_epoch()
+    weights = front.weights()
+    front.close()
+    return weights
+
+
 def main(name: str, rank: str, moment: str, folder: str, *more: str) -> None:
     """Train; die at the moment, unless a process has."""
     mark = Path(folder) / "died"
@@ -191,7 +229,17 @@ def main(name: str, rank: str, moment: str, folder: str, *more: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     saves = "KVPS_CHECKPOINT_DIR" in os.environ
-    weights = train(name, die, resumes="resume" in more, saves=saves)
+    if "loader" in more:
+        weights = train_by_loader(name, lambda text: print(text, flush=True), die)  # noqa: T201
+    else:
+        slow_s = SLOW_S if "slow" in more and mark.exists() else 0.0
+        weights = train(
+            name,
+            die,
+            resumes="resume" in more,
+            saves=saves,
+            compute=lambda: time.sleep(slow_s),
+        )
     sys.stdout.write(f"weights {weights}\n")
     sys.stdout.flush()
 

@@ -118,6 +118,9 @@ def yours(rank: int, checkpoint: Path) -> dict[str, Any]:
         **{"model": model, "batches": batches, "checkpoint": checkpoint, "batch_size": WORKERS},
         **{"loss_of": cross_entropy, "loss_sum_of": partial(cross_entropy, reduction="sum")},
         **{"loss": torch.tensor(0.5), "labels": batches[0][1], "hits": 6},
+        "data": torch.utils.data.TensorDataset(
+            *(torch.cat(part) for part in zip(*batches, strict=True))
+        ),
         "build": lambda: (model, sgd(model)),
         "names": [name for name, _ in model.named_parameters()],
         "weights": [one.detach() for one in model.parameters()],

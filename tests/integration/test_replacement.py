@@ -11,7 +11,7 @@ import pytest
 
 import kvps
 from tests.integration.processes import Process, Processes
-from tests.integration.replacement_worker import MOMENTS, train
+from tests.integration.replacement_worker import MOMENTS, train, train_by_loader
 
 WORKER = Path(__file__).with_name("replacement_worker.py")
 FRONTS = (
@@ -86,6 +86,50 @@ def test_at_every_moment_of_a_script(
     job = launched(processes, front, rank, moment, way, flags=flags)
     assert job.wait(60.0) == 0, job
     assert weights_of(job) == [undisturbed(front)] * 2
+    assert (processes.folder / "died").exists()
+
+
+@pytest.mark.thorough
+def test_the_others_wait_for_a_replacement_as_long_as_it_goes_on(processes: Processes) -> None:
+    """It passes over 6 steps of 6 s, and their calls have a limit of 24 s."""
+    job = launched(processes, "trainer", "1", "epoch", "slow", flags=("--env", "TIMEOUT_S=24"))
+    assert job.wait(120.0) == 0, job
+    assert weights_of(job) == [undisturbed("trainer")] * 2
+    assert job.err.count("its first 6 steps are passed over") == 1, job
+
+
+@cache
+def undisturbed_by_loader(front: str) -> tuple[list[float], list[list[str]]]:
+    """Return the weights of a job that loses nobody, and the batches of each rank."""
+    said: list[list[str]] = [[], []]
+    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+        first, second = cluster.run(lambda rank: train_by_loader(front, said[rank].append))
+    assert first == second
+    return first, said
+
+
+@pytest.mark.parametrize(
+    ("front", "moment", "rank"),
+    [
+        ("trainer", "pushed", 1),
+        pytest.param("trainer", "step", 0, marks=pytest.mark.thorough),
+        pytest.param("optimizer", "step", 1, marks=pytest.mark.thorough),
+        pytest.param("optimizer", "pushed", 0, marks=pytest.mark.thorough),
+        pytest.param("shard", "step", 1, marks=pytest.mark.thorough),
+        pytest.param("diloco", "pushed", 1, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_replacement_reads_the_batches_that_its_predecessor_did_not(
+    processes: Processes, front: str, moment: str, rank: int
+) -> None:
+    job = launched(processes, front, str(rank), moment, "loader")
+    assert job.wait(60.0) == 0, job
+    weights, batches = undisturbed_by_loader(front)
+    assert weights_of(job) == [weights] * 2
+    for each in range(2):
+        said = re.findall(rf"^\[worker {each}\] (batch .*)$", job.out, re.MULTILINE)
+        # Local steps since the last merge are made again.
+        assert (said == batches[each]) or (front == "diloco" and set(said) == set(batches[each]))
     assert (processes.folder / "died").exists()
 
 

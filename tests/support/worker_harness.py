@@ -277,7 +277,8 @@ class Bench:
     def open(self, store: str = "kv", **options: object) -> None:
         """Open a store on all servers."""
         grace = options.pop("worker_grace_s", 240.0)
-        ticket = self.call(calls.OpenStore(store, opened(store, **options), grace))  # type: ignore[arg-type]
+        limit = options.pop("timeout_s", 300.0)
+        ticket = self.call(calls.OpenStore(store, opened(store, **options), grace, limit))  # type: ignore[arg-type]
         for server in range(self.servers):
             self.server(server, Done(self.seqs(Open, server)[-1]))
         assert self.is_done(ticket)

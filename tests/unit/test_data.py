@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import kvps
 
@@ -110,3 +117,72 @@ def test_the_order_depends_on_seed_and_epoch_only() -> None:
 def test_a_dataset_without_a_length_is_an_error() -> None:
     with pytest.raises(kvps.ConfigError, match=r"Endless has no length.*kv\.rank"):
         kvps.data_sampler(Endless(), Store(0, 1))
+
+
+# --- from a step on -----------------------------------------------------------------------------------
+
+
+class Counted(torch.utils.data.Dataset[int]):
+    """Numbers, and how many of them were read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        return index
+
+
+class OwnLoader(DataLoader[int]):
+    """A subclass, which may have arguments of its own."""
+
+
+def loaders(data: Counted) -> dict[str, DataLoader[int]]:
+    sampler: DistributedSampler[int] = kvps.data_sampler(data, Store(1, 2))
+    return {
+        "sampler": DataLoader(data, 3, sampler=sampler),
+        "last batch dropped": DataLoader(data, 3, sampler=sampler, drop_last=True),
+        "batch sampler": DataLoader(data, batch_sampler=BatchSampler(sampler, 3, False)),
+        "no batches": DataLoader(data, batch_size=None, sampler=sampler),
+        "in order": DataLoader(data, 4, sampler=SequentialSampler(data)),
+        "subclass": OwnLoader(data, 3, sampler=sampler),
+    }
+
+
+def read(loader: DataLoader[int], start: int, epochs: int = 3) -> list[tuple[int, list[int]]]:
+    return [
+        (epoch, batch.tolist() if isinstance(batch, torch.Tensor) else batch)
+        for epoch, batches in kvps.epochs_from(loader, start, epochs)
+        for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("name", loaders(Counted(4)))
+def test_a_script_reads_from_its_step_on_the_batches_of_a_whole_run(name: str) -> None:
+    whole = read(loaders(Counted(23))[name], 0)
+    for start in range(len(whole) + 1):
+        assert read(loaders(Counted(23))[name], start) == whole[start:]
+    assert len({str(epoch) for epoch, _ in whole}) == 3
+
+
+def test_batches_before_the_step_are_not_read() -> None:
+    data = Counted(24)
+    loader = loaders(data)["sampler"]
+    assert len(read(loader, start=10)) == 2
+    assert data.read == 6
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (DataLoader(Counted(4), shuffle=True), "RandomSampler draws another order in each process"),
+        (DataLoader(Endless()), "a dataset with a length"),
+    ],
+)
+def test_an_order_that_cannot_be_repeated_is_refused(loader: DataLoader[int], why: str) -> None:
+    with pytest.raises(kvps.ConfigError, match=why):
+        kvps.epochs_from(loader, 0, 1)

@@ -87,6 +87,8 @@ class Scheduler:
     def _begin(self, process: ProcessInfo, now: float) -> None:
         self._process = process
         self._standstills = Standstills(now)
+        self._replaying: dict[Node, Seat] = {}
+        """The workers that pass over steps of their predecessors."""
         self._looks = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._pings = RateLimit(self.job.settings.limits.looks, LOOKS_WITHIN_S)
         self._refusals = RateLimit(REFUSALS_TOLD_MAX, REFUSALS_WITHIN_S)
@@ -313,7 +315,12 @@ class Scheduler:
                 beat.memory_bytes,
                 beat.limit_bytes,
                 beat.goes_on,
+                beat.replayed,
             )
+            if beat.replayed:
+                self._replaying[seat.node] = seat
+            else:
+                self._replaying.pop(seat.node, None)
             if went_on != beat.goes_on:
                 self.job.tell_if_it_goes_on()
             if beat.rounds and seat.node.role is Role.WORKER:
@@ -347,7 +354,12 @@ class Scheduler:
             told = standstills.told(seat)
         if told:
             return p.Beat(beat.progress, standstills.text, standstill=told)
-        return p.Beat(beat.progress, self.job.reason)
+        replayed = [
+            other.figures.replayed
+            for other in self._replaying.values()
+            if other is not seat and other.state is State.HELD
+        ]
+        return p.Beat(beat.progress, self.job.reason, replayed=sum(replayed))
 
     def _on_leave(self, route: Route, envelope: Envelope, leave: p.Leave, now: float) -> None:
         try:

@@ -48,6 +48,9 @@ LATE_MAX = 64
 HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 """Seconds after which the scheduler is sent a request again that it has not answered."""
+OWN_LIMIT = 0.5
+"""The share of the store's limit under which the limit of a call is the user's. What the call takes from its script to this
+core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
@@ -76,6 +79,8 @@ class PendingCall:
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
     """The caller has the result; what is still under way is reported nowhere."""
+    limit_s: float = 0.0
+    """The time that its caller has given it."""
     requests: list[Request] = field(default_factory=list)
     """Those of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
@@ -140,12 +145,15 @@ class CallTable:
                 if pending.finished and pending.call == call:
                     del self.pending[pending.ticket]
                     pending.ticket, pending.deadline = ticket, deadline
+                    pending.limit_s = deadline - now
                     pending.finished = pending.probed = False
                     self.pending[ticket] = pending
                     return
         values = list(call.values())
         operation = call.run(self._stores[call.store], values)
-        pending = PendingCall(ticket, call, operation, values, deadline, on_end)
+        pending = PendingCall(
+            ticket, call, operation, values, deadline, on_end, limit_s=deadline - now
+        )
         self.pending[ticket] = pending
         yield from self._advance(pending, None, now)
 
@@ -455,6 +463,12 @@ class CallTable:
             elif not pending.probed and now >= pending.deadline - LAST_PROBE_S:
                 pending.probed = True
                 yield from self.ask_after(pending.waiting, now)
+
+    def put_off(self, now: float) -> None:
+        """Count the time of the calls that wait anew, but for those to which the user gave much less than the store's."""
+        for pending in self.pending.values():
+            if pending.limit_s >= OWN_LIMIT * self._stores[pending.call.store].timeout_s:
+                pending.deadline, pending.probed = now + pending.limit_s, False
 
     def finish(
         self, pending: PendingCall, now: float, value: object = None, error: KvpsError | None = None

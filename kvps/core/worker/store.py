@@ -44,6 +44,8 @@ class WorkerStore:
     rank: int
     servers: int
     worker_grace_s: float
+    timeout_s: float = math.inf
+    """The limit of its calls, if the user gives none."""
     memory: Memory = PRIVATE
     """Memory in which values are gathered for the servers to read."""
     is_short: bool = False
@@ -58,6 +60,8 @@ class WorkerStore:
     """The learning rate that the servers had when this rank took another's place, if ``rated`` says that it was set."""
     is_replaying: bool = False
     """A script that took another's place runs again from its beginning, and is not yet where its predecessor was."""
+    replayed: int = 0
+    """The number of steps that it has passed over since then."""
     is_resumed: bool = False
     """This rank took another's place, and does not know which calls and barriers its predecessor has made."""
     restored: int = 0
@@ -255,4 +259,5 @@ def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:
         in_bytes=sum([store.traffic.received_bytes for store in stores.values()]),
         out_bytes=sum([store.traffic.sent_bytes for store in stores.values()]),
         goes_on=any(store.opened.on_worker_lost == "shrink" for store in stores.values()),
+        replayed=sum([store.replayed for store in stores.values() if store.is_replaying]),
     )

@@ -84,6 +84,8 @@ class Worker:
         self._closing: set[str] = set()
         """Closed stores of which a call of the user is still under way."""
         self._standstill = Standstill()
+        self._replayed = 0
+        """The number of steps that replacements have passed over, as the scheduler said last."""
         self._complete = False
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
@@ -131,6 +133,7 @@ class Worker:
                 self.member.rank,
                 len(self.table.links),
                 call.worker_grace_s,
+                call.timeout_s,
                 self._memory,
                 bool(self.losses.workers),
             )
@@ -291,6 +294,18 @@ class Worker:
             yield from self.table.end_early(pending, error, now)
         standstill.end()
 
+    def _hear_of_replay(self, replayed: int, now: float) -> Effects:
+        """Replacements of lost workers have passed over so many steps: who waits for them waits on."""
+        if replayed and replayed != self._replayed:
+            if not self._replayed:
+                yield Note(
+                    "warning",
+                    "a worker that replaces a lost worker runs its script again, and passes over the steps of its "
+                    "predecessor. Calls that wait for it wait on, as long as it goes on",
+                )
+            self.table.put_off(now)
+        self._replayed = replayed
+
     def deadline(self) -> float | None:
         """When something is due next."""
         due = min(self._deadlines(), default=math.inf)
@@ -346,6 +361,8 @@ class Worker:
         if isinstance(message, p.Beat) and message.standstill:
             yield from self._end_standstill(message, now)
             return
+        if isinstance(message, p.Beat):
+            yield from self._hear_of_replay(message.replayed, now)
         is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
         if isinstance(message, p.Halt) and is_welcomed:
             yield from self._make(self._quiesce.halt(message, self.stores, now), now)

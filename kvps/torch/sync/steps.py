@@ -96,8 +96,7 @@ class Steps:
             rate = self._drop(front, *given)
             kv = self._stores[self.made % len(self._stores)]
             assert isinstance(kv, DistStore)
-            assert kv.catch_up is not None
-            kv.catch_up.step()
+            kv.pass_over()
             self._catch_up(front, rate)
         else:  # the script has called resume()
             self._make(front, *given)

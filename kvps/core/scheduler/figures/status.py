@@ -65,7 +65,17 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
         is_worker = is_held and node.role is Role.WORKER
         late_s = report.late_s(node.rank, seats, now) if is_worker else 0.0
         numbers = seat.figures if is_held else BeatFigures()
-        shown.append(Figures(seat.software, *numbers[:-1], late_s))  # the last is for a launcher
+        shown.append(
+            Figures(
+                seat.software,
+                numbers.rounds,
+                numbers.in_bytes,
+                numbers.out_bytes,
+                numbers.memory_bytes,
+                numbers.limit_bytes,
+                late_s,
+            )
+        )
     return tuple(shown)
 
 

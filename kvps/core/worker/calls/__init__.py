@@ -38,5 +38,5 @@ from kvps.core.worker.calls.optimizer import (
     SetRate,
 )
 from kvps.core.worker.calls.refresh import Fresh, Refresh
-from kvps.core.worker.calls.resume import EndReplay, Place, ResumeKeys, TakePlace
+from kvps.core.worker.calls.resume import EndReplay, PassOver, Place, ResumeKeys, TakePlace
 from kvps.core.worker.calls.rows import PullKeyRows, PushKeyRows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -63,13 +64,14 @@ class OpenStore(Call):
 
     opened: p.Open
     worker_grace_s: float
+    timeout_s: float = math.inf
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         opened = replace(self.opened, life=store.opened.life)
         answers = yield [Request(server, opened) for server in range(store.servers)]
         lives = [answer.message.life for answer in answers if isinstance(answer.message, p.Opened)]
         store.opened = replace(opened, life=max([opened.life, *lives]))
-        store.worker_grace_s = self.worker_grace_s
+        store.worker_grace_s, store.timeout_s = self.worker_grace_s, self.timeout_s
         return store.opened.life - opened.life
 
 

@@ -4,7 +4,7 @@ A replacement knows from the servers which push of each key its rank owes next. 
 ways. It may ask for the number and begin there: :class:`ResumeKeys`. Or it runs again from its beginning, as its
 predecessor did, and *replays*: a front end passes over the steps before that number, and the calls that all ranks
 make together pass at once, because the others made theirs with the predecessor (:attr:`WorkerStore.is_replaying`).
-:class:`EndReplay` ends this.
+:class:`PassOver` counts these steps, and :class:`EndReplay` ends this.
 
 A rank that owes its first push has made no step: its calls are numbered from its own beginning, and the k-th of
 them meets the k-th of the others without further ado.
@@ -68,6 +68,19 @@ class TakePlace(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         return (yield from _take_place(store, self.keys, replays=True))
+
+
+@dataclass(frozen=True, slots=True)
+class PassOver(Call):
+    """The script has passed over a step; the workers that wait for this one may hear of it."""
+
+    title = "a step of a replay"
+    on_timeout = OnTimeout.RETRY
+
+    def run(self, store: WorkerStore, values: Values) -> Operation:
+        yield []
+        store.replayed += 1
+        return None
 
 
 @dataclass(frozen=True, slots=True)

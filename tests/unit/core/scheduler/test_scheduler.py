@@ -795,6 +795,25 @@ def test_a_beat_costs_the_same_in_a_large_cluster() -> None:
     assert lines_of_a_beat(200) == lines_of_a_beat(2)
 
 
+@pytest.mark.spec("R451")
+def test_workers_hear_how_many_steps_the_others_pass_over() -> None:
+    stage = running(workers=3)
+
+    def heard(route: str, replayed: int = 0) -> int:
+        (answer,) = sent(stage.say(route, Beat(1, replayed=replayed)), Beat, route)
+        return answer.replayed
+
+    assert heard("w0") == 0
+    assert heard("w1", 4) == 0, "it knows that itself"
+    assert heard("w2", 3) == 4
+    assert [heard("w0"), heard("w1", 5)] == [7, 3]
+    assert [heard("w0"), heard("s0")] == [8, 8]
+    stage.leave("w2", done=False, code=3)
+    assert heard("w0") == 5
+    heard("w1", 0)
+    assert heard("w0") == 0
+
+
 def test_needs_no_torch() -> None:
     code = "import sys, kvps.core.scheduler.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,6 +9,7 @@ from kvps.core.worker import calls
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
 from kvps.protocol.membership import (
     Barrier,
+    Beat,
     Done,
     HistoryIs,
     Join,
@@ -83,6 +84,18 @@ def test_calls_pass_until_the_end_of_a_replay() -> None:
     assert one.sent(Barrier) == [Barrier("kv", "", 0, True, 4, resumed=True)]
     one.call(calls.SetRate("kv", 0.25))
     assert one.sent(Rate)[-1].resumed
+
+
+@pytest.mark.spec("R450")
+def test_beats_say_how_many_steps_were_passed_over() -> None:
+    one = ready(1)
+    replay(one, SILENT, SILENT)
+    said = []
+    for call in (calls.PassOver("kv"), calls.PassOver("kv"), calls.EndReplay("kv")):
+        assert one.is_done(one.call(call))
+        one.wait(1.0)
+        said.append(one.sent(Beat)[-1].replayed)
+    assert said == [1, 2, 0]
 
 
 @pytest.mark.parametrize(

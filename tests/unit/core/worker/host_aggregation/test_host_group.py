@@ -52,7 +52,7 @@ def bench(
         if knows and other != rank and machines[other] == machines[rank]:
             one.leader(other, WELCOME)
             one.neighbour(other, HELLO)
-    one.open(**({"merged requests": True} | more))
+    one.open(**({"bundles": True} | more))
     one.init({name: torch.zeros(4) for name in KEYS})
     one.effects.clear()
     return one
