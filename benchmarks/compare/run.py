@@ -18,11 +18,11 @@ from benchmarks.compare.systems import PEERS
 from kvps.tools.bench import figures, hardware, limits, local, run
 from kvps.tools.bench import tables as usual_tables
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
-from kvps.tools.bench.processes import Leash
+from kvps.tools.bench.processes import Reaper
 from kvps.tools.bench.systems import System
 
 
-def perform(plan: Comparison, reaper: Leash) -> None:
+def perform(plan: Comparison, reaper: Reaper) -> None:
     """Measure, print, write and draw.
 
     Raises:
@@ -46,7 +46,7 @@ def perform(plan: Comparison, reaper: Leash) -> None:
 
 
 def _measure(
-    plan: Comparison, reaper: Leash, namespaces: Namespaces | None
+    plan: Comparison, reaper: Reaper, namespaces: Namespaces | None
 ) -> Callable[[System, Case], TrialTimes]:
     def trial(system: System, case: Case) -> TrialTimes:
         if plan.hosts is not None and namespaces is not None:

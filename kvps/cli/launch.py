@@ -226,13 +226,13 @@ def _main(argv: Sequence[str]) -> int:
     http = flags.http_of(parsed)
     demand_command(command)
     log_format = flags.log_format(parsed)
-    screen = OutputMux(
+    output = OutputMux(
         sys.stdout.buffer,
         sys.stderr.buffer,
         config.text("NO_COLOR") is None,
         is_json=log_format == "json",
     )
-    level = flags.start_log(NAME, parsed, _ScreenHandler(screen))
+    level = flags.start_log(NAME, parsed, _OutputHandler(output))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now
     env = _environment(_given(parsed.env), workers + servers)
     if parsed.timeline is not None:
@@ -261,7 +261,7 @@ def _main(argv: Sequence[str]) -> int:
     descriptors.demand(f"kvps-launch of {workers} workers and {servers} servers", need)
     reaper = Reaper()
     try:
-        return Launch(plan, screen, reaper).run()
+        return Launch(plan, output, reaper).run()
     finally:
         reaper.close()
 
@@ -336,16 +336,16 @@ def _environment(changes: dict[str, str], processes: int) -> dict[str, str]:
     return config.environment(changes, {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"})
 
 
-class _ScreenHandler(logging.Handler):
+class _OutputHandler(logging.Handler):
     """Prints our own lines between the lines of the processes."""
 
-    def __init__(self, screen: OutputMux) -> None:
+    def __init__(self, output: OutputMux) -> None:
         super().__init__()
-        self._screen = screen
+        self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(BrokenPipeError):
-            self._screen.write(1, b"", self.format(record).encode().split(b"\n"))
+            self._output.write(1, b"", self.format(record).encode().split(b"\n"))
 
 
 if __name__ == "__main__":

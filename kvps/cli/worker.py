@@ -194,7 +194,7 @@ class Shell(Listener):
         signal.signal(signal.SIGCHLD, lambda *_: self._inbox.put(lambda _, now: self._reap(now)))
         try:
             with on_stop(self._inbox, lambda number: CoreRequest("on_signal", (number,))):
-                wish = drive(self._core, self._transport, self._inbox, self)
+                ending = drive(self._core, self._transport, self._inbox, self)
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if self._process is not None and self._process.returncode is None:
@@ -202,8 +202,8 @@ class Shell(Listener):
                 self._process.wait()
             self._transport.close(0.5)
         if self._process is None:
-            return report("worker", wish)
-        return wish.code
+            return report("worker", ending)
+        return ending.code
 
     def _reap(self, now: float) -> Effects:
         """Find out whether the command has ended."""

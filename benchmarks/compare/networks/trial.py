@@ -26,7 +26,7 @@ from kvps.tools.bench.local import (
     trial_of,
     worker_flags,
 )
-from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.processes import Group, Reaper
 from kvps.tools.bench.systems import System
 
 SCHEDULER_PORT = 9091
@@ -35,7 +35,7 @@ LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
 
 
 def measure(
-    system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, reaper: Leash
+    system: System, case: Case, rounds: int, hosts: Hosts, namespaces: Namespaces, reaper: Reaper
 ) -> NetworkTrial:
     """Run a system once.
 

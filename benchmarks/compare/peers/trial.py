@@ -10,11 +10,11 @@ import kvps
 from kvps import config
 from kvps.tools.bench.figures import Case, TrialTimes
 from kvps.tools.bench.local import LOOPBACK, THREADS, free_port, trial_of, worker_flags
-from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.processes import Group, Reaper
 from kvps.tools.bench.systems import System
 
 
-def measure(system: System, case: Case, rounds: int, python: str, reaper: Leash) -> TrialTimes:
+def measure(system: System, case: Case, rounds: int, python: str, reaper: Reaper) -> TrialTimes:
     """Run a system once, in its own interpreter ``python``.
 
     Raises:

@@ -12,7 +12,7 @@ import sys
 from kvps import config
 from kvps.errors import KvpsError
 from kvps.tools.bench.figures import Case, TrialTimes, slowest
-from kvps.tools.bench.processes import Group, Leash
+from kvps.tools.bench.processes import Group, Reaper
 from kvps.tools.bench.systems import System
 
 LOOPBACK = "127.0.0.1"
@@ -21,14 +21,14 @@ KVPS_WORKER = "kvps.tools.bench.worker"
 GLOO_WORKER = "kvps.tools.bench.gloo"
 
 
-def measure(system: System, case: Case, rounds: int, leash: Leash) -> TrialTimes:
+def measure(system: System, case: Case, rounds: int, reaper: Reaper) -> TrialTimes:
     """Run a system once.
 
     Raises:
         KvpsError: if it fails, or one of its workers says nothing.
     """
     start = _start_kvps if system.kind == "kvps" else _start_gloo
-    with Group(leash) as group:
+    with Group(reaper) as group:
         start(group, system, case, rounds)
         return trial_of(group.wait(), case.workers, system.name)
 

@@ -31,7 +31,7 @@ WORDS = 8
 """The number of last lines of a failed process that are shown."""
 
 
-class Leash(Protocol):
+class Reaper(Protocol):
     """A guard that ends process groups if this process is killed."""
 
     def hold(self, group: int) -> None:
@@ -57,8 +57,8 @@ class _Child:
 class Group:
     """The processes of one trial. Use it in a ``with`` block, which leaves none of them."""
 
-    def __init__(self, leash: Leash, limit_s: float = TRIAL_MAX_S) -> None:
-        self._leash = leash
+    def __init__(self, reaper: Reaper, limit_s: float = TRIAL_MAX_S) -> None:
+        self._reaper = reaper
         self._limit_s = limit_s
         self._children: list[_Child] = []
         self._outputs: list[str] = []
@@ -95,9 +95,9 @@ class Group:
             stderr=err,
             start_new_session=True,  # Ctrl-C is for us; we end them
             pass_fds=pass_fds,
-            preexec_fn=self._leash.hold_me,  # there is no moment at which it runs and is not held
+            preexec_fn=self._reaper.hold_me,  # there is no moment at which it runs and is not held
         )
-        self._leash.hold(popen.pid)
+        self._reaper.hold(popen.pid)
         child = _Child(name, popen, out, err, os.pidfd_open(popen.pid), is_measured)
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, child)
@@ -177,7 +177,7 @@ class Group:
     def _forget(self, child: _Child) -> None:
         self._selector.unregister(child.pidfd)
         os.close(child.pidfd)
-        self._leash.forget(child.popen.pid)
+        self._reaper.forget(child.popen.pid)
         self._children.remove(child)
 
     def _end(self) -> None:

@@ -16,7 +16,7 @@ from kvps.errors import StorageError
 from kvps.tools.bench import figures, hardware, limits, local, tables
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.plan import Plan
-from kvps.tools.bench.processes import Leash
+from kvps.tools.bench.processes import Reaper
 from kvps.tools.bench.systems import System
 
 WIDTH = 120
@@ -27,7 +27,7 @@ REFRESH_PER_S = 1
 """Updates of the bar in a second: it shares the cores with the measured systems."""
 
 
-def perform(plan: Plan, leash: Leash) -> None:
+def perform(plan: Plan, reaper: Reaper) -> None:
     """Measure, print and write.
 
     Raises:
@@ -37,7 +37,7 @@ def perform(plan: Plan, leash: Leash) -> None:
     machine = hardware.described()
     console.print(tables.headline(machine), soft_wrap=True)
     limit = limits.measured() if plan.has_limits else {}
-    rows = rows_of(plan, lambda system, case: local.measure(system, case, plan.rounds, leash))
+    rows = rows_of(plan, lambda system, case: local.measure(system, case, plan.rounds, reaper))
     case = plan.cases[0]
     console.print(caption(plan, sizes(case)), soft_wrap=True)
     console.print(tables.table_of(rows))
