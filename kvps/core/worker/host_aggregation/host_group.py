@@ -217,7 +217,7 @@ class HostGroup:
         """Whether ``request`` is made together with those of neighbours.
 
         Compressed pushes are not: each worker keeps the residual of its own encoding, and the sum of gradients
-        would be encoded anew. Pushes of a step that is clipped are not: a bundle has the elements of several pushes.
+        would be encoded anew. Pushes of a step that is clipped are not: a merged request has the elements of several pushes.
         """
         message = request.message
         return (
