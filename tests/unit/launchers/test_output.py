@@ -146,7 +146,7 @@ KILLED_TOGETHER = """
 import os, subprocess, sys
 from kvps.launchers.reaper import Reaper
 reaper = Reaper()
-subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=leash.hold_me)
+subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=reaper.hold_me)
 os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), 9)
 os.kill(os.getpid(), 9)
 """
