@@ -31,12 +31,22 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvps.core.server.chunks.rounds import Span
-    from kvps.core.server.chunks.slab import Buffer, Chunk
+    from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
     from kvps.core.server.snapshot.model import Snapshot
     from kvps.core.server.snapshot.storage import Answer, Order
 
 JOB = bytes(range(16))
 M = TypeVar("M", bound=Message)
+
+
+def weight_bytes(chunks: Chunks) -> int:
+    """Return the bytes of all keys, and of the rows of tables."""
+    keys = sum(
+        count * BY_NAME[dtype].itemsize
+        for counts in chunks.counts.values()
+        for dtype, count in counts.items()
+    )
+    return keys + sum(chunks.table_bytes.values())
 
 
 class Said(NamedTuple):
@@ -385,7 +395,7 @@ class ServerStage:
         }
         pending = {rank: sorted(session.pending) for rank, session in context.sessions.items()}
         norms = sorted(self.server.push_pull.aggregator.norms.open, key=repr)
-        return copy.deepcopy((chunks, stores, pending, context.chunks.weight_bytes, norms))
+        return copy.deepcopy((chunks, stores, pending, weight_bytes(context.chunks), norms))
 
 
 # --- words ------------------------------------------------------------------------------------------

@@ -118,11 +118,6 @@ class Segment:
         """How others find it."""
         return Offer(self._pid, self._fd, self.size_bytes, self.nonce)
 
-    @property
-    def backed_bytes(self) -> int:
-        """Memory that it occupies."""
-        return self._backed
-
     def take(self, size_bytes: int) -> Block | None:
         """Return a free block, its contents undefined; None if none is left.
 

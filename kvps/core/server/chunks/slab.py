@@ -381,16 +381,6 @@ class Chunks:
         """Store -> bytes of the rows of its tables."""
         self._made = 0
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all keys, and of the rows of tables."""
-        keys = sum(
-            count * BY_NAME[dtype].itemsize
-            for counts in self.counts.values()
-            for dtype, count in counts.items()
-        )
-        return keys + sum(self.table_bytes.values())
-
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
         """Return a new chunk, with a number that no other had, here or on another server."""
         self._made += 1

@@ -86,7 +86,7 @@ def test_other_sizes_do_not_make_it_grow() -> None:
     segment = Segment(MIB * 256)
     for pages in range(1000):
         assert segment.take((pages % 500 + 1) * PAGE_BYTES) is not None
-    assert segment.backed_bytes <= 4 * MIB + segments.BACK_BYTES
+    assert segment._backed <= 4 * MIB + segments.BACK_BYTES
     segment.close()
 
 
@@ -94,7 +94,7 @@ def test_memory_is_there_before_it_is_used() -> None:
     segment = Segment(MIB * 256)
     assert os.fstat(segment.offer.fd).st_blocks * 512 == PAGE_BYTES, "it is empty, however large"
     block = take(segment, 40 * MIB)
-    assert os.fstat(segment.offer.fd).st_blocks * 512 == segment.backed_bytes >= 40 * MIB
+    assert os.fstat(segment.offer.fd).st_blocks * 512 == segment._backed >= 40 * MIB
     del block
     segment.close()
 

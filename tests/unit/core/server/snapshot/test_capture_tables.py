@@ -24,7 +24,7 @@ from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Declared, Find, FoundAll
 from kvps.protocol.values import PulledIds, PullIds, PushIds, TableRate
 from kvps.tensors import from_frame
-from tests.support.server_harness import ServerStage, acked, heard
+from tests.support.server_harness import ServerStage, acked, heard, weight_bytes
 from tests.support.snapshots import holdings
 
 KEY = "kvps.embedding:t"
@@ -188,7 +188,7 @@ def test_a_store_goes_back_to_what_it_was() -> None:
     assert one.rows() != wanted
     one.stage.revive(image)
     assert one.rows() == wanted
-    held = one.stage.server.context.chunks.weight_bytes
+    held = weight_bytes(one.stage.server.context.chunks)
     assert held == 8 + 2 * 4 + 60 * 3 * 4  # the table's element, the key, the rows
     one.version = 3
     one.push(0, 10)

@@ -32,7 +32,15 @@ from kvps.protocol.values import (
     TableRate,
 )
 from kvps.tensors import from_frame
-from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import (
+    Said,
+    ServerStage,
+    acked,
+    heard,
+    pulled,
+    refusal,
+    weight_bytes,
+)
 
 KEY = "kvps.embedding:words"
 PLAIN: dict[str, Any] = {
@@ -169,7 +177,7 @@ def test_rows_count_as_weights_do() -> None:
     for rank in range(2):
         table.push(rank, [1, 2, 3], 0)
     chunks = table.stage.server.context.chunks
-    assert chunks.weight_bytes == 8 + 3 * 2 * 4
+    assert weight_bytes(chunks) == 8 + 3 * 2 * 4
 
 
 @pytest.mark.spec("R197")
