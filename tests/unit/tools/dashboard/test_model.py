@@ -18,7 +18,8 @@ from kvps.protocol.membership import (
     OldRound,
     StoreFigures,
 )
-from kvps.tools.dashboard.model import HISTORY_MAX, LATENCY, WINDOW_S, JobModel, added, quantile
+from kvps.tools.dashboard.model import HISTORY_MAX, LATENCY, JobModel
+from kvps.tools.dashboard.tracks import WINDOW_S, added, quantile
 
 
 def member(role: str, rank: int, state: str = "held") -> dict[str, object]:
