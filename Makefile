@@ -25,7 +25,7 @@ JOBS  ?= $(shell expr 2 \* $(CORES))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint prose cover check soak bench gpu docs lock lock-base audit wheel release test-docker clean
+.PHONY: help demo test test-all lint size prose cover check soak bench gpu docs lock lock-base audit wheel release test-docker clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -77,6 +77,10 @@ lint: .venv/.installed  ## check format, style, types and layers
 	$(BIN)/python docs/diagrams.py
 	$(BIN)/python docs/notebooks.py
 	$(BIN)/python .ci/prose.py
+	$(BIN)/python .ci/size.py
+
+size:  ## count the code of each package, and compare with its budget; VERBOSE=1 lists small files
+	$(PYTHON) .ci/size.py $(if $(VERBOSE),--verbose)
 
 prose:  ## check the prose for phrases that are banned: see CONTRIBUTING.md
 	$(PYTHON) .ci/prose.py

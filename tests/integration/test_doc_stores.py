@@ -69,6 +69,7 @@ def train(x, y):
 """,
     "kv.embedding": "",
     "kvps.EpochChanged": STORE,
+    "kvps.plugin": STORE,
     "kv.restore()": "",
     'kv.checkpoint(tag="best")': STORE + "kv.pushpull(keys, gradients_of(0), out=weights)\n",
 }
@@ -78,6 +79,7 @@ AFTER = {
     "kv.joins": "assert kv.joins == epochs",
     "kv.embedding": "assert rows.shape == (2, 16)",
     "kvps.EpochChanged": "assert step == steps and weights[0][0] == weights[1][0, 0] != 0",
+    "kvps.plugin": "from kvps.core.optim.torch_rules import UPDATERS; assert UPDATERS['damped'] is Damped",
     "kv.restore()": "assert kv.version('a') == steps",
     'kv.checkpoint(tag="best")': "assert cut >= 1 and kv.version('a') == 1",
 }

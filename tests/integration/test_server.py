@@ -123,12 +123,11 @@ def test_the_memory_limit_is_kept(processes: Processes) -> None:
 
 def test_a_plugin_brings_an_optimizer(processes: Processes) -> None:
     processes.script(
-        "from kvps.core.optim.hyperparams import Schema\n"
-        "from kvps.core.optim.torch_rules import Updater, register\n"
+        "from kvps.plugin import Parameter, Schema, Updater, register\n"
         "class Half(Updater):\n"
         "    def _update(self, weight, gradient, state, terms):\n"
-        "        weight.sub_(gradient, alpha=terms.lr / 2)\n"
-        "register('half', Half, Schema.of('half', lr=0.1))\n",
+        "        weight.sub_(gradient, alpha=terms.lr * self.hyper.number('share'))\n"
+        "register('half', Half, Schema.of('half', Parameter('share', 0.5, low=0.0), lr=0.1))\n",
         "half.py",
     )
     cluster = processes.scheduler(1, 1)
