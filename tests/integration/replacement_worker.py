@@ -46,7 +46,9 @@ class Front:
         self.name = name
         self.scheduler: Any = None
         parameters = self.model.parameters()
-        kv: Any = kvps.create("dist_sync", timeout=float(os.environ.get("TIMEOUT_S", "300")))
+        self.scaler: Any = None
+        kind = "dist_async" if name.endswith("async") else "dist_sync"
+        kv: Any = kvps.create(kind, timeout=float(os.environ.get("TIMEOUT_S", "300")))
         with torch.no_grad():
             for index, param in enumerate(self.model.parameters()):
                 param.copy_(torch.linspace(-1.0, 1.0 + index, param.numel()).view(param.shape))
@@ -73,6 +75,12 @@ class Front:
         else:
             sgd = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda epoch: 1 / (1 + epoch))
+            if name.endswith("plateau"):
+                self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    sgd, factor=0.5, patience=0, threshold=0.2
+                )
+            elif name.endswith("scaler"):
+                self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             if name == "shard":
                 self.front = kvps.torch.shard(self.model, optimizer=sgd)
                 kv = self.front.kvstore
@@ -95,7 +103,10 @@ class Front:
 
     def end_epoch(self) -> None:
         """Let a scheduler go on."""
-        if self.scheduler is not None:
+        if self.name.endswith("plateau"):
+            with torch.no_grad():
+                self.scheduler.step(self.model(torch.ones(4, 3)).square().mean())
+        elif self.scheduler is not None:
             self.scheduler.step()
         if self.name == "diloco":
             self.front.average()
@@ -123,6 +134,11 @@ class Front:
             self.front.batch_size = 2
             loss.backward()
             self.front.step(2)
+        elif self.scaler is not None:
+            self.front.zero_grad()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.front)
+            self.scaler.update()
         else:
             if self.name != "shard":
                 self.front.zero_grad()

@@ -133,6 +133,38 @@ def test_a_replacement_reads_the_batches_that_its_predecessor_did_not(
     assert (processes.folder / "died").exists()
 
 
+@pytest.mark.thorough
+def test_a_schedule_that_follows_the_loss_goes_on_where_rank_0_is(processes: Processes) -> None:
+    job = launched(processes, "optimizer-plateau", "1", "step")
+    assert job.wait(60.0) == 0, job
+    assert weights_of(job) == [undisturbed("optimizer-plateau")] * 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        ("again", "a GradScaler may have dropped steps"),
+        ("resume", "in each step the workers agree on flags"),
+    ],
+)
+def test_with_a_grad_scaler_a_replacement_is_refused_at_once(
+    processes: Processes, way: str, why: str
+) -> None:
+    job = launched(processes, "optimizer-scaler", "1", "step", way)
+    assert job.wait(60.0) == 78, job
+    assert job.err.count(f"cannot go on where it was: {why}") == 1, job
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["again", "resume"])
+def test_a_worker_of_an_async_job_is_replaced(processes: Processes, way: str) -> None:
+    job = launched(processes, "trainer-async", "1", "step", way)
+    assert job.wait(60.0) == 0, job
+    assert len(weights_of(job)) == 2
+    assert (processes.folder / "died").exists()
+
+
 @pytest.mark.parametrize("front", ["optimizer-here"])
 def test_a_front_end_with_state_on_the_workers_is_refused_once(
     processes: Processes, front: str

@@ -15,6 +15,7 @@ import torch
 
 from kvps.phrases import ranks_in_words
 from kvps.store.base import Store
+from kvps.store.catch_up import refuse
 from kvps.store.create import create_dist
 from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions
@@ -83,6 +84,12 @@ class Agreement:
         if workers > 1:
             self._kv = create_dist("dist_sync", "agreement", options)
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
+            if self._kv.resume(["flags"]) > 0:
+                refuse(
+                    "in each step the workers agree on flags (a GradScaler, find_unused=True), and the steps of its "
+                    "predecessor are not known",
+                    "use bfloat16, which needs no scaler, and do without find_unused",
+                )
 
     def any(self, flags: torch.Tensor) -> torch.Tensor:
         """Return for each flag whether it is set at any worker.
