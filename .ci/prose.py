@@ -14,6 +14,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,9 @@ def modules() -> list[str]:
     """Return the modules whose docstring begins with a question."""
     faults = []
     for path in sorted((ROOT / "kvps").rglob("*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        tree = nodes(path)[0]
+        assert isinstance(tree, ast.Module)
+        docstring = ast.get_docstring(tree) or ""
         if QUESTION.match(docstring):
             where = path.relative_to(ROOT)
             faults.append(f"{where}: begin with a noun phrase, not {docstring.split()[0]!r}")
@@ -85,7 +88,7 @@ def openings() -> list[str]:
     faults = []
     for path in sorted((ROOT / "kvps").rglob("*.py")):
         where = path.relative_to(ROOT).as_posix()
-        for line, text, is_docstring in strings(ast.parse(path.read_text("utf-8"))):
+        for line, text, is_docstring in strings(nodes(path)):
             if is_docstring and (start := FRAGMENT.match(text)):
                 faults.append(f"{where}:{line}: begin with a noun or a verb, not {start[0]!r}")
     return faults
@@ -108,15 +111,15 @@ def variables() -> list[str]:
     faults = []
     for path in sorted((ROOT / "kvps").rglob("*.py")):
         where = path.relative_to(ROOT).as_posix()
-        for line, name in names(ast.parse(path.read_text("utf-8"))):
+        for line, name in names(nodes(path)):
             if name in PRONOUNS:
                 faults.append(f"{where}:{line}: name what {name!r} holds: a key, a member, a path")
     return faults
 
 
-def names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def names(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of each variable and parameter where it gets its value."""
-    for node in ast.walk(tree):
+    for node in tree:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                 yield node.lineno, name
@@ -131,7 +134,7 @@ def spreads() -> list[str]:
     faults = []
     for path in sorted({path for folder in CODE for path in (ROOT / folder).rglob("*.py")}):
         where = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in nodes(path):
             for argument in node.args if isinstance(node, ast.Call) else ():
                 match argument:
                     case ast.Starred(value=ast.Tuple() | ast.List()):
@@ -160,7 +163,7 @@ def phrases() -> list[str]:
         faults += found(where, 1, _FENCED.sub(_blank, path.read_text("utf-8")), is_prose=True)
     for path in sorted((ROOT / "kvps").rglob("*.py")):
         where = path.relative_to(ROOT).as_posix()
-        for line, text, is_docstring in strings(ast.parse(path.read_text("utf-8"))):
+        for line, text, is_docstring in strings(nodes(path)):
             faults += found(where, line, text, is_prose=is_docstring)
     return faults
 
@@ -182,12 +185,18 @@ def found(where: str, first_line: int, text: str, *, is_prose: bool) -> Iterator
             yield f"{where}:{line}: not {phrase!r}; {instead}"
 
 
-def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+def strings(tree: list[ast.AST]) -> Iterator[tuple[int, str, bool]]:
     """Yield (line, text, whether it is a docstring) of each string; attributes have docstrings too."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    docstrings = {id(node.value) for node in tree if isinstance(node, ast.Expr)}
+    for node in tree:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value, id(node) in docstrings
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file's tree, the module first; each file is read once."""
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
 
 
 def _blank(match: re.Match[str]) -> str:
