@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from gpt import GPT, batches, docstrings, encode, loss_of
 from gpt_local_steps import flags_of, steps_of
 
-from kvps.torch.local_steps.fragments import fragments_of
+from kvps.torch.local_steps.fragments import Schedule, fragments_of
 from kvps.torch.local_steps.pace import DynamicSteps, Report
-from kvps.torch.local_steps.schedule import Schedule
 
 
 class Outer:

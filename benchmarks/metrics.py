@@ -60,9 +60,9 @@ def parts() -> None:
     """Print the processor time of each part, on a server that has ResNet-50's 161 arrays."""
     from kvps.core.counts import Counts
     from kvps.core.server.figures.tally import Tally
-    from kvps.observe import server_state
     from kvps.protocol.membership import Measure
     from kvps.protocol.values import Run as Elements
+    from kvps.runtime import server_process
     from kvps.tools.bench.workloads import shapes_of
     from tests.support.server_harness import ServerStage
 
@@ -82,7 +82,7 @@ def parts() -> None:
                 stage.push(rank, str(number), torch.zeros(math.prod(shape)), 0)
 
     def sample() -> None:
-        server_state.state_of(stage.server, stage.now)
+        server_process.state_of(stage.server, stage.now)
         stage.server.counts.values()
         stage.server.counts.durations()
 

@@ -41,9 +41,8 @@ from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.sync.agreement import demand_same
+from kvps.torch.sync.agreement import AgreedBatch, demand_same, positive
 from kvps.torch.sync.arguments import check_clipping, check_norms, check_plain
-from kvps.torch.sync.batch_size import AgreedBatch, positive
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvps.cli import flags
 from kvps.launchers.reaper import Reaper
-from kvps.runtime.signals import stopped_by_signals
+from kvps.runtime.member_process import stopped_by_signals
 from kvps.tools.bench import command as bench
 
 NAME = "python -m benchmarks.compare"

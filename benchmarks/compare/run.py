@@ -15,8 +15,7 @@ from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.peers import trial as peers
 from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
-from kvps.tools.bench import figures, hardware, limits, local, run
-from kvps.tools.bench import tables as usual_tables
+from kvps.tools.bench import figures, limits, local, run
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.processes import Reaper
 from kvps.tools.bench.systems import System
@@ -29,14 +28,14 @@ def perform(plan: Comparison, reaper: Reaper) -> None:
         KvpsError: if a system fails.
     """
     console = run.console_of_stdout()
-    machine = {**hardware.described(), **plan.versions}
-    console.print(usual_tables.headline(machine), soft_wrap=True)
+    machine = {**figures.described(), **plan.versions}
+    console.print(figures.headline(machine), soft_wrap=True)
     limit = limits.measured() if plan.has_limits else {}
     with Namespaces(plan.hosts.count, plan.rate) if plan.hosts else nullcontext() as namespaces:
         rows = run.rows_of(plan, _measure(plan, reaper, namespaces))
     _print(console, plan, rows)
     if limit:
-        console.print(usual_tables.table_of_limits(limit))
+        console.print(figures.table_of_limits(limit))
     if plan.json is not None:
         run.write(
             plan.json, figures.document(rows, machine, _settings(plan), limit, _traffic(plan))
@@ -67,7 +66,7 @@ def _print(console: Console, plan: Comparison, rows: list[Measurement]) -> None:
         console.print(tables.table_of_network(rows, bytes_per_s(plan.rate)))
         console.print(tables.table_of_traffic(rows, plan.hosts))
     else:
-        console.print(usual_tables.table_of(rows))
+        console.print(figures.table_of(rows))
 
 
 def _title(plan: Comparison) -> str:

@@ -9,8 +9,7 @@ from rich.table import Table
 from benchmarks.compare.networks.layout import Hosts
 from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.sweeps import Sweep
-from kvps.tools.bench.figures import Measurement
-from kvps.tools.bench.tables import add_time_columns, times_of
+from kvps.tools.bench.figures import Measurement, add_time_columns, times_of
 
 
 def table_of_sweep(rows: Sequence[Measurement], sweep: Sweep) -> Table:

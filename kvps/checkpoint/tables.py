@@ -18,10 +18,9 @@ import torch
 
 from kvps.checkpoint import validation
 from kvps.checkpoint.safetensors_writer import Column
-from kvps.core.embedding.admission import DEPTH
 from kvps.core.embedding.arena import WEIGHT
 from kvps.core.embedding.id_hash import Initializer
-from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.spec import DEPTH, EmbeddingSpec
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import create
 from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot

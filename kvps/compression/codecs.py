@@ -16,10 +16,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvps.compression.bits import store, typed
 from kvps.compression.pseudo_gradients import (
     read_e3m0,
     read_topk2bit,
+    store,
+    typed,
     write_e3m0,
     write_topk2bit,
 )

@@ -10,13 +10,14 @@ these, or 0.
 ``topk2bit`` keeps the largest elements of each 4,096 and writes two bits for each: its sign, and whether it is
 above the median of what is kept. The two magnitudes are the means of either half (chunked top-k with two bits, as in
 SparseLoCo, arXiv 2508.15706). An index within so few elements takes 12 bits.
+
+The helpers at the end read bytes as numbers of other types, and pack small numbers into bytes.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kvps.compression.bits import nibbles_of, packed_nibbles, typed
 from kvps.compression.spec import CHUNK, GROUP, CodecSpec, kept, kept_bytes
 from kvps.errors import ProtocolError
 
@@ -161,3 +162,34 @@ def _packed_pairs(codes: torch.Tensor) -> torch.Tensor:
 def _pairs_of(octets: torch.Tensor, count: int) -> torch.Tensor:
     shifted = torch.stack((octets >> 6, octets >> 4 & 3, octets >> 2 & 3, octets & 3), dim=-1)
     return shifted.flatten(1)[:, :count]
+
+
+def typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as numbers; a copy if they lie where such numbers may not."""
+    is_aligned = octets.data_ptr() % dtype.itemsize == 0 and (
+        octets.storage_offset() % dtype.itemsize == 0
+    )
+    return (octets if is_aligned else octets.clone()).view(dtype)
+
+
+def store(out: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Write the bytes of ``numbers`` to ``out``, unless they are there."""
+    if out.data_ptr() != numbers.data_ptr():
+        out.copy_(numbers.contiguous().view(torch.uint8))
+
+
+def packed_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return numbers below 16 as bytes: two to a byte, the first in the upper half, along the last dimension.
+
+    Example:
+        >>> packed_nibbles(torch.tensor([1, 2, 3])).tolist()
+        [18, 48]
+    """
+    padded = torch.nn.functional.pad(nibbles.to(torch.uint8), (0, nibbles.shape[-1] % 2))
+    return (padded[..., ::2] << 4) | padded[..., 1::2]
+
+
+def nibbles_of(octets: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the first ``count`` numbers that :func:`packed_nibbles` has packed, along the last dimension."""
+    pairs = torch.stack((octets >> 4, octets & 15), dim=-1)
+    return pairs.flatten(-2)[..., :count]

@@ -1,7 +1,7 @@
 """Processes of a launch, on this machine or on another, as one class: output, reports, signals.
 
 A process on this machine is a child, and its two streams are its own. One on another host has a child
-here that is ssh or srun: its stdout carries frames (:mod:`kvps.launchers.frames`), its stderr is what ssh
+here that is ssh or srun: its stdout carries frames (:mod:`kvps.launchers.agent`), its stderr is what ssh
 or srun itself has to say, and its stdin takes signals to the agent.
 """
 
@@ -15,8 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvps.errors import ConfigError
-from kvps.launchers.agent import StartOrder
-from kvps.launchers.frames import ERROR, OUT, FrameReader
+from kvps.launchers.agent import ERROR, OUT, FrameReader, StartOrder
 from kvps.launchers.output import LineBuffer
 from kvps.launchers.reaper import Reaper, kill
 

@@ -37,9 +37,9 @@ from pathlib import Path
 
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
+from kvps.launchers.agent import ERROR, REPORT
 from kvps.launchers.children import Child, start_here
 from kvps.launchers.foothold import Foothold
-from kvps.launchers.frames import ERROR, REPORT
 from kvps.launchers.output import LineBuffer, OutputMux, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
@@ -48,7 +48,7 @@ from kvps.net.memory import share_bytes
 from kvps.observe import logs
 from kvps.observe.logs import Speaker, speaker, wrapped
 from kvps.runtime.keys import KeyMemory, generate, text_for
-from kvps.runtime.signals import handle
+from kvps.runtime.member_process import handle
 
 log = logging.getLogger("kvps")
 OTHERS_MAX_S = 10.0

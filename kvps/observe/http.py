@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
 
 from kvps.errors import ConfigError
-from kvps.observe import exposition
+from kvps.observe import metrics
 from kvps.observe.place import Place
 from kvps.observe.sampler import NOTHING, STILL_MAX_S, Sample, Sampler
 
@@ -145,9 +145,9 @@ class HttpServer(ThreadingHTTPServer):
         if wanted is not None and not hmac.compare_digest(wanted.encode(), token.encode()):
             return 401, PLAIN, b"a bearer token is needed\n"
         if path == "/metrics":
-            if not exposition.has_library():
-                return 501, PLAIN, f"{exposition.MISSING}\n".encode()
-            return 200, exposition.CONTENT_TYPE, exposition.text_of(self.role, sample)
+            if not metrics.has_library():
+                return 501, PLAIN, f"{metrics.MISSING}\n".encode()
+            return 200, metrics.CONTENT_TYPE, metrics.text_of(self.role, sample)
         if path == "/history" and self.dashboard is not None:
             with sampler.changed:
                 return 200, JSON, json.dumps(self.dashboard.history()).encode()
@@ -252,8 +252,8 @@ def serving(
     server = HttpServer(place, role, sampler, dashboard)
     host, port = server.server_address[:2]
     log.info("http at %s:%s", host, port)
-    if not exposition.has_library():
-        log.info("%s", exposition.MISSING)
+    if not metrics.has_library():
+        log.info("%s", metrics.MISSING)
     thread = threading.Thread(target=server.serve_forever, name="kvps-http", daemon=True)
     sampler.start()
     thread.start()

@@ -1,19 +1,29 @@
-"""The table of all metrics: names, types, labels and roles.
+"""The table of all metrics: names, types, labels and roles; and the text of /metrics.
 
 The samples of a process, ``docs/observability.md``, the alert rules and the Grafana dashboard are made from this table.
 The page of the scheduler itself shows the figures of :mod:`kvps.tools.dashboard.model`.
 The cores count by the same names (:mod:`kvps.core.counts`).
+
+The text of /metrics, in Prometheus' format, is made from a sample and the table.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Any, cast
 
-from kvps.core.counts import LINK_BUSY, LINK_WATCHED, REASONS, STALENESS
+from kvps import __version__
+from kvps.core.counts import LINK_BUSY, LINK_WATCHED, REASONS, STALENESS, Durations, bounds_of
+from kvps.observe.sampler import Sample
 
 SCHEDULER, SERVER = "scheduler", "server"
 BOTH = (SCHEDULER, SERVER)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MISSING = "/metrics needs the package prometheus-client: pip install 'kvps[metrics]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +264,72 @@ def _labels(metric: Metric) -> str:
         return ""
     values = f": {', '.join(metric.labels)}" if metric.labels else ""
     return f"`{metric.label}`{values}"
+
+
+def has_library() -> bool:
+    """Return whether the package that writes the format is installed."""
+    try:
+        import prometheus_client  # noqa: F401, an extra
+    except ImportError:
+        return False
+    return True
+
+
+def text_of(role: str, sample: Sample) -> bytes:
+    """Return all metrics of a role."""
+    from prometheus_client import CollectorRegistry, generate_latest  # an extra
+
+    registry = CollectorRegistry()  # our own: a plug-in's metrics are not ours
+    registry.register(cast(Any, _Families(role, sample)))
+    return generate_latest(registry)
+
+
+class _Families:
+    """One sample, as prometheus_client asks for it."""
+
+    def __init__(self, role: str, sample: Sample) -> None:
+        self._role, self._sample = role, sample
+
+    def describe(self) -> Iterable[Any]:
+        """Return nothing: names need no check against other collectors."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the family of each metric."""
+        from prometheus_client.core import (
+            CounterMetricFamily,
+            GaugeMetricFamily,
+            HistogramMetricFamily,
+        )
+
+        for metric in of_role(self._role):
+            if metric.kind == "histogram":
+                family = HistogramMetricFamily(metric.name, metric.help)
+                none = Durations((0,) * (len(bounds_of(metric.name)) + 1), 0.0)
+                durations = self._sample.durations.get(metric.name, none)
+                family.add_metric([], _buckets(metric.name, durations), durations.total_s)
+                yield family
+                continue
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            names = metric.label.split(",") if metric.label else []
+            samples = kind(metric.name, metric.help, labels=names)
+            for label, value in sorted(_values(metric, self._sample.values).items()):
+                samples.add_metric(label.split(",") if names else [], value)
+            yield samples
+
+
+def _values(metric: Metric, values: Mapping[tuple[str, str], float]) -> dict[str, float]:
+    if metric.name == "kvps_up_info":
+        return {__version__: 1.0}
+    found = dict.fromkeys(metric.labels or ([] if metric.label else [""]), 0.0)
+    found.update({label: value for (name, label), value in values.items() if name == metric.name})
+    return found
+
+
+def _buckets(name: str, durations: Durations) -> list[tuple[str, float]]:
+    bounds = [*bounds_of(name), math.inf]
+    sums = accumulate(durations.buckets)
+    return [
+        ("+Inf" if math.isinf(bound) else str(float(bound)), total)
+        for bound, total in zip(bounds, sums, strict=True)
+    ]

@@ -19,6 +19,7 @@ from kvps import annexes, config
 from kvps.core.effects import Exit
 from kvps.core.limits import Limits
 from kvps.core.scheduler.seat import SEATS_MAX
+from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
@@ -26,9 +27,9 @@ from kvps.net.driver import CoreRequest, Inbox, drive
 from kvps.net.memory import share_bytes
 from kvps.net.memory_watch import MemoryWatch
 from kvps.net.zap import Keys
-from kvps.observe import logs, server_state
+from kvps.observe import logs
 from kvps.observe.place import Place
-from kvps.observe.sampler import Sampler, network_values
+from kvps.observe.sampler import Sample, Sampler, network_values
 from kvps.protocol.envelope import Role
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report, serving_if_asked
 from kvps.runtime.storage_thread import StorageThread
@@ -37,6 +38,12 @@ from kvps.runtime.transport import open_transport
 log = logging.getLogger("kvps")
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
+_LEAVE = CoreRequest(
+    "member.leave",
+    (True, 0, True, "asked to stop"),
+    is_timed=False,
+    then=(Exit(0, "asked to stop"),),
+)
 
 
 def run_server(
@@ -121,7 +128,7 @@ def run_server(
     )
     sampler = Sampler(
         inbox,
-        server_state.state_of,
+        state_of,
         lambda core: core.counts,
         lambda: network_values(transport.refused),
     )
@@ -164,9 +171,31 @@ def _load(plugin: str) -> None:
         ) from error
 
 
-_LEAVE = CoreRequest(
-    "member.leave",
-    (True, 0, True, "asked to stop"),
-    is_timed=False,
-    then=(Exit(0, "asked to stop"),),
-)
+def state_of(core: Server, now: float) -> Sample:
+    """Return the state of a server."""
+    member, budget = core.member, core.control.budget
+    reserved, epoch = budget.reserved(), core.checkpointer.epoch
+    values = gauges(core.context, core.control, epoch, core.oldest_round_s)
+    status: dict[str, object] = {
+        "epoch": core.checkpointer.epoch,
+        "view": member.number,
+        "stores": len(core.context.stores),
+        "memory_bytes": reserved._asdict(),
+        "memory_limit_bytes": budget.limit_bytes,
+        "memory_used_share": budget.pressure.used_share,
+        "oldest_round_s": core.oldest_round_s,
+    }
+    why = "is a member of the job"
+    if member.welcome is None:
+        why = "waits for the scheduler"
+    elif core.checkpointer.is_returning:
+        why = "returns to a checkpoint"
+    else:
+        status["rank"] = member.rank
+        status["job"] = member.job.hex()[:8]
+        if budget.pressure.is_high:
+            why = f"is short of memory: {budget.pressure}"
+    is_member = member.welcome is not None and not core.checkpointer.is_returning
+    is_ready = is_member and not budget.pressure.is_high
+    status = {**status, "ready": is_ready, "reason": why}
+    return Sample(values, is_ready=is_ready, why=why, status=status)

@@ -28,7 +28,7 @@ from kvps.core.effects import Copied, Effects, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
-from kvps.core.worker.standstill import ASK_SCRIPT
+from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net import descriptors

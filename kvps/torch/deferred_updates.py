@@ -1,20 +1,58 @@
 """Updates deferred into the next forward pass: their values, parameters and learning rates.
 
-:mod:`kvps.torch.forward_overlap` says who waits for a parameter. This file says what then happens: it waits for the bucket, and takes the weights that came back; or it lets the optimizer step those
+:class:`DeferredUpdates` waits for the bucket of a parameter, and takes the weights that came back; or it lets the optimizer step those
 parameters alone, as if its groups had no others, with the rates that held when ``step()`` was called.
+
+So the next forward pass begins before the last updates are in.
+
+Theory of operation
+-------------------
+Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
+computes. With it, ``step()`` takes the gradients away from their parameters and returns. Each parameter is then
+*pending*: its first reader waits for its update, in the order in which a forward pass needs them, which is the
+order in which they come back (:mod:`kvps.torch.sync.buckets`)::
+
+    backward 1            step  forward 2             backward 2
+    ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
+          gradients leave        \\______\\_______\\__ each waits for its own update
+
+So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time, with the
+rates that held when ``step()`` was called, even if a scheduler has changed them since.
+
+A pending parameter has another class, :class:`PendingParameter`, which torch asks before it hands the parameter to
+any of its functions. So it does not matter who reads it: a module, another module, a hook, an average of weights,
+``state_dict()``, a copy. A hook before each ``forward()`` brings the parameters of one module together, and those
+that a module gives to C++ code, which asks nobody.
+
+Compiled code checks the class of each parameter and would be compiled again for every other class. So when torch
+begins to compile, all updates are made, and no later update is deferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from kvps.errors import EpochChanged
-from kvps.torch.forward_overlap import ForwardOverlap
+from kvps.errors import ConfigError, EpochChanged
 from kvps.torch.sync.in_flight import InFlight
 from kvps.torch.sync.parameter_sync import ParameterSync
+
+_ATTRIBUTES = "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"
+_METHODS = "size dim numel stride element_size is_contiguous is_floating_point"
+_GRAD: Any = torch.Tensor.grad
+_UNREAD = frozenset(
+    [
+        *[getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES.split()],
+        *[getattr(torch.Tensor, name) for name in _METHODS.split()],
+        _GRAD.__set__,
+        _GRAD.__delete__,
+    ]
+)
+"""Functions of a tensor that do not read its elements: ``zero_grad()`` must not wait."""
 
 
 class DeferredUpdates:
@@ -116,3 +154,166 @@ class DeferredUpdates:
             self._optimizer.param_groups = whole
             for param, gradient in before.items():
                 param.grad = gradient
+
+
+class PendingParameter(torch.nn.Parameter):
+    """A parameter whose update was deferred; it is an ordinary parameter again before anybody reads it."""
+
+    _kvps_owner: ForwardOverlap
+    """Makes the update."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        if func not in _UNREAD and _bring(tree_leaves((args, options))):
+            return func(*args, **options)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **options)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        _bring([self])
+        return self.__deepcopy__(memo)  # that of the class which it has now
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _bring([self])
+        return self.__reduce_ex__(protocol)
+
+
+def _bring(values: Iterable[Any]) -> bool:
+    """Make the updates of pending parameters among ``values``; return whether there was any."""
+    pending = [value for value in values if type(value) is PendingParameter]
+    for owner in {param._kvps_owner for param in pending}:  # of two optimizers, for example
+        owner.finish_of([param for param in pending if vars(param).get("_kvps_owner") is owner])
+    return bool(pending)
+
+
+def _bring_own(module: torch.nn.Module, _: Any) -> None:
+    """Make the updates of a module's own parameters."""
+    _bring(module._parameters.values())
+
+
+class ForwardOverlap:
+    """Parameters with a deferred update, each of which waits for its first reader.
+
+    Args:
+        module: the model.
+        params: name -> parameter of the model.
+        update: updates these parameters when all of their gradients have arrived.
+
+    Raises:
+        ConfigError: for a scripted model, whose code reads parameters without asking.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        params: Mapping[str, torch.Tensor],
+        update: Callable[[list[str]], None],
+    ) -> None:
+        if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
+            raise ConfigError(
+                "overlap_forward=True: a scripted module reads its weights before their update is in; use the "
+                "module that was scripted, or overlap_forward=False"
+            )
+        self._params = params
+        self._names = {param: name for name, param in params.items()}
+        self._update = update
+        self._pending: set[str] = set()
+        self.is_compiled = False
+        """Torch has compiled something since this was made."""
+        self._hooks = [
+            submodule.register_forward_pre_hook(_bring_own, prepend=True)
+            for submodule in module.modules()
+            if any(True for _ in submodule.parameters(recurse=False))
+        ]
+        self._compilations = Compilations(self)
+        self._compilations.watch()
+
+    def put_off(self, names: Iterable[str]) -> None:
+        """Defer the update of these parameters until somebody reads them."""
+        self._compilations.watch()
+        now = []
+        for name in names:
+            param = self._params[name]
+            self._pending.add(name)
+            if type(param) is torch.nn.Parameter:
+                param.__class__ = PendingParameter
+                cast("PendingParameter", param)._kvps_owner = self
+            else:
+                now.append(name)
+        self.finish(now)
+
+    def finish(self, names: Iterable[str] | None = None) -> None:
+        """Make the updates of these parameters now, or all deferred updates."""
+        wanted = list(self._params) if names is None else names
+        due = [name for name in wanted if name in self._pending]
+        self._settle(due)
+        if due:
+            self._update(due)
+
+    def finish_of(self, params: Iterable[torch.Tensor]) -> None:
+        """Make the updates of these parameters now."""
+        self.finish([self._names[param] for param in params])
+
+    def forget(self) -> None:
+        """Drop the updates that were deferred."""
+        self._settle(list(self._pending))
+
+    def close(self) -> None:
+        """Make all updates, and remove the hooks."""
+        self.finish()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._compilations.close()
+
+    def _settle(self, names: Iterable[str]) -> None:
+        """Let these be ordinary parameters."""
+        for name in names:
+            self._pending.discard(name)
+            param = self._params[name]
+            if type(param) is PendingParameter:
+                del vars(param)["_kvps_owner"]
+                cast("torch.Tensor", param).__class__ = torch.nn.Parameter
+
+    def compile(self) -> None:
+        """Torch begins to compile: make all updates."""
+        self.is_compiled = True
+        self.finish()
+
+
+class Compilations:
+    """Tells a ForwardOverlap when torch begins to compile."""
+
+    def __init__(self, overlap: ForwardOverlap) -> None:
+        from torch._dynamo.callback import (
+            callback_handler,
+        )  # as the first step of an optimizer does
+
+        self._callbacks = callback_handler.start_callbacks
+        reference = weakref.ref(overlap)
+
+        def begin(_: object) -> None:
+            overlap = reference()
+            if overlap is not None:
+                overlap.compile()
+
+        self._begin = begin
+        self._end = weakref.finalize(overlap, _drop, self._callbacks, begin)
+        self._end.atexit = False
+
+    def watch(self) -> None:
+        """Watch from now on, and after torch._dynamo.reset(), which forgets who watches."""
+        if self._begin not in self._callbacks:
+            self._callbacks.append(self._begin)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._end()
+
+
+def _drop(callbacks: list[Any], callback: Any) -> None:
+    if callback in callbacks:
+        callbacks.remove(callback)

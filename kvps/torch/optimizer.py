@@ -21,7 +21,7 @@ the workers first agree whether any of their gradients is infinite. So with ``ov
 ``step()``, too, if a scaler is used, which is known from the first step on, in which nothing is pushed early.
 
 With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; the next reader of a parameter does, such as
-the next forward pass (:mod:`kvps.torch.forward_overlap`).
+the next forward pass (:mod:`kvps.torch.deferred_updates`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
-from kvps.torch.sync.state_dict import StateInStore, in_words
-from kvps.torch.sync.wrapped_optimizer import WrappedOptimizer
+from kvps.torch.sync.state_dict import StateInStore, WrappedOptimizer, in_words
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"

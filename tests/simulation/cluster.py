@@ -25,7 +25,7 @@ from kvps.core.server.server import Server
 from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
-from kvps.core.worker.standstill import ASK_SCRIPT
+from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import Role

@@ -23,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.embedding.admission import Admission
 from kvps.core.embedding.arena import WEIGHT, Arena, Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import IdIndex, grown
-from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.spec import Admission, EmbeddingSpec
 from kvps.core.optim.sparse_update import update_rows
 from kvps.core.optim.torch_rules import Terms, Updater, create
 from kvps.dtypes import summed_in

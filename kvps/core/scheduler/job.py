@@ -36,8 +36,7 @@ from kvps.core.scheduler.figures.status import StatusReport
 from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
-from kvps.core.scheduler.rendezvous import RendezvousTable
-from kvps.core.scheduler.saved_state import SavedState, dump, load
+from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, SEATS, Seat, Settings, State
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role

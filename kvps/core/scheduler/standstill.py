@@ -2,7 +2,7 @@
 
 A worker reports a standstill while its whole script waits in calls, all of its pushes have arrived, and each of its
 requests waits at a peer for calls of workers, as the peer has said within the last seconds
-(:mod:`kvps.core.worker.standstill`). So no worker can go on where every worker stood still at one moment, and each has found since
+(:mod:`kvps.core.worker.timeout_report`). So no worker can go on where every worker stood still at one moment, and each has found since
 then that its requests still wait.
 
 A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost or was replaced,
@@ -20,7 +20,7 @@ from kvps.protocol.envelope import Role
 
 STILL_S = 5.0
 """Seconds for which all workers stand still before they are told. It is longer than the word of a server counts on a worker
-(:data:`kvps.core.worker.standstill.CONFIRMED_S`), and a delay of a beat that is no gap."""
+(:data:`kvps.core.worker.timeout_report.CONFIRMED_S`), and a delay of a beat that is no gap."""
 GAP_S = 2.5
 """Seconds without a beat after which a member may have been stopped."""
 LOOK_EVERY_S = 0.5

@@ -17,8 +17,14 @@ from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.figures.tally import Tally
-from kvps.core.server.links import WATCHED_MAX, Link
-from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
+from kvps.core.server.sessions import (
+    WATCHED_MAX,
+    Describe,
+    Link,
+    PendingRead,
+    PendingRequest,
+    Session,
+)
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role

@@ -1,6 +1,11 @@
-"""The text of a Timeout, and of the end of a standstill: what a call still waits for.
+"""The standstill of a worker, and the text of its end or of a Timeout: what a call still waits for.
 
-It names the call as the user knows it, says which peer has not answered and why, and what the user may do.
+The text names the call as the user knows it, says which peer has not answered and why, and what the user may do.
+
+In a standstill the whole script waits in calls, and all that these wait for is known to others. A standstill has a number. The number changes whenever a call begins or ends, so that the scheduler knows whether a worker
+has moved between two beats. BEAT carries it only while each of the worker's requests waits at a server or at the scheduler.
+But the scheduler's word that nobody can go on holds also where their own word is late. What the script waits in is known to
+the process alone: the core asks once per second.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.calls.base import Call
-from kvps.core.worker.connection import Connection, Request
+from kvps.core.worker.connection import PROBE_AFTER_S, Connection, Request
 from kvps.errors import KvpsError, Mismatch, SchedulerLost, Timeout
 from kvps.phrases import and_more
 from kvps.protocol.checkpoint import Checkpoint
@@ -17,6 +22,14 @@ from kvps.protocol.membership import Barrier
 
 REASONS_MAX = 3
 """Most reasons that one text gives."""
+ASK_SCRIPT = 0
+"""The ticket of a Finish that asks in which calls the script waits; no call has this ticket."""
+CONFIRMED_S = PROBE_AFTER_S + 1.0
+"""Seconds for which the word of a peer counts that a request waits there."""
+FAR_S = 30.0
+"""A call whose deadline is nearer than this ends by itself soon; its script may count on that."""
+State = tuple[int, ...]
+"""The number of calls that the script has made, and the tickets of those that have not ended."""
 
 
 def timeout_error(
@@ -91,3 +104,37 @@ def _silence(link: Connection | None, now: float) -> str:
         return f"{name} has not answered HELLO{': ' * bool(link.refusal)}{link.refusal}"
     assert link.heard_at is not None
     return f"{name} has not answered, and was last heard from {now - link.heard_at:.1f} s ago"
+
+
+class Standstill:
+    """The number of a worker's standstill, and the calls that its script waits in."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """0 while the worker goes on, or may."""
+        self.tickets: State = ()
+        """The calls in which the script waits, by ticket."""
+        self._count = 0
+        self._state: State = ()
+
+    def look(self, state: State) -> None:
+        """Take in the calls of this moment: others than before end the standstill."""
+        if state != self._state:
+            self.end()
+        self._state = state
+
+    def hear(self, tickets: State, state: State) -> None:
+        """The whole script waits in these calls; in none, if some part of it does not wait."""
+        if not tickets or state != self._state:
+            self.end()
+        elif tickets != self.tickets:
+            self._count += 1
+            self.number, self.tickets = self._count, tickets
+
+    def is_at(self, number: int, state: State) -> bool:
+        """Whether the worker is still at the standstill of this number."""
+        return number == self.number and state == self._state
+
+    def end(self) -> None:
+        """Note that the script goes on, or may."""
+        self.number, self.tickets = 0, ()

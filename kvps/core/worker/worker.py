@@ -36,9 +36,16 @@ from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.quiesce import DeferredCall, Quiesce, StoreResync, epoch_changed
-from kvps.core.worker.standstill import ASK_SCRIPT, CONFIRMED_S, FAR_S, Standstill, State
 from kvps.core.worker.store import WorkerStore, of_beat
-from kvps.core.worker.timeout_report import standstill_error, timeout_error
+from kvps.core.worker.timeout_report import (
+    ASK_SCRIPT,
+    CONFIRMED_S,
+    FAR_S,
+    Standstill,
+    State,
+    standstill_error,
+    timeout_error,
+)
 from kvps.errors import (
     ConfigError,
     Fenced,

@@ -30,7 +30,7 @@ from kvps.core.server.server import Server
 from kvps.core.server.snapshot.storage import AnyOrder
 from kvps.core.worker.calls import Call
 from kvps.core.worker.cluster_info import ClusterInfo
-from kvps.core.worker.standstill import ASK_SCRIPT
+from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.net.driver import LEVELS
 from kvps.protocol.envelope import Loan, Packet, Role

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvps.cli import flags
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper
-from kvps.runtime.signals import stopped_by_signals
+from kvps.runtime.member_process import stopped_by_signals
 
 NAME = "kvps bench"
 WHAT = """\

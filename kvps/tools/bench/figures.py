@@ -1,4 +1,4 @@
-"""Measured figures, and the medians, ratios and document computed from them.
+"""Measured figures, the medians, ratios and document computed from them, and tables of them.
 
 A round takes as long as its slowest worker. A trial's figure is the median of its rounds, a row's
 the median of its trials, and a ratio is a row's time over gloo's time in the same case.
@@ -6,10 +6,17 @@ the median of its trials, and a ratio is a row's time over gloo's time in the sa
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
 
+from rich.table import Table
+
+from kvps import __version__
 from kvps.tools.bench.systems import BASE
 from kvps.tools.bench.workloads import payload_bytes, shapes_of
 
@@ -128,3 +135,93 @@ def _row(row: Measurement, rows: Sequence[Measurement]) -> dict[str, object]:
             {"median_ms": trial.median_ms, "rounds_ms": trial.rounds_ms} for trial in row.trials
         ],
     }
+
+
+def headline(machine: Mapping[str, object]) -> str:
+    """Return one line about the machine, and a second one if it is busy."""
+    line = (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['system']}; Python "
+        f"{machine['python']}, torch {machine['torch']}, kvps {machine['kvps']}"
+    )
+    if float(str(machine["load"])) > 0.5 * int(str(machine["cores"])):
+        line += f"\nThe machine is busy (load {machine['load']}): trust the ratios, not the times"
+    return line
+
+
+def table_of(rows: Sequence[Measurement]) -> Table:
+    """Return all systems, workload by workload."""
+    table = Table()
+    for name in ("workload", "arrays", "MB", "system"):
+        is_number = name in ("arrays", "MB")
+        # In a narrow terminal the headings of the times are wrapped, and not these.
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    has_trials = any(len(row.trials) > 1 for row in rows)
+    add_time_columns(table, has_trials)
+    for number, row in enumerate(rows):
+        is_new = number == 0 or rows[number - 1].case != row.case
+        is_last = number + 1 == len(rows) or rows[number + 1].case != row.case
+        megabytes = row.case.payload_bytes / 1e6
+        what = (row.case.workload, f"{row.case.arrays:,}", f"{megabytes:.1f}")
+        cells = what if is_new else ("", "", "")
+        median, trials, ratio = times_of(row, rows)
+        times = (median, trials, ratio) if has_trials else (median, ratio)
+        table.add_row(*cells, row.system, *times, end_section=is_last)
+    return table
+
+
+def table_of_limits(limits: Mapping[str, float]) -> Table:
+    """Return the best times of the machine."""
+    table = Table("limit of this machine")
+    table.add_column("GB/s", justify="right")
+    for name, gigabytes_per_s in limits.items():
+        table.add_row(name, f"{gigabytes_per_s:.1f}")
+    return table
+
+
+def add_time_columns(table: Table, has_trials: bool = True) -> None:
+    """Add the columns that :func:`times_of` fills; without the range of the trials where each case has one trial."""
+    trials = ("trials from .. to",) if has_trials else ()
+    for name in ("median ms", *trials, "ratio to gloo"):
+        table.add_column(name, justify="right")
+
+
+def times_of(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, str, str]:
+    """Return a row's median, the range of its trials, and its ratio to gloo."""
+    ratio = ratio_of(row, rows)
+    least, most = row.extremes_ms
+    return (
+        as_ms(row.median_ms),
+        f"{as_ms(least)} .. {as_ms(most)}",
+        "" if ratio is None else f"{ratio:.2f}",
+    )
+
+
+def as_ms(time_ms: float) -> str:
+    """Return a time with three digits that mean something."""
+    if time_ms >= 100:
+        return f"{time_ms:,.0f}"
+    return f"{time_ms:.1f}" if time_ms >= 10 else f"{time_ms:.2f}"
+
+
+def described() -> dict[str, object]:
+    """Return the machine and the versions that matter."""
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "kvps": __version__,
+        "torch": metadata.version("torch"),
+        "pyzmq": metadata.version("pyzmq"),
+    }
+
+
+def _processor() -> str:
+    """Return the name of the processor, where the kernel tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvps.errors import StorageError
-from kvps.tools.bench import figures, hardware, limits, local, tables
+from kvps.tools.bench import figures, limits, local
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.plan import Plan
 from kvps.tools.bench.processes import Reaper
@@ -34,15 +34,15 @@ def perform(plan: Plan, reaper: Reaper) -> None:
         KvpsError: if a system fails.
     """
     console = console_of_stdout()
-    machine = hardware.described()
-    console.print(tables.headline(machine), soft_wrap=True)
+    machine = figures.described()
+    console.print(figures.headline(machine), soft_wrap=True)
     limit = limits.measured() if plan.has_limits else {}
     rows = rows_of(plan, lambda system, case: local.measure(system, case, plan.rounds, reaper))
     case = plan.cases[0]
     console.print(caption(plan, sizes(case)), soft_wrap=True)
-    console.print(tables.table_of(rows))
+    console.print(figures.table_of(rows))
     if limit:
-        console.print(tables.table_of_limits(limit))
+        console.print(figures.table_of_limits(limit))
     else:
         console.print("All systems, in turns, and the limits of this machine: kvps bench --full")
     if plan.json is not None:

@@ -38,8 +38,8 @@ from kvps.torch.distributed.host_tensor import (
     fold,
     padded,
 )
+from kvps.torch.distributed.mailbox import KeySizes
 from kvps.torch.distributed.ordered_executor import Steps
-from kvps.torch.distributed.size_classes import KeySizes
 
 POSTS_EXACT_MAX, LETTERS_EXACT_MAX = 16, 8
 """The number of shapes that have keys of their own: in each kind of swap and letter, and between two ranks."""

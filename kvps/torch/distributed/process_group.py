@@ -34,8 +34,7 @@ from kvps.torch.distributed.call_log import described, type_name
 from kvps.torch.distributed.collectives import Collectives, Plan
 from kvps.torch.distributed.host_tensor import Staged
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
-from kvps.torch.distributed.uncompiled import uncompiled
-from kvps.torch.distributed.work import Work, all_of
+from kvps.torch.distributed.work import Work, all_of, uncompiled
 
 NAME = "kvps"
 P = ParamSpec("P")

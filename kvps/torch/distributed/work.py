@@ -4,6 +4,10 @@ torch asks in two ways. Python calls ``wait()``, which raises the error itself. 
 DistributedDataParallel, for one) takes a future. A Python future that was given an exception counts as a
 success there, so the error goes in by a callback that raises: C++ then sees a RuntimeError whose text is
 that of the error.
+
+torch.compile leaves methods marked :func:`uncompiled` alone. torch's other process groups are C++, into which the compiler cannot look. This one is Python: without a mark, the
+compiler would follow a collective into locks and threads. ``torch.compiler.disable`` would say so, too, but it imports
+the compiler, which takes seconds of every script that trains without it.
 """
 
 from __future__ import annotations
@@ -11,14 +15,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 from kvps.errors import Timeout
-from kvps.torch.distributed.uncompiled import uncompiled
+
+F = TypeVar("F", bound=Callable[..., Any])
+REASON = "a collective of the backend kvps runs outside of the graph"
+
+
+def uncompiled(function: F) -> F:
+    """Mark a function: compiled code calls it as it is, with all that it calls."""
+    marks = {
+        "_torchdynamo_disable": True,
+        "_torchdynamo_disable_msg": REASON,
+        "_torchdynamo_disable_recursive": True,
+    }
+    for name, value in marks.items():
+        setattr(function, name, value)
+    skip = eval_frame._FrameAction.SKIP
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 class Work(dist.Work):

@@ -6,7 +6,7 @@ Each worker trains with its own optimizer, the *inner* one. Every ``sync_every``
 the weights that it began with, minus its own. The servers average these, give the mean to the *outer* optimizer,
 and return the weights from which all go on (Douillard et al.: DiLoCo, arXiv 2311.08105).
 
-The model is cut into fragments that take turns (:mod:`kvps.torch.local_steps.schedule`). So the peak on the network
+The model is cut into fragments that take turns (:mod:`kvps.torch.local_steps.fragments`). So the peak on the network
 is a fragment, and with a delay training goes on while the fragment is on its way (Streaming DiLoCo, arXiv
 2501.18512)::
 
@@ -52,10 +52,9 @@ from kvps.torch.local_steps.arguments import (
     store_type,
     warn_unless_entered,
 )
-from kvps.torch.local_steps.fragments import fragments_of
+from kvps.torch.local_steps.fragments import Schedule, fragments_of
 from kvps.torch.local_steps.mean import MeanStore
 from kvps.torch.local_steps.pace import Pace
-from kvps.torch.local_steps.schedule import Schedule
 from kvps.torch.sync.agreement import demand_same
 from kvps.torch.sync.arguments import buffers_of, check_plain
 from kvps.torch.sync.parameter_sync import carried, check_groups, named

@@ -1,8 +1,14 @@
-"""Fragments of a model: the parts that are synchronised one after another, balanced by bytes or given by the user."""
+"""Fragments of a model: the parts that are synchronised one after another, balanced by bytes or given by the user.
+
+:class:`Schedule` says after which step a fragment leaves, and after which its merged values are taken. Fragments take turns. With period ``p = sync_every / fragments``, fragment 0 leaves after step p, fragment 1 after
+2p, and each returns to its turn ``sync_every`` steps later. A fragment that left after step t is taken back after
+step t + delay, before the next one leaves: at most one is in flight.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,3 +113,105 @@ def _parameters(given: object, where: str) -> list[torch.Tensor]:
             f"{where} is a {type(given).__name__}; give a module, a parameter, or a list of them"
         )
     return list(dict.fromkeys([param for param in found if param.requires_grad]))
+
+
+@dataclass(slots=True)
+class Schedule:
+    """The turns of the fragments on one worker.
+
+    Example:
+        >>> schedule = Schedule.of(sync_every=4, fragments=2, delay=1)
+        >>> schedule.step(), schedule.due
+        (None, None)
+        >>> schedule.step(), schedule.due
+        (None, 0)
+        >>> schedule.left()
+        >>> schedule.step(), schedule.arriving
+        (None, 0)
+    """
+
+    period: int
+    """Steps from one fragment's turn to the next one's."""
+    fragments: int
+    delay: int
+    """Steps from the moment at which a fragment leaves until its merged values are taken."""
+    next: int = 0
+    """The fragment whose turn is next."""
+    steps: int = 0
+    """Steps since the last fragment left."""
+    in_flight: int | None = None
+    """The fragment that has left and is not taken back."""
+    fresh: int = 0
+    """Fragments that have left since the last step: no step was made of them since."""
+
+    @classmethod
+    def of(cls, sync_every: object, fragments: int, delay: object) -> Schedule:
+        """Return a schedule.
+
+        Args:
+            sync_every: steps from one turn of a fragment to its next.
+            fragments: the number of fragments.
+            delay: steps until the merged values of a fragment are taken.
+
+        Raises:
+            ConfigError: if the turns do not fit into ``sync_every``, or ``delay`` into a turn.
+        """
+        if type(sync_every) is not int or sync_every < 1:
+            raise ConfigError(f"sync_every={sync_every!r}: use a number of steps, 1 or more")
+        if sync_every % fragments:
+            raise ConfigError(
+                f"sync_every={sync_every} is not a multiple of the {fragments} fragments, which take turns; "
+                f"use {max(1, round(sync_every / fragments)) * fragments}"
+            )
+        period = sync_every // fragments
+        if type(delay) is not int or not 0 <= delay < period:
+            raise ConfigError(
+                f"delay={delay!r}: use 0 to {period - 1} steps. A fragment returns before the next one leaves, "
+                f"which is {period} steps later (sync_every / fragments)"
+            )
+        return cls(period, fragments, delay)
+
+    def step(self) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.fresh = 0
+
+    @property
+    def due(self) -> int | None:
+        """The fragment that leaves now; None for none."""
+        return self.next if self.in_flight is None and self.steps >= self.period else None
+
+    @property
+    def arriving(self) -> int | None:
+        """The fragment whose merged values are taken now; None for none."""
+        return self.in_flight if self.steps >= self.delay else None
+
+    def order(self) -> list[int]:
+        """Return the fragments by their turns, the next one first; those that have just left are last."""
+        return [(self.next + turn) % self.fragments for turn in range(self.fragments)]
+
+    def left(self) -> None:
+        """Note that the next fragment has left."""
+        self.in_flight = self.next
+        self.next = (self.next + 1) % self.fragments
+        self.steps = 0
+        self.fresh += 1
+
+    def taken(self) -> None:
+        """Note that the values of the fragment in flight were taken, or given up."""
+        self.in_flight = None
+
+    def set_period(self, period: int) -> None:
+        """Give the turn that has begun, and those after it, another length of more than ``delay`` steps."""
+        self.period = period
+
+    def begin_at(self, rounds: Sequence[int]) -> None:
+        """Begin a turn where the other workers are.
+
+        Args:
+            rounds: for each fragment, the number of the round that this worker owes next. All workers go
+                through (round, fragment) in this order, so the smallest is next. With another order two
+                workers could wait for each other's fragment.
+        """
+        self.in_flight, self.fresh = None, 0
+        self.next = min(range(len(rounds)), key=lambda fragment: (rounds[fragment], fragment))

@@ -31,9 +31,8 @@ from kvps.net.memory import be_tight
 from kvps.store.create import create_dist, options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
-from kvps.torch.sharded.gradient_sender import GradientHooks
+from kvps.torch.sharded.gradient_sender import GradientHooks, GradientSender, ReplayingSender
 from kvps.torch.sharded.hooks import GroupHooks
-from kvps.torch.sharded.in_flight import GradientSender, ReplayingSender
 from kvps.torch.sharded.initial_upload import Init, check_init, upload
 from kvps.torch.sharded.param_groups import cut
 from kvps.torch.sharded.remote_optimizer import RemoteOptimizer

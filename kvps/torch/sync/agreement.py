@@ -1,18 +1,25 @@
-"""Agreement of all workers: on the same model before anything is sent, and on flags in each step.
+"""Agreement of all workers: on the same model before anything is sent, on flags in each step, and on a batch size.
 
 A model that differs on one rank is refused on every rank.
 
 A store whose optimizer updates weights cannot add up anything else, so the flags have a store of
 their own, without an optimizer. Alone, a worker agrees with itself.
+
+The batch size by which a store's optimizer divides the sums of gradients is rank 0's first.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import numbers
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
+from kvps.core.optim.hyperparams import HyperParams
+from kvps.errors import ConfigError
 from kvps.phrases import ranks_in_words
 from kvps.store.base import Store
 from kvps.store.catch_up import refuse
@@ -21,8 +28,11 @@ from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions
 from kvps.store.server_store import DistStore
 from kvps.tensors import NAMES
+from kvps.torch.sync.parameter_sync import ParameterSync
 
 log = logging.getLogger("kvps")
+KEY = "kvps.batch_size"
+"""The key of rank 0's first batch size."""
 
 
 def demand_same(
@@ -101,3 +111,58 @@ class Agreement:
             return flags.bool()
         found: torch.Tensor = self._kv.pushpull("flags", flags.to("cpu", torch.float32))
         return found > 0
+
+
+class AgreedBatch:
+    """The batch size that all workers have agreed on, which the store's optimizer has as a factor of gradients.
+
+    Args:
+        model: the parameters and their store.
+    """
+
+    def __init__(self, model: ParameterSync) -> None:
+        self._model = model
+        self._size: float | None = None
+        """None before the first step."""
+
+    def size(self, batch: float) -> float:
+        """Return it; at the first call the workers agree on rank 0's ``batch``."""
+        if self._size is not None:
+            return self._size
+        kv = self._model.kv
+        if not isinstance(kv, KVStore):
+            self._size = 1.0  # a plug-in divides by nothing; this worker does
+            return self._size
+        shared = torch.tensor([batch], dtype=torch.float64, device="cpu")
+        kv.init(KEY, shared)
+        kv.pull(KEY, out=shared)
+        self._size = float(shared)
+        if self._size != 1.0:
+            self._model.install(self._rescaled(self._size))
+        return self._size
+
+    def take(self) -> None:
+        """Learn which batch size was agreed on before this worker replaced a lost worker."""
+        shared = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._model.kv.pull(KEY, out=shared)
+        self._size = float(shared)
+        self._model.hyper = self._rescaled(self._size)
+
+    def _rescaled(self, size: float) -> HyperParams:
+        hyper = self._model.hyper
+        assert hyper is not None
+        rescale = hyper.number("rescale_grad") / size
+        return replace(hyper, values={**hyper.values, "rescale_grad": rescale})
+
+
+def positive(batch_size: object) -> float:
+    """Return a batch size as a number.
+
+    Raises:
+        ConfigError: if it is not above 0.
+    """
+    is_number = isinstance(batch_size, numbers.Real) and not isinstance(batch_size, bool)
+    value = float(batch_size) if is_number else math.nan  # type: ignore[arg-type]
+    if not 0 < value < math.inf:
+        raise ConfigError(f"batch_size={batch_size!r}: use a number above 0")
+    return value

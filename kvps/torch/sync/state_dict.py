@@ -1,4 +1,4 @@
-"""Optimizer states as the servers keep them, and as torch's ``state_dict()`` has them.
+"""Optimizer states as the servers keep them, and as torch's ``state_dict()`` has them; the base of a wrapping optimizer.
 
 The torch optimizer of a front end whose updates run in the store keeps no state. :class:`StateInStore` makes the optimizer's
 ``state_dict()`` and ``load_state_dict()`` those of the store, so that a script which saves and loads the optimizer loses no momenta.
@@ -6,6 +6,9 @@ The torch optimizer of a front end whose updates run in the store keeps no state
 Servers keep the tensors of torch.optim under torch's names, flat, and one count of updates for each key.
 torch keeps the count as a tensor beside them, for all but SGD; and NAdam's ``mu_product``, which follows
 from the count.
+
+:class:`WrappedOptimizer` has the attributes and methods that an optimizer leaves to the optimizer that it wraps, and
+those that it refuses.
 """
 
 from __future__ import annotations
@@ -13,15 +16,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import NAdam, create
+from kvps.errors import ConfigError
+from kvps.store.base import Store
 from kvps.store.optimizer_state import States
 from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_sync import ParameterSync
+from kvps.torch.sync.steps import Resumable
 
 DERIVED = ("step", "mu_product")
 """Entries of a torch state that servers need not know."""
@@ -156,3 +162,56 @@ class StateInStore:
             wanted = self._described.scaled_as(model.hyper)
             model.survive(lambda: model.want(wanted))
             take_over(optimizer, model)
+
+
+class WrappedOptimizer(Resumable, torch.optim.Optimizer):
+    """The base of an optimizer that makes the steps of ``_inner`` with gradients that ``_model`` averages."""
+
+    _inner: torch.optim.Optimizer
+    _model: ParameterSync
+    _on_store: bool
+
+    @property
+    def kvstore(self) -> Store:
+        """The store that averages gradients, for its ``rank``, ``num_workers`` and ``barrier()``."""
+        return self._model.kv
+
+    @property
+    def wrapped(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        return self._inner
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The default hyper-parameters of the wrapped optimizer."""
+        return self._inner.defaults
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._on_store or bool(getattr(self._inner, "_step_supports_amp_scaling", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_inner":  # it is being made
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the store would not know their keys."""
+        raise ConfigError(
+            "add_param_group() is not supported: create a DistributedOptimizer over all parameters"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied, as its store does.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this process to the "
+            "job. Save optimizer.state_dict(), and copy the model alone"
+        )
+
+    def __repr__(self) -> str:
+        where = "in" if self._on_store else "over"
+        return f"DistributedOptimizer {where} {self._model.kv!r}: {self._inner!r}"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from kvps.checkpoint import commands
-from kvps.checkpoint.directories import all_cuts, choose
+from kvps.checkpoint.commands import all_cuts, choose
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
 from kvps.cli import checkpoint

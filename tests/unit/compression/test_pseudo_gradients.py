@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.compression.bits import nibbles_of, packed_nibbles
 from kvps.compression.codecs import decode, encode
+from kvps.compression.pseudo_gradients import nibbles_of, packed_nibbles
 from kvps.compression.spec import CHUNK, E3M0, GROUP, TOPK2BIT, CodecSpec, size
 from kvps.errors import ProtocolError
 

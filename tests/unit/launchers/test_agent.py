@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvps import __version__
-from kvps.launchers.agent import MODULE, StartOrder
-from kvps.launchers.frames import ERROR, OUT, FrameReader
+from kvps.launchers.agent import ERROR, MODULE, OUT, FrameReader, StartOrder
 from tests.integration.processes import until
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.launchers.frames import ERROR, NOISE_MAX, OUT, REPORT, FrameReader, frame, greeting
+from kvps.launchers.agent import ERROR, NOISE_MAX, OUT, REPORT, FrameReader, frame, greeting
 
 SENT = [(OUT, b"loss 0.1\n"), (ERROR, b""), (REPORT, b"worker 12 0\n"), (OUT, bytes(70_000))]
 STREAM = greeting("0.1.0") + b"".join(frame(kind, data) for kind, data in SENT)

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvps.core.counts import Counts
 from kvps.errors import ConfigError
 from kvps.net.transport import Refusals
-from kvps.observe import exposition, http, sampler
+from kvps.observe import http, metrics, sampler
 from kvps.observe.http import CLIENTS_MAX, HttpServer, serving
 from kvps.observe.metrics import METRICS, of_role
 from kvps.observe.place import Place, as_place
@@ -123,7 +123,7 @@ def test_metrics_are_what_was_counted() -> None:
     loop.now += 0.25
     loop.turn()
     status, kind, text = served(loop, "/metrics")
-    assert (status, kind) == (200, exposition.CONTENT_TYPE)
+    assert (status, kind) == (200, metrics.CONTENT_TYPE)
     found = samples(text)
     assert found["kvps_pushes_total", "early"] == 7
     assert found["kvps_pushes_total", "counted"] == 0
@@ -137,12 +137,12 @@ def test_metrics_are_what_was_counted() -> None:
     assert found["kvps_refused_connections_total", "no_key"] == 5
     assert found["kvps_closed_connections_total", "idle"] == 3
     assert found["kvps_unread_answers_total", ""] == 4
-    assert found["kvps_up_info", exposition.__version__] == 1
+    assert found["kvps_up_info", metrics.__version__] == 1
 
 
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_a_role_shows_its_metrics_before_anything_has_happened(role: str) -> None:
-    text = exposition.text_of(role, sampler.Sample())
+    text = metrics.text_of(role, sampler.Sample())
     families = {one.name: one for one in text_string_to_metric_families(text.decode())}
     for metric in of_role(role):
         family = families.pop(metric.name.removesuffix("_total"))
@@ -154,7 +154,7 @@ def test_a_role_shows_its_metrics_before_anything_has_happened(role: str) -> Non
 @pytest.mark.skipif(which("promtool") is None, reason="promtool is not installed")
 @pytest.mark.parametrize("role", ["scheduler", "server"])
 def test_promtool_accepts_the_metrics(role: str) -> None:
-    text = exposition.text_of(role, sampler.Sample())
+    text = metrics.text_of(role, sampler.Sample())
     checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True)
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 

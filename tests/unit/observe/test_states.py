@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvps.observe import scheduler_state, server_state
+from kvps.observe import scheduler_state
 from kvps.observe.metrics import SCHEDULER, SERVER, of_role
 from kvps.protocol.membership import Beat
 from kvps.protocol.stores import Declare, Entry
+from kvps.runtime import server_process
 from tests.support.scheduler_harness import Stage
 from tests.support.server_harness import ServerStage
 
@@ -27,7 +28,7 @@ def test_a_server() -> None:
     stage.open()
     stage.init("a", [0.0] * 10)
     stage.push(0, "a", [1.0] * 10, 0)
-    state = server_state.state_of(stage.server, stage.now)
+    state = server_process.state_of(stage.server, stage.now)
     assert {name for name, _ in state.values} == gauges(SERVER)
     assert state.is_ready
     assert state.values["kvps_memory_bytes", "weights"] == 40
@@ -46,7 +47,7 @@ def test_a_server() -> None:
 def test_a_server_is_not_ready_while_it_returns() -> None:
     stage = ServerStage(1)
     stage.server.checkpointer.is_returning = True
-    state = server_state.state_of(stage.server, stage.now)
+    state = server_process.state_of(stage.server, stage.now)
     assert (state.is_ready, state.why) == (False, "returns to a checkpoint")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvps.runtime.signals import stopped_by_signals
+from kvps.runtime.member_process import stopped_by_signals
 
 LIMIT_S = 10.0
 

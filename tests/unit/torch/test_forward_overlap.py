@@ -14,7 +14,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import kvps
-from kvps.torch.forward_overlap import ForwardOverlap, PendingParameter
+from kvps.torch.deferred_updates import ForwardOverlap, PendingParameter
 
 X = torch.ones(1, 2)
 NEW = 7.0

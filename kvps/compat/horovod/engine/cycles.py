@@ -18,7 +18,7 @@ import torch
 from kvps.errors import KvpsError, Timeout, WorkerLost
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.board import Board
-from kvps.torch.distributed.size_classes import class_of
+from kvps.torch.distributed.mailbox import class_of
 
 POST_BYTES = 16 << 10
 """The size of a post: about 200 requests."""

@@ -29,8 +29,8 @@ from kvps.compat.horovod.negotiation.coordinator import (
     Execute,
     Over,
     Refuse,
+    fused,
 )
-from kvps.compat.horovod.negotiation.fusion import fused
 from kvps.compat.horovod.negotiation.request import CollectiveRequest, Key, Part
 from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
 from kvps.errors import KvpsError

@@ -24,8 +24,8 @@ from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
 from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.host_tensor import Staged, padded
+from kvps.torch.distributed.mailbox import class_of
 from kvps.torch.distributed.ordered_executor import Steps
-from kvps.torch.distributed.size_classes import class_of
 
 LANES = 4
 """The sums of one element type that may be under way at once, each with keys of its own."""

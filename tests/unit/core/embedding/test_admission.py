@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvps.core.embedding.admission import ADMIT_MAX, Admission
+from kvps.core.embedding.spec import ADMIT_MAX, Admission
 
 
 def test_an_id_is_admitted_at_its_nth_push() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvps.core.effects import Save
-from kvps.core.scheduler.rendezvous import (
+from kvps.core.scheduler.saved_state import (
     LINE_BYTES,
     RUNS_MAX,
     STATE_BYTES_MAX,

@@ -6,8 +6,7 @@ import msgpack
 import pytest
 
 from kvps.core.scheduler.barriers import Passed
-from kvps.core.scheduler.rendezvous import RunState
-from kvps.core.scheduler.saved_state import FORMAT, SavedState, dump, load
+from kvps.core.scheduler.saved_state import FORMAT, RunState, SavedState, dump, load
 from kvps.core.scheduler.seat import Settings, State
 from kvps.errors import ConfigError, StorageError
 from kvps.protocol.envelope import Node, Role

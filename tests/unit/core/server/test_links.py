@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvps.core.counts import LINK_BUSY, LINK_WATCHED
-from kvps.core.server import links
-from kvps.core.server.links import AGAIN_S, PAUSE_S, WATCH_S, WATCHED_MAX, Link, LinkUse
+from kvps.core.server import sessions
+from kvps.core.server.sessions import AGAIN_S, PAUSE_S, WATCH_S, WATCHED_MAX, Link, LinkUse
 from kvps.protocol.membership import Measure, Ping, Pong
 from tests.support.server_harness import Said, ServerStage
 
@@ -156,5 +156,5 @@ def test_many_links_are_watched_in_turns(monkeypatch: pytest.MonkeyPatch) -> Non
     found = []
     for number in range(3):
         found.append(pings(stage.scheduler(Measure(1 + number))))
-        stage.now += links.AGAIN_S
+        stage.now += sessions.AGAIN_S
     assert found == [[b"w0", b"w1"], [b"w2", b"w0"], [b"w1", b"w2"]]

@@ -9,7 +9,7 @@ from kvps.core.limits import Limits
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.core.placement import EMBEDDING
-from kvps.core.server.memory_pressure import MemoryPressure
+from kvps.core.server.memory_budget import MemoryPressure
 from kvps.errors import Overload
 from kvps.protocol.membership import Done, Error
 from kvps.protocol.stores import Declare, Declared, Entry, Open, Optimize

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core.effects import Finish
 from kvps.core.worker import calls
-from kvps.core.worker.standstill import ASK_SCRIPT, FAR_S
+from kvps.core.worker.timeout_report import ASK_SCRIPT, FAR_S
 from kvps.errors import Mismatch
 from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role

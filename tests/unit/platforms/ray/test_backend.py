@@ -15,7 +15,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'
 from ray.train.torch import TorchConfig
 
 import kvps.platforms.ray
-from kvps.platforms.ray import demand
+from kvps.platforms.ray import backend
 from kvps.platforms.ray.backend import GroupBackend, KvpsConfig, StoreBackend
 
 
@@ -86,14 +86,14 @@ def test_the_demand_of_a_run_is_checked_for_a_while_and_that_of_other_runs_never
         disk = {"disk": 1.0} if len(looks) > 2 else {}
         return [{"Alive": True, "Resources": disk}, {"Alive": False, "Resources": {"disk": 9.0}}]
 
-    monkeypatch.setattr(demand.ray, "nodes", nodes)
-    monkeypatch.setattr(demand, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(backend.ray, "nodes", nodes)
+    monkeypatch.setattr(backend, "LOOK_EVERY_S", 0.0)
     scaling = SimpleNamespace(min_workers=1, _resources_per_worker_not_none={"disk": 1})
     patient, hasty = [KvpsConfig(start_timeout=limit_s) for limit_s in (60.0, 1e-9)]
 
     def check(config: object, scaling: object = scaling) -> None:
         context = SimpleNamespace(backend_config=config, scaling_config=scaling)
-        demand.DemandResources().after_controller_start(context)
+        backend.DemandResources().after_controller_start(context)
 
     check(TorchConfig())
     check(patient, SimpleNamespace(min_workers=0))
@@ -113,5 +113,5 @@ def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(
     KvpsConfig()
     assert (
         os.environ["RAY_TRAIN_CALLBACKS"]
-        == "mine.Callback,kvps.platforms.ray.demand.DemandResources"
+        == "mine.Callback,kvps.platforms.ray.backend.DemandResources"
     )

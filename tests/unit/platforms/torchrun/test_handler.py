@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from kvps.core.scheduler.rendezvous import RendezvousTable, RunState
+from kvps.core.scheduler.saved_state import RendezvousTable, RunState
 from kvps.errors import ConfigError, Overload, SchedulerLost
 from kvps.platforms.torchrun import handler as handlers
 from kvps.platforms.torchrun import holder as holders

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvps.tools.bench import tables
+from kvps.tools.bench import figures
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.run import time_left
 
@@ -28,7 +28,7 @@ def cells(table: Table, width: int = 120) -> list[list[str]]:
 
 def test_a_table_has_ratios_to_gloo() -> None:
     rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
-    header, *found = cells(tables.table_of(rows))
+    header, *found = cells(figures.table_of(rows))
     assert header == [
         *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo"),
     ]
@@ -39,12 +39,12 @@ def test_a_table_has_ratios_to_gloo() -> None:
 
 
 def test_a_table_without_gloo_has_no_ratio() -> None:
-    assert cells(tables.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
+    assert cells(figures.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
 
 
 def test_the_quick_table_fits_a_narrow_terminal() -> None:
     rows = [row(Case("resnet50", 2, 2), "kvps", 406.0), row(Case("resnet50", 2, 2), "gloo", 602.0)]
-    *_, first, second = cells(tables.table_of(rows), width=60)
+    *_, first, second = cells(figures.table_of(rows), width=60)
     assert first == ["resnet50", "161", "102.2", "kvps", "406", "0.67"], "one trial has no range"
     assert second == ["", "", "", "gloo", "602", "1.00"]
 
@@ -60,11 +60,11 @@ def test_the_time_that_is_left(seconds: float, text: str) -> None:
     ("time_ms", "text"), [(1234.5, "1,234"), (123.45, "123"), (12.345, "12.3"), (1.2345, "1.23")]
 )
 def test_times_have_three_digits(time_ms: float, text: str) -> None:
-    assert tables.as_ms(time_ms) == text
+    assert figures.as_ms(time_ms) == text
 
 
 def test_a_busy_machine_is_mentioned() -> None:
     idle = {"processor": "P", "cores": 2, "system": "Linux", "python": "3", "torch": "2"}
     idle |= {"kvps": "0", "load": 0.5}
-    assert "busy" not in tables.headline(idle)
-    assert "load 1.5" in tables.headline({**idle, "load": 1.5})
+    assert "busy" not in figures.headline(idle)
+    assert "load 1.5" in figures.headline({**idle, "load": 1.5})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.torch.distributed.size_classes import LEAST, KeySizes, class_of
+from kvps.torch.distributed.mailbox import LEAST, KeySizes, class_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 71, 72, 73, 128, 129, 1000, 10**6 + 1, 2**40])

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.torch.local_steps.schedule import Schedule
+from kvps.torch.local_steps.fragments import Schedule
 
 
 def events(schedule: Schedule, steps: int) -> list[tuple[int, str, int]]:

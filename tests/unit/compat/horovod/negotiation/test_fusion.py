@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvps.compat.horovod.negotiation.coordinator import Execute
-from kvps.compat.horovod.negotiation.fusion import fused
+from kvps.compat.horovod.negotiation.coordinator import Execute, fused
 from kvps.compat.horovod.negotiation.request import (
     ALLGATHER,
     ALLREDUCE,
