@@ -34,12 +34,12 @@ if TYPE_CHECKING:
         Unauthorized,
         WorkerLost,
     )
-    from kvps.runtime.local.local_cluster import LocalCluster
+    from kvps.runtime.local_cluster import LocalCluster
     from kvps.runtime.preemption import leave_at_sigterm
     from kvps.runtime.process import shutdown
     from kvps.store.base import KVStoreBase
     from kvps.store.create import create
-    from kvps.store.embedding.table import EmbeddingTable
+    from kvps.store.embedding import EmbeddingTable
     from kvps.store.kvstore import KVStore
     from kvps.trainer import Trainer
 
@@ -62,10 +62,10 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "WorkerLost",
     ),
     "kvps.store.base": ("KVStoreBase",),
-    "kvps.runtime.local.local_cluster": ("LocalCluster",),
+    "kvps.runtime.local_cluster": ("LocalCluster",),
     "kvps.store.create": ("KVStore", "create"),
     "kvps.runtime.process": ("shutdown",),
-    "kvps.store.embedding.table": ("EmbeddingTable",),
+    "kvps.store.embedding": ("EmbeddingTable",),
     "kvps.runtime.preemption": ("leave_at_sigterm",),
     "kvps.data": ("data_sampler", "epochs_from", "split_and_load"),
     "kvps.trainer": ("Trainer",),

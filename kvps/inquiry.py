@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from kvps.core.agents.inquiry import Inquiry
 from kvps.core.effects import Exit
+from kvps.core.inquiry import Inquiry
 from kvps.net.driver import Inbox, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport

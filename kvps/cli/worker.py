@@ -16,8 +16,8 @@ from shutil import which
 
 from kvps import config
 from kvps.cli import flags
-from kvps.core.agents.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.core.effects import Effects, Finish
+from kvps.core.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors

@@ -1,7 +1,7 @@
 """The session that all dist stores of this process share.
 
 It is found in the environment when the first store is created: as a worker of a cluster that is described
-there, as a thread of a :class:`~kvps.runtime.local.local_cluster.LocalCluster`, or in an embedded cluster of its own. Where
+there, as a thread of a :class:`~kvps.runtime.local_cluster.LocalCluster`, or in an embedded cluster of its own. Where
 MXNet's variables make this process a server or the scheduler (``DMLC_ROLE``), it becomes that.
 """
 
@@ -18,15 +18,15 @@ from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.observe import logs
+from kvps.runtime.current import current
 from kvps.runtime.keys import load_if_any
-from kvps.runtime.local.current import current
 from kvps.runtime.open_stores import AtExit, OpenStores
 from kvps.runtime.preemption import leave_if_asked
 from kvps.runtime.ticket import TIMEOUT_S
 from kvps.runtime.worker_session import WorkerSession, leave_at_exit, worker_session
 
 if TYPE_CHECKING:
-    from kvps.runtime.local.local_cluster import LocalCluster
+    from kvps.runtime.local_cluster import LocalCluster
 
 log = logging.getLogger("kvps")
 
@@ -121,7 +121,7 @@ class _Process:
         return self.session
 
     def _embed(self) -> WorkerSession:
-        from kvps.runtime.local.local_cluster import LocalCluster
+        from kvps.runtime.local_cluster import LocalCluster
 
         self.embedded = LocalCluster(workers=1, servers=1)
         self.embedded.start()

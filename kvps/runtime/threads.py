@@ -59,7 +59,7 @@ os.register_at_fork(after_in_child=TURNS.forget)
 
 WITHOUT_CALLS = {
     ("kvps.runtime.worker_session", "_run"),
-    ("kvps.runtime.local.local_cluster", "run"),
+    ("kvps.runtime.local_cluster", "run"),
     ("kvps.net.memory_watch", "_run"),
     ("multiprocessing.queues", "_feed"),
     ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),

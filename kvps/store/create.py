@@ -208,7 +208,7 @@ def _local(kind: Kind, name: str, on_nonfinite: str, options: StoreOptions) -> D
     opened = _opened(kind, None, POLICIES[0], False, None, False, on_nonfinite, False)
     named = replace(opened, store=name, mode="sync", chunk_bytes=PROCESS_CHUNK_BYTES)
     # With it come the rules of servers, which a worker of a cluster should not have to load.
-    from kvps.runtime.local.in_process import InProcessSession
+    from kvps.runtime.in_process import InProcessSession
 
     return DistStore(kind, InProcessSession(config.checkpoint_dir()), named, options, DeviceCodec())
 

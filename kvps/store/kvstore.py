@@ -40,7 +40,7 @@ from kvps.store.arguments import (
 )
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
-from kvps.store.embedding.table import EmbeddingTable
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.gradient_check import GradientCheck
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler, WaitTimes, timed
 from kvps.store.names import Kind

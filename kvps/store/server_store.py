@@ -21,7 +21,7 @@ from kvps.runtime import preemption
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.catch_up import CatchUp, refuse
 from kvps.store.device_codec import DeviceCodec
-from kvps.store.embedding.table import EmbeddingTable
+from kvps.store.embedding import EmbeddingTable
 from kvps.store.kvstore import KVStore
 from kvps.store.metrics import Straggler, of_servers, timed
 from kvps.store.names import Kind

@@ -13,7 +13,7 @@ from kvps.runtime.ticket import Ticket
 
 class Session(Protocol):
     """A worker: :class:`~kvps.runtime.worker_session.WorkerSession` in a cluster, or
-    :class:`~kvps.runtime.local.in_process.InProcessSession` without one."""
+    :class:`~kvps.runtime.in_process.InProcessSession` without one."""
 
     names: dict[str, str]
     """Name of each open store -> its type."""

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding as looked_up
 
 from kvps.errors import ConfigError, EpochChanged
-from kvps.store.embedding.table import EmbeddingTable
+from kvps.store.embedding import EmbeddingTable
 from kvps.torch.sync.parameter_hooks import PassEnd, when_accumulated
 
 log = logging.getLogger("kvps")

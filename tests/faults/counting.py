@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.runtime.local import local_cluster as local
+from kvps.runtime import local_cluster as local
 from kvps.runtime.transport import open_transport
 
 SIZES = {"wide": 50_001, "a": 501, "b": 997}

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.runtime.local.local_cluster import LocalCluster
+from kvps.runtime.local_cluster import LocalCluster
 from tests.integration.processes import ROOT, Processes
 
 WORKER = ROOT / "tests" / "integration" / "loader_worker.py"

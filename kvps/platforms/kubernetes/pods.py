@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kvps.core.agents.supervisor import END_MAX_S
 from kvps.core.keys import ROLES
+from kvps.core.supervisor import END_MAX_S
 from kvps.platforms.kubernetes.job import JobDescription, Resources
 from kvps.platforms.kubernetes.yaml_text import Data
 

@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from kvps import config
 from kvps.errors import ConfigError, Timeout
 from kvps.phrases import ranks_in_words
-from kvps.runtime.local.current import current
+from kvps.runtime.current import current
 
 log = logging.getLogger("kvps")
 PREFIX = "kvps.allreduce"

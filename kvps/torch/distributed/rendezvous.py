@@ -36,7 +36,7 @@ from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError, KvpsError, WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.runtime import process
-from kvps.runtime.local.current import current
+from kvps.runtime.current import current
 from kvps.runtime.member_process import own_host
 from kvps.runtime.worker_session import ending
 from kvps.store.create import create_dist

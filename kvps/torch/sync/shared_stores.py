@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from kvps.errors import ConfigError
-from kvps.runtime.local.current import current
+from kvps.runtime.current import current
 from kvps.store.create import create_own
 from kvps.store.kvstore import KVStore
 from kvps.store.options import StoreOptions

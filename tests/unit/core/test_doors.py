@@ -12,9 +12,8 @@ import torch
 
 from kvps import protocol as m
 from kvps.checkpoint.directory import CheckpointDirectory
-from kvps.core.agents.inquiry import Inquiry
-from kvps.core.agents.supervisor import Supervisor
 from kvps.core.effects import Disk, Exit, Send
+from kvps.core.inquiry import Inquiry
 from kvps.core.membership_client import Identity
 from kvps.core.optim.base import Terms
 from kvps.core.optim.hyperparams import FLOAT_MAX, SCHEMAS, resolve
@@ -27,6 +26,7 @@ from kvps.core.server.snapshot import capture, storage
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart
 from kvps.core.server.snapshot.storage import Complete, Loaded, Read, Remove, Write
 from kvps.core.server.update.global_norms import NO_NUMBER
+from kvps.core.supervisor import Supervisor
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, Mismatch, ProtocolError, StorageError

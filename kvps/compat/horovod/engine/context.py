@@ -24,7 +24,7 @@ from kvps.errors import WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.runtime import process
-from kvps.runtime.local.current import current as current_cluster
+from kvps.runtime.current import current as current_cluster
 from kvps.runtime.worker_session import WorkerSession, ending
 from kvps.torch.distributed.board import Board
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kvps.core.agents.inquiry import Inquiry
+from kvps.core.inquiry import Inquiry
 from kvps.protocol.membership import Look, Seen
 from kvps.tools.doctor import examination
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from kvps.core.agents.supervisor import (
+from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
+from kvps.core.membership_client import Identity
+from kvps.core.supervisor import (
     ASK,
     END_MAX_S,
     KILL,
@@ -14,8 +16,6 @@ from kvps.core.agents.supervisor import (
     START,
     Supervisor,
 )
-from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
-from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError, Fenced
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Error, Hello, Leave, Left, Member, Stop, View, Welcome

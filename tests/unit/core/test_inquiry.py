@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.agents.inquiry import ASK_AGAIN_S, Inquiry
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
+from kvps.core.inquiry import ASK_AGAIN_S, Inquiry
 from kvps.errors import SchedulerLost, Unauthorized
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done, Error, Evict, Look, Seen, Stop

@@ -32,8 +32,8 @@ from kvps.net.zap import Keys, keys_can_be
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
+from kvps.runtime import current
 from kvps.runtime.keys import KeyMemory, Section, generate, of
-from kvps.runtime.local import current
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS

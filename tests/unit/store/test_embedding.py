@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import kvps
 from kvps.errors import ConfigError, Mismatch, StorageError
-from kvps.store.embedding import table as module
+from kvps.store import embedding as module
 
 
 @pytest.fixture

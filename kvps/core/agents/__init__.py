@@ -1,1 +1,0 @@
-"""Members that hold no values: the supervisor of a command, and the status client."""

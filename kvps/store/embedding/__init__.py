@@ -1,1 +1,0 @@
-"""Embedding tables of a store: rows by 64-bit ids."""
