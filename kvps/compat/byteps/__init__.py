@@ -4,25 +4,15 @@
 """
 
 from kvps.compat.byteps import cross_barrier, ops, parallel
-from kvps.compat.byteps.compression import Compression
 from kvps.compat.byteps.ops import *  # noqa: F403  # all of them are names of this package, too
 from kvps.compat.byteps.ops import push_pull_async_inplace
-from kvps.compat.byteps.optimizer import (
-    DistributedOptimizer,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from kvps.compat.horovod.compression import Compression
 
 byteps_push_pull = push_pull_async_inplace
 """BytePS's other name of :func:`push_pull_async_inplace`."""
 
 __all__ = [
     "Compression",
-    "DistributedOptimizer",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "byteps_push_pull",
     "cross_barrier",
     "parallel",

@@ -36,10 +36,14 @@ from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
 from kvps.store.allreduce.group import CollectiveGroup
-from kvps.store.allreduce.latest_values import CollectiveTicket, LatestValues
+from kvps.store.allreduce.latest_values import (
+    AllreduceRequests,
+    CollectiveTicket,
+    LatestValues,
+    deliver,
+)
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.allreduce.rendezvous import Rendezvous
-from kvps.store.allreduce.requests import AllreduceRequests, deliver
 from kvps.store.base import KVStoreBase
 from kvps.store.kvstore import KVStore
 from kvps.store.metrics import Straggler
