@@ -1,9 +1,10 @@
-"""A check of the prose: docstrings and tests name the thing, the glossary defines a word once, and some phrases are banned.
+"""A check of the prose: docstrings and tests name the thing, the glossary defines a word once, and
+some phrases are banned.
 
 A docstring that begins with a question word ("What a server holds") makes the reader find the noun; a noun
-phrase ("The snapshot of a server") is the noun. So does an attribute's that begins with "Of" or "Who". The name of a
-test says its subject, verb and object: "test_lost_server_returns_in_time", not "test_it_comes_back_in_time". A
-variable is called by what it holds, and not "one". The banned
+phrase ("The snapshot of a server") is the noun. So does an attribute's that begins with "Of" or
+"Who". The name of a test says its subject, verb and object: "test_lost_server_returns_in_time",
+not "test_it_comes_back_in_time". A variable is called by what it holds, and not "one". The banned
 phrases are those of ``BANNED``, each with the words to write instead. The style rule is in CONTRIBUTING.md.
 """
 
@@ -35,7 +36,8 @@ FRAGMENT = re.compile(
 )
 """What no docstring begins with, be it of a class, a function or an attribute."""
 PRONOUN = re.compile(
-    r" *def (test_(he|it|its|one|she|that|there|these|they|this|those|what|whatever|which|who|whoever|whom|whose)_\w*)"
+    r" *def (test_(he|it|its|one|she|that|there|these|they|this|those|what|whatever|which|who"
+    r"|whoever|whom|whose)_\w*)"
 )
 """The line of a test whose name begins with a pronoun: its name, and the pronoun."""
 WORDS_MAX = 80
@@ -54,7 +56,8 @@ BANNED = {
     r"\bleave\b[^.;]*\baway\b": "write 'omit' or 'remove'",
     r"\bis had\b": "make the owner the subject of 'has'",
 }
-"""Pattern of a phrase -> what to write instead. A relative clause ("a rank who asks") is caught too: write "that"."""
+"""Pattern of a phrase -> what to write instead. A relative clause ("a rank who asks") is caught
+too: write "that"."""
 OCTETS = re.compile(r"\b[Oo]ctets?\b")
 OCTETS_ALLOWED = ("docs/protocol.md", "kvps/protocol/")
 """Where the wire's own word is right; elsewhere it is "bytes"."""

@@ -2,9 +2,10 @@
 
     python benchmarks/calls.py [--size 16384] [--rounds 300]
 
-A local store pushes and pulls one array: the rules of a worker and of a server run in this process, without sockets. Counted
-are the Python functions that are called meanwhile, kvps's and others'. The processor time of the calling thread is taken
-in a loop, and where :data:`EVICTED_BYTES` are read between two calls, as other processes of a host do between two messages.
+A local store pushes and pulls one array: the rules of a worker and of a server run in this
+process, without sockets. Counted are the Python functions that are called meanwhile, kvps's and
+others'. The processor time of the calling thread is taken in a loop, and where
+:data:`EVICTED_BYTES` are read between two calls, as other processes of a host do between two messages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""What a busy interpreter costs: a pushpull while the script's thread runs pure Python, as a data loader does.
+"""What a busy interpreter costs: a pushpull while the script's thread runs pure Python, as a data
+loader does.
 
     .venv/bin/python benchmarks/gil.py [--workload resnet50] [--rounds 60] [--intervals 5 1 0.5 0.2]
 
-One worker and one server, so that each has a processor. The script's thread starts a pushpull and then waits; or keeps its
-processor busy without the interpreter lock, which tells what the processor alone costs; or splits and counts
-words, which holds the lock for as long as others let it. The last is done with several switch intervals: the time,
-in ms, after which a thread that waits for the lock may ask for it (5 in CPython; ``-`` is what kvps does by itself).
-A round ends when the loop's thread has the result. The ways take turns. Printed are p50 and p99 in ms, their
+One worker and one server, so that each has a processor. The script's thread starts a pushpull and
+then waits; or keeps its processor busy without the interpreter lock, which tells what the
+processor alone costs; or splits and counts words, which holds the lock for as long as others let
+it. The last is done with several switch intervals: the time, in ms, after which a thread that
+waits for the lock may ask for it (5 in CPython; ``-`` is what kvps does by itself). A round ends
+when the loop's thread has the result. The ways take turns. Printed are p50 and p99 in ms, their
 ratio to waiting, and how many words per ms the script counted meanwhile.
 """
 

@@ -7,12 +7,15 @@ The parts, in order of worth; each is a process of its own with a limit of secon
 or hangs costs no other part:
 
   tests     every test that needs a CUDA device, the sweep of front ends among them
-  copies    what one training step copies between the device and the host, by torch.profiler: of each front end,
+  copies    what one training step copies between the device and the host, by torch.profiler: of
+  each front end,
             exactly the gradients down and the new values up, once, through page-locked memory
-  speed     those copies beside a bare copy of as many page-locked bytes; pushpull of ResNet-50's gradients from
-            the device, beside the same by hand (``.cpu()``, pushpull, ``.copy_()``); four values per key, added up
-            on the device (dist_sync_device) and on the host (dist_sync)
-  overlap   a training step of two workers that share the device: alone, with pushpull after the backward pass,
+  speed     those copies beside a bare copy of as many page-locked bytes; pushpull of ResNet-50's
+  gradients from
+            the device, beside the same by hand (``.cpu()``, pushpull, ``.copy_()``); four values
+            per key, added up on the device (dist_sync_device) and on the host (dist_sync)
+  overlap   a training step of two workers that share the device: alone, with pushpull after the
+  backward pass,
             and with DistributedOptimizer, which sends gradients during the backward pass
   codecs    each codec of gradient compression on the device (benchmarks/codecs.py)
 

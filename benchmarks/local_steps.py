@@ -1,21 +1,24 @@
-"""What local steps cost and save: loss at equal tokens, bytes out of a worker's interface, and time on slow links.
+"""What local steps cost and save: loss at equal tokens, bytes out of a worker's interface, and
+time on slow links.
 
-    python benchmarks/local_steps.py losses [--workers 2] [--seeds 0 1 2] [--steps 200] [--flags "--lr 0.01 ..."]
-    python benchmarks/local_steps.py reference [flags as of losses]
+    python benchmarks/local_steps.py losses [--workers 2] [--seeds 0 1 2] [--steps 200] [--flags
+    "--lr 0.01 ..."] python benchmarks/local_steps.py reference [flags as of losses]
     sudo python benchmarks/local_steps.py links [--rate 10] [--workers 4] [--steps 100]
     python benchmarks/local_steps.py kills [--workers 4] [--seconds 300] [--kill-every 30]
 
-Each row is one run of examples/gpt_local_steps.py: the same model, the same pieces of text for each worker and seed,
-the same number of steps. In rows "by speed" the slow worker makes fewer, and the others more: the sum is the same.
-``losses`` starts all processes on this host. ``reference`` computes the losses of rows without codecs or a quorum
-in one process, by torch alone, in less time (local_steps_reference.py); async rows in virtual time.
-``links`` gives the scheduler with a server one host, and each worker another: network namespaces, each behind a
-link of the rate, both ways (root, Linux). There the bytes are those that left worker 0's interface, with headers;
-compare rows of one rate.
+Each row is one run of examples/gpt_local_steps.py: the same model, the same pieces of text for
+each worker and seed, the same number of steps. In rows "by speed" the slow worker makes fewer, and
+the others more: the sum is the same. ``losses`` starts all processes on this host. ``reference``
+computes the losses of rows without codecs or a quorum in one process, by torch alone, in less time
+(local_steps_reference.py); async rows in virtual time. ``links`` gives the scheduler with a server
+one host, and each worker another: network namespaces, each behind a link of the rate, both ways
+(root, Linux). There the bytes are those that left worker 0's interface, with headers; compare rows
+of one rate.
 
-``kills`` starts workers whose steps take a fixed time, as on devices of their own (local_steps_worker.py), and sends
-SIGKILL to one of them every 30 seconds, in turn; kvps-launch starts it again. Goodput is the number of steps that were merged,
-divided by the steps of as many workers that are never disturbed and never wait.
+``kills`` starts workers whose steps take a fixed time, as on devices of their own
+(local_steps_worker.py), and sends SIGKILL to one of them every 30 seconds, in turn; kvps-launch
+starts it again. Goodput is the number of steps that were merged, divided by the steps of as many
+workers that are never disturbed and never wait.
 """
 
 from __future__ import annotations
@@ -147,7 +150,8 @@ def line(name: str, runs: list[dict[str, float]]) -> str:
         key: statistics.fmean([one[key] for one in runs]) for key in runs[0] if key not in TEXTS
     }
     ages = [
-        f"rank {rank}: {mean[f'merges_{rank}']:.0f} merges, the last after {mean[f'last_steps_{rank}']:.0f} steps, "
+        f"rank {rank}: {mean[f'merges_{rank}']:.0f} merges, the last after "
+        f"{mean[f'last_steps_{rank}']:.0f} steps, "
         f"age {mean[f'age_{rank}']:.1f}"
         for rank in range(int(mean["workers"]))
         if f"age_{rank}" in mean
@@ -296,7 +300,8 @@ def kills(given: argparse.Namespace) -> None:
         away.append((later[0] if later else end) - at)
     losses = [one["loss"] for notes in ranks for one in notes if one["event"] == "end"]
     print(
-        f"{given.workers} workers, {given.seconds:.0f} s, {len(killed)} kills: {steps} of {possible:.0f} steps "
+        f"{given.workers} workers, {given.seconds:.0f} s, {len(killed)} kills: {steps} of "
+        f"{possible:.0f} steps "
         f"merged, goodput {steps / possible:.1%}; a killed worker was away for "
         f"{statistics.median(away) if away else 0:.1f} s (median); test loss {losses[0]:.3f}"
     )

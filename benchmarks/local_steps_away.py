@@ -2,8 +2,8 @@
 
     python benchmarks/local_steps_away.py FOLDER FROM TO [flags of examples/gpt_local_steps.py]
 
-The last worker is killed after FROM steps, and kvps-launch starts it again. Its second life begins when worker 0 has
-made TO steps, or as soon as it has started after that; if TO is 0, it ends at once.
+The last worker is killed after FROM steps, and kvps-launch starts it again. Its second life begins
+when worker 0 has made TO steps, or as soon as it has started after that; if TO is 0, it ends at once.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Local steps in one process, by torch alone: what the algorithm loses, apart from servers and links.
 
-The replicas of all workers are trained in turn, on the pieces of text that the workers of examples/gpt_local_steps.py would
-have, and by the flags of that example. tests/integration/test_local_steps.py shows that kvps computes the same.
+The replicas of all workers are trained in turn, on the pieces of text that the workers of
+examples/gpt_local_steps.py would have, and by the flags of that example.
+tests/integration/test_local_steps.py shows that kvps computes the same.
 
-With ``--mode async`` the replicas are trained in virtual time, whose unit is a step of a fast worker: speeds are exact
-on a machine that has other work, and pushes and pulls take no time.
+With ``--mode async`` the replicas are trained in virtual time, whose unit is a step of a fast
+worker: speeds are exact on a machine that has other work, and pushes and pulls take no time.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class Replica:
 
 
 class AsyncOuter:
-    """The global weights, and SGD that applies each push, with Nesterov momentum that moves every ``period`` pushes.
+    """The global weights, and SGD that applies each push, with Nesterov momentum that moves every
+    ``period`` pushes.
 
     Args:
         model: a replica.
@@ -209,7 +211,8 @@ class AsyncOuter:
 
 
 def trained_async(flags: argparse.Namespace, replicas: list[Replica]) -> dict[str, float]:
-    """Train the replicas, the last of which takes ``--slow`` times as long for a step; return what it took."""
+    """Train the replicas, the last of which takes ``--slow`` times as long for a step; return what
+    it took."""
     workers = len(replicas)
     period = workers if flags.outer == "delayed_nesterov" else 1
     outer = AsyncOuter(replicas[0].model, flags.outer_lr, flags.momentum, period, 1 / workers)

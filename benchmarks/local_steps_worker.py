@@ -1,8 +1,9 @@
 """One worker of ``local_steps.py kills``: trains the small GPT for some time, and notes its merges.
 
-Arguments: the folder for notes, seconds from the first merge to the end, the seconds that a step takes at least, the
-steps from one merge to the next, and the quorum (0: none). Waiting stands for a device of its own: how far a worker gets then depends on when it
-was killed, and not on how many processes share a processor.
+Arguments: the folder for notes, seconds from the first merge to the end, the seconds that a step
+    takes at least, the
+steps from one merge to the next, and the quorum (0: none). Waiting stands for a device of its own:
+how far a worker gets then depends on when it was killed, and not on how many processes share a processor.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def main(folder: Path, seconds: float, step_s: float, sync_every: int, quorum: i
 
 
 def text_in(folder: Path) -> torch.Tensor:
-    """Return the encoded text, which the first life of a worker prepares, as a real job's data are prepared before."""
+    """Return the encoded text, which the first life of a worker prepares, as a real job's data are
+    prepared before."""
     path = folder / "text.safetensors"
     if not path.exists():
         own = folder / f"text.{os.getpid()}"

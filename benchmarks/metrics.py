@@ -1,12 +1,14 @@
-"""Measures what metrics and the dashboard's figures cost: rounds of kvps bench with and without KVPS_HTTP, in turns.
+"""Measures what metrics and the dashboard's figures cost: rounds of kvps bench with and without
+KVPS_HTTP, in turns.
 
     .venv/bin/python -m benchmarks.metrics --turns 5
 
-With KVPS_HTTP each process samples its counters once per second, and the scheduler asks the servers for theirs.
-The ratio is the median over turns of the two rounds of each turn, so what else the machine does meets both. The
-order of a turn alternates. On a busy machine rounds differ more between runs than metrics could cost. So the
-processor time of each part is measured as well, in this process and by its own clock: that of a push, which is
-counted in any case, and those of a sample and of an answer to the scheduler, each once per second.
+With KVPS_HTTP each process samples its counters once per second, and the scheduler asks the
+servers for theirs. The ratio is the median over turns of the two rounds of each turn, so what else
+the machine does meets both. The order of a turn alternates. On a busy machine rounds differ more
+between runs than metrics could cost. So the processor time of each part is measured as well, in
+this process and by its own clock: that of a push, which is counted in any case, and those of a
+sample and of an answer to the scheduler, each once per second.
 """
 
 from __future__ import annotations

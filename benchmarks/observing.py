@@ -1,9 +1,10 @@
-"""What a timeline and the flight recorder cost: rounds without either, with each, and with a full record, in turns.
+"""What a timeline and the flight recorder cost: rounds without either, with each, and with a full
+record, in turns.
 
     python benchmarks/observing.py [--turns 5] [--workload resnet50] [--tree DIR]
 
-Each turn runs ``kvps bench`` once for each kind, one after another, so that all kinds meet the same load. ``--tree`` adds
-the code of another clone, with neither, as a kind of its own.
+Each turn runs ``kvps bench`` once for each kind, one after another, so that all kinds meet the
+same load. ``--tree`` adds the code of another clone, with neither, as a kind of its own.
 """
 
 from __future__ import annotations

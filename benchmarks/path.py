@@ -1,8 +1,9 @@
 """The files of kvps that one push and one pull pass, on the worker and on the server.
 
 A store of one worker and one server in this process pushes a gradient of one key and pulls its weights, after
-a few rounds of the same that are not counted. Every function that runs meanwhile, in any thread, is traced. This is
-done several times, and a function counts that ran each time: so beats and other timers do not.
+a few rounds of the same that are not counted. Every function that runs meanwhile, in any thread,
+is traced. This is done several times, and a function counts that ran each time: so beats and other
+timers do not.
 
     python benchmarks/path.py
 """

@@ -2,8 +2,9 @@
 
     python benchmarks/server_threads.py [--elements 1000 20000000] [--turns 2]
 
-One worker with one thread of torch, and one server with torch's own number, push and pull one key with SGD and momentum on the
-server, :data:`PAUSE_S` apart. The processor time is that of the server's process, all threads together. Linux.
+One worker with one thread of torch, and one server with torch's own number, push and pull one key
+with SGD and momentum on the server, :data:`PAUSE_S` apart. The processor time is that of the
+server's process, all threads together. Linux.
 """
 
 from __future__ import annotations

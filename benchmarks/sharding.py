@@ -5,8 +5,8 @@
     done
 
 Twelve blocks of 32 MiB, SGD with momentum: ``shard`` is kvps.torch.shard, ``store`` and ``here`` are
-DistributedOptimizer with the optimizer on the servers and in the worker. With TCP the memory is this process's
-own; in shared memory the pages of the servers that it has read count, too. Linux.
+DistributedOptimizer with the optimizer on the servers and in the worker. With TCP the memory is
+this process's own; in shared memory the pages of the servers that it has read count, too. Linux.
 """
 
 from __future__ import annotations

@@ -3,16 +3,18 @@
     python benchmarks/sockets.py [resnet50] [--rounds 30] [--turns 3] [--keys]
     sudo python benchmarks/sockets.py --network --workers 4 --servers 4 --rate 400mbit --rounds 5
 
-As many processes as workers and servers: each of these sockets' workers has one connection to each of their servers.
-In a round the arrays of a workload of ``kvps bench`` pass once each way, both ways at once, an equal part on each
-connection. Nothing is gathered, summed, scattered or checked. kvps's rounds are those of ``benchmarks/where.py``.
+As many processes as workers and servers: each of these sockets' workers has one connection to each
+of their servers. In a round the arrays of a workload of ``kvps bench`` pass once each way, both
+ways at once, an equal part on each connection. Nothing is gathered, summed, scattered or checked.
+kvps's rounds are those of ``benchmarks/where.py``.
 
-Printed are the median of the rounds in milliseconds, and the processor time of all processes for each GB that goes one
-way, at both ends together. A round moves the arrays twice for each worker.
+Printed are the median of the rounds in milliseconds, and the processor time of all processes for
+each GB that goes one way, at both ends together. A round moves the arrays twice for each worker.
 
-With ``--network`` every process is on a host of its own behind a link of the rate, as in ``benchmarks.compare``, and
-only the sockets are measured: the most that any protocol over TCP can have of these links. Their share of M/B is printed,
-where B is the rate of the link and M the bytes of the arrays.
+With ``--network`` every process is on a host of its own behind a link of the rate, as in
+``benchmarks.compare``, and only the sockets are measured: the most that any protocol over TCP can
+have of these links. Their share of M/B is printed, where B is the rate of the link and M the bytes
+of the arrays.
 """
 
 from __future__ import annotations

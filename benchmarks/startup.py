@@ -1,13 +1,17 @@
-"""The start of a job: 4 workers and 2 servers to their first barrier, beside as many processes that import torch.
+"""The start of a job: 4 workers and 2 servers to their first barrier, beside as many processes
+that import torch.
 
     .venv/bin/python -m benchmarks.startup                 # kvps-launch, and the engines that are installed
     .venv/bin/python -m benchmarks.startup --repeat 7 --only launch
 
-Both are measured in turns, so that other work on the machine meets both. Of a job by kvps-launch the time is that from
-the command to the moment when all workers have passed the barrier; the other six are ``python -c "import torch"`` side by
-side: started directly, by six times ``ssh``, or by one ``srun``. sshd and a Slurm cluster of two nodes are started for
-this, on loopback; the latter needs root. With Ray, it is the time from ``kvps.platforms.ray.cluster`` to that moment, in a Ray that runs already and has no idle
-processes that have imported torch; the other six are actors that import torch.
+Both are measured in turns, so that other work on the machine meets both. Of a job by kvps-launch
+the time is that from the command to the moment when all workers have passed the barrier; the other
+six are ``python -c "import torch"`` side by
+side: started directly, by six times ``ssh``, or by one ``srun``. sshd and a Slurm cluster of two
+    nodes are started for
+this, on loopback; the latter needs root. With Ray, it is the time from
+``kvps.platforms.ray.cluster`` to that moment, in a Ray that runs already and has no idle processes
+that have imported torch; the other six are actors that import torch.
 """
 
 from __future__ import annotations

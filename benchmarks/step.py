@@ -1,4 +1,5 @@
-"""The cost of synchronisation in a training step: the front ends of kvps beside DistributedDataParallel on gloo.
+"""The cost of synchronisation in a training step: the front ends of kvps beside
+DistributedDataParallel on gloo.
 
     .venv/bin/python benchmarks/step.py [--steps 20] [--turns 3] [--workers 2] [--servers 2] [--ways WAY ...]
 
@@ -16,11 +17,12 @@ between workers. The ways:
     trainer late     the same without overlap
     trainer servers  with overlap, and with update_on_kvstore=True
 
-Each turn starts each way anew, in another order. After the steps, weights of all workers have to be the same bits, and
-those of all ways have to agree within 1e-5 with those of gloo. Printed for each way are the median step of the
-slowest worker, its cost (the step less the step of as many workers alone), and the ratio of this cost to gloo's. Behind
-them stand the same for the processor time that all processes take for a step, servers among them, divided by the
-number of workers: other work on the machine changes it less.
+Each turn starts each way anew, in another order. After the steps, weights of all workers have to
+be the same bits, and those of all ways have to agree within 1e-5 with those of gloo. Printed for
+each way are the median step of the slowest worker, its cost (the step less the step of as many
+workers alone), and the ratio of this cost to gloo's. Behind them stand the same for the processor
+time that all processes take for a step, servers among them, divided by the number of workers:
+other work on the machine changes it less.
 """
 
 from __future__ import annotations
@@ -95,7 +97,8 @@ def stepper(way: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
 
 
 def cpu_ms(parent: int) -> float:
-    """Return the processor time so far of all processes that ``parent`` and its children have started, in ms."""
+    """Return the processor time so far of all processes that ``parent`` and its children have
+    started, in ms."""
     parents: dict[int, int] = {}
     spent: dict[int, float] = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -199,7 +202,8 @@ def main() -> None:
 
 
 def told(found: dict[str, list[float]], way: str) -> str:
-    """Return the median of a way, what it costs beyond working alone, the ratio of that to gloo's, and all turns."""
+    """Return the median of a way, what it costs beyond working alone, the ratio of that to gloo's,
+    and all turns."""
     alone = statistics.median(found["alone"]) if "alone" in found else 0.0
     gloo = statistics.median(found.get("ddp gloo", [alone])) - alone
     median = statistics.median(found[way])

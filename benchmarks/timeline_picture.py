@@ -1,4 +1,5 @@
-"""A picture of a timeline: some milliseconds of a trace that ``kvps trace --out`` or KVPS_TIMELINE has written, as SVG.
+"""A picture of a timeline: some milliseconds of a trace that ``kvps trace --out`` or KVPS_TIMELINE
+has written, as SVG.
 
     python benchmarks/timeline_picture.py trace.json docs/timeline.svg [--begin MS] [--length MS]
 
@@ -71,7 +72,8 @@ def drawn(trace: MergedTrace, begin_ms: float, length_ms: float) -> str:
         x = LEFT + step * (WIDTH - LEFT - 30) / 10
         out.append(f'<path d="M{x:.1f} {TOP - 8}V{height - 36}" stroke="#eeeeee"/>')
         out.append(
-            f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle" fill="#666666">{step * length_ms / 10:g} ms</text>'
+            f'<text x="{x:.1f}" y="{TOP - 14}" text-anchor="middle" '
+            f'fill="#666666">{step * length_ms / 10:g} ms</text>'
         )
     for number, (name, process, is_script) in enumerate(rows):
         y = TOP + number * (ROW + GAP)

@@ -3,12 +3,13 @@
     python benchmarks/where.py resnet50 [--how in-place] [--rule sgd] [--transport tcp] [--rounds 50]
     python benchmarks/where.py small --no-keys
 
-A scheduler, servers and workers run on this machine as for a user, with keys unless ``--no-keys``. Workers push and
-pull the arrays of a workload of ``kvps bench``, and check every number. In each process the functions of
-:data:`WORK` are timed: a function's time is without that of timed functions that it calls. Each process states
-its times before the first measured round and after the last, while all workers stand still. Printed are
-milliseconds per round: processor time (CPU) of each thread, from the kernel, and within it of each kind of work.
-``waiting`` is time in the poll of the loop, and takes no processor.
+A scheduler, servers and workers run on this machine as for a user, with keys unless ``--no-keys``.
+Workers push and pull the arrays of a workload of ``kvps bench``, and check every number. In each
+process the functions of :data:`WORK` are timed: a function's time is without that of timed
+functions that it calls. Each process states its times before the first measured round and after
+the last, while all workers stand still. Printed are milliseconds per round: processor time (CPU)
+of each thread, from the kernel, and within it of each kind of work. ``waiting`` is time in the
+poll of the loop, and takes no processor.
 
 The checks of the workers (fresh values, comparison) run in their main thread, outside of a step, and are left
 out: a worker's main thread counts only within ``step()``. Timers cost about a microsecond a call.
@@ -55,7 +56,8 @@ Times = dict[str, dict[str, dict[str, float]]]
 
 
 class Timers:
-    """Times of functions in this process, by thread and kind of work, each without the timed functions in it."""
+    """Times of functions in this process, by thread and kind of work, each without the timed
+    functions in it."""
 
     def __init__(self) -> None:
         self._local = threading.local()
@@ -95,7 +97,8 @@ class Timers:
         return timed
 
     def state(self) -> Times:
-        """Return all times since the process began, with the processor time of each thread from the kernel."""
+        """Return all times since the process began, with the processor time of each thread from
+        the kernel."""
         found: Times = {}
         for (thread, kind), (calls, cpu, wall) in list(self._totals.items()):
             times = {"calls": calls, "cpu_ms": cpu / 1e6, "wall_ms": wall / 1e6}

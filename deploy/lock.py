@@ -2,9 +2,10 @@
 
     python deploy/lock.py       # make lock
 
-asks pip which files it would install for this Python and this processor, by the versions of constraints.txt, and
-writes requirements.lock (what kvps, its metrics and its examples need) and build.lock (what builds the wheel of kvps). The image
-takes no other file than these. An image for another Python or processor needs locks that were written there.
+asks pip which files it would install for this Python and this processor, by the versions of
+constraints.txt, and writes requirements.lock (what kvps, its metrics and its examples need) and
+build.lock (what builds the wheel of kvps). The image takes no other file than these. An image for
+another Python or processor needs locks that were written there.
 """
 
 from __future__ import annotations

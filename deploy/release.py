@@ -4,8 +4,8 @@
     python deploy/release.py --install            # make release: and install the wheel in each Python on PATH
     python deploy/release.py --install --python /opt/python3.12/bin/python --no-torch
 
-The wheel is the same for every Python and processor. ``--no-torch`` leaves torch out, which is large, and runs only the
-commands that do without it. It uploads nothing.
+The wheel is the same for every Python and processor. ``--no-torch`` leaves torch out, which is
+large, and runs only the commands that do without it. It uploads nothing.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ html_theme_options = {
         "color-brand-primary": "#1d5fbf",
         "color-brand-content": "#1d5fbf",
         "font-stack": "system-ui, -apple-system, 'Segoe UI', Roboto, Ubuntu, Cantarell, sans-serif",
-        "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace",
+        "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans "
+        "Mono', monospace",
     },
     "dark_css_variables": {
         "color-brand-primary": "#7db3ff",
@@ -87,7 +88,8 @@ def drop_empty_globs(app, docname, content):
 
 
 def inline_pictures(app, doctree, docname):
-    """Put each SVG into its page: an <img> would follow the system's colors, and not the button of the theme."""
+    """Put each SVG into its page: an <img> would follow the system's colors, and not the button of
+    the theme."""
     for image in list(doctree.findall(nodes.image)):
         source = Path(app.srcdir, image["uri"])
         if app.builder.format == "html" and source.suffix == ".svg" and source.is_file():

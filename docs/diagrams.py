@@ -1,8 +1,9 @@
 """The diagrams of the documentation, drawn as SVG into docs/images.
 
-``python docs/diagrams.py --write`` draws them; without the flag it only checks, and ends with 1 where a file is
-not what this script draws. The timelines are computed by the rule that they show. Colors come from variables:
-docs/_static/kvps.css sets them on the site, and each file has its own, light and dark, for other readers.
+``python docs/diagrams.py --write`` draws them; without the flag it only checks, and ends with 1
+where a file is not what this script draws. The timelines are computed by the rule that they show.
+Colors come from variables: docs/_static/kvps.css sets them on the site, and each file has its own,
+light and dark, for other readers.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Picture:
         weight = ' font-weight="600"' if "bold" in style else ""
         color = f' class="{name}"' if (name := style.replace("bold", "").strip()) else ""
         self.shapes.append(
-            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" text-anchor="{anchor}"{color}{weight}>{escape(words)}</text>'
+            f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" '
+            f'text-anchor="{anchor}"{color}{weight}>{escape(words)}</text>'
         )
 
     def box(self, x: float, y: float, w: float, h: float, kind: str, *lines: str) -> None:
@@ -97,7 +99,8 @@ class Picture:
         stroke = "" if kind == "wait" else f";stroke:var(--kv-{kind})"
         fill = "wait" if kind == "wait" else f"{kind}-fill"
         self.shapes.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" style="fill:var(--kv-{fill}){stroke}"/>'
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" '
+            f'style="fill:var(--kv-{fill}){stroke}"/>'
         )
         if words:
             self.text(x + w / 2, y + h / 2 + 5, words, 13.5, "soft" if kind == "wait" else "")
@@ -115,7 +118,8 @@ class Picture:
         """Draw a line; with a head it is an arrow."""
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         self.shapes.append(
-            f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none" stroke-width="1.8"{dashed} style="stroke:var(--kv-{kind})"/>'
+            f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" fill="none" stroke-width="1.8"{dashed} '
+            f'style="stroke:var(--kv-{kind})"/>'
         )
         if head:
             self._head(x1, y1, x2, y2, kind)
@@ -147,7 +151,8 @@ class Picture:
     def svg(self) -> str:
         """Return the file."""
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="kv" viewBox="0 0 {WIDTH} {self.height:g}" role="img"'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="kv" viewBox="0 0 {WIDTH} '
+            f'{self.height:g}" role="img"'
             f' aria-label="{escape(self.title)}">\n<title>{escape(self.title)}</title>\n{STYLE}\n'
             + "\n".join(self.shapes)
             + "\n</svg>\n"
@@ -298,7 +303,8 @@ def asynchronous() -> Picture:
 def ssp() -> Picture:
     """Draw steps that may be two ahead."""
     return timeline(
-        "dist_ssp with staleness=2: a worker waits only while it is more than two pushes ahead of the slowest.",
+        "dist_ssp with staleness=2: a worker waits only while it is more than two pushes ahead of "
+        "the slowest.",
         lambda own, all_steps: own <= min(all_steps) + 2,
         "At most two pushes ahead of worker 2.",
         rounds=False,
@@ -316,7 +322,8 @@ def devices() -> Picture:
     )
     picture.text(16, 24, "one host", 14, "soft", "start")
     picture.shapes.append(
-        '<rect x="12" y="32" width="372" height="278" rx="10" fill="none" stroke-dasharray="5 4" stroke-width="1.4" style="stroke:var(--kv-line)"/>'
+        '<rect x="12" y="32" width="372" height="278" rx="10" fill="none" stroke-dasharray="5 4" '
+        'stroke-width="1.4" style="stroke:var(--kv-line)"/>'
     )
     for worker, y in enumerate((48, 182)):
         picture.box(26, y, 214, 112, "worker")
@@ -420,7 +427,8 @@ def worker_lost() -> Picture:
 def server_lost() -> Picture:
     """Draw how servers roll back to a checkpoint."""
     picture = Picture(
-        "Server 1 is killed; both servers roll back to the last checkpoint, and workers repeat the steps since.",
+        "Server 1 is killed; both servers roll back to the last checkpoint, and workers repeat "
+        "the steps since.",
         246,
     )
     wide = 44.0

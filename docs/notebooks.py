@@ -1,7 +1,8 @@
-"""The notebooks of examples/notebooks, made from the scripts of examples/: a cell for each part, and a cluster to run it in.
+"""The notebooks of examples/notebooks, made from the scripts of examples/: a cell for each part,
+and a cluster to run it in.
 
-``python docs/notebooks.py --write`` makes them; without the flag it only checks, and ends with 1 where a notebook is not
-what its script says. They have no outputs: a test runs them.
+``python docs/notebooks.py --write`` makes them; without the flag it only checks, and ends with 1
+where a notebook is not what its script says. They have no outputs: a test runs them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ RUNS = {
         has_picture=False,
     ),
 }
-"""Script -> how it is run, shorter than by itself. Scripts that start processes, or measure their own, have no notebook."""
+"""Script -> how it is run, shorter than by itself. Scripts that start processes, or measure their
+own, have no notebook."""
 
 
 def main(arguments: list[str]) -> int:
@@ -124,7 +126,8 @@ def _run(run: Run) -> Iterator[dict[str, Any]]:
     arguments = json.dumps(flags)
     if run.workers:
         yield _markdown(
-            f"## Run it\n\n`LocalCluster` starts a scheduler, 2 servers and {run.workers} workers in this process. Rank 0 "
+            f"## Run it\n\n`LocalCluster` starts a scheduler, 2 servers and {run.workers} workers "
+            "in this process. Rank 0 "
             "prints."
         )
         code = [

@@ -1,7 +1,7 @@
 """``python -m kvps``: where to begin; with arguments, the ``kvps`` command.
 
-It prints the commands of a first hour, and where examples and documentation lie. In a checkout these are files;
-an installed package has none, so the text then says which folder of the source has them.
+It prints the commands of a first hour, and where examples and documentation lie. In a checkout
+these are files; an installed package has none, so the text then says which folder of the source has them.
 """
 
 from __future__ import annotations

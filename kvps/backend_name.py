@@ -1,8 +1,8 @@
 """The backend "kvps" of torch.distributed, for scripts that import kvps without kvps.torch.
 
-``import kvps`` imports no torch, and torch knows a backend by its name only once it is registered. So the name is
-registered when both are there, whichever comes first. The first group that uses it imports :mod:`kvps.torch`,
-which registers the backend itself.
+``import kvps`` imports no torch, and torch knows a backend by its name only once it is registered.
+So the name is registered when both are there, whichever comes first. The first group that uses it
+imports :mod:`kvps.torch`, which registers the backend itself.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ _LAUNCHERS = (
     ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
-"""Launchers of other projects, and the variables in which each tells a process its rank and how many there are. srun
-sets Slurm's; a batch script, which is one process, has SLURM_NTASKS alone."""
+"""Launchers of other projects, and the variables in which each tells a process its rank and how
+many there are. srun sets Slurm's; a batch script, which is one process, has SLURM_NTASKS alone."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DMLC = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
@@ -519,7 +519,8 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
 def check_alone(env: Mapping[str, str] | None = None) -> None:
     """Check that a process that is about to begin a cluster of its own is not one of torchrun's many.
 
-    :func:`cluster` does not: local and allreduce stores, and gloo's and NCCL's process groups, need no scheduler.
+    :func:`cluster` does not: local and allreduce stores, and gloo's and NCCL's process groups,
+    need no scheduler.
 
     Raises:
         ConfigError: if it is.
@@ -529,16 +530,19 @@ def check_alone(env: Mapping[str, str] | None = None) -> None:
     size = whole("WORLD_SIZE", env=env)
     if size is not None and size > 1:
         raise ConfigError(
-            f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so each of them would "
+            f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so "
+            "each of them would "
             f"train alone; start kvps-scheduler --workers {size} and kvps-server, and set "
-            "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun. Where one process is to be alone, unset TORCHELASTIC_RUN_ID"
+            "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun. Where one process is to be alone, unset "
+            "TORCHELASTIC_RUN_ID"
         )
 
 
 def worker_rank(env: Mapping[str, str] | None = None) -> int | None:
     """Return the rank of a worker: that of KVPS_RANK, or else of another project's launcher; None for any.
 
-    torchrun comes before the others: it may have been started by them, and then its workers have their variables.
+    torchrun comes before the others: it may have been started by them, and then its workers have
+    their variables.
 
     Raises:
         ConfigError: as :func:`launched`, or for a malformed number.
@@ -567,7 +571,8 @@ def launched(env: Mapping[str, str] | None = None) -> Launched | None:
         if rank is None or rank >= size:
             said = "is not set" if rank is None else f"is {rank}"
             raise ConfigError(
-                f"{launcher} says {size_variable}={size}, but {rank_variable} {said}; ranks begin at 0. Start the "
+                f"{launcher} says {size_variable}={size}, but {rank_variable} {said}; ranks begin "
+                "at 0. Start the "
                 f"script with the launcher, or unset {size_variable}"
             )
         return Launched(launcher, rank, size, size_variable)

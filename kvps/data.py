@@ -123,9 +123,10 @@ def epochs_from(
 ) -> Iterator[tuple[int, Iterable[Any]]]:
     """Yield the number of each epoch and its batches, from step ``start`` of the job on.
 
-    So a script that :meth:`Trainer.resume` has begin at a step reads the batches that it would have read there. Each
-    epoch begins with ``set_epoch(epoch)`` of the loader's sampler, if it has that. The batches of the first epoch
-    before ``start`` are not read; a subclass of DataLoader reads them, and drops them.
+    So a script that :meth:`Trainer.resume` has begin at a step reads the batches that it would
+    have read there. Each epoch begins with ``set_epoch(epoch)`` of the loader's sampler, if it has
+    that. The batches of the first epoch before ``start`` are not read; a subclass of DataLoader
+    reads them, and drops them.
 
     Args:
         loader: a DataLoader with a length. The order of its sampler follows from the epoch, as with
@@ -134,7 +135,8 @@ def epochs_from(
         epochs: the number of epochs of the job.
 
     Raises:
-        ConfigError: for a loader without a length, or one that draws its order at random, which cannot be repeated.
+        ConfigError: for a loader without a length, or one that draws its order at random, which
+            cannot be repeated.
 
     Example:
         >>> start = trainer.resume()  # doctest: +SKIP
@@ -159,7 +161,8 @@ def _checked_sampler(loader: DataLoader[T]) -> Any:
     """Return the sampler whose order follows from the epoch; None if the order is always the same."""
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         raise ConfigError(
-            "epochs_from() needs a dataset with a length and an order: skip what was read before in your own dataset"
+            "epochs_from() needs a dataset with a length and an order: skip what was read before "
+            "in your own dataset"
         )
     nested = getattr(loader.batch_sampler, "sampler", None)
     samplers = [loader.batch_sampler, nested, loader.sampler]
@@ -169,7 +172,8 @@ def _checked_sampler(loader: DataLoader[T]) -> Any:
     for sampler in samplers:
         if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
             raise ConfigError(
-                f"{type(sampler).__name__} draws another order in each process, so that no process can go on where "
+                f"{type(sampler).__name__} draws another order in each process, so that no "
+                "process can go on where "
                 "another was: use sampler=kvps.data_sampler(dataset, kv), and no shuffle=True"
             )
     return None

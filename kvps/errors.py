@@ -31,8 +31,8 @@ class KvpsError(Exception):
     """The root of the tree; raised itself only if no subclass is more specific.
 
     Attributes:
-        reason: the label of the refusal in the metrics, where it is more than the class; empty in a process that
-            was told of the refusal.
+        reason: the label of the refusal in the metrics, where it is more than the class; empty in
+            a process that was told of the refusal.
         exit_code: of a process that ends by this error.
     """
 
@@ -190,7 +190,8 @@ BY_CODE: dict[int, type[KvpsError]] = {
 
 
 def unforeseen(me: str, error: Exception) -> KvpsError:
-    """Return the answer to a peer whose packet caused ``error``: the error itself, unless it was unexpected."""
+    """Return the answer to a peer whose packet caused ``error``: the error itself, unless it was
+    unexpected."""
     if isinstance(error, KvpsError):
         return error
     return KvpsError(

@@ -75,11 +75,13 @@ CLIP_HERE = (
 )
 
 IN_STORE = (
-    "step() of the torch optimizer was called, but its steps are made in the store: it would change the weights of this "
+    "step() of the torch optimizer was called, but its steps are made in the store: it would "
+    "change the weights of this "
     "worker alone. Call trainer.step(batch_size)"
 )
 NOT_SUMMED = (
-    "step() of the torch optimizer was called, but gradients are not summed over the workers yet: it would change the "
+    "step() of the torch optimizer was called, but gradients are not summed over the workers yet: "
+    "it would change the "
     "weights of this worker alone. Call trainer.step(batch_size), or trainer.allreduce_grads() before step()"
 )
 
@@ -97,9 +99,10 @@ class Trainer(Resumable):
         params: a module, its ``named_parameters()``, or a dict name -> tensor. A parameter with two names
             counts once.
         optimizer: a name (``"sgd"``, ``"adam"``, ...) or a torch optimizer over these parameters.
-            Servers use its class and hyper-parameters, also when a scheduler changes them; its groups may differ in
-            ``lr`` and ``weight_decay``. With ``update_on_kvstore=False`` the optimizer itself is used. Its hooks are
-            called in each :meth:`step`; its own ``step()`` is refused, unless :meth:`allreduce_grads` was called.
+            Servers use its class and hyper-parameters, also when a scheduler changes them; its
+            groups may differ in ``lr`` and ``weight_decay``. With ``update_on_kvstore=False`` the
+            optimizer itself is used. Its hooks are called in each :meth:`step`; its own ``step()``
+            is refused, unless :meth:`allreduce_grads` was called.
         optimizer_params: hyper-parameters for a name, such as ``{"lr": 0.1, "momentum": 0.9}``,
             also ``lr_mult`` and ``wd_mult``, by parameter name.
         kvstore: the name of a store, which is then the Trainer's own; a store, which then serves
@@ -110,15 +113,17 @@ class Trainer(Resumable):
         update_on_kvstore: run the optimizer in the store. Default: True for dist stores that can,
             else False. It must be True for dist_async and dist_ssp. A sparse gradient travels as rows, and
             the result is the rows that any worker has updated, or their sum.
-        overlap: push gradients as soon as backward computes them, so that it hides the transfer between hosts.
-            Then a step has one backward pass, nothing may change a gradient in between, and with the
-            optimizer in the store no gradient may be discarded, and ``.grad`` is None after :meth:`step`.
-        clip_global_norm: with the optimizer in a dist_sync store, the servers scale the gradients of each step (their
-            sum divided by ``batch_size``) down to this norm over all parameters, as
+        overlap: push gradients as soon as backward computes them, so that it hides the transfer
+            between hosts. Then a step has one backward pass, nothing may change a gradient in
+            between, and with the optimizer in the store no gradient may be discarded, and
+            ``.grad`` is None after :meth:`step`.
+        clip_global_norm: with the optimizer in a dist_sync store, the servers scale the gradients
+            of each step (their sum divided by ``batch_size``) down to this norm over all parameters, as
             ``torch.nn.utils.clip_grad_norm_`` does. Dense gradients only; not with ``overlap``.
-        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
-            that ``kvstore`` names; None for the defaults. The Trainer's other stores (of :meth:`join`) take the same
-            options, or those of a store that is passed.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in
+            :func:`kvps.create`, for the store that ``kvstore`` names; None for the defaults. The
+            Trainer's other stores (of :meth:`join`) take the same options, or those of a store
+            that is passed.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -230,9 +235,9 @@ class Trainer(Resumable):
     def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """Sum the gradients over workers, divide by ``batch_size``, and update the parameters.
 
-        What counts is ``.grad`` of each worker as it is now: clipped gradients are summed as they are, which is not
-        the clipped sum. To clip the sum, use ``clip_global_norm=``, or ``update_on_kvstore=False`` and clip between
-        :meth:`allreduce_grads` and :meth:`update`.
+        What counts is ``.grad`` of each worker as it is now: clipped gradients are summed as they
+        are, which is not the clipped sum. To clip the sum, use ``clip_global_norm=``, or
+        ``update_on_kvstore=False`` and clip between :meth:`allreduce_grads` and :meth:`update`.
 
         Args:
             batch_size: the number of examples in the *sum*: the batch size of all workers together for summed
@@ -478,7 +483,8 @@ class Trainer(Resumable):
         stale = [name for name in names if self._params[name].grad is None]
         if stale:
             raise ConfigError(
-                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no backward() has "
+                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no "
+                "gradient: no backward() has "
                 "reached it since zero_grad(). Set requires_grad_(False) on parameters that are not "
                 "trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
             )
@@ -487,8 +493,10 @@ class Trainer(Resumable):
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
             raise ConfigError(
-                f"{call}() is half a step, but the store does both halves; call step() (to clip the sum of gradients by "
-                "its norm, create the Trainer with clip_global_norm=), or create the Trainer with update_on_kvstore=False"
+                f"{call}() is half a step, but the store does both halves; call step() (to clip "
+                "the sum of gradients by "
+                "its norm, create the Trainer with clip_global_norm=), or create the Trainer with "
+                "update_on_kvstore=False"
             )
         return self._local
 

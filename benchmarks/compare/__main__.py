@@ -1,4 +1,5 @@
-"""The command ``python -m benchmarks.compare``: ``kvps bench`` with more systems, sweeps, networks and plots."""
+"""The command ``python -m benchmarks.compare``: ``kvps bench`` with more systems, sweeps, networks
+and plots."""
 
 from __future__ import annotations
 

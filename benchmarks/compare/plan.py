@@ -1,4 +1,5 @@
-"""The plan of a comparison, parsed from flags: that of ``kvps bench``, with a sweep, a network, peers and plots."""
+"""The plan of a comparison, parsed from flags: that of ``kvps bench``, with a sweep, a network,
+peers and plots."""
 
 from __future__ import annotations
 

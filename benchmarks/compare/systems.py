@@ -1,4 +1,5 @@
-"""The systems that are measured beside those of ``kvps bench``: MXNet, Ray, and kvps without host aggregation."""
+"""The systems that are measured beside those of ``kvps bench``: MXNet, Ray, and kvps without host
+aggregation."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def export(
     """Write the weights of one store to a safetensors file; return the exit code.
 
     Raises:
-        ConfigError: if there are several stores and none is named, or there is none of that name; or if ``file`` is a
-            directory.
+        ConfigError: if there are several stores and none is named, or there is none of that name;
+            or if ``file`` is a directory.
         StorageError: if the cut cannot be read, or the file cannot be written.
     """
     if Path(file).is_dir():

@@ -10,9 +10,9 @@ In a folder of one server's own, only that server's snapshot lies beside the man
 a folder write to it at the same time and never wait for each other: every file comes from a name
 that its writer alone uses, and a file that another has removed already is removed.
 
-:mod:`kvps.checkpoint.manifest` decides which cuts are kept. A cut is removed manifest first, so that no moment shows a
-manifest without its snapshots. A file that lies there is never replaced: if the number of a cut is taken, another job
-writes into the folder.
+:mod:`kvps.checkpoint.manifest` decides which cuts are kept. A cut is removed manifest first, so
+that no moment shows a manifest without its snapshots. A file that lies there is never replaced: if
+the number of a cut is taken, another job writes into the folder.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ log = logging.getLogger("kvps")
 SPARE = 1.05
 """Free space that a snapshot needs, as a multiple of its size, which is known to the byte.
 
-More would refuse checkpoints that fit: the older ones still lie there, so that a factor of 2 asks for a disk of four times
-the model. It would protect nothing: a snapshot for which there is no room after all, because other servers write beside
-this one, is removed again, and no complete checkpoint is touched.
+More would refuse checkpoints that fit: the older ones still lie there, so that a factor of 2 asks
+for a disk of four times the model. It would protect nothing: a snapshot for which there is no room
+after all, because other servers write beside this one, is removed again, and no complete
+checkpoint is touched.
 """
 MANIFEST_MAX = 8 << 20
 """Bytes of the longest manifest that is read; that of 1,500 servers and 4,096 stores has 1 MiB."""
@@ -125,7 +126,8 @@ class CheckpointDirectory:
         manifest = path.with_name(NAME)
         if path.exists() or manifest.exists():
             raise StorageError(
-                f"{path if path.exists() else manifest} is there already: does another job write its checkpoints into "
+                f"{path if path.exists() else manifest} is there already: does another job write "
+                "its checkpoints into "
                 f"{self.folder}, too? Give each job that runs at the same time a directory of its own"
             )
 
@@ -137,9 +139,10 @@ class CheckpointDirectory:
 
         Args:
             manifest: of the cut.
-            common: the newest cut of this job that all servers have, which stays: other servers may fail to complete
-                this one; 0 for none.
-            is_resumed: whether the job continues from an older cut; if not, the log tells once of those there are.
+            common: the newest cut of this job that all servers have, which stays: other servers
+                may fail to complete this one; 0 for none.
+            is_resumed: whether the job continues from an older cut; if not, the log tells once of
+                those there are.
 
         Raises:
             StorageError: if the manifest cannot be written, or the snapshot of it that should be here
@@ -365,8 +368,10 @@ class CheckpointDirectory:
         old = further(complete) if complete else None
         if old is not None and not is_resumed and not self.server:
             log.warning(
-                "checkpoint %s is the first of this job, which has not called restore(), beside checkpoint %s of an "
-                "earlier job in %s: %s. The older one is kept until this job has passed it; kv.restore(), after "
+                "checkpoint %s is the first of this job, which has not called restore(), beside "
+                "checkpoint %s of an "
+                "earlier job in %s: %s. The older one is kept until this job has passed it; "
+                "kv.restore(), after "
                 "set_optimizer(), continues from it",
                 complete[-1],
                 old,

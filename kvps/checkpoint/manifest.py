@@ -6,11 +6,12 @@ Cuts are ordered by their number alone; a time of writing is for people.
 
 Retention
 ---------
-A job keeps its two newest checkpoints, and the newest with each store that it has closed since: they are all that is left
-of that store. Checkpoints of *earlier jobs* in the same directory are another matter: a job may
-be about to restore one of them, or have begun anew by mistake. So a checkpoint of an earlier job is removed only
-when checkpoints of this job that all servers have have passed it: they have all its stores, each at least at its version.
-A checkpoint with a tag is never removed.
+A job keeps its two newest checkpoints, and the newest with each store that it has closed since:
+they are all that is left of that store. Checkpoints of *earlier jobs* in the same directory are
+another matter: a job may be about to restore one of them, or have begun anew by mistake. So a
+checkpoint of an earlier job is removed only when checkpoints of this job that all servers have
+have passed it: they have all its stores, each at least at its version. A checkpoint with a tag is
+never removed.
 """
 
 from __future__ import annotations
@@ -212,7 +213,8 @@ def _last_of_closed(ours: Sequence[Manifest]) -> list[int]:
 
 
 def further(complete: Sequence[Manifest]) -> Manifest | None:
-    """Return the newest checkpoint of an earlier job beside the first of this job; None if it is not the first.
+    """Return the newest checkpoint of an earlier job beside the first of this job; None if it is
+    not the first.
 
     Only a checkpoint counts that has a store in common with the first: others are of another model.
 

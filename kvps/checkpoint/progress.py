@@ -39,7 +39,8 @@ def shown(what: str, total: int, console: Console) -> Iterator[Step]:
 
 @contextmanager
 def restoring(cut: int, total: int) -> Iterator[Step]:
-    """Show on stderr how far the restore of a checkpoint is, if that is a terminal and the checkpoint is large."""
+    """Show on stderr how far the restore of a checkpoint is, if that is a terminal and the
+    checkpoint is large."""
     if total < RESTORE_AT_LEAST_BYTES or not sys.stderr.isatty():
         yield lambda size: None
         return

@@ -19,7 +19,8 @@ from kvps.errors import StorageError
 def load_image(
     path: Path, manifest: Manifest, server: int, step: Callable[[int], None] = lambda size: None
 ) -> Snapshot:
-    """Return the snapshot of one server from its file, verified: the file that is compared is the one that is read.
+    """Return the snapshot of one server from its file, verified: the file that is compared is the
+    one that is read.
 
     Args:
         path: the file.
@@ -37,7 +38,8 @@ def load_image(
 
 
 def read_image(path: Path, manifest: Manifest, server: int, fd: int | None = None) -> Snapshot:
-    """Return the snapshot of one server from its file, whose SHA-256 was compared before; ``fd`` is that file, open.
+    """Return the snapshot of one server from its file, whose SHA-256 was compared before; ``fd``
+    is that file, open.
 
     Raises:
         StorageError: if it is no snapshot, or of something else.

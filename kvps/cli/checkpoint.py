@@ -84,7 +84,8 @@ def _main(argv: Sequence[str]) -> int:
     flags.start_log(NAME, parsed)
     if action == "export" and not parsed.folders and config.checkpoint_dir() is None:
         raise ConfigError(
-            f"export needs DIR and FILE, and was given {parsed.file} only: name the directory of checkpoints, and "
+            f"export needs DIR and FILE, and was given {parsed.file} only: name the directory of "
+            "checkpoints, and "
             "then the file to write"
         )
     folders = _folders(parsed.folders)

@@ -1,4 +1,5 @@
-"""Flags, settings and logging that all commands share, the report of a wrong flag, and the layout of ``--help``.
+"""Flags, settings and logging that all commands share, the report of a wrong flag, and the layout
+of ``--help``.
 
 A setting comes from its flag, else from its ``KVPS_*`` variable, else from its default. What is
 wrong with it is a :class:`~kvps.errors.ConfigError` that names the flag or the variable, and the

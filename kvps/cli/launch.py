@@ -27,22 +27,26 @@ NAME = "kvps-launch"
 LAUNCHERS = ("local", "ssh", "slurm")
 SERVERS_PLACE = "servers go round the hosts of -H; omit it"
 OF_MXNET = {
-    "--launcher mpi": "start kvps-scheduler and kvps-server, and the workers by 'mpirun python train.py' with "
+    "--launcher mpi": "start kvps-scheduler and kvps-server, and the workers by 'mpirun python "
+    "train.py' with "
     "KVPS_SCHEDULER set: see docs/configuration.md",
     "--launcher sge": "within the job, use --launcher ssh with the hosts of $PE_HOSTFILE: "
     '-H "$(awk \'{print $1":"$2}\' $PE_HOSTFILE | paste -sd,)"',
-    "--launcher yarn": "YARN is not supported: use --launcher ssh on its hosts, or --dry-run=jobset for Kubernetes",
+    "--launcher yarn": "YARN is not supported: use --launcher ssh on its hosts, or "
+    "--dry-run=jobset for Kubernetes",
     "--sync-dst-dir": "kvps-launch copies no files: share the directory, or copy it first, as with "
     "'rsync -a ./ HOST:DIR', and start from DIR",
     "--server-hostfile": SERVERS_PLACE,
     "-SH": SERVERS_PLACE,
     "--byteps-launch": "a script of BytePS needs another import: see docs/migrating/byteps.md",
-    "--scheduler-ip": "the scheduler runs where kvps-launch does, at an address that the hosts reach; omit it",
+    "--scheduler-ip": "the scheduler runs where kvps-launch does, at an address that the hosts "
+    "reach; omit it",
     "--scheduler-port": "the scheduler takes a port that is free; omit it",
 }
 """Flags of MXNet's tools/launch.py without a meaning here, and the advice for each."""
 OWN_DESCRIPTORS = 20
-"""Beside two for each process: reaper, report, signals, the selector, a port, a process's start; and spare."""
+"""Beside two for each process: reaper, report, signals, the selector, a port, a process's start;
+and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 WHAT = """\
 Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
@@ -124,7 +128,8 @@ def _parser() -> flags.Parser:
         "--hosts",
         "--hostfile",
         metavar="HOSTS",
-        help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many workers as slots",
+        help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many "
+        "workers as slots",
     )
     parser.add_argument(
         "--rsh",
@@ -140,7 +145,8 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--timeline",
         metavar="FILE",
-        help="write a timeline of the whole job there, for Perfetto and for kvps trace --explain; KVPS_TIMELINE (none)",
+        help="write a timeline of the whole job there, for Perfetto and for kvps trace --explain; "
+        "KVPS_TIMELINE (none)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -158,7 +164,8 @@ def _parser() -> flags.Parser:
     flags.add_grace(parser)
     flags.add_http(
         parser,
-        "let the scheduler serve the dashboard there; port 0: any free port; servers serve /metrics on free ports, "
+        "let the scheduler serve the dashboard there; port 0: any free port; servers serve "
+        "/metrics on free ports, "
         "which --log-level info shows; KVPS_HTTP (none)",
     )
     parser.add_argument(
@@ -316,7 +323,8 @@ def _of_role(
 ) -> Mapping[str, Mapping[str, str]]:
     """Return the variables of ``--env-server`` and ``--env-worker``; MXNet writes them as NAME:VALUE.
 
-    The port of KVPS_HTTP is the scheduler's: each server takes a free port, on any host that has such an address.
+    The port of KVPS_HTTP is the scheduler's: each server takes a free port, on any host that has
+    such an address.
     """
     found: dict[str, dict[str, str]] = {}
     if http is not None:

@@ -1,7 +1,8 @@
 """``kvps``: the commands for people, each in its own file.
 
-``kvps NAME`` is ``main()`` of the module that :mod:`kvps.annexes` names, else of ``kvps/cli/NAME.py``; a command is added
-by that file and a line here. Only the file of the command that is called is loaded.
+``kvps NAME`` is ``main()`` of the module that :mod:`kvps.annexes` names, else of
+``kvps/cli/NAME.py``; a command is added by that file and a line here. Only the file of the command
+that is called is loaded.
 """
 
 from __future__ import annotations

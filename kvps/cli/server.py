@@ -69,7 +69,8 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "--memory-limit",
         metavar="BYTES",
-        help="refuse keys and optimizers beyond this limit, such as 512M or 2G; KVPS_MEMORY_LIMIT (80 %% of memory)",
+        help="refuse keys and optimizers beyond this limit, such as 512M or 2G; KVPS_MEMORY_LIMIT "
+        "(80 %% of memory)",
     )
     parser.add_argument(
         "--plugin",
@@ -117,8 +118,9 @@ def _main(argv: Sequence[str]) -> int:
         )
 
     let_threads_sleep()
-    # Loading torch makes a million objects, all to stay. The collector would look at them again and again, for a
-    # third of the time that a server takes to start; frozen, they cost later collections nothing either.
+    # Loading torch makes a million objects, all to stay. The collector would look at them again
+    # and again, for a third of the time that a server takes to start; frozen, they cost later
+    # collections nothing either.
     gc.disable()
     from kvps.runtime.server_process import run_server
 

@@ -144,7 +144,8 @@ def demand_command(command: Sequence[str]) -> None:
 
 @contextmanager
 def _offer(scheduler: str, join_max_s: float) -> Iterator[str]:
-    """Yield HOST:PORT for torch's rendezvous, a port that no other process gets as long as this process lives.
+    """Yield HOST:PORT for torch's rendezvous, a port that no other process gets as long as this
+    process lives.
 
     It is bound and not listened on, so that COMMAND may listen on it: both say SO_REUSEADDR.
     """

@@ -1,7 +1,9 @@
-"""torchft's names for local steps: a script changes one import, ``from kvps.compat.torchft import DiLoCo, LocalSGD``.
+"""torchft's names for local steps: a script changes one import, ``from kvps.compat.torchft import
+DiLoCo, LocalSGD``.
 
-Arguments have the names and the order of torchft.local_sgd. There is no manager, since the servers know the workers:
-pass None. The options that only say how torchft copies and sends are accepted and have no effect.
+Arguments have the names and the order of torchft.local_sgd. There is no manager, since the servers
+know the workers: pass None. The options that only say how torchft copies and sends are accepted
+and have no effect.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ class LocalSGD(local_sgd.LocalSGD):
 def _refuse_manager(manager: object) -> None:
     if manager is not None:
         raise ConfigError(
-            f"manager: got a {type(manager).__name__}, but kvps has no manager: the servers know which workers "
+            f"manager: got a {type(manager).__name__}, but kvps has no manager: the servers know "
+            "which workers "
             "there are. Pass None"
         )
 
@@ -121,7 +124,8 @@ def _one_of(
     for number, described in enumerate(others, start=1):
         if described != first:
             raise ConfigError(
-                f"outer_optimizer[{number}] is {described}, and outer_optimizer[0] is {first}; servers have one "
+                f"outer_optimizer[{number}] is {described}, and outer_optimizer[0] is {first}; "
+                "servers have one "
                 "set of hyper-parameters for all fragments"
             )
     return outer[0]

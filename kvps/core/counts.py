@@ -1,7 +1,7 @@
 """Counters of a core: what happened since the process began, by the name of its metric and a label.
 
-A core counts and does nothing else: :mod:`kvps.observe` asks for a copy, and knows what each name means. Labels
-are from small fixed sets. The names of keys, stores and peers are never labels.
+A core counts and does nothing else: :mod:`kvps.observe` asks for a copy, and knows what each name
+means. Labels are from small fixed sets. The names of keys, stores and peers are never labels.
 """
 
 from __future__ import annotations

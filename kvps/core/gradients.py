@@ -4,8 +4,8 @@ A gradient that came in a frame is one piece. One that is lent lies where its se
 several pieces, one for each run of tensors that happen to be neighbours in memory, too. What is
 done with gradients (:class:`GradientSum`) goes from edge to edge.
 
-A gradient of a table may also be :class:`~kvps.core.row_gradients.RowGradient`. A sum of such ones alone stays so;
-a sum of both kinds is taken as if all were dense.
+A gradient of a table may also be :class:`~kvps.core.row_gradients.RowGradient`. A sum of such ones
+alone stays so; a sum of both kinds is taken as if all were dense.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The rules of an inquiry from outside a job: one request to the scheduler, repeated until it is answered or given up.
+"""The rules of an inquiry from outside a job: one request to the scheduler, repeated until it is
+answered or given up.
 
 The process that inquires is no member: it takes no seat, and the scheduler remembers nothing of it. So its
 request must be one that may be made twice, such as LOOK or EVICT.

@@ -1,7 +1,8 @@
 """Named limits of a process: the default of each, its unit, and the processes to which it applies.
 
-An operator sets them by ``--limit NAME=NUMBER`` or KVPS_LIMITS (:func:`kvps.config.limits`). The memory limit has a flag of
-its own. Limits that both ends of a connection rely on, such as the bytes of a frame, are constants of the protocol.
+An operator sets them by ``--limit NAME=NUMBER`` or KVPS_LIMITS (:func:`kvps.config.limits`). The
+memory limit has a flag of its own. Limits that both ends of a connection rely on, such as the
+bytes of a frame, are constants of the protocol.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ SILENCE_MAX_S = 12.0
 QUIET_AFTER_S = 60.0
 """A script that called nothing for so long, and waits for nothing, is worth a line of log."""
 WAITS_AFTER_S = 3.0
-"""Seconds without a new call after which a script is said to wait: a busy one is in some call whenever it is asked."""
+"""Seconds without a new call after which a script is said to wait: a busy one is in some call
+whenever it is asked."""
 HANGS_AFTER_S = 10.0
 """Seconds without a call after which a live rank that others wait for may hang."""
 
@@ -51,7 +52,8 @@ class Progress:
     """When its process beat last; None before it does. Its supervisor may beat on without it."""
 
     def is_older(self, calls: int) -> bool:
-        """Whether so many calls are less than those of the script: its supervisor, which makes none, says so."""
+        """Whether so many calls are less than those of the script: its supervisor, which makes
+        none, says so."""
         return calls < self.calls
 
     def beat(self, calls: int, waits_in: str, now: float, standstill: int = 0) -> str:
@@ -79,7 +81,10 @@ class Progress:
         """Say how the script of a member that beats stands."""
         quiet_s = now - self.moved_at
         if self.heard_at is not None and now - self.heard_at >= SILENT_AFTER_S:
-            return f"hangs: its kvps-worker is alive, its process has been silent for {now - self.heard_at:.0f} s"
+            return (
+                "hangs: its kvps-worker is alive, its process has been silent for "
+                f"{now - self.heard_at:.0f} s"
+            )
         if self.waited_s(now) is not None:
             return f"alive, has waited in {self.waits_in} for {quiet_s:.0f} s"
         return quiet_in_words(quiet_s, "call") if self.calls else "alive, has made no call yet"

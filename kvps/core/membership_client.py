@@ -82,7 +82,8 @@ class Identity:
     software: str
     rank: int | None = None
     incarnation: int = 0
-    """The incarnation of the seat that a supervisor already holds for this process; 0 for a seat of its own."""
+    """The incarnation of the seat that a supervisor already holds for this process; 0 for a seat
+    of its own."""
     endpoint: str = ""
     guardian: bool = False
     master: str = ""

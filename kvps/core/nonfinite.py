@@ -1,6 +1,7 @@
 """Gradients that are not finite: how they are counted, and described to a person.
 
-Servers find them (:mod:`kvps.core.server.figures.nonfinite_log`), and workers are told of them with the values that they pull.
+Servers find them (:mod:`kvps.core.server.figures.nonfinite_log`), and workers are told of them
+with the values that they pull.
 """
 
 from __future__ import annotations

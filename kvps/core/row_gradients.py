@@ -41,7 +41,8 @@ class RowGradient:
         self._place = place
         """(the gradient it was cut from, the edges, its index among the parts); None if it was not cut."""
         self._sums: dict[tuple[object, ...], tuple[list[RowGradient], list[RowGradient]]] = {}
-        """Cached sums of this gradient with others: (divisor, edges, ids of the others) -> (parts, others)."""
+        """Cached sums of this gradient with others: (divisor, edges, ids of the others) -> (parts,
+        others)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +103,8 @@ class RowGradient:
         self._add_within(out[len(out) - tail :], last, 0, tail)
 
     def _add_within(self, out: Tensor, row: int, start: int, stop: int) -> None:
-        """Add elements ``start`` to ``stop`` of one row, if there is such a row, to the beginning of ``out``."""
+        """Add elements ``start`` to ``stop`` of one row, if there is such a row, to the beginning
+        of ``out``."""
         low, high = self._between(row, row + 1) if start < stop else (0, 0)
         if low < high:
             out[: stop - start].add_(self.rows[low, start:stop])

@@ -1,7 +1,8 @@
 """Texts of peers, made safe for a log, a screen, or the environment of a command.
 
 A text that others only show is made harmless by :func:`shown`. One that is used as it is (the name of a host,
-an address) is refused by :func:`demand_printable` or :func:`demand_address` if a correct peer cannot have sent it.
+an address) is refused by :func:`demand_printable` or :func:`demand_address` if a correct peer
+cannot have sent it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from kvps.errors import ProtocolError
 
 PORT_MAX = 65535
 TAG_MAX = 64
-TAG_RULE = f"use 1 to {TAG_MAX} of the characters A-Z, a-z, 0-9, '.', '_' and '-', not beginning with '.' or '-'"
+TAG_RULE = (
+    f"use 1 to {TAG_MAX} of the characters A-Z, a-z, 0-9, '.', '_' and '-', not beginning with "
+    "'.' or '-'"
+)
 """The tags of checkpoints: words for command lines and file names."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 

@@ -1,4 +1,5 @@
-"""Traits: what must be the same on every worker, as it travels, and the text that says where two workers differ."""
+"""Traits: what must be the same on every worker, as it travels, and the text that says where two
+workers differ."""
 
 from __future__ import annotations
 
@@ -64,6 +65,7 @@ def not_the_same(
     """Return the text of the error by which all workers learn that two are about to make different things."""
     found = differences(first, firsts, second, seconds)
     return (
-        f"{what:.200} of store {store!r:.60} is not the same on every worker: {found}. Nothing was sent. Give every "
+        f"{what:.200} of store {store!r:.60} is not the same on every worker: {found}. Nothing "
+        "was sent. Give every "
         "worker the same model and options"
     )

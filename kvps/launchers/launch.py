@@ -14,7 +14,8 @@ the launch stands::
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
 The others of a failed worker are given time, since they learn of it from the scheduler and have something to
-say about it themselves. Where each of the others has a store that shrinks, the launch stays as it is. The reports come along one pipe, so they tell which worker failed
+say about it themselves. Where each of the others has a store that shrinks, the launch stays as it
+is. The reports come along one pipe, so they tell which worker failed
 first: a worker that fails because another did is later.
 """
 

@@ -50,7 +50,8 @@ class Reaper:
         that there is no moment at which it runs and is not held. It runs between fork and exec, and
         does no more than some system calls. The kernel kills that process also without the reaper.
 
-        Call Popen in the main thread: the kernel takes the end of the thread that forks for that of the owner.
+        Call Popen in the main thread: the kernel takes the end of the thread that forks for that
+        of the owner.
         """
         os.write(self._writer, b"+%d\n" % os.getpid())
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

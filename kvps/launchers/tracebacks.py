@@ -2,9 +2,10 @@
 
 Theory of operation
 -------------------
-A mistake in a script ends all its workers, and each prints the same traceback. The lines of the first process pass
-at once, and are kept. From the line ``Traceback (most recent call last):`` on, the lines of another process are
-held back while they equal the kept ones. If they are equal to the end, ranks take their place::
+A mistake in a script ends all its workers, and each prints the same traceback. The lines of the
+first process pass at once, and are kept. From the line ``Traceback (most recent call last):`` on,
+the lines of another process are held back while they equal the kept ones. If they are equal to the
+end, ranks take their place::
 
     [worker 0] Traceback (most recent call last):
     ...

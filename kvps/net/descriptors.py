@@ -19,8 +19,8 @@ TELL_EVERY_S = 10.0
 """Seconds between two lines of log about a shortage."""
 TRANSPORT = 13
 """Descriptors of one :class:`~kvps.net.zeromq.ZmqTransport`: the pair that wakes it (2), its memory's file
-(1), libzmq's context (1), an event and an epoll of each of its two threads (4), the socket that answers ZAP (1),
-and a connection that is being replaced (4)."""
+(1), libzmq's context (1), an event and an epoll of each of its two threads (4), the socket that
+answers ZAP (1), and a connection that is being replaced (4)."""
 LISTENING = 2
 """A socket that listens, and its event."""
 WATCHING = 2

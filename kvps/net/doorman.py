@@ -110,10 +110,12 @@ class Doorman:
     ) -> None:
         self.counts: Counter[str] = Counter()
         """How many packets were not let in, by why: ``bytes``, ``refused``, ``untold`` (an answer that is
-        refused; its sender is not told), ``unheard`` or ``ignored``; how many connections became ignored; and how many were not sent to a peer that does not read: ``unread``."""
+        refused; its sender is not told), ``unheard`` or ``ignored``; how many connections became
+        ignored; and how many were not sent to a peer that does not read: ``unread``."""
         self.admit: Guard = lambda route, envelope, kind: True
         self.porter: Porter | None = None
-        """The authority that let in the connections that others opened to us; None where keys are not checked."""
+        """The authority that let in the connections that others opened to us; None where keys are
+        not checked."""
         self._place = permissions.LISTENING[role]
         self._misbehaviour = Misbehaviour((limits or Limits()).refused)
         self._clock = clock

@@ -50,8 +50,9 @@ LEVELS = {
     "error": logging.ERROR,
 }
 LOOK_EVERY_S = 1.0
-"""The longest wait. A signal that arrives just before the system call does not interrupt it: Python runs the handler,
-and the loop the requests that the handler has put into the inbox, when the wait ends."""
+"""The longest wait. A signal that arrives just before the system call does not interrupt it:
+Python runs the handler, and the loop the requests that the handler has put into the inbox, when
+the wait ends."""
 BAD_BYTES_EVERY_S = 10.0
 """How often bytes that are no packet are worth a line of log; and an error that was logged before."""
 KINDS_MAX = 100
@@ -83,7 +84,8 @@ Item = Callable[[C, float], Effects]
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """A request that says what it is, so that a record can repeat it: the core's method ``name`` with ``args``."""
+    """A request that says what it is, so that a record can repeat it: the core's method ``name``
+    with ``args``."""
 
     name: str
     """The method of a part of the core has dots: ``member.leave``."""
@@ -162,7 +164,8 @@ class Inbox(Generic[C]):
 
 
 class Net:
-    """A safety net for unexpected errors that peers cause: each kind is logged completely once, and then counted."""
+    """A safety net for unexpected errors that peers cause: each kind is logged completely once,
+    and then counted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.count = 0

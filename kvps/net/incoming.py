@@ -1,7 +1,8 @@
-"""The connections that others open to this process: where it listens, and what libzmq's monitor tells of them.
+"""The connections that others open to this process: where it listens, and what libzmq's monitor
+tells of them.
 
-What libzmq knows first is that a connection broke. With ``watch`` the events of the ROUTER's monitor are turned into
-drops, told apart by the file descriptor that libzmq names on every message.
+What libzmq knows first is that a connection broke. With ``watch`` the events of the ROUTER's
+monitor are turned into drops, told apart by the file descriptor that libzmq names on every message.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class IncomingConnections:
         except zmq.ZMQError as error:
             router.disable_monitor()
             raise ConfigError(
-                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}. Is another kvps process running "
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}. Is another kvps "
+                "process running "
                 "there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -30,7 +30,8 @@ LOOK_EVERY_S = 0.1
 """How often connections are looked at, and so the longest wait of a process that has any. A peer on this
 machine sends some 100 MiB in that time."""
 EACH_S = 0.2e-3
-"""How much later for each of them: to look at one takes 4 µs, and should not take more than 2 % of the time."""
+"""How much later for each of them: to look at one takes 4 µs, and should not take more than 2 % of
+the time."""
 DRIFT_PER_S = 32
 GREETING = 1024
 """Bytes that a connection carries besides messages: heartbeats, per second, and the handshake."""
@@ -38,11 +39,11 @@ SWELL, SWELL_BYTES = 2, 256 << 20
 """How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
 takes 64 bytes of memory and more, however short it is."""
 GIVE_BACK_S, GIVE_BACK_EVERY_S = 10.0, 1.0
-"""How long after a connection that had much here memory is given back, and how often: libzmq frees the parts of a
-message one by one, in a thread of its own."""
+"""How long after a connection that had much here memory is given back, and how often: libzmq frees
+the parts of a message one by one, in a thread of its own."""
 IDLE_S = 5.0
-"""Seconds that a connection may carry nothing that is a packet. Of more such connections than the limit ``idle``, the
-oldest are closed, before they take all file descriptors."""
+"""Seconds that a connection may carry nothing that is a packet. Of more such connections than the
+limit ``idle``, the oldest are closed, before they take all file descriptors."""
 TELL_EVERY_S = 2.0
 """Shortest time between two log lines about a connection that was closed, in seconds."""
 PETTY_BYTES = 64 << 10

@@ -1,8 +1,9 @@
 """Host identity: which processes share a network stack, and perhaps a user and memory.
 
-Two such processes reach each other by loopback, and nothing that they say leaves the machine. If both run as one
-user, they need no keys to tell each other apart from strangers: the kernel says whose process listens at a name of
-its own. Most can read each other's memory, too; whether two can is found out when one offers its own.
+Two such processes reach each other by loopback, and nothing that they say leaves the machine. If
+both run as one user, they need no keys to tell each other apart from strangers: the kernel says
+whose process listens at a name of its own. Most can read each other's memory, too; whether two can
+is found out when one offers its own.
 """
 
 from __future__ import annotations

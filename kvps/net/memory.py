@@ -1,4 +1,5 @@
-"""The heap of this process: how much memory the machine or container has, and what malloc keeps for the next message.
+"""The heap of this process: how much memory the machine or container has, and what malloc keeps
+for the next message.
 
 glibc maps every block of 128 KiB or more anew and unmaps it when it is freed. A message of a
 megabyte then costs hundreds of page faults, which take longer than to copy it. With these limits
@@ -6,8 +7,9 @@ such blocks are cut from the heap and stay there for the next message.
 
 A tensor of some megabytes stays there, too, and glibc before 2.38 does not find such a block again when the
 next tensor asks for one, so that the heap grows to several times of what is in use. A process that trains a
-model larger than its memory calls :func:`be_tight`: large blocks are then given back when they are freed. Smaller
-blocks leave gaps all over the heap, which such a process gives back from time to time by :func:`give_back`.
+model larger than its memory calls :func:`be_tight`: large blocks are then given back when they are
+freed. Smaller blocks leave gaps all over the heap, which such a process gives back from time to
+time by :func:`give_back`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CGROUP = Path("/sys/fs/cgroup")
 _PROCESS = Path("/proc/self")
 SHARE = 0.8
-"""The part of it that servers take by default; the rest is for what packets take on their way, and for others."""
+"""The part of it that servers take by default; the rest is for what packets take on their way, and
+for others."""
 
 
 def share_bytes(servers: int = 1) -> int:
@@ -55,7 +58,8 @@ _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 
 def memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return how much memory this process may have: that of the machine, or of a control group that it is in."""
+    """Return how much memory this process may have: that of the machine, or of a control group
+    that it is in."""
     limits = [_number(group / version.limit) for group, version in _groups(cgroup, _PROCESS)]
     return min([machine_bytes(), *[limit for limit in limits if limit is not None]])
 
@@ -63,9 +67,9 @@ def memory_bytes(cgroup: Path = _CGROUP) -> int:
 def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
     """Return how much memory is in use, of how much.
 
-    That of the control group that is nearest to its limit, with all its processes, as the kernel kills one of them at
-    the limit. Where no group has a limit, that of this process, of the machine's. Pages of files do not count, because
-    the kernel frees them before.
+    That of the control group that is nearest to its limit, with all its processes, as the kernel
+    kills one of them at the limit. Where no group has a limit, that of this process, of the
+    machine's. Pages of files do not count, because the kernel frees them before.
     """
     whole = machine_bytes()
     uses = [MemoryUse(_own_bytes(process), whole)]
@@ -92,7 +96,8 @@ def _own_bytes(process: Path) -> int:
 def _groups(cgroup: Path, process: Path) -> Iterator[tuple[Path, _Version]]:
     """Yield the folders of the memory's control groups that this process is in, outermost first.
 
-    In a container its own group is often the root of what it sees, and the path that the kernel names is not there.
+    In a container its own group is often the root of what it sees, and the path that the kernel
+    names is not there.
     """
     yield cgroup, _V2
     yield cgroup / "memory", _V1
@@ -148,8 +153,8 @@ class Limits(NamedTuple):
 
 ROOMY = Limits(32 << 20, 256 << 20)
 TIGHT = Limits(5 << 20, 16 << 20)
-"""The first keeps every chunk that travels in frames. The second keeps those between hosts, of 384 KiB by default; those
-through sockets of one host, of 8 MiB, are mapped anew."""
+"""The first keeps every chunk that travels in frames. The second keeps those between hosts, of 384
+KiB by default; those through sockets of one host, of 8 MiB, are mapped anew."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _limits = ROOMY

@@ -1,7 +1,8 @@
-"""The watch over the memory of a server's machine or container: a thread that tells the loop how much is in use.
+"""The watch over the memory of a server's machine or container: a thread that tells the loop how
+much is in use.
 
-It reads four times a second, and tells the loop once a second; each time where memory is nearly all in use. A reading takes a
-quarter of a millisecond.
+It reads four times a second, and tells the loop once a second; each time where memory is nearly
+all in use. A reading takes a quarter of a millisecond.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ EVERY_S = 0.25
 TELL_EVERY = 4
 """The loop is told each so many readings, while there is memory."""
 NEAR = 0.8
-"""From this part of the memory on the loop is told each reading. By default servers hold no more values than that."""
+"""From this part of the memory on the loop is told each reading. By default servers hold no more
+values than that."""
 
 
 class MemoryWatch:

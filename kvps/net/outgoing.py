@@ -1,9 +1,11 @@
-"""The connections that this process opens: opened again where nothing moves, and replaced where another is wanted.
+"""The connections that this process opens: opened again where nothing moves, and replaced where
+another is wanted.
 
-A network may do worse than to break. A connection that looks open and carries nothing is closed and opened again by
-the end that opened it: libzmq's heartbeats have something to carry, and whether bytes move is asked of the kernel
-(:mod:`kvps.net.tcp_watch`), since libzmq sees no frame before its last byte, and no heartbeat behind one. Its peer does
-not judge, since a process that stands still is not lost for that. What libzmq gives up for good is opened again, too.
+A network may do worse than to break. A connection that looks open and carries nothing is closed
+and opened again by the end that opened it: libzmq's heartbeats have something to carry, and
+whether bytes move is asked of the kernel (:mod:`kvps.net.tcp_watch`), since libzmq sees no frame
+before its last byte, and no heartbeat behind one. Its peer does not judge, since a process that
+stands still is not lost for that. What libzmq gives up for good is opened again, too.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ DATA_HEARTBEAT_S = 5.0, 15.0
 """How often the opener of a TCP connection asks whether it carries anything, and how long nothing may
 move then. To the scheduler both together leave room before the silence for which it gives a member up."""
 FADE_S = 3.0
-"""How long the connection by which a member joined stays, in seconds: the scheduler answers along it until it has
-heard the other one, and what it says last, STOP, it says once."""
+"""How long the connection by which a member joined stays, in seconds: the scheduler answers along
+it until it has heard the other one, and what it says last, STOP, it says once."""
 NEVER_MS = 24 * 3_600_000
 """libzmq's own judgement is put off by so much."""
 NOWHERE = Connect("", "")
@@ -70,8 +72,8 @@ class OutgoingConnections:
     def connect(self, to: Connect) -> None:
         """Open a connection; it replaces an older one of its name.
 
-        One to a peer on this host that has a key goes through its near door, where it is open and its process of
-        our own user: nothing is sealed there.
+        One to a peer on this host that has a key goes through its near door, where it is open and
+        its process of our own user: nothing is sealed there.
 
         Raises:
             ConfigError: if its endpoint is none, or there are too few file descriptors.

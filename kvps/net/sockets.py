@@ -1,4 +1,5 @@
-"""The sockets of one process: their options, who may connect to them, and the wait for all of them at once."""
+"""The sockets of one process: their options, who may connect to them, and the wait for all of them
+at once."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Sockets:
         self._context = zmq.Context()
         self.poller = zmq.Poller()
         self.porter: Porter | None = None
-        """The authority that libzmq asks whether a connection is allowed; None while no socket has it asked."""
+        """The authority that libzmq asks whether a connection is allowed; None while no socket has
+        it asked."""
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._woken.setblocking(False)
@@ -59,7 +61,8 @@ class Sockets:
         return made
 
     def checked(self, made: zmq.Socket[bytes]) -> Porter:
-        """Have libzmq ask for each connection of a socket whether it is allowed; return the object that answers."""
+        """Have libzmq ask for each connection of a socket whether it is allowed; return the object
+        that answers."""
         made.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         made.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         if self.porter is None:
@@ -69,7 +72,8 @@ class Sockets:
         return self.porter
 
     def wait(self, wait_s: float | None) -> dict[object, int]:
-        """Wait up to ``wait_s`` (None: for ever), answer libzmq's questions, and return the sockets that are ready."""
+        """Wait up to ``wait_s`` (None: for ever), answer libzmq's questions, and return the
+        sockets that are ready."""
         porter = self.porter
         if porter is not None and porter.waiting:
             left_s = max(0.0, porter.waiting[0].until - time.monotonic())

@@ -1,17 +1,18 @@
 """TCP connections as the kernel sees them: whether bytes have moved lately, and what has not left yet.
 
-The opener of a connection asks for a sign of life every few seconds, and so does the far end of it answer. On a slow link
-the question, or its answer, stands behind megabytes; so it is not the answer that counts but any byte
-that comes, whatever it belongs to. And where megabytes go, and nothing comes, each that the other end's
-kernel has taken is a sign, too. A few bytes are none: whatever stands between the two may have
-taken those, and keep them.
+The opener of a connection asks for a sign of life every few seconds, and so does the far end of it
+answer. On a slow link the question, or its answer, stands behind megabytes; so it is not the
+answer that counts but any byte that comes, whatever it belongs to. And where megabytes go, and
+nothing comes, each that the other end's kernel has taken is a sign, too. A few bytes are none:
+whatever stands between the two may have taken those, and keep them.
 
 Outflow
 -------
-libzmq queues what a peer does not read, and its water marks count messages. Values that lie in the server's own
-buffers cost nothing there but their hold, and are released as soon as they have left, whatever other peers do.
-What was copied for one answer, as rows are, takes memory until it has left: of a peer that has so much of it unread,
-further answers are dropped. It probes for them when it reads again.
+libzmq queues what a peer does not read, and its water marks count messages. Values that lie in the
+server's own buffers cost nothing there but their hold, and are released as soon as they have left,
+whatever other peers do. What was copied for one answer, as rows are, takes memory until it has
+left: of a peer that has so much of it unread, further answers are dropped. It probes for them when
+    it reads again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from kvps.core.limits import TABLE
 MANY = 4096
 """Bytes that are under way, from which on it counts that some arrive: no heartbeat is as large."""
 STILL_S = 5.0
-"""Seconds between two looks after which this process itself was stopped, and could not ask for a sign of life."""
+"""Seconds between two looks after which this process itself was stopped, and could not ask for a
+sign of life."""
 
 
 class Moved(NamedTuple):

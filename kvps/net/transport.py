@@ -1,4 +1,5 @@
-"""The interface of a transport: the methods by which packets travel, and the errors by which it reports others' faults.
+"""The interface of a transport: the methods by which packets travel, and the errors by which it
+reports others' faults.
 
 :mod:`kvps.net.zeromq`, :mod:`kvps.net.shm.transport` and :mod:`kvps.net.loopback` implement it.
 """
@@ -32,7 +33,8 @@ DROPPED = Disconnected()
 
 
 class Demanded(ConfigError):
-    """The operator of this process demands something impossible, which ends the process, whichever peer revealed it.
+    """The operator of this process demands something impossible, which ends the process, whichever
+    peer revealed it.
 
     From :func:`drive` it comes as the ConfigError that it is.
     """
@@ -65,8 +67,8 @@ class Refusals(NamedTuple):
     packets: Counter[str]
     """As :attr:`kvps.net.doorman.Doorman.counts`."""
     connections: Counter[str]
-    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``, ``no_handshake`` or
-    ``no_descriptor`` (a count of seconds)."""
+    """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``,
+    ``no_handshake`` or ``no_descriptor`` (a count of seconds)."""
     closed: Counter[str]
     """As :attr:`kvps.net.inflow.Inflow.closings`."""
 

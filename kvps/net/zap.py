@@ -53,7 +53,8 @@ class Keys:
     scheduler: tuple[str, ...] = ()
     """The scheduler's public keys: one, or two while it is given another."""
     role: KeyPair | None = None
-    """The key pair of this process's role; None in a command whose supervisor has enrolled its session key."""
+    """The key pair of this process's role; None in a command whose supervisor has enrolled its
+    session key."""
     session: KeyPair = field(default_factory=lambda: new_pair())
     """Made for this process, by which it speaks as a member."""
     opens: Mapping[str, RoleKey] = field(default_factory=dict)
@@ -119,7 +120,8 @@ class Porter:
     ) -> None:
         self.ring = ring
         self.refused: Counter[str] = Counter()
-        """How many connections were refused: ``unknown_key``, ``other_user`` (of this host), or ``no_key``."""
+        """How many connections were refused: ``unknown_key``, ``other_user`` (of this host), or
+        ``no_key``."""
         self._clock = clock
         self.waiting: list[_Question] = []
         """Questions about keys that may become known; :meth:`look` is due when the first ends."""
@@ -277,7 +279,8 @@ class Handshakes:
         theirs, ours = greeting_of(endpoint), NULL if self._keys is None else CURVE
         if theirs == OTHER_PROTOCOL:
             return False, "" if self._failures < FAILURES_MAX else (
-                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check the address in "
+                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check "
+                "the address in "
                 "--scheduler or KVPS_SCHEDULER"
             )
         if theirs and theirs != ours:  # it has hung up before it was heard

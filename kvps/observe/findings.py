@@ -1,8 +1,9 @@
 """Findings: what is wrong with a job, whose fault it is, and what to do next.
 
-``kvps status``, ``kvps top``, ``kvps doctor`` and the dashboard show what is found here. Why a job does not go on follows
-from the answer to LOOK, in which waits have their age: no clock is asked. The other rules need the figures of servers,
-in the document of :mod:`kvps.observe.job`. A rule says nothing where its figures are unknown.
+``kvps status``, ``kvps top``, ``kvps doctor`` and the dashboard show what is found here. Why a job
+does not go on follows from the answer to LOOK, in which waits have their age: no clock is asked.
+The other rules need the figures of servers, in the document of :mod:`kvps.observe.job`. A rule
+says nothing where its figures are unknown.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ CIRCLE_S, STUCK_S = 5.0, 10.0
 KEY_SHOWN, SHOWN_MAX = 40, 3
 """Characters of a key, and waits of a kind, that are shown."""
 MEMORY_FULL = 0.9
-"""Least share of its memory limit at which a server is called full; and of its host's memory, short of memory."""
+"""Least share of its memory limit at which a server is called full; and of its host's memory,
+short of memory."""
 ANSWER_SLOW_S, ANSWER_LATE_S = 0.25, 1.5
 """Least seconds of an answer by which a server is slow, if the others are not; and is late in any case."""
 SLOWER = 4.0
@@ -89,7 +91,8 @@ def judge(
     Example:
         >>> circle = [Wait(0, "push()", 9.0, (1,)), Wait(1, "barrier()", 8.0, (0,))]
         >>> judge(circle, [])[0].text
-        'worker 0 has waited in push() for worker 1 for 9 s; worker 1 has waited in barrier() for worker 0 for 8 s'
+        'worker 0 has waited in push() for worker 1 for 9 s; worker 1 has waited in barrier() for
+        worker 0 for 8 s'
     """
     by_rank = {wait.rank: wait for wait in waits}
     circle = _circle({rank: wait for rank, wait in by_rank.items() if wait.waited_s >= CIRCLE_S})
@@ -100,7 +103,8 @@ def judge(
                 Level.FAIL,
                 "workers",
                 "; ".join(told) + and_more(len(circle) - SHOWN_MAX),
-                "they wait for each other, and none can go on: every worker must make the same calls in the same order. "
+                "they wait for each other, and none can go on: every worker must make the same "
+                "calls in the same order. "
                 "Look at these calls in the script, and start the job again",
                 _workers(circle),
             )
@@ -110,7 +114,8 @@ def judge(
         Finding(
             Level.WARN,
             "workers",
-            f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} has been open for "
+            f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} "
+            "has been open for "
             f"{round_.age_s:.0f} s, and waits for {ranks_in_words(round_.missing, presence)}",
             "look at the script, the host and the link of what it waits for",
             _workers(round_.missing),
@@ -156,7 +161,8 @@ def _told(wait: Wait) -> str:
 
 
 def _circle(waits: Mapping[int, Wait]) -> list[int]:
-    """Return workers each of which waits for the next, and the last for the first; none where there is no such circle."""
+    """Return workers each of which waits for the next, and the last for the first; none where
+    there is no such circle."""
     over: set[int] = set()
     for start in sorted(waits):
         path, left = [start], [iter(waits[start].ranks)]
@@ -207,7 +213,8 @@ def _faults(document: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Say why the job does not go on; before that is known, name the workers that the oldest open rounds wait for."""
+    """Say why the job does not go on; before that is known, name the workers that the oldest open
+    rounds wait for."""
     problems = document.get("problems", ())
     for problem in problems:
         text, advice = [
@@ -222,7 +229,8 @@ def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 Level.FAIL,
                 "workers",
-                f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} s for its gradient. "
+                f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} "
+                "s for its gradient. "
                 f"It is {worker['presence']}.",
                 "Look at its script, its host and its link.",
                 _workers([worker["rank"]]),
@@ -243,7 +251,8 @@ def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 Level.WARN,
                 "workers",
-                f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the first worker of a round, "
+                f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the "
+                "first worker of a round, "
                 f"and the others wait for it. {cause}",
                 advice,
                 _workers([worker["rank"]]),
@@ -257,7 +266,8 @@ def _cause(worker: Mapping[str, Any], rate: float) -> tuple[str, str]:
         return "Its computation, its input or its link is slower than theirs.", ""
     if is_slow_link(worker, rate):
         return (
-            f"The cause is its link to server {link['server']}: values are under way there for {link['share']:.0%} "
+            f"The cause is its link to server {link['server']}: values are under way there for "
+            f"{link['share']:.0%} "
             f"of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the others.",
             "Look at the network of its host; compression sends fewer bytes.",
         )
@@ -278,7 +288,8 @@ def is_slow_link(worker: Mapping[str, Any], rate: float) -> bool:
 
 
 def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
-    """Name full links: of a server, if the other servers' links are not as busy; else of a worker; or all of them."""
+    """Name full links: of a server, if the other servers' links are not as busy; else of a worker;
+    or all of them."""
     shares = {server["rank"]: server["link_share"] or 0.0 for server in document["servers"]}
     # A server that answers late keeps values waiting, too.
     late = {server["rank"] for server in document["servers"] if server["answer_s"] >= ANSWER_SLOW_S}
@@ -287,7 +298,8 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.INFO,
             "servers",
-            f"Values are under way for {min(shares.values()):.0%} of the time, on all links alike: not the computation "
+            f"Values are under way for {min(shares.values()):.0%} of the time, on all links "
+            "alike: not the computation "
             "bounds the job, but the way to the servers and back.",
             "Compress, add servers, or use larger batches.",
         )
@@ -308,8 +320,10 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "workers",
-            f"The link between worker {worker['rank']} and server {link['server']} is full: values are under way there "
-            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, {link['out_share']:.0%} back).",
+            f"The link between worker {worker['rank']} and server {link['server']} is full: "
+            "values are under way there "
+            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, "
+            f"{link['out_share']:.0%} back).",
             "Look at the network of the worker's host, or compress.",
             _workers([worker["rank"]]),
         )
@@ -339,7 +353,10 @@ def _faults_of(
         used, limit = [
             bytes_in_words(int(server[name])) for name in ("memory_bytes", "memory_limit_bytes")
         ]
-        text = f"is full: {used} of its limit of {limit} are reserved ({share:.0%}), so larger keys or optimizers are refused."
+        text = (
+            f"is full: {used} of its limit of {limit} are reserved ({share:.0%}), so larger keys "
+            "or optimizers are refused."
+        )
         yield Level.WARN, text, "Add servers, or raise --memory-limit."
     if used_ratio >= MEMORY_FULL:
         text = (
@@ -351,7 +368,8 @@ def _faults_of(
     is_slower = bool(others) and answer_s >= SLOWER * median(others)
     if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
         text = (
-            f"is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or overloaded, or the "
+            f"is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or "
+            "overloaded, or the "
             "link to it is full."
         )
         level = Level.FAIL if answer_s >= ANSWER_LATE_S else Level.WARN
@@ -371,7 +389,8 @@ def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "keys",
-            f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key that is hot or large "
+            f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key "
+            "that is hot or large "
             "lies there; see the keys below.",
             "A lower bigarray_bound spreads large keys over all servers.",
         )

@@ -1,9 +1,9 @@
 """The HTTP endpoints of a process: probes, metrics and status, and at the scheduler the dashboard.
 
-They are read-only, and answer from the newest sample. A client may hold a connection for some seconds, and only
-some clients at a time: of more, the oldest is cut off, so that open connections never keep a probe out. A few
-clients may have /events, each for as long as it reads them. Where KVPS_HTTP_TOKEN is set, all but /livez, /readyz
-and the dashboard's files ask for it as a bearer token.
+They are read-only, and answer from the newest sample. A client may hold a connection for some
+seconds, and only some clients at a time: of more, the oldest is cut off, so that open connections
+never keep a probe out. A few clients may have /events, each for as long as it reads them. Where
+KVPS_HTTP_TOKEN is set, all but /livez, /readyz and the dashboard's files ask for it as a bearer token.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class HttpServer(ThreadingHTTPServer):
                 super().__init__((place.host, 0), _Handler)
                 return
             raise ConfigError(
-                f"cannot serve HTTP at {place.host}:{place.port}: {error.strerror}. Choose another --http, or port 0 "
+                f"cannot serve HTTP at {place.host}:{place.port}: {error.strerror}. Choose "
+                "another --http, or port 0 "
                 "for a free one"
             ) from error
 

@@ -1,4 +1,5 @@
-"""Log lines as JSON: an object per line with the time, the level, the role and rank of its process, and the event.
+"""Log lines as JSON: an object per line with the time, the level, the role and rank of its
+process, and the event.
 
 Text is the default, in the format of :mod:`kvps.cli.flags`. With ``--log-format json``, or
 ``KVPS_LOG_FORMAT=json``, every line that a command or the stores of a script write is an object::
@@ -6,7 +7,8 @@ Text is the default, in the format of :mod:`kvps.cli.flags`. With ``--log-format
     {"time": "2026-11-24T08:30:00.250000Z", "level": "warning", "role": "server", "rank": 0,
      "event": "store 'w': rounds close again", "fields": {"pid": 4711}}
 
-A process has a speaker: the role and rank that its lines carry. A thread that runs another member's loop has its own.
+A process has a speaker: the role and rank that its lines carry. A thread that runs another
+member's loop has its own.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def line(
 
     Example:
         >>> line("info", "joined", Speaker("server", 1), {"pid": 7}, at=0.5)
-        '{"time": "1970-01-01T00:00:00.500000Z", "level": "info", "role": "server", "rank": 1, "event": "joined", "fields": {"pid": 7}}'
+        '{"time": "1970-01-01T00:00:00.500000Z", "level": "info", "role": "server", "rank": 1,
+        "event": "joined", "fields": {"pid": 7}}'
     """
     seconds = time.time() if at is None else at
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))

@@ -1,7 +1,7 @@
 """The table of all metrics: names, types, labels and roles; and the text of /metrics.
 
-The samples of a process, ``docs/observability.md``, the alert rules and the Grafana dashboard are made from this table.
-The page of the scheduler itself shows the figures of :mod:`kvps.tools.dashboard.model`.
+The samples of a process, ``docs/observability.md``, the alert rules and the Grafana dashboard are
+made from this table. The page of the scheduler itself shows the figures of :mod:`kvps.tools.dashboard.model`.
 The cores count by the same names (:mod:`kvps.core.counts`).
 
 The text of /metrics, in Prometheus' format, is made from a sample and the table.
@@ -86,7 +86,8 @@ METRICS = (
     Metric(
         "kvps_dropped_packets_total",
         "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
-        "refused (untold), packets that the core does not hear now (unheard), packets of an ignored connection "
+        "refused (untold), packets that the core does not hear now (unheard), packets of an "
+        "ignored connection "
         "(ignored), and status queries above the rate limit (looks).",
         label="reason",
         labels=("bytes", "untold", "unheard", "ignored", "looks"),
@@ -101,7 +102,8 @@ METRICS = (
         "Connections that were not made: a peer without keys where there are some, or the other way round "
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
-        "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file descriptors were "
+        "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file "
+        "descriptors were "
         "in use (no_descriptor).",
         label="reason",
         labels=(
@@ -111,7 +113,8 @@ METRICS = (
     ),
     Metric(
         "kvps_closed_connections_total",
-        "Connections that were closed because too much of an incomplete message waited (unfinished), or because "
+        "Connections that were closed because too much of an incomplete message waited "
+        "(unfinished), or because "
         "they sent nothing, like many others (idle).",
         label="reason",
         labels=("unfinished", "idle"),
@@ -162,7 +165,8 @@ METRICS = (
     ),
     _of_server(
         LINK_BUSY,
-        "Of that time, values were under way from the worker (in) or to it (out): sent, and not known to have arrived.",
+        "Of that time, values were under way from the worker (in) or to it (out): sent, and not "
+        "known to have arrived.",
         "rank,direction",
     ),
     _of_server(
@@ -184,7 +188,8 @@ METRICS = (
     ),
     _of_server(
         "kvps_round_age_seconds",
-        "Age of the oldest open round, as of the last look (every 5 s, or each second while the scheduler serves the dashboard).",
+        "Age of the oldest open round, as of the last look (every 5 s, or each second while the "
+        "scheduler serves the dashboard).",
         kind="gauge",
     ),
     _of_server("kvps_stores", "Open stores.", kind="gauge"),
@@ -201,7 +206,8 @@ METRICS = (
     ),
     _of_server(
         "kvps_memory_used_ratio",
-        "Memory in use, by this process or its container, as a fraction of what the machine or container has.",
+        "Memory in use, by this process or its container, as a fraction of what the machine or "
+        "container has.",
         kind="gauge",
     ),
     _of_server(

@@ -24,7 +24,8 @@ class Place:
     port: int
     token: str | None = None
     is_shared: bool = False
-    """All processes of a host may have been given it (KVPS_HTTP): where the port is in use, take a free one."""
+    """All processes of a host may have been given it (KVPS_HTTP): where the port is in use, take a
+    free one."""
 
     @property
     def is_loopback(self) -> bool:
@@ -49,7 +50,8 @@ class Place:
         """
         if not (is_insecure or self.token or self.is_loopback):
             raise ConfigError(
-                f"other machines can reach --http {self.shown}, and would see hosts, process ids and the names "
+                f"other machines can reach --http {self.shown}, and would see hosts, process ids "
+                "and the names "
                 f"of stores. Set {TOKEN} to a secret that readers send as a bearer token, bind to "
                 "127.0.0.1:PORT, or give --insecure (KVPS_INSECURE=1) in a network that you trust"
             )
@@ -57,7 +59,8 @@ class Place:
     def is_named_by(self, host: str) -> bool:
         """Return whether an honest client may send this header ``Host``.
 
-        On loopback without a token, a page of another site whose name resolves to this host is kept out by it.
+        On loopback without a token, a page of another site whose name resolves to this host is
+        kept out by it.
         """
         if self.token or not host or not self.is_loopback:
             return True

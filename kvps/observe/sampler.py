@@ -1,7 +1,8 @@
 """The sampler: a thread that has the loop copy its numbers once per second.
 
-Nothing that a client of the endpoints does reaches the loop: it is served from the newest sample. While the loop
-stands still there is no new sample, and /livez says so. Without ``--http`` there is no sampler, and no cost.
+Nothing that a client of the endpoints does reaches the loop: it is served from the newest sample.
+While the loop stands still there is no new sample, and /livez says so. Without ``--http`` there is
+no sampler, and no cost.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Values = Mapping[tuple[str, str], float]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The numbers of one moment, and the status that the other endpoints show. A core gives its gauges alone as values."""
+    """The numbers of one moment, and the status that the other endpoints show. A core gives its
+    gauges alone as values."""
 
     values: Values = field(default_factory=dict)
     durations: Mapping[str, Durations] = field(default_factory=dict)

@@ -35,7 +35,8 @@ def state_of(core: Scheduler, now: float) -> Sample:
 
 
 def _status(core: Scheduler, now: float) -> dict[str, object]:
-    """Return the answer to LOOK, with the age of each member, the checkpoints and the last faults and events."""
+    """Return the answer to LOOK, with the age of each member, the checkpoints and the last faults
+    and events."""
     job, ours = core.job, core.job.checkpoints
     status = document_of(job.name, core.seen(0, now))
     for member in status["members"]:

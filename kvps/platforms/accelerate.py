@@ -1,7 +1,8 @@
 """Accelerate with a DistributedOptimizer: models that it prepares stay without DistributedDataParallel.
 
-Both would average the same gradients. Hugging Face's Trainer uses an Accelerator, too. It asks for the norm of the
-gradients by clipping them at infinity, which writes to gradients that are on their way; here that only reads them.
+Both would average the same gradients. Hugging Face's Trainer uses an Accelerator, too. It asks for
+the norm of the gradients by clipping them at infinity, which writes to gradients that are on their
+way; here that only reads them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from kvps.errors import ConfigError
 
 
 def without_ddp(accelerator: Accelerator) -> Accelerator:
-    """Have ``accelerator.prepare()`` leave out DistributedDataParallel, and nothing else; return the accelerator.
+    """Have ``accelerator.prepare()`` leave out DistributedDataParallel, and nothing else; return
+    the accelerator.
 
     For models whose optimizer is a :class:`kvps.torch.DistributedOptimizer`, which averages their gradients.
 
     Args:
-        accelerator: an Accelerator, or that of a Trainer of transformers (``trainer.accelerator``), which has not
-            prepared a model yet.
+        accelerator: an Accelerator, or that of a Trainer of transformers
+            (``trainer.accelerator``), which has not prepared a model yet.
 
     Raises:
-        ConfigError: if it prepares models by DeepSpeed, FSDP or Megatron, which have optimizers of their own; or if it
-            has prepared a model.
+        ConfigError: if it prepares models by DeepSpeed, FSDP or Megatron, which have optimizers of
+            their own; or if it has prepared a model.
 
     Example:
         >>> from accelerate import Accelerator  # doctest: +SKIP

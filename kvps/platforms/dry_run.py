@@ -47,7 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dry-run",
         choices=[*KINDS, SLURM],
-        help="print to stdout and start nothing. Manifests for Kubernetes: a JobSet, a TrainJob of Kubeflow, or a "
+        help="print to stdout and start nothing. Manifests for Kubernetes: a JobSet, a TrainJob "
+        "of Kubeflow, or a "
         "Job and StatefulSets (k8s). A batch script for Slurm: sbatch",
     )
     for name, metavar, what in FLAGS:
@@ -113,12 +114,14 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
         )
     if parsed.env_server or parsed.env_worker:
         raise ConfigError(
-            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both roles, or set them "
+            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both "
+            "roles, or set them "
             "in an overlay of kustomize"
         )
     if parsed.http is not None:
         raise ConfigError(
-            "--http has no manifest: set KVPS_HTTP=127.0.0.1:9464 of the scheduler in an overlay of kustomize, and read "
+            "--http has no manifest: set KVPS_HTTP=127.0.0.1:9464 of the scheduler in an overlay "
+            "of kustomize, and read "
             "the page by 'kubectl port-forward'"
         )
     if parsed.insecure:

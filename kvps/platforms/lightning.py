@@ -1,9 +1,10 @@
 """A Lightning strategy whose optimizers run on the servers, or average gradients over all workers.
 
 Lightning's own ``DDPStrategy(process_group_backend="kvps")`` needs nothing of this: it makes a
-DistributedDataParallel over the backend "kvps". Here the model stays as it is, and each optimizer of the module becomes
-a :class:`~kvps.torch.DistributedOptimizer` with a store of its own. All else is DDPStrategy's: ranks, samplers,
-checkpoints, and the collectives of ``self.log(sync_dist=True)``, which go over the backend "kvps", too.
+DistributedDataParallel over the backend "kvps". Here the model stays as it is, and each optimizer
+of the module becomes a :class:`~kvps.torch.DistributedOptimizer` with a store of its own. All else
+is DDPStrategy's: ranks, samplers, checkpoints, and the collectives of
+``self.log(sync_dist=True)``, which go over the backend "kvps", too.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class KvpsStrategy(DDPStrategy):
     Args:
         kvstore: the type of store, such as ``"dist_sync"`` or ``"dist_async"``.
         update_on_kvstore: run the optimizers on the servers; the workers receive weights. Optimizers with
-            ``gradient_clip_val`` and precision plugins with a scaler need False, or torch's autocast without one.
+            ``gradient_clip_val`` and precision plugins with a scaler need False, or torch's
+            autocast without one.
         compression: as for :class:`~kvps.torch.DistributedOptimizer`.
         more: the other arguments of DDPStrategy.
 
     Raises:
-        ConfigError: for arguments that belong to DistributedDataParallel, when training begins with an optimizer that
-            the servers cannot run, or with ``gradient_clip_val`` and ``update_on_kvstore=True``.
+        ConfigError: for arguments that belong to DistributedDataParallel, when training begins
+            with an optimizer that the servers cannot run, or with ``gradient_clip_val`` and
+            ``update_on_kvstore=True``.
 
     Example:
         >>> from lightning.pytorch import Trainer  # doctest: +SKIP
@@ -58,7 +61,8 @@ class KvpsStrategy(DDPStrategy):
         ddp = [name for name in more if name.startswith("ddp_") or name in DDP_ARGUMENTS]
         if ddp:
             raise ConfigError(
-                f"KvpsStrategy makes no DistributedDataParallel, which {', '.join(ddp)} is for: leave it out, or use "
+                f"KvpsStrategy makes no DistributedDataParallel, which {', '.join(ddp)} is for: "
+                "leave it out, or use "
                 "DDPStrategy(process_group_backend='kvps')"
             )
         super().__init__(**{"process_group_backend": NAME} | more)
@@ -79,7 +83,8 @@ class KvpsStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if self._is_on_kvstore and trainer.gradient_clip_val:
             raise ConfigError(
-                f"gradient_clip_val={trainer.gradient_clip_val} clips gradients here, and with update_on_kvstore=True "
+                f"gradient_clip_val={trainer.gradient_clip_val} clips gradients here, and with "
+                "update_on_kvstore=True "
                 "the servers have their mean: use KvpsStrategy(update_on_kvstore=False)"
             )
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers)

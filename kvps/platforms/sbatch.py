@@ -1,9 +1,9 @@
 """The batch script by which Slurm runs a launch: its allocation, and the way back into the queue.
 
-Slurm sends TERM to the shell before the time limit (``--signal=B:``). The shell passes it on to ``kvps-launch``, which
-ends the job after a last checkpoint, and then puts the job into the queue again. ``scancel`` and ``scontrol requeue``
-also send TERM, to all processes of the job. They are told apart by the state of the job, which is RUNNING only
-before the time limit.
+Slurm sends TERM to the shell before the time limit (``--signal=B:``). The shell passes it on to
+``kvps-launch``, which ends the job after a last checkpoint, and then puts the job into the queue
+again. ``scancel`` and ``scontrol requeue`` also send TERM, to all processes of the job. They are
+told apart by the state of the job, which is RUNNING only before the time limit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from kvps.errors import ConfigError
 
 END_MARGIN_S = 30
-"""Seconds beyond the grace until the time limit: the launch stops its processes, and Slurm gets the job back."""
+"""Seconds beyond the grace until the time limit: the launch stops its processes, and Slurm gets
+the job back."""
 NAME_MAX = 200
 """Characters of a name of a job; Slurm itself takes more."""
 _MIB = 1 << 20
@@ -83,7 +84,8 @@ class BatchJob:
         memories = [self.worker.memory, *([self.server.memory] if self.servers else [])]
         if None in memories and any(memories):
             raise ConfigError(
-                "--memory and --server-memory: give both, since a node needs the sum of its processes, or neither"
+                "--memory and --server-memory: give both, since a node needs the sum of its "
+                "processes, or neither"
             )
 
     @property

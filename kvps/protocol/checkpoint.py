@@ -186,4 +186,5 @@ class Revived(Answer):
     cuts: tuple[int, ...]
     """The cut whose values the store has now; or those that are complete here, if that was asked."""
     versions: tuple[int, ...] = ()
-    """One more than the highest version of the store in each of these, 0 for a cut without it; if they were asked for."""
+    """One more than the highest version of the store in each of these, 0 for a cut without it; if
+    they were asked for."""

@@ -97,14 +97,16 @@ class Beat(Message):
     """Bytes of values that the member has received and sent since it began."""
     memory_bytes: int = 0
     limit_bytes: int = 0
-    """The memory that the values of a server have reserved, and its limit; 0 for no limit, and of a worker."""
+    """The memory that the values of a server have reserved, and its limit; 0 for no limit, and of
+    a worker."""
     goes_on: bool = False
     """Whether a store of a worker closes rounds without lost workers (``on_worker_lost="shrink"``)."""
     standstill: int = 0
-    """The number of a worker's standstill, 0 for none. Of the scheduler, the one that cannot end, for ``reason``."""
+    """The number of a worker's standstill, 0 for none. Of the scheduler, the one that cannot end,
+    for ``reason``."""
     replayed: int = 0
-    """The number of steps of its predecessor that a replacement passes over, so far; 0 for none. Of the scheduler, of all
-    other workers together."""
+    """The number of steps of its predecessor that a replacement passes over, so far; 0 for none.
+    Of the scheduler, of all other workers together."""
 
 
 @tag(5)
@@ -329,7 +331,8 @@ class Figures(NamedTuple):
     memory_bytes: int
     limit_bytes: int
     late_s: float
-    """Seconds by which the pushes of a worker come after the first of their round, at the server where most."""
+    """Seconds by which the pushes of a worker come after the first of their round, at the server
+    where most."""
 
 
 class Wait(NamedTuple):
@@ -366,7 +369,8 @@ class Seen(Answer):
 
 @tag(130)
 class Ping(Message):
-    """Anybody to scheduler: answer at once, with as many octets as follow. Server to worker: behind values, say when you have them."""
+    """Anybody to scheduler: answer at once, with as many octets as follow. Server to worker:
+    behind values, say when you have them."""
 
     size: int = 0
     """At most :data:`PING_BYTES_MAX`."""
@@ -383,7 +387,8 @@ class Pong(Answer):
     """The sender's clock, in seconds since 1970; 0 if it has none."""
     size: int = 0
     sending_s: float = 0.0
-    """From a worker: the seconds in which values that it had sent to this server were not known to have arrived."""
+    """From a worker: the seconds in which values that it had sent to this server were not known to
+    have arrived."""
 
     def payload_sizes(self) -> tuple[int, ...]:
         return (self.size,) if self.size else ()
@@ -443,7 +448,8 @@ class KeyTraffic(NamedTuple):
 
 @tag(121)
 class Measured(Message):
-    """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds and late ranks alone."""
+    """Answer to MEASURE: the figures of the server as of now; or, unasked, its stalled rounds and
+    late ranks alone."""
 
     number: int
     """The number of MEASURE; 0 where the server was not asked."""
@@ -455,7 +461,8 @@ class Measured(Message):
     rounds: tuple[OldRound, ...]
     """The oldest open round of each store that has one; unasked, of those that have been open for a while."""
     late: dict[str, float] = field(default_factory=dict)
-    """By rank, the seconds by which its pushes came after the first of their round, a moving mean; unasked only."""
+    """By rank, the seconds by which its pushes came after the first of their round, a moving mean;
+    unasked only."""
 
 
 # --- keys -----------------------------------------------------------------------------------------

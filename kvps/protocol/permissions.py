@@ -1,8 +1,9 @@
-"""The permissions of senders: the messages that each receiver accepts from each role and each key, and the longest heads.
+"""The permissions of senders: the messages that each receiver accepts from each role and each key,
+and the longest heads.
 
 They are checked by the envelope and the tag, before a body is decoded: what nobody may send costs its
-receiver no more than a look at 48 octets. :mod:`kvps.net.doorman` enforces them. docs/protocol.md has the same table
-(section 12).
+receiver no more than a look at 48 octets. :mod:`kvps.net.doorman` enforces them. docs/protocol.md
+has the same table (section 12).
 """
 
 from __future__ import annotations

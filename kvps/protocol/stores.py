@@ -35,7 +35,8 @@ class Open(Message):
     grace_s: float = -1.0
     """Seconds that such a round waits for the others; below 0, a quarter of the time that the quorum took."""
     late: str = "drop"
-    """The policy for a push whose round closed without it: ``drop``, or ``next``, which counts it in the next round."""
+    """The policy for a push whose round closed without it: ``drop``, or ``next``, which counts it
+    in the next round."""
     life: int = 0
     """How often all workers have closed a store of this name before, as far as the sender knows."""
 
@@ -118,7 +119,8 @@ class FoundAll(Answer):
 
 @tag(25)
 class Opened(Answer):
-    """Answer to OPEN of a worker that took another's place: the store has been closed and opened again before."""
+    """Answer to OPEN of a worker that took another's place: the store has been closed and opened
+    again before."""
 
     life: int
 
@@ -205,8 +207,8 @@ class Norms(Message):
 class StepNorm(Message):
     """Server to server: the norm over all keys of a step, by which gradients are clipped.
 
-    A holder tells the first holder ``squares``, the first tells all others ``factor``, and each of them confirms the
-    factor by neither.
+    A holder tells the first holder ``squares``, the first tells all others ``factor``, and each of
+    them confirms the factor by neither.
     """
 
     store: str

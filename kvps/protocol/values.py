@@ -12,7 +12,8 @@ from kvps.protocol.stores import Field
 
 ROWS_FRAME_BYTES = 32 << 20
 ROWS_FRAMES_MAX = 63
-"""Limits of the rows in a message: octets of a payload frame, unless one row is larger; and number of frames."""
+"""Limits of the rows in a message: octets of a payload frame, unless one row is larger; and number
+of frames."""
 IDS_FRAME_BYTES = 64 << 20
 """Most octets of the frame that holds the numbers of rows."""
 
@@ -29,12 +30,14 @@ class Run(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """A server's part of a step: of the keys that one push call names, where gradients are clipped by their norm over all of them."""
+    """A server's part of a step: of the keys that one push call names, where gradients are clipped
+    by their norm over all of them."""
 
     digest: int
     """A hash of the keys' names, and of the push number of each below ``number``."""
     number: int
-    """The highest push number among the keys. With ``digest`` it identifies the step, and every rank derives the same."""
+    """The highest push number among the keys. With ``digest`` it identifies the step, and every
+    rank derives the same."""
     size: int
     """The number of elements of the step on the receiving server."""
     holders: tuple[int, ...]
@@ -132,7 +135,8 @@ class Push(Message):
     """Version of the values that the sender has, for each run, or -1 for none; empty if the answer is not to
     be written as steps from there."""
     since: tuple[int, ...] = ()
-    """For each run the number after the sender's push before this one; empty in a store that drops late pushes."""
+    """For each run the number after the sender's push before this one; empty in a store that drops
+    late pushes."""
     step: StepPart | None = None
     """The step of the push in a store whose optimizer clips gradients by their global norm; else None."""
 
@@ -145,7 +149,8 @@ class Push(Message):
 
 
 class Receipt(NamedTuple):
-    """Receipt of one push or load: its number on the connection, and the lowest version among its elements."""
+    """Receipt of one push or load: its number on the connection, and the lowest version among its
+    elements."""
 
     seq: int
     version: int

@@ -16,9 +16,9 @@ type and range and every payload frame its declared size, or raises
 :class:`~kvps.errors.ProtocolError`. Nothing is allocated on a peer's word: msgpack's limits are
 set, tensors travel as raw frames beside the head, and their sizes are compared, never trusted.
 
-The checksum is CRC-32, as zlib and Ethernet have it. TCP's own checksum has 16 bits, and a network card, a switch or a proxy may compute it anew after it
-has damaged what it carries. CRC-32 finds every error within 32 neighbouring bits, and of others all
-but one in four thousand million.
+The checksum is CRC-32, as zlib and Ethernet have it. TCP's own checksum has 16 bits, and a network
+card, a switch or a proxy may compute it anew after it has damaged what it carries. CRC-32 finds
+every error within 32 neighbouring bits, and of others all but one in four thousand million.
 
 zlib-ng computes it at the speed of memory. Python's own zlib gives the same number at a fifth of
 that speed, and serves where zlib-ng is not installed.

@@ -1,8 +1,10 @@
-"""A whole job in the calling thread: the cores of a scheduler, a server and a worker, and no other copy of their rules.
+"""A whole job in the calling thread: the cores of a scheduler, a server and a worker, and no other
+copy of their rules.
 
-There is no thread and no socket. A call goes to the worker's core, and the cores are passed each other's packets until
-the call has ended. Where no packet is left and the call still waits, nothing else could end it: its time passes at
-once, up to its timeout. Between calls no more than a second passes, so that a pause does not count as silence.
+There is no thread and no socket. A call goes to the worker's core, and the cores are passed each
+other's packets until the call has ended. Where no packet is left and the call still waits, nothing
+else could end it: its time passes at once, up to its timeout. Between calls no more than a second
+passes, so that a pause does not count as silence.
 """
 
 from __future__ import annotations
@@ -191,7 +193,8 @@ class InProcessSession:
                     log.log(LEVELS[level], "%s", text)
 
     def _send(self, source: str, effect: Send) -> None:
-        """Bring a packet to its receiver; a route is the name of the other end, as bytes where that one connected."""
+        """Bring a packet to its receiver; a route is the name of the other end, as bytes where
+        that one connected."""
         to, packet = effect.to, effect.packet
         target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
         if (

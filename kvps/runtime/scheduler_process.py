@@ -195,15 +195,18 @@ def run_scheduler(
         servers: how many the job has.
         bind: where to listen.
         keep_alive: begin another job when a job is over.
-        state: the directory of the state that a restart needs, or another storage of it, which is closed at the end.
+        state: the directory of the state that a restart needs, or another storage of it, which is
+            closed at the end.
         insecure: other machines may reach ``bind``.
         silence_max_s: seconds of silence after which a member is lost.
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
         replace_max_s: seconds for which a job with no worker left waits for the replacement of a lost one.
         on_ready: called with its address when it listens.
-        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for; 0 if nothing was to be kept.
+        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for; 0 if
+            nothing was to be kept.
         on_seats: called with the number of taken seats, each time it changes until all are.
-        on_goes_on: called with 1 when all workers that are here go on without a lost one, with 0 when not; needs ``on_seats``.
+        on_goes_on: called with 1 when all workers that are here go on without a lost one, with 0
+            when not; needs ``on_seats``.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve the dashboard and metrics; None for nowhere.

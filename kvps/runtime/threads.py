@@ -1,4 +1,5 @@
-"""The threads of this process beside a call: shorter turns while calls are in flight, and which threads wait for calls."""
+"""The threads of this process beside a call: shorter turns while calls are in flight, and which
+threads wait for calls."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from kvps.runtime.ticket import Ticket
 class ShortTurns:
     """The interpreter's switch interval while calls are in flight, shorter than usual.
 
-    A thread that waits for the interpreter lock may ask for it only after this interval, 5 ms in CPython. The loop
-    waits for it after each system call: so a script that computes in Python meanwhile would delay every packet.
-    ``benchmarks/gil.py`` measures that.
+    A thread that waits for the interpreter lock may ask for it only after this interval, 5 ms in
+    CPython. The loop waits for it after each system call: so a script that computes in Python
+    meanwhile would delay every packet. ``benchmarks/gil.py`` measures that.
 
     Args:
         interval_s: in seconds; 0 leaves the interval as it is.
@@ -38,7 +39,8 @@ class ShortTurns:
                     sys.setswitchinterval(self.interval_s)
 
     def end(self) -> None:
-        """A call ends; after the last one the script has its own interval again, unless it has set another."""
+        """A call ends; after the last one the script has its own interval again, unless it has set
+        another."""
         with self._lock:
             self._open -= 1
             if self._open == 0 and math.isclose(sys.getswitchinterval(), self.interval_s):
@@ -70,7 +72,8 @@ POOL = ("concurrent.futures.thread", "_worker")
 
 
 def waited_tickets() -> list[Ticket]:
-    """Return the tickets that the threads of this process wait for; none if some thread may do something else.
+    """Return the tickets that the threads of this process wait for; none if some thread may do
+    something else.
 
     Nothing is counted while calls are made. A thread waits where its innermost Python frame is that of
     :meth:`Ticket._await`.

@@ -32,7 +32,8 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
-    """Return a range ``kvps::WHAT``, for a call ``WHAT()``, of torch.profiler, if a profiler is active; else nothing."""
+    """Return a range ``kvps::WHAT``, for a call ``WHAT()``, of torch.profiler, if a profiler is
+    active; else nothing."""
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING
     name = what.partition("(")[0]
@@ -44,8 +45,8 @@ class Ticket:
 
     def __init__(self, watch: CallWatch | None = None) -> None:
         self._watch = watch
-        # Locks that are released then, and not Events: each call has a ticket, and an Event is made, set and waited for
-        # by Python functions.
+        # Locks that are released then, and not Events: each call has a ticket, and an Event is
+        # made, set and waited for by Python functions.
         self._copied, self._ended = threading.Lock(), threading.Lock()
         self._copied.acquire()
         self._ended.acquire()

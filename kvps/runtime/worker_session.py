@@ -1,9 +1,9 @@
 """A process's membership of a cluster as a worker: a core, its loop in a thread, and the end of both.
 
-All dist stores of a process share one session. It begins with the first store and ends with the process, or with
-:func:`kvps.shutdown`. A process that ends well leaves the job. A process that ends with an exception, or with an exit
-code other than 0, is lost, so that half a run does not count as a whole run. Under kvps-worker the supervisor tells
-the scheduler how the command ended.
+All dist stores of a process share one session. It begins with the first store and ends with the
+process, or with :func:`kvps.shutdown`. A process that ends well leaves the job. A process that
+ends with an exception, or with an exit code other than 0, is lost, so that half a run does not
+count as a whole run. Under kvps-worker the supervisor tells the scheduler how the command ended.
 
 The core belongs to the loop's thread. Other threads make calls, and read :attr:`WorkerSession.info`.
 """
@@ -130,7 +130,8 @@ class WorkerSession(Listener):
         self._end(effect.ticket, effect.value, effect.error)
 
     def _waited_for(self) -> tuple[int, ...]:
-        """Return the numbers of the calls that the whole script waits in; 0 stands for a call that has just ended."""
+        """Return the numbers of the calls that the whole script waits in; 0 stands for a call that
+        has just ended."""
         numbers = {id(ticket): number for number, ticket in self._tickets.items()}
         waited = waited_tickets()
         # Those of other sessions, such as of another rank in a LocalCluster, do not concern this one.
@@ -206,8 +207,10 @@ class WorkerSession(Listener):
         """
         if os.getpid() != self.pid:
             raise ConfigError(
-                f"process {os.getpid()} was forked from process {self.pid}, which is a worker already, and cannot be "
-                "the same worker. Fork before the first store is created, and create stores in one of the processes"
+                f"process {os.getpid()} was forked from process {self.pid}, which is a worker "
+                "already, and cannot be "
+                "the same worker. Fork before the first store is created, and create stores in "
+                "one of the processes"
             )
         number, ticket = self._ticket()
         self._put(number, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
@@ -317,7 +320,8 @@ class ExitStatus:
         """Hook uncaught exceptions and calls of sys.exit; what is hooked there now is called as well."""
         excepthook, leave = sys.excepthook, sys.exit
 
-        # Functions of this call, and not methods: a script may have hooked behind an earlier watch(), and calls it.
+        # Functions of this call, and not methods: a script may have hooked behind an earlier
+        # watch(), and calls it.
         def on_exception(*exception: Any) -> None:
             error = exception[1]
             self.exit_code = error.exit_code if isinstance(error, KvpsError) else 1

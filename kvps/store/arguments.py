@@ -36,7 +36,8 @@ _KEYS = frozenset({str, int})
 LISTS_MAX = 256
 """The number of lists of keys that a store remembers."""
 BLOCK = 1024
-"""Values that are checked together: each check reads every tensor, and so many stay in the processor's cache."""
+"""Values that are checked together: each check reads every tensor, and so many stay in the
+processor's cache."""
 
 
 class Form:
@@ -306,8 +307,8 @@ class Outcome:
 
     sinks: calls.Sinks
     result: Callable[[Any], Any]
-    """Copies to those tensors that could not be written directly; returns the result of the call, which is made
-    from the value of its ticket."""
+    """Copies to those tensors that could not be written directly; returns the result of the call,
+    which is made from the value of its ticket."""
 
 
 def outcome_for(
@@ -450,7 +451,8 @@ def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tenso
     for row in rows:
         if not row.is_floating_point():
             raise ConfigError(
-                f"weight={weight} with values of {row.dtype}: integers have no mean. Nothing was pushed; push "
+                f"weight={weight} with values of {row.dtype}: integers have no mean. Nothing was "
+                "pushed; push "
                 "floating point, or integers to a store without average"
             )
     return tuple([row * weight for row in rows])

@@ -87,8 +87,9 @@ class KVStoreBase:
 class Store(Protocol):
     """A store as front ends use it, with the arguments that front ends give.
 
-    A plug-in has the methods of :class:`KVStoreBase`; and if it :meth:`is_capable` of the optimizer, the four of the
-    optimizer, too. A front end calls the others only of a :class:`~kvps.store.kvstore.KVStore`, which has all.
+    A plug-in has the methods of :class:`KVStoreBase`; and if it :meth:`is_capable` of the
+    optimizer, the four of the optimizer, too. A front end calls the others only of a
+    :class:`~kvps.store.kvstore.KVStore`, which has all.
     """
 
     # --- what every store has -----------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """The way of a replacement to the step of the others, when its script does not ask where that is.
 
-A front end whose optimizer runs on the servers has no state of its own. So the script of a replacement can run again
-from its beginning, as its predecessor did: its loops, samplers and schedulers arrive where those of the others are.
-Until then the front end passes over each ``step()``: nothing is pushed, and no weight changes. The calls that all
-ranks make together pass at once (:mod:`kvps.core.worker.calls.resume`). This takes the time of the forward and
-backward passes. A script that calls ``resume()`` of the front end begins at the step of the others at once.
+A front end whose optimizer runs on the servers has no state of its own. So the script of a
+replacement can run again from its beginning, as its predecessor did: its loops, samplers and
+schedulers arrive where those of the others are. Until then the front end passes over each
+``step()``: nothing is pushed, and no weight changes. The calls that all ranks make together pass
+at once (:mod:`kvps.core.worker.calls.resume`). This takes the time of the forward and backward
+passes. A script that calls ``resume()`` of the front end begins at the step of the others at once.
 
 Steps are counted by pushes, so they must be the same: a script whose steps cannot be counted so is refused.
 """
@@ -30,7 +31,8 @@ class CatchUp:
     epoch: int
     """How often the servers had returned to a checkpoint when this process began."""
     unit: str = "steps"
-    """The name of the steps, each of which pushes all keys once; "" for a store of which nothing is logged."""
+    """The name of the steps, each of which pushes all keys once; "" for a store of which nothing
+    is logged."""
     done: int = 0
     """Steps that were passed over."""
 
@@ -57,7 +59,8 @@ class CatchUp:
         """
         if self.place.rate is not None and self.place.rate != rate:
             refuse(
-                f"its script has come to the learning rate {rate:g}, and the job is at {self.place.rate:g} (a schedule "
+                f"its script has come to the learning rate {rate:g}, and the job is at "
+                f"{self.place.rate:g} (a schedule "
                 "that follows the loss cannot be repeated)"
             )
 
@@ -75,13 +78,15 @@ class CatchUp:
             )
         if place.most_owed > place.owed + 1:
             refuse(
-                f"some parameters were pushed {place.owed} times and others {place.most_owed} times (parameters that "
+                f"some parameters were pushed {place.owed} times and others {place.most_owed} "
+                "times (parameters that "
                 "are frozen for some steps, or unused), so the steps of its predecessor are not known"
             )
         if not self.unit:
             return
         log.warning(
-            "this worker replaces a lost worker: its script runs again, and its first %d %s are passed over. To begin "
+            "this worker replaces a lost worker: its script runs again, and its first %d %s are "
+            "passed over. To begin "
             "where the others are at once, call resume() of the front end, which returns the step",
             place.owed,
             self.unit,
@@ -101,7 +106,8 @@ def refuse(
         ConfigError: always, with the exit code of the process.
     """
     error = ConfigError(
-        f"this worker replaces a lost worker, and cannot go on where it was: {why}. Restart the job, or {remedy}"
+        f"this worker replaces a lost worker, and cannot go on where it was: {why}. Restart the "
+        f"job, or {remedy}"
     )
     error.exit_code = EXIT_CONFIG
     raise error

@@ -33,8 +33,8 @@ from kvps.store.server_store import DistStore
 log = logging.getLogger("kvps")
 NETWORK_CHUNK_BYTES, LOOPBACK_CHUNK_BYTES = 384 << 10, 8 << 20
 SHARED_CHUNK_BYTES, PROCESS_CHUNK_BYTES = 32 << 20, 4 << 20
-"""Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where fewer messages are
-cheaper, through loopback sockets and through shared memory; and within one process."""
+"""Bytes of a chunk: between hosts, where the first chunk should arrive early; on one host, where
+fewer messages are cheaper, through loopback sockets and through shared memory; and within one process."""
 STALENESS = 4
 RESERVED = "kvps."
 """The prefix of the names of the front ends' own stores."""
@@ -68,7 +68,8 @@ def create(
         store: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, the last three
             also with ``_device``; ``allreduce``; or a spelling of MXNet's, or a registered
             plug-in, which gets the ``options``.
-        name: identifies the store on all workers; without a name, stores are matched by the order of creation.
+        name: identifies the store on all workers; without a name, stores are matched by the order
+            of creation.
         timeout: seconds that a call of the store may take.
         staleness: in ``dist_ssp``, how many pushes of a key a rank may be ahead of the slowest live rank when
             it pulls (4).
@@ -87,16 +88,18 @@ def create(
             next pull or pushpull of the key. See :meth:`~kvps.KVStore.dropped_rounds`.
         average: in ``dist_sync``, divide the sum of a round by the number of workers in it; ranks that are
             lost, have left or have joined do not count.
-        quorum: in ``dist_sync``, close a round when this many workers have pushed and ``grace`` is over, without
-            the others; None waits for all. Nobody waits for lost workers then: ``"wait"`` means ``"shrink"``. A
-            worker's next push goes to the first round that has not closed without it, once it has pulled.
-        grace: seconds that a round waits for the other workers after its quorum; ``"auto"`` is a quarter of the
-            time since the last round closed.
-        late: what happens to a push whose round has closed: ``"drop"`` does not apply it, ``"next"`` counts it
-            in the first open round without a push of this worker. With either, a push is applied at most once. With
-            ``"next"``, prefer ``rescale_grad=1 / num_workers`` to ``average``, although it counts lost workers, too:
-            the mean of a round with few workers is as large as that of all, and workers that push in turns would
-            move the weights too far.
+        quorum: in ``dist_sync``, close a round when this many workers have pushed and ``grace`` is
+            over, without the others; None waits for all. Nobody waits for lost workers then:
+            ``"wait"`` means ``"shrink"``. A worker's next push goes to the first round that has
+            not closed without it, once it has pulled.
+        grace: seconds that a round waits for the other workers after its quorum; ``"auto"`` is a
+            quarter of the time since the last round closed.
+        late: what happens to a push whose round has closed: ``"drop"`` does not apply it,
+            ``"next"`` counts it in the first open round without a push of this worker. With
+            either, a push is applied at most once. With ``"next"``, prefer ``rescale_grad=1 /
+            num_workers`` to ``average``, although it counts lost workers, too: the mean of a round
+            with few workers is as large as that of all, and workers that push in turns would move
+            the weights too far.
 
     Raises:
         ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.
@@ -276,7 +279,8 @@ def _opened(
 
 
 def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: object) -> Open:
-    """Return the options of a store whose rounds close at a quorum; servers check that the job has as many workers.
+    """Return the options of a store whose rounds close at a quorum; servers check that the job has
+    as many workers.
 
     Raises:
         ConfigError: for a number or word that cannot be meant, or a store without rounds.

@@ -1,7 +1,7 @@
 """Compression where nothing travels: the values of each device become what a server would decode.
 
-MXNet compresses between the devices of one process, each with a residual of its own; so does a ``local`` or ``device``
-store. With one device it makes the steps that it would make over servers.
+MXNet compresses between the devices of one process, each with a residual of its own; so does a
+``local`` or ``device`` store. With one device it makes the steps that it would make over servers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""A check of a store's first calls: gradients are pushed, no optimizer is set, and the sum is pulled into the weights.
+"""A check of a store's first calls: gradients are pushed, no optimizer is set, and the sum is
+pulled into the weights.
 
-Without an optimizer a store assigns the sum of a round to its key. A script that forgot ``set_optimizer()`` would go on
-with gradients for weights. The check needs a value that is the ``.grad`` of the tensor that the result is written to,
-or that the key was initialised with. Nobody does that on purpose.
+Without an optimizer a store assigns the sum of a round to its key. A script that forgot
+``set_optimizer()`` would go on with gradients for weights. The check needs a value that is the
+``.grad`` of the tensor that the result is written to, or that the key was initialised with. Nobody
+does that on purpose.
 """
 
 from __future__ import annotations

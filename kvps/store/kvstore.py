@@ -1,9 +1,9 @@
 """The KVStore that users call: one class for every kind of store.
 
-Its methods check the user's arguments and turn them into the calls of :mod:`kvps.core.worker.calls`. A kind of
-store answers these, by :meth:`KVStore._start`: :class:`~kvps.store.server_store.DistStore` by the core of a worker, in
-a cluster or in this process alone, and :class:`~kvps.store.allreduce.store.AllreduceStore` by collectives among the
-workers.
+Its methods check the user's arguments and turn them into the calls of
+:mod:`kvps.core.worker.calls`. A kind of store answers these, by :meth:`KVStore._start`:
+:class:`~kvps.store.server_store.DistStore` by the core of a worker, in a cluster or in this
+process alone, and :class:`~kvps.store.allreduce.store.AllreduceStore` by collectives among the workers.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class KVStore(KVStoreBase, abc.ABC):
     * ``async_op``: return a :class:`~kvps.runtime.ticket.Handle` at once; its ``wait()`` returns the result.
     * ``timeout``: seconds until the call fails with Timeout, instead of the store's.
 
-    All raise KeyNotFound for a key that was never initialised, Mismatch for a value or an output of another type or
-    shape than its key, Timeout that names the ranks that are waited for, and WorkerLost or ServerLost if a process that
-    the call needs has ended for good.
+    All raise KeyNotFound for a key that was never initialised, Mismatch for a value or an output
+    of another type or shape than its key, Timeout that names the ranks that are waited for, and
+    WorkerLost or ServerLost if a process that the call needs has ended for good.
 
     Example:
         >>> import torch, kvps
@@ -94,7 +94,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """How calls are made of a user's arguments; a kind of store may have its own."""
         self._tables: dict[str, EmbeddingTable] = {}
         self.catch_up: CatchUp | None = None
-        """The steps that a front end passes over in the script of a replacement; None where that is none or over."""
+        """The steps that a front end passes over in the script of a replacement; None where that
+        is none or over."""
         self._gradient_check: GradientCheck | None = GradientCheck()
         """Checks the first calls; None once they are over, or an optimizer is set."""
         self._is_closed = False
@@ -448,7 +449,8 @@ class KVStore(KVStoreBase, abc.ABC):
         stay in rows that did not change.)
 
         Args:
-            key, priority, async_op, timeout: see :class:`KVStore`; ``out`` is written to by the handle's ``wait()``.
+            key, priority, async_op, timeout: see :class:`KVStore`; ``out`` is written to by the
+                handle's ``wait()``.
             out: a tensor of the key's shape or a list of them, one per device; for a list of keys, a list
                 of these.
             held: what the last call for this key and ``out`` returned; for a list of keys, a list.
@@ -625,8 +627,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """Return the numbers of this store and worker, for an experiment tracker: name -> number.
 
         The names are those of ``kvps.store.metrics.NAMES``, the same in every kind of store; the
-        documentation of observability has them as a table. Nothing is sent: the process knows them, and a call
-        takes about 0.1 ms, most of it for sorting waiting times.
+        documentation of observability has them as a table. Nothing is sent: the process knows
+        them, and a call takes about 0.1 ms, most of it for sorting waiting times.
 
         Args:
             servers: also ask the servers, in one round trip, for the numbers of
@@ -736,9 +738,9 @@ class KVStore(KVStoreBase, abc.ABC):
             timeout: see :class:`KVStore`.
             **hyper: hyper-parameters, such as ``lr``, ``momentum``, ``weight_decay``,
                 ``rescale_grad``, ``clip_gradient``, ``multi_precision``, ``lr_mult={key: factor}``.
-                ``clip_global_norm=c`` scales the gradients of one push call down to the norm c over all its keys,
-                as ``torch.nn.utils.clip_grad_norm_`` does with the mean over the workers: push all keys of a step
-                in one call, the same on every rank. For dist_sync.
+                ``clip_global_norm=c`` scales the gradients of one push call down to the norm c
+                over all its keys, as ``torch.nn.utils.clip_grad_norm_`` does with the mean over
+                the workers: push all keys of a step in one call, the same on every rank. For dist_sync.
 
         Raises:
             ConfigError: for an unknown optimizer or hyper-parameter, or a bad value.
@@ -865,10 +867,11 @@ class KVStore(KVStoreBase, abc.ABC):
         or after; states are kept.
 
         Args:
-            tag: restore the newest checkpoint with this tag; None for the newest that has this store. A checkpoint in
-                which the store was never pushed to counts only if there is no other, or if ``checkpoint()`` of
-                this store has written it. A checkpoint that cannot be read is passed over, too. The log tells which
-                one was taken, and of what else there is.
+            tag: restore the newest checkpoint with this tag; None for the newest that has this
+                store. A checkpoint in which the store was never pushed to counts only if there is
+                no other, or if ``checkpoint()`` of this store has written it. A checkpoint that
+                cannot be read is passed over, too. The log tells which one was taken, and of what
+                else there is.
             timeout: see :class:`KVStore`.
 
         Raises:
@@ -969,9 +972,9 @@ class KVStore(KVStoreBase, abc.ABC):
     def close(self, *, timeout: float | None = None) -> None:
         """Flush, and close this store; closing again does nothing.
 
-        When every worker has closed a store of servers, or has left, the store has ended: servers drop its values, and a
-        store that is created under its name begins anew. Two stores of one name in a process are the same, which is
-        closed with the last of them.
+        When every worker has closed a store of servers, or has left, the store has ended: servers
+        drop its values, and a store that is created under its name begins anew. Two stores of one
+        name in a process are the same, which is closed with the last of them.
         """
         if not self._is_closed:
             limit_s = self._limit(timeout)
@@ -997,8 +1000,10 @@ class KVStore(KVStoreBase, abc.ABC):
             ConfigError: always.
         """
         raise ConfigError(
-            f"store {self._name!r} cannot be pickled or copied: it is the connection of process {os.getpid()} to its "
-            "job. Create a store in each process with kvps.create(), or pull in the training process, and give "
+            f"store {self._name!r} cannot be pickled or copied: it is the connection of process "
+            f"{os.getpid()} to its "
+            "job. Create a store in each process with kvps.create(), or pull in the training "
+            "process, and give "
             "tensors to others, such as the workers of a DataLoader"
         )
 
@@ -1067,11 +1072,13 @@ class KVStore(KVStoreBase, abc.ABC):
         return self._hyper
 
     def _check_gradients(self, check: GradientCheck, names: Sequence[str], out: object) -> None:
-        """Warn if the sum of gradients is about to replace weights; only rank 0 knows that there is no optimizer."""
+        """Warn if the sum of gradients is about to replace weights; only rank 0 knows that there
+        is no optimizer."""
         name = check.mistaken(names, out) if self.rank == 0 else None
         if name is not None:
             warnings.warn(
-                f"store {self._name!r} has no optimizer, so the sum of the gradients that were pushed for {name!r} replaces "
+                f"store {self._name!r} has no optimizer, so the sum of the gradients that were "
+                f"pushed for {name!r} replaces "
                 "the weight: call set_optimizer(...), or pull the sum into the gradient (out=param.grad)",
                 stacklevel=4,
             )
@@ -1079,7 +1086,8 @@ class KVStore(KVStoreBase, abc.ABC):
             self._gradient_check = None
 
     def _doubt(self, names: Sequence[str]) -> None:
-        """After a broadcast that failed, some keys may be as before or as it was to make them: look them up again."""
+        """After a broadcast that failed, some keys may be as before or as it was to make them:
+        look them up again."""
         self._keys.forget(names)
 
     def _begin_on(self, key: object, timeout: float | None) -> tuple[tuple[str, ...], bool]:

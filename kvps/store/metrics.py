@@ -1,7 +1,7 @@
 """The numbers of a store for experiment trackers: their names, and the waiting times of its calls.
 
-:meth:`kvps.KVStore.metrics` returns them as a flat dict. Every kind of store has the same names, so that one script
-logs all of them; a number that a kind of store does not have is 0, and a ratio 1.
+:meth:`kvps.KVStore.metrics` returns them as a flat dict. Every kind of store has the same names,
+so that one script logs all of them; a number that a kind of store does not have is 0, and a ratio 1.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ NAMES: Mapping[str, str] = {
     "epoch": "How often the job was rolled back to a checkpoint.",
     "reconnects": "Connections to servers that broke, or were made anew for a replacement.",
     "keys": "Number of keys that this worker knows.",
-    "rounds": "Number of pushes by this rank of its most frequently pushed key; in a synchronous store, rounds.",
-    "push_age": "Number of pushes by other ranks between the newest two reads of this rank, at the key where it is most: the age of its push between them. 0 in a synchronous store.",
-    "sent_bytes": "Bytes of values that were sent or lent to servers, or to the worker that pushes for this host.",
+    "rounds": "Number of pushes by this rank of its most frequently pushed key; in a synchronous "
+    "store, rounds.",
+    "push_age": "Number of pushes by other ranks between the newest two reads of this rank, at "
+    "the key where it is most: the age of its push between them. 0 in a synchronous store.",
+    "sent_bytes": "Bytes of values that were sent or lent to servers, or to the worker that "
+    "pushes for this host.",
     "received_bytes": "Bytes of values that came from them.",
     "compression_ratio": "Bytes of pushed dense gradients for each byte of their payload.",
     "resent_requests": "Requests that were lost on the way, and sent again.",
@@ -34,15 +37,18 @@ NAMES: Mapping[str, str] = {
     "push_wait_s": "Seconds that the script spent in them, in all.",
     "push_wait_p50_s": "Median of the newest 1,024 of these times.",
     "push_wait_p99_s": "Their 99th percentile.",
-    "pull_calls": "Number of calls of pull(), pushpull() and the pulls of rows, and of waits for their handles.",
+    "pull_calls": "Number of calls of pull(), pushpull() and the pulls of rows, and of waits for "
+    "their handles.",
     "pull_wait_s": "Seconds that the script spent in them, in all.",
     "pull_wait_p50_s": "Median of the newest 1,024 of these times.",
     "pull_wait_p99_s": "Their 99th percentile.",
 }
 """Name -> meaning, of all that the process knows by itself."""
 SERVER_NAMES: Mapping[str, str] = {
-    "staleness": "By how many pushes this rank is ahead of the slowest live rank, at the key where it is most.",
-    "lateness_s": "Seconds by which this rank's pushes came after the first push of their round: a moving mean.",
+    "staleness": "By how many pushes this rank is ahead of the slowest live rank, at the key "
+    "where it is most.",
+    "lateness_s": "Seconds by which this rank's pushes came after the first push of their round: "
+    "a moving mean.",
     "dropped_rounds": "Rounds without effect, as their sums were not finite, of the key with the most.",
     "open_rounds": "Number of keys whose round waits for a rank; servers name at most 1,000 keys.",
     "oldest_round_s": "Age of the oldest open round in seconds; 0 for none.",

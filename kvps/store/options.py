@@ -1,4 +1,5 @@
-"""The options that all stores of one front end have in common: how long calls may take, and who is waited for."""
+"""The options that all stores of one front end have in common: how long calls may take, and who is
+waited for."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class StoreOptions:
             return cls()
         if not isinstance(given, Mapping) or not set(NAMES).issuperset(given):
             raise ConfigError(
-                f"kvstore_options={given!r:.80}: give a dict with some of {', '.join(NAMES)}; for other options, "
+                f"kvstore_options={given!r:.80}: give a dict with some of {', '.join(NAMES)}; for "
+                "other options, "
                 "create the store with kvps.create() and pass it as kvstore="
             )
         return cls.of(

@@ -1,9 +1,11 @@
-"""Requests of a store: a user's arguments made into the calls of a worker core, and the result made of their answers.
+"""Requests of a store: a user's arguments made into the calls of a worker core, and the result
+made of their answers.
 
-:class:`Requests` checks keys, values and outputs, reduces the values of several devices to one row for each key, and
-says where a result is written. It starts no call: :class:`~kvps.store.kvstore.KVStore` does. A kind of store may make
-rows, or write results, in a way of its own: :class:`ServerRequests` brings rows from devices, in memory that a transport
-sends without a copy.
+:class:`Requests` checks keys, values and outputs, reduces the values of several devices to one row
+for each key, and says where a result is written. It starts no call:
+:class:`~kvps.store.kvstore.KVStore` does. A kind of store may make rows, or write results, in a
+way of its own: :class:`ServerRequests` brings rows from devices, in memory that a transport sends
+without a copy.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class Requests:
         self._on_device = on_device
         self._knows_changes = knows_changes
         self.push_call: type[calls.PushValues] = calls.PushValues
-        """The call that pushes dense values: another one where the optimizer clips gradients by their global norm."""
+        """The call that pushes dense values: another one where the optimizer clips gradients by
+        their global norm."""
         self.compression = OFF
         """The user's settings: which keys are pushed as fewer bytes."""
 
@@ -120,7 +123,8 @@ class Requests:
             )
         if self.push_call is not calls.PushValues:
             raise ConfigError(
-                f"store {self._store!r} clips gradients by their global norm, which rows have no part in: push dense "
+                f"store {self._store!r} clips gradients by their global norm, which rows have no "
+                "part in: push dense "
                 "gradients (sparse=False), or set the optimizer without clip_global_norm"
             )
         assert isinstance(given, list | tuple)
@@ -310,7 +314,8 @@ class ServerRequests(Requests):
     def rows(
         self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key; values of devices are compressed and decoded before they are summed."""
+        """Return one row for each key; values of devices are compressed and decoded before they
+        are summed."""
         if self._codec is None or self.compression.are_off:
             return super().rows(names, is_many, value, limit_s)
         values = values_of(names, is_many, value)
@@ -325,7 +330,8 @@ class ServerRequests(Requests):
     def rows_of(
         self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key, on its device where it is compressed there, else in this machine's memory."""
+        """Return one row for each key, on its device where it is compressed there, else in this
+        machine's memory."""
         reduced = [reduce(devices, self._on_device) for devices in values]
         rows: list[torch.Tensor | None] = [
             ready_on_device(row)

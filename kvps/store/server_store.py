@@ -73,8 +73,10 @@ class DistStore(KVStore):
         session.handles[opened.store] += 1
         if missed:
             log.warning(
-                "this worker replaces a lost one: since the first store %r of this job, every worker has closed it and "
-                "created it again %d times. This script has joined the present one; it must skip what came before",
+                "this worker replaces a lost one: since the first store %r of this job, every "
+                "worker has closed it and "
+                "created it again %d times. This script has joined the present one; it must skip "
+                "what came before",
                 opened.store,
                 missed,
             )
@@ -115,7 +117,8 @@ class DistStore(KVStore):
         return sum(member.state in ("lost", "gone") for member in self._session.info.members)
 
     def take_place(self, keys: Sequence[str], unit: str = "steps") -> calls.Place:
-        """Find where this process begins, for a front end each of whose steps (``unit``) pushes all of ``keys``.
+        """Find where this process begins, for a front end each of whose steps (``unit``) pushes
+        all of ``keys``.
 
         The script of a replacement then replays, unless :meth:`resume` follows: its calls pass at once until
         :meth:`end_replay`, and ``catch_up`` counts its steps.

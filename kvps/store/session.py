@@ -1,4 +1,5 @@
-"""The session of a store: its place in a cluster as a worker, whether that is other processes or this one alone."""
+"""The session of a store: its place in a cluster as a worker, whether that is other processes or
+this one alone."""
 
 from __future__ import annotations
 

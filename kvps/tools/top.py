@@ -196,7 +196,8 @@ def _wants_out(typed: bytes) -> bool:
 
 @contextmanager
 def _keys() -> Iterator[list[int]]:
-    """Yield the descriptor from which keys are read one by one, without an echo; none if the input is no terminal."""
+    """Yield the descriptor from which keys are read one by one, without an echo; none if the input
+    is no terminal."""
     if not sys.stdin.isatty():
         yield []
         return
@@ -305,7 +306,8 @@ COLUMNS: dict[str, int] = {
     **{"member": 9, "state": 5, "late": 7, "rounds/s": 8, "status": 24, "in": 10, "out": 10},
     **{"rounds": 9, "memory": 16, "heard": 7, "where": 18},
 }
-"""The columns of members and their usual widths, the most important first: a narrow screen omits the last columns."""
+"""The columns of members and their usual widths, the most important first: a narrow screen omits
+the last columns."""
 IN_ORDER = (
     *("member", "state", "where", "heard", "rounds", "rounds/s", "in", "out", "late", "memory"),
     "status",
@@ -342,7 +344,8 @@ def _table(heads: Sequence[str]) -> Table:
 
 
 def _cut(text: str) -> RenderableType:
-    """Return the text of a cell in a yielding column: one line, which ends with an ellipsis if it is too long."""
+    """Return the text of a cell in a yielding column: one line, which ends with an ellipsis if it
+    is too long."""
     from rich.text import Text
 
     return Text(text, no_wrap=True, overflow="ellipsis")

@@ -135,7 +135,8 @@ def broadcast_object(
             ``kvstore`` that is named.
 
     Raises:
-        ConfigError: on every worker, if the root's object contains anything else; the text names its type and place.
+        ConfigError: on every worker, if the root's object contains anything else; the text names
+            its type and place.
 
     Example:
         >>> start = kvps.torch.broadcast_object({"epoch": 3, "seed": 7})  # doctest: +SKIP
@@ -149,7 +150,8 @@ def broadcast_object(
 
 
 def _send_packed(kv: KVStore, key: str, make: Any, root: int) -> bytes:
-    """Send the result of the root's function; if that fails, send the error, so that the others do not wait."""
+    """Send the result of the root's function; if that fails, send the error, so that the others do
+    not wait."""
     error: KvpsError | None = None
     packed = b""
     if make is not None:

@@ -1,8 +1,9 @@
 """Gathers of objects made of data: from all workers to all, or to one of them.
 
-These take the place of torch's ``all_gather_object`` and ``gather_object``, which pickle: there, any rank runs code in
-the ranks that receive. Every worker calls, and the k-th call of a worker matches the k-th call of every other. The
-bytes of all objects lie side by side in one key, to which each worker adds its own, and zeros for the others.
+These take the place of torch's ``all_gather_object`` and ``gather_object``, which pickle: there,
+any rank runs code in the ranks that receive. Every worker calls, and the k-th call of a worker
+matches the k-th call of every other. The bytes of all objects lie side by side in one key, to
+which each worker adds its own, and zeros for the others.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def all_gather_object(
         One object for each rank; None for a worker that has left.
 
     Raises:
-        ConfigError: on every worker, if an object contains anything else; the text names its rank, type and place.
+        ConfigError: on every worker, if an object contains anything else; the text names its rank,
+            type and place.
         Timeout: if a worker does not call.
 
     Example:
@@ -93,7 +95,8 @@ def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[A
         return [obj]
     key = f"gather/{name or ''}"[:240]
     sizes = _exchanged_sizes(kv, f"{key}/sizes", -len(packed) if error else len(packed))
-    # Whoever has all sizes knows that all workers have read the bytes of the call before: the key may be replaced.
+    # Whoever has all sizes knows that all workers have read the bytes of the call before: the key
+    # may be replaced.
     row = torch.zeros(sum(map(abs, sizes)), dtype=torch.uint8, device="cpu")
     kv.broadcast(f"{key}/bytes", row, out=row)
     row.zero_()
@@ -110,7 +113,8 @@ def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[A
 
 
 def _exchanged_sizes(kv: KVStore, key: str, own: int) -> list[int]:
-    """Return the size of each rank's bytes; below 0 for the text of an error, and 0 for a worker that has left."""
+    """Return the size of each rank's bytes; below 0 for the text of an error, and 0 for a worker
+    that has left."""
     if key not in kv.keys():  # noqa: SIM118  # it is no dict
         kv.init(key, torch.zeros(kv.num_workers, dtype=torch.int64, device="cpu"))
     sizes = torch.zeros(kv.num_workers, dtype=torch.int64, device="cpu")

@@ -28,7 +28,8 @@ PREFIX = "kvps.batchnorm/"
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs equal those of one process with all of them.
+    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs equal those of one process
+    with all of them.
 
     Every worker runs the same layers in the same order. Batches may differ in size, and may be empty. In
     evaluation, and with one worker, it is torch's own layer. As there, gradients of ``weight`` and ``bias``

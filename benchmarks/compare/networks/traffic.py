@@ -55,7 +55,8 @@ def traffic_of(row: Measurement) -> tuple[Traffic, ...]:
 
 
 def cpu_s_per_gb(row: Measurement) -> float:
-    """Return the processor time that 10^9 bytes on a link took at both ends together; the median of the trials."""
+    """Return the processor time that 10^9 bytes on a link took at both ends together; the median
+    of the trials."""
     return statistics.median(
         1e9 * trial.cpu_s / sum(link.out_bytes for link in trial.traffic)
         for trial in row.trials

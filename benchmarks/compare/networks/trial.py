@@ -1,8 +1,8 @@
 """One trial of one system on hosts with links of a set rate, with the traffic of each link.
 
-The links' counters and the processor time of all processes are read twice, before the first measured round and after
-the last, while all workers stand still and rank 0 waits for us (see :mod:`kvps.tools.bench.rounds`). A cluster has keys of
-its own, in memory, unless the system is one without.
+The links' counters and the processor time of all processes are read twice, before the first
+measured round and after the last, while all workers stand still and rank 0 waits for us (see
+:mod:`kvps.tools.bench.rounds`). A cluster has keys of its own, in memory, unless the system is one without.
 """
 
 from __future__ import annotations

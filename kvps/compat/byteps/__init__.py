@@ -1,4 +1,5 @@
-"""BytePS's interface for PyTorch over kvps: ``import kvps.compat.byteps as bps`` in place of ``import byteps.torch as bps``.
+"""BytePS's interface for PyTorch over kvps: ``import kvps.compat.byteps as bps`` in place of
+``import byteps.torch as bps``.
 
 ``docs/migrating/byteps.md`` has a table of every name.
 """

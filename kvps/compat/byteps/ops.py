@@ -52,8 +52,8 @@ def init(lazy: bool = True) -> None:
 def shutdown() -> None:
     """Wait until the operations of this rank are over, and leave; nothing before :func:`init`.
 
-    What was begun is not lost: BytePS's own waits for all ranks, too. An operation that another rank does not begin
-    within a minute fails.
+    What was begun is not lost: BytePS's own waits for all ranks, too. An operation that another
+    rank does not begin within a minute fails.
     """
     engine = current().engine
     if engine is not None:
@@ -80,7 +80,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
     init()
     if num_workers != size():
         raise ValueError(
-            f"resume({num_workers}, {num_servers}): the job has {size()} workers, and kvps cannot change that. "
+            f"resume({num_workers}, {num_servers}): the job has {size()} workers, and kvps cannot "
+            "change that. "
             "Start a new job from a checkpoint"
         )
 
@@ -135,7 +136,8 @@ def push_pull(
     Args:
         tensor: of the same type and shape on every rank.
         average: whether the result is the mean.
-        name: matches the calls of the ranks. Several of one name may be under way: the first matches the first.
+        name: matches the calls of the ranks. Several of one name may be under way: the first
+            matches the first.
         version: accepted for BytePS's sake.
         priority: accepted for BytePS's sake.
         compression: applied before the tensor travels.
@@ -169,7 +171,8 @@ def push_pull_inplace(
 
 
 def _named(name: str | None) -> str | None:
-    """Return the name of an operation: the second use of a name is another than the first, which may be under way."""
+    """Return the name of an operation: the second use of a name is another than the first, which
+    may be under way."""
     if name is None:
         return None
     use = next(current().numbers.setdefault(f"{PREFIX}{name}", count(1)))

@@ -1,7 +1,7 @@
 """BytePS's DistributedDataParallel: a module whose ``backward()`` averages gradients over the ranks.
 
-Each gradient leaves when backward has made it. A callback at the end of backward waits for all of them, and sends those
-of parameters that backward did not reach, since another rank may have them.
+Each gradient leaves when backward has made it. A callback at the end of backward waits for all of
+them, and sends those of parameters that backward did not reach, since another rank may have them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep gradients of backward passes inside on this rank, where they add up until the next pass outside."""
+        """Keep gradients of backward passes inside on this rank, where they add up until the next
+        pass outside."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield

@@ -1,4 +1,5 @@
-"""Horovod's interface for PyTorch over kvps: ``import kvps.compat.horovod as hvd`` in place of ``import horovod.torch as hvd``.
+"""Horovod's interface for PyTorch over kvps: ``import kvps.compat.horovod as hvd`` in place of
+``import horovod.torch as hvd``.
 
 Collectives are matched by name, in any order, and mismatched ones fail on every rank at once.
 ``docs/migrating/horovod.md`` has a table of every name.

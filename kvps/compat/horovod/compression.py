@@ -59,7 +59,8 @@ def checked(compression: Any) -> Any:
     """
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise InvalidArgument(
-            f"compression={compression!r}: give hvd.Compression.none or fp16, or a class with compress() and decompress()"
+            f"compression={compression!r}: give hvd.Compression.none or fp16, or a class with "
+            "compress() and decompress()"
         )
     return compression
 

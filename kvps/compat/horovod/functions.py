@@ -67,11 +67,12 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Set the optimizer of every rank to the state of one rank's: momenta, step counts, and options of groups.
+    """Set the optimizer of every rank to the state of one rank's: momenta, step counts, and
+    options of groups.
 
-    States that only the root has are created on the other ranks; states that the root does not have are dropped. The
-    optimizer never steps, as it does in Horovod, so no parameter changes. Where it has no state, each parameter that
-    needs a gradient gets one of zeros, as there.
+    States that only the root has are created on the other ranks; states that the root does not
+    have are dropped. The optimizer never steps, as it does in Horovod, so no parameter changes.
+    Where it has no state, each parameter that needs a gradient gets one of zeros, as there.
 
     Args:
         optimizer: any torch optimizer, also a DistributedOptimizer, over the same parameters on every rank.
@@ -80,7 +81,8 @@ def broadcast_optimizer_state(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: on every rank, for a state that is not data; or if the root's optimizer has other parameters.
+        ValueError: on every rank, for a state that is not data; or if the root's optimizer has
+            other parameters.
         HorovodInternalError: if a rank is lost.
     """
     is_root = current().running().rank == root_rank
@@ -125,8 +127,9 @@ def broadcast_object(
     """Return one rank's object on every rank.
 
     Args:
-        obj: None, bool, int, float, complex, str, bytes, tensor or array, or list, tuple, dict, set of those. Unlike
-            Horovod, kvps sends no pickle: anything else would let a rank run code in the others.
+        obj: None, bool, int, float, complex, str, bytes, tensor or array, or list, tuple, dict,
+            set of those. Unlike Horovod, kvps sends no pickle: anything else would let a rank run
+            code in the others.
         root_rank: the rank that has the object.
         name: matches the calls of the ranks.
         process_set: the ranks that take part.
@@ -142,7 +145,8 @@ def broadcast_object(
 
 
 def _sent(make: Any, root: int, name: str, process_set: ProcessSet) -> bytes:
-    """Return the bytes that the root makes, on every rank; raise its error, if it makes none, on every rank."""
+    """Return the bytes that the root makes, on every rank; raise its error, if it makes none, on
+    every rank."""
     packed, error = b"", None
     if make is not None:
         packed, error = _packed(make)
@@ -175,7 +179,8 @@ def allgather_object(
         process_set: the ranks that take part.
 
     Raises:
-        ValueError: on every rank, if an object has anything else in it; the text names the rank, type and place.
+        ValueError: on every rank, if an object has anything else in it; the text names the rank,
+            type and place.
         HorovodInternalError: if a rank is lost.
     """
     current().running()

@@ -1,8 +1,8 @@
 """Gradients of one optimizer on their way: when they leave, in which groups, and back into ``.grad``.
 
-A parameter's gradient leaves when the last backward pass of a step has made it, or, with groups, when those of its
-group are all there. What backward has not made by :meth:`Reduction.finish` is sent then, as zeros if there is none, since
-another rank may have it.
+A parameter's gradient leaves when the last backward pass of a step has made it, or, with groups,
+when those of its group are all there. What backward has not made by :meth:`Reduction.finish` is
+sent then, as zeros if there is none, since another rank may have it.
 """
 
 from __future__ import annotations

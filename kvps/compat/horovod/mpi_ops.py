@@ -46,7 +46,8 @@ from kvps.compat.horovod.reductions import Adasum, Average, Max, Min, Product, S
 
 
 def shutdown() -> None:
-    """Leave the negotiation. Operations that are not decided fail on every rank; so do later ones, until ``init()``.
+    """Leave the negotiation. Operations that are not decided fail on every rank; so do later ones,
+    until ``init()``.
 
     A process that ends well does this by itself.
     """

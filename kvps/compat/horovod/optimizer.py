@@ -1,7 +1,8 @@
 """Horovod's DistributedOptimizer: gradients are reduced while backward is still running.
 
-The result is an instance of the given optimizer's own class, with the methods of :class:`Distributed` before its own; so
-schedulers and scalers take it for that optimizer. It shares parameter groups and state with the given one.
+The result is an instance of the given optimizer's own class, with the methods of
+:class:`Distributed` before its own; so schedulers and scalers take it for that optimizer. It
+shares parameter groups and state with the given one.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Have ``step()`` not synchronise: after ``synchronize()`` and a change of gradients, such as clipping."""
+        """Have ``step()`` not synchronise: after ``synchronize()`` and a change of gradients, such
+        as clipping."""
         self._should_synchronize = False
         try:
             yield
@@ -82,7 +84,8 @@ class Distributed(torch.optim.Optimizer):
         """Clear the gradients.
 
         Raises:
-            AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``: gradients are on their way.
+            AssertionError: between ``backward()`` and ``step()`` or ``synchronize()``: gradients
+                are on their way.
         """
         if self._reduction.is_under_way:
             raise AssertionError(
@@ -152,7 +155,8 @@ def DistributedOptimizer(  # noqa: N802  # Horovod's name
         optimizer: a torch optimizer, with whose groups and state the new one goes on.
         named_parameters: ``model.named_parameters()``: different names, for each parameter of the optimizer.
         compression: of the gradients.
-        backward_passes_per_step: the number of backward passes whose gradients are added up before they leave.
+        backward_passes_per_step: the number of backward passes whose gradients are added up before
+            they leave.
         op: Average, Sum, or Adasum of the changes that each rank's step makes.
         gradient_predivide_factor: with Average, divide by this before the sum, and by the rest after it.
         num_groups: deprecated; use ``groups``.

@@ -1,7 +1,9 @@
-"""MXNet's names for scripts of its KVStore: ``import kvps.compat.mx as mx``, with torch tensors in place of MXNet's arrays.
+"""MXNet's names for scripts of its KVStore: ``import kvps.compat.mx as mx``, with torch tensors in
+place of MXNet's arrays.
 
-Stores, optimizers and their arguments have the names, the argument order and the defaults of MXNet 1.9.1. A name of MXNet
-that is not here raises AttributeError with the way out; :doc:`/migrating/mxnet-names` lists them all.
+Stores, optimizers and their arguments have the names, the argument order and the defaults of MXNet
+1.9.1. A name of MXNet that is not here raises AttributeError with the way out;
+:doc:`/migrating/mxnet-names` lists them all.
 
 Example:
     >>> import kvps.compat.mx as mx

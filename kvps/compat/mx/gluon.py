@@ -28,10 +28,12 @@ _NAMES = {
 
 
 class Trainer(kvps.Trainer):
-    """A Trainer with gluon's arguments: optimizers of ``mx.optimizer``, their names and defaults, and stores of ``mx.kv``.
+    """A Trainer with gluon's arguments: optimizers of ``mx.optimizer``, their names and defaults,
+    and stores of ``mx.kv``.
 
     Args:
-        params: a torch module, its ``named_parameters()``, or a dict name -> tensor, in place of ``collect_params()``.
+        params: a torch module, its ``named_parameters()``, or a dict name -> tensor, in place of
+            ``collect_params()``.
         optimizer: an optimizer of ``mx.optimizer``, or the name of one.
         optimizer_params: the arguments of the optimizer that ``optimizer`` names.
         kvstore: a store of ``mx.kv``, its name, or None.

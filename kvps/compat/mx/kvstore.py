@@ -1,7 +1,8 @@
 """The KVStore by MXNet's names: its methods, their argument order, and their meaning where MXNet's is sound.
 
-A :class:`KVStore` wraps a store of kvps, which is its ``store``, and has all that MXNet's has not: timeouts, handles,
-checkpoints, rows that changed. :doc:`/migrating/mxnet-names` says where a method differs from MXNet's.
+A :class:`KVStore` wraps a store of kvps, which is its ``store``, and has all that MXNet's has not:
+timeouts, handles, checkpoints, rows that changed. :doc:`/migrating/mxnet-names` says where a
+method differs from MXNet's.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class KVStore(KVStoreBase):
                 wanted = wanted * len(targets)
             if len(wanted) != len(targets):
                 raise ConfigError(
-                    f"row_sparse_pull: {len(wanted)} row_ids for {len(targets)} outputs of key {name!r}; give one for "
+                    f"row_sparse_pull: {len(wanted)} row_ids for {len(targets)} outputs of key "
+                    f"{name!r}; give one for "
                     "each, or one for all"
                 )
             for target, ids_wanted in zip(targets, wanted, strict=True):
@@ -178,15 +180,16 @@ class KVStore(KVStoreBase):
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Have the store update its keys by an optimizer; every worker calls this, and rank 0's counts.
 
-        Later changes of ``optimizer.lr``, ``set_lr_mult`` and ``set_wd_mult`` reach the store, too. Setting it again
-        keeps its state.
+        Later changes of ``optimizer.lr``, ``set_lr_mult`` and ``set_wd_mult`` reach the store,
+        too. Setting it again keeps its state.
 
         Raises:
             ConfigError: for anything but an optimizer of ``mx.optimizer``.
         """
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
-                f"set_optimizer() takes an optimizer such as mx.optimizer.SGD(), not {type(optimizer).__name__}; "
+                "set_optimizer() takes an optimizer such as mx.optimizer.SGD(), not "
+                f"{type(optimizer).__name__}; "
                 "kv.store.set_optimizer() takes names and torch optimizers"
             )
         self._updater = None
@@ -200,7 +203,8 @@ class KVStore(KVStoreBase):
         """
         if "dist" in self._type or self.store.type == "allreduce":
             raise ConfigError(
-                f"_set_updater(): the servers of store {self._type!r} run no code of scripts. Use set_optimizer(), or "
+                f"_set_updater(): the servers of store {self._type!r} run no code of scripts. Use "
+                "set_optimizer(), or "
                 "pushpull() without an optimizer, which returns the sum, and update the weights here"
             )
         if self.store.has_optimizer or self._is_compressed:
@@ -240,15 +244,17 @@ class KVStore(KVStoreBase):
         """Compress pushes, of keys of any size, as MXNet does.
 
         Args:
-            compression_params: ``type`` (``"2bit"``, ``"1bit"``, or another codec of kvps), ``threshold`` (0.5), and
-                ``min_bytes``, below which a key is not compressed (0).
+            compression_params: ``type`` (``"2bit"``, ``"1bit"``, or another codec of kvps),
+                ``threshold`` (0.5), and ``min_bytes``, below which a key is not compressed (0).
 
         Raises:
-            ConfigError: in a store that is neither of devices nor distributed, for another type, or with an updater.
+            ConfigError: in a store that is neither of devices nor distributed, for another type,
+                or with an updater.
         """
         if "device" not in self._type and "dist" not in self._type and self._type != "nccl":
             raise ConfigError(
-                f"set_gradient_compression(): store {self._type!r} does not compress; use a device or dist store"
+                f"set_gradient_compression(): store {self._type!r} does not compress; use a "
+                "device or dist store"
             )
         if self._updater is not None:
             raise ConfigError("set_gradient_compression() is not available with an updater")
@@ -271,7 +277,8 @@ class KVStore(KVStoreBase):
             ConfigError: always.
         """
         raise ConfigError(
-            f"_send_command_to_servers({head}): servers take no commands of scripts. set_optimizer() sets the optimizer, "
+            f"_send_command_to_servers({head}): servers take no commands of scripts. "
+            "set_optimizer() sets the optimizer, "
             "'kvps trace' profiles, and the job ends the servers"
         )
 
@@ -287,8 +294,8 @@ def create(name: str = "local", **options: Any) -> Any:
     """Return a store.
 
     Args:
-        name: as in MXNet; ``nccl`` is ``device``, and ``horovod`` and ``byteps`` are ``allreduce``. A registered
-            plug-in is returned as it is.
+        name: as in MXNet; ``nccl`` is ``device``, and ``horovod`` and ``byteps`` are
+            ``allreduce``. A registered plug-in is returned as it is.
         options: those of :func:`kvps.create`.
 
     Raises:
@@ -330,7 +337,8 @@ def _pairs(keys: object, values: Any) -> list[tuple[Any, Any]]:
 
 
 def _grouped(key: object, values: Any) -> tuple[object, Any]:
-    """Return keys and values, with the values of a repeated key in one list, in the order of the keys' first places.
+    """Return keys and values, with the values of a repeated key in one list, in the order of the
+    keys' first places.
 
     Raises:
         ConfigError: if the numbers of keys and values differ.

@@ -1,7 +1,8 @@
 """Arrays by MXNet's names: torch tensors that also have ``asnumpy`` and its siblings.
 
-An :class:`NDArray` is a torch tensor: all of torch works on it, and results are NDArrays, too. A store takes it as the
-tensor that it is. ``size`` and ``dtype`` are torch's: ``array.numel()`` is the number of elements.
+An :class:`NDArray` is a torch tensor: all of torch works on it, and results are NDArrays, too. A
+store takes it as the tensor that it is. ``size`` and ``dtype`` are torch's: ``array.numel()`` is
+the number of elements.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def zeros(
     """
     if stype != "default":
         raise ConfigError(
-            f"stype={stype!r}: a store keeps dense keys, and row_sparse_pull writes rows into a dense array; leave "
+            f"stype={stype!r}: a store keeps dense keys, and row_sparse_pull writes rows into a "
+            "dense array; leave "
             "stype out. mx.nd.sparse.row_sparse_array makes rows to push"
         )
     return full(shape, 0, ctx, "float32" if dtype is None else dtype)

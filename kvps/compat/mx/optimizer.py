@@ -1,6 +1,7 @@
 """Optimizers by MXNet's names, with MXNet's arguments and defaults; the servers run kvps's.
 
-Each class says where its updates differ from MXNet's. All of them clip the gradient before weight decay is added to it.
+Each class says where its updates differ from MXNet's. All of them clip the gradient before weight
+decay is added to it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _ABSENT = {
     "register": "kvps-server --plugin MODULE registers optimizers on the servers",
 }
 _DECOUPLED = (
-    "MXNet's decays the weights themselves, and that of kvps is torch's, which decays the gradient. For torch's, use "
+    "MXNet's decays the weights themselves, and that of kvps is torch's, which decays the "
+    "gradient. For torch's, use "
     "kv.store.set_optimizer({name!r}, weight_decay=...)"
 )
 _BETAS = {"beta1": 0.9, "beta2": 0.999}
@@ -47,7 +49,8 @@ def _same(*names: str, **renamed: str) -> Callable[[Mapping[str, Any]], dict[str
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum.
 
-    The momentum sums gradients, as torch's, and MXNet's sums steps: they differ where the learning rate changes.
+    The momentum sums gradients, as torch's, and MXNet's sums steps: they differ where the learning
+    rate changes.
     """
 
     rule = Rule("sgd", {"momentum": 0.0, "lazy_update": True}, _same("momentum"))
@@ -68,7 +71,8 @@ class NAG(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam. ``epsilon`` is added after the second moment is corrected, as torch does; MXNet adds it before."""
+    """Adam. ``epsilon`` is added after the second moment is corrected, as torch does; MXNet adds
+    it before."""
 
     rule = Rule(
         "adam",
@@ -93,7 +97,8 @@ class AdaGrad(Optimizer):
 class RMSProp(Optimizer):
     """RMSProp, of Tieleman and Hinton, or of Graves with ``centered``.
 
-    ``epsilon`` is added to the root, as torch does, and not under it: small gradients make larger steps than in MXNet.
+    ``epsilon`` is added to the root, as torch does, and not under it: small gradients make larger
+    steps than in MXNet.
     """
 
     rule = Rule(

@@ -1,8 +1,8 @@
 """The base of MXNet's optimizers: a name and numbers for the servers, with MXNet's arguments and defaults.
 
-An optimizer of MXNet is an object that travels as a pickle. Here it is described by a :class:`Rule`: the optimizer of kvps,
-and how its parameters follow from MXNet's arguments. Where MXNet's rule cannot be had so, the constructor raises
-ConfigError with the way out.
+An optimizer of MXNet is an object that travels as a pickle. Here it is described by a
+:class:`Rule`: the optimizer of kvps, and how its parameters follow from MXNet's arguments. Where
+MXNet's rule cannot be had so, the constructor raises ConfigError with the way out.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Optimizer:
 
     Args:
         args: the first arguments of MXNet's constructor, in its order.
-        given: arguments by name: ``learning_rate``, ``wd``, ``rescale_grad``, ``clip_gradient``, ``multi_precision``,
-            ``param_idx2name``, and those of the optimizer.
+        given: arguments by name: ``learning_rate``, ``wd``, ``rescale_grad``, ``clip_gradient``,
+            ``multi_precision``, ``param_idx2name``, and those of the optimizer.
 
     Raises:
         ConfigError: for an argument that cannot be had here, with the way out.
@@ -94,7 +94,8 @@ class Optimizer:
         self._values: dict[str, Any] = {**known, **given}
         if self._values.get("lazy_update") is False:
             raise ConfigError(
-                f"{title}(lazy_update=False) is not available in kvps: a push of rows updates these rows alone; push "
+                f"{title}(lazy_update=False) is not available in kvps: a push of rows updates "
+                "these rows alone; push "
                 "dense gradients to update all"
             )
         rate = self._values.pop("learning_rate")
@@ -174,8 +175,8 @@ class Optimizer:
     def set_wd_mult(self, args_wd_mult: Mapping[str | int, float]) -> None:
         """Set factors on the weight decay of keys.
 
-        With ``param_idx2name``, parameters whose names end in neither ``_weight`` nor ``_gamma`` do not decay, as in
-        MXNet.
+        With ``param_idx2name``, parameters whose names end in neither ``_weight`` nor ``_gamma``
+        do not decay, as in MXNet.
         """
         names = self.idx2name.values()
         biases = [name for name in names if not name.endswith(("_weight", "_gamma"))]
@@ -193,6 +194,7 @@ class Optimizer:
             store.set_optimizer(self.rule.name, **self.numbers())
 
     def _by_key(self, factors: Mapping[str | int, float]) -> dict[str, float]:
-        """Return factors by the keys of a store: a parameter's number where ``param_idx2name`` has its name."""
+        """Return factors by the keys of a store: a parameter's number where ``param_idx2name`` has
+        its name."""
         keys = {name: str(index) for index, name in self.idx2name.items()}
         return {keys.get(str(name), str(name)): float(factor) for name, factor in factors.items()}

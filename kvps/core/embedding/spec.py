@@ -103,7 +103,8 @@ class EmbeddingSpec:
 
     @property
     def terms(self) -> tuple[str, float, int, int, int, int, str]:
-        """The fields that follow the shape of a row in messages and files, up to the name of the optimizer."""
+        """The fields that follow the shape of a row in messages and files, up to the name of the
+        optimizer."""
         return *self.first, self.seed, self.admit, self.max_age, self.max_rows, self.hyper.name
 
     def check(self) -> EmbeddingSpec:
@@ -137,7 +138,8 @@ class EmbeddingSpec:
             )
         if self.hyper.optional("clip_global_norm") is not None:
             raise ConfigError(
-                "clip_global_norm: the rows of a table are pushed by themselves, and have no part in the norm of a step; "
+                "clip_global_norm: the rows of a table are pushed by themselves, and have no part "
+                "in the norm of a step; "
                 "omit it, or clip elements with clip_gradient="
             )
         rule = UPDATERS.get(self.hyper.name)

@@ -1,7 +1,7 @@
 """The interface of an updater: what is common to all update rules.
 
-The rules are in :mod:`~kvps.core.optim.torch_rules` and :mod:`~kvps.core.optim.extra_rules`, their parameters in
-:mod:`~kvps.core.optim.hyperparams`. A plug-in adds others by ``register``.
+The rules are in :mod:`~kvps.core.optim.torch_rules` and :mod:`~kvps.core.optim.extra_rules`, their
+parameters in :mod:`~kvps.core.optim.hyperparams`. A plug-in adds others by ``register``.
 
 Theory of operation
 -------------------
@@ -112,7 +112,8 @@ class Updater(abc.ABC):
         """The norm over all keys of a step, above which its gradients are scaled down; None for no limit."""
         if self.needs_norms and self.max_norm is not None:
             raise ConfigError(
-                f"optimizer '{hyper.name}' limits its steps by norms of each key, and does not go with clip_global_norm; "
+                f"optimizer '{hyper.name}' limits its steps by norms of each key, and does not go "
+                "with clip_global_norm; "
                 "omit clip_global_norm, or use another optimizer"
             )
         self.waits = self.needs_norms or self.max_norm is not None
@@ -196,11 +197,12 @@ class Updater(abc.ABC):
             weight.copy_(target)
 
     def clip_factor(self, squares: float) -> float:
-        """Return the factor by which the gradients of a step are clipped, as torch's ``clip_grad_norm_`` computes it.
+        """Return the factor by which the gradients of a step are clipped, as torch's
+        ``clip_grad_norm_`` computes it.
 
         Args:
-            squares: the sum of squares of the step's gradients, as they are before ``rescale_grad``; may be NaN or
-                infinity.
+            squares: the sum of squares of the step's gradients, as they are before
+                ``rescale_grad``; may be NaN or infinity.
 
         Returns:
             1 for gradients within ``max_norm``; NaN, if ``squares`` is NaN.
@@ -326,7 +328,8 @@ class Updater(abc.ABC):
             )
         if self.max_norm is not None:
             raise ConfigError(
-                f"optimizer '{self.hyper.name}': clip_global_norm={self.max_norm:g} cannot scale a gradient of {dtype}; "
+                f"optimizer '{self.hyper.name}': clip_global_norm={self.max_norm:g} cannot scale "
+                f"a gradient of {dtype}; "
                 "use a float dtype for the key"
             )
         for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):

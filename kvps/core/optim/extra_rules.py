@@ -1,4 +1,5 @@
-"""The update rules that torch.optim lacks: lars, lamb, ftrl, signum, dcasgd, delayed_nesterov, test and assign."""
+"""The update rules that torch.optim lacks: lars, lamb, ftrl, signum, dcasgd, delayed_nesterov,
+test and assign."""
 
 from __future__ import annotations
 
@@ -270,8 +271,9 @@ class DelayedNesterov(Updater):
         g = g + weight_decay * w       b = b + g       w = w - lr * g
         and at every period-th push    m = momentum * m + b       w = w - lr * momentum * m       b = 0
 
-    Each push counts at once, as a step of plain SGD; only the momentum waits for its sum with others. With ``period`` 1 it
-    is SGD with Nesterov momentum. For N workers the paper has ``period`` N, and ``rescale_grad`` 1/N.
+    Each push counts at once, as a step of plain SGD; only the momentum waits for its sum with
+    others. With ``period`` 1 it is SGD with Nesterov momentum. For N workers the paper has
+    ``period`` N, and ``rescale_grad`` 1/N.
     State: ``momentum_buffer``, ``pending``.
     """
 

@@ -89,7 +89,8 @@ class HyperParams:
         return replace(self, values={**self.values, "lr": parameter.check(self.name, lr)})
 
     def demand_steps(self, store: str, mode: str, quorum: int, on_nonfinite: str) -> None:
-        """Check that a store with these options can clip gradients by their global norm, if this optimizer does.
+        """Check that a store with these options can clip gradients by their global norm, if this
+        optimizer does.
 
         Raises:
             ConfigError: if it has no rounds in which all ranks push the same step, or drops keys one by one.
@@ -103,15 +104,20 @@ class HyperParams:
                 f"is dist_{mode}, which applies the push of each worker by itself; use dist_sync"
             )
         elif quorum:
-            wrong = f"closes rounds at {quorum} workers, so that keys of one step have other workers; use quorum=None"
+            wrong = (
+                f"closes rounds at {quorum} workers, so that keys of one step have other workers; "
+                "use quorum=None"
+            )
         elif on_nonfinite != "apply":
             wrong = (
-                f"has on_nonfinite={on_nonfinite!r}, which drops keys one by one; leave on_nonfinite at 'apply', with which a "
+                f"has on_nonfinite={on_nonfinite!r}, which drops keys one by one; leave "
+                "on_nonfinite at 'apply', with which a "
                 "step with NaN makes all weights NaN, as clip_grad_norm_ does"
             )
         if wrong:
             raise ConfigError(
-                f"clip_global_norm={limit:g} needs all gradients of a step, but store {store!r} {wrong}. Or clip with the "
+                f"clip_global_norm={limit:g} needs all gradients of a step, but store {store!r} "
+                f"{wrong}. Or clip with the "
                 "optimizer on the workers: update_on_kvstore=False, and torch.nn.utils.clip_grad_norm_"
             )
 

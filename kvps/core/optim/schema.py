@@ -213,7 +213,8 @@ def _common(lr: float, weight_decay: float) -> tuple[Parameter, ...]:
             None,
             low=0.0,
             low_open=True,
-            doc="the gradients of one push call are scaled down to this norm over all its keys; None: not scaled",
+            doc="the gradients of one push call are scaled down to this norm over all its keys; "
+            "None: not scaled",
         ),
         Parameter("multi_precision", False, kind=bool, doc="keep a float32 master of half weights"),
     )

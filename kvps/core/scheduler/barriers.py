@@ -160,7 +160,8 @@ class Barriers:
         return self._look_at(name) if number is None else self._land(name, number)
 
     def compare(self, rank: int, waiter: Waiter, at: Barrier) -> list[RoutedMessage]:
-        """Let the replacement of a lost rank compare, and go on: the others may have been here, or be yet to come."""
+        """Let the replacement of a lost rank compare, and go on: the others may have been here, or
+        be yet to come."""
         name = (at.store, at.name)
         other = self.compared.get(name)
         # Its own predecessor, which nobody has met, may have had another model.
@@ -275,7 +276,8 @@ class Barriers:
         return tuple(sorted(self._needed(name, at.after) - standing.keys()))
 
     def lacking(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks without which a rank that waits at a barrier cannot go on; none if it waits at none."""
+        """Return the ranks without which a rank that waits at a barrier cannot go on; none if it
+        waits at none."""
         for name, numbers in self.open.items():
             for number, standing in numbers.items():
                 if standing.get(rank) is not None:

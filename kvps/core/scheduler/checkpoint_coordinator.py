@@ -2,12 +2,13 @@
 
 The moment of a cut is that of its stage ``imaging`` (:mod:`kvps.core.scheduler.cut`).
 A cut is taken at the interval of the servers (``--checkpoint-every``), and when workers ask
-(``kv.checkpoint()``; they have met at a barrier before). :meth:`CheckpointCoordinator.conclude` takes one more,
-and none after it: the job is to be stopped. Before the first push of this job only workers get a cut: a script may
-still be about to restore an older job's, and :meth:`~kvps.KVStore.restore` takes the newest. Only one cut is taken at a time. Which cuts there
-are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that was begun, so
-that no two have the same, and that of the newest that is complete, so that everybody can be told whether a
-lost server is a misfortune or the end.
+(``kv.checkpoint()``; they have met at a barrier before). :meth:`CheckpointCoordinator.conclude`
+takes one more, and none after it: the job is to be stopped. Before the first push of this job only
+workers get a cut: a script may still be about to restore an older job's, and
+:meth:`~kvps.KVStore.restore` takes the newest. Only one cut is taken at a time. Which cuts there
+are is asked of the servers; the scheduler itself keeps two numbers: that of the newest cut that
+was begun, so that no two have the same, and that of the newest that is complete, so that everybody
+can be told whether a lost server is a misfortune or the end.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ STORES_MAX = 1024
 FIRST_PUSH_MAX_S = 2.5
 """How long the last cut of a job that seems not to have pushed waits for a beat that says otherwise."""
 REQUESTS_WITHIN_S = 60.0
-"""The time of the limit ``checkpoints``: so many are written because workers ask, and then a request waits."""
+"""The time of the limit ``checkpoints``: so many are written because workers ask, and then a
+request waits."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ class CheckpointCoordinator:
         self._cut: Cut | None = None
         self._requests: dict[str, CheckpointRequest] = {}
         self._served: dict[str, CheckpointRequest] = {}
-        """The requests for which the cut was begun: a cut that was begun before a request does not satisfy it."""
+        """The requests for which the cut was begun: a cut that was begun before a request does not
+        satisfy it."""
         self._granted: dict[str, tuple[int, int]] = {}
         """By store, the last request that was granted, and by which cut."""
         self._refused: dict[str, tuple[int, KvpsError]] = {}
@@ -126,7 +129,8 @@ class CheckpointCoordinator:
             self._cut.give_up("the scheduler was restarted")
 
     def conclude(self, now: float) -> None:
-        """Take a cut of the present state as soon as possible, and none after it: the job is to be stopped."""
+        """Take a cut of the present state as soon as possible, and none after it: the job is to be
+        stopped."""
         self._is_concluding, self._next_at = True, now
         self._unpushed_at = now + FIRST_PUSH_MAX_S
         self._go_on(now)
@@ -272,7 +276,10 @@ class CheckpointCoordinator:
             self._cut.on_time(now)
         if self._is_unpushed and self.concluded is None and now >= self._unpushed_at:
             self.concluded = 0
-            text = "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays as it is"
+            text = (
+                "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays "
+                "as it is"
+            )
             self._outbox.append(Note("warning", text))
         self._go_on(now)
         if now >= self._again_at:
@@ -347,7 +354,8 @@ class CheckpointCoordinator:
             return
         self._delayed = request
         error = Overload(
-            f"a checkpoint of store {request.store!r} begins in {self._request_at - now:.0f} s: workers have asked "
+            f"a checkpoint of store {request.store!r} begins in {self._request_at - now:.0f} s: "
+            "workers have asked "
             f"for {self._requests_max} in {REQUESTS_WITHIN_S:.0f} s; {remedy('checkpoints')}",
             limit="checkpoints",
         )

@@ -1,4 +1,5 @@
-"""One cut, stage by stage, and its moment: when all workers have halted, all servers take their snapshots. And the return to one.
+"""One cut, stage by stage, and its moment: when all workers have halted, all servers take their
+snapshots. And the return to one.
 
 Theory of operation
 -------------------

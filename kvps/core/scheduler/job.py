@@ -10,11 +10,11 @@ Theory of operation
        │                                                               ▲          (or the
        └───────────────── a member is gone for good ───────────────────┘        next job)
 
-:meth:`Job.apply_changes` is called after each change of a seat. It asks :func:`~kvps.core.scheduler.phase.assess`
-for the phase, asks the barriers which ranks may pass, and writes messages into an outbox. While a job runs,
-each change makes a new view, sent to all members (where many follow each other, the last of them; see
-:mod:`kvps.core.scheduler.pace`); while it forms, a member learns from the answers to its beats what is
-missing.
+:meth:`Job.apply_changes` is called after each change of a seat. It asks
+:func:`~kvps.core.scheduler.phase.assess` for the phase, asks the barriers which ranks may pass,
+and writes messages into an outbox. While a job runs, each change makes a new view, sent to all
+members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.pace`);
+while it forms, a member learns from the answers to its beats what is missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
 """
@@ -55,7 +55,8 @@ FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may not have heard of any member yet."""
 UNUSED = (
-    "no worker's command used the servers: if they train a model, each trained one of its own. Does the script "
+    "no worker's command used the servers: if they train a model, each trained one of its own. "
+    "Does the script "
     "create a store of the job, such as KVStore.create('dist_sync'), or use a front end of kvps.torch?"
 )
 STRANGERS_JOB = bytes(16)

@@ -96,7 +96,8 @@ class Scheduler:
     # --- doors ------------------------------------------------------------------------------
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
-        """Judge a packet by its envelope: any process may send HELLO and LOOK, and only members may send the rest."""
+        """Judge a packet by its envelope: any process may send HELLO and LOOK, and only members
+        may send the rest."""
         if self.job.stop is None and kind not in FROM_ANYBODY:
             self._demand_seat(route, envelope)
         return True
@@ -304,8 +305,8 @@ class Scheduler:
         number = self.job.number
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
-        # A supervisor knows nothing of its command's calls. Along a link by which it said no HELLO, as when it changes to
-        # its session key, only their number tells.
+        # A supervisor knows nothing of its command's calls. Along a link by which it said no
+        # HELLO, as when it changes to its session key, only their number tells.
         if not (seat.links[route].is_supervisor or seat.progress.is_older(beat.progress)):
             went_on = seat.figures.goes_on
             seat.figures = BeatFigures(

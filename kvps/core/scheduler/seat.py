@@ -1,4 +1,5 @@
-"""One seat of a job: its state, its holder, the limits that it is judged by, and the claims of newcomers on it.
+"""One seat of a job: its state, its holder, the limits that it is judged by, and the claims of
+newcomers on it.
 
 :mod:`kvps.core.scheduler.membership` says how a seat moves from state to state; this file says what it is.
 
@@ -76,8 +77,8 @@ class Settings:
     persist: bool = False
     """Yield a Save with each change."""
     tells_seats: bool = False
-    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while the job forms; and
-    one with :data:`GOES_ON`, each time that changes."""
+    """Yield a Finish with :data:`SEATS` and the number of taken seats, each time it changes while
+    the job forms; and one with :data:`GOES_ON`, each time that changes."""
     has_keys: bool = False
     """Members say by which keys they will speak, and have no seat before."""
     limits: Limits = field(default_factory=Limits)

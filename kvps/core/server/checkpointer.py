@@ -3,10 +3,10 @@
 Theory of operation
 -------------------
 The scheduler sees to it that no worker changes anything while snapshots are taken
-(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the checkpointer waits for. Taking an
-snapshot takes no copy: the values are held, and an update that comes before they are on the disk goes
-to another buffer. Orders of the scheduler may come twice, and answers may be lost, so each order is
-answered with all that is known of its cut::
+(:mod:`kvps.core.scheduler.cut`); what still is under way between servers, the checkpointer waits
+for. Taking an snapshot takes no copy: the values are held, and an update that comes before they
+are on the disk goes to another buffer. Orders of the scheduler may come twice, and answers may be
+lost, so each order is answered with all that is known of its cut::
 
     TAKE-IMAGE ──► IMAGE-TAKEN ──► (disk) ──► IMAGE-KEPT
     COMMIT     ──► (disk) ──► COMMITTED

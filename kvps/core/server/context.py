@@ -1,10 +1,12 @@
-"""The context of a request on a server: its store, its session, what its sender may ask, and what every answer needs.
+"""The context of a request on a server: its store, its session, what its sender may ask, and what
+every answer needs.
 
 Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. Here is what depends on their
 fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
 only rank 0 loads states; no rank ends a join that it has not made.
 
-A request that waits for something to exist is a :class:`~kvps.core.server.sessions.PendingRequest`, pending in its
+A request that waits for something to exist is a
+:class:`~kvps.core.server.sessions.PendingRequest`, pending in its
 session: it is tried again whenever something came into being.
 """
 
@@ -228,7 +230,8 @@ class RequestContext:
                 )
 
     def _may_merge(self, push: Push | PushRows | PushIds, rank: int) -> bool:
-        """Whether a store lets ``rank`` push for all these ranks: those that are known to be on its machine."""
+        """Whether a store lets ``rank`` push for all these ranks: those that are known to be on
+        its machine."""
         store = self.store(push.store) if isinstance(push, PushRows) else self.store_of(push.chunk)
         view = self.member.view
         members = view.members if view is not None else ()

@@ -297,8 +297,9 @@ class Control:
                 return take()
             value = read()
             if message.resumed:
-                # Rank 0's counts, and a round waits for its push, which comes behind its call. Another script that
-                # runs again may not have come to the same value, as after a validation of other weights.
+                # Rank 0's counts, and a round waits for its push, which comes behind its call.
+                # Another script that runs again may not have come to the same value, as after a
+                # validation of other weights.
                 return p.Done(seq) if store.hyper is not None else None
             store.refusals.check((title,), attempt)
             if is_new:
@@ -326,16 +327,18 @@ class Control:
         """Check that rank 0 can still make a call that another rank waits for.
 
         Raises:
-            Mismatch: if it has pushed for a round that this rank will push for after the call: that round waits for
-                this rank, and rank 0 for the round before it sets anything.
+            Mismatch: if it has pushed for a round that this rank will push for after the call:
+                that round waits for this rank, and rank 0 for the round before it sets anything.
         """
         store = self._context.store(message.store)
         has_rounds = store.ordered and not store.opened.quorum and self._setter(store) == 0
         spans = [span for chunk in self._chunks.of_store(store.name) for span in chunk.spans]
         if has_rounds and any(span.pushed.get(0, 0) > message.after for span in spans):
             raise Mismatch(
-                f"rank {session.rank} set {what} after {message.after} rounds of store {store.name!r}, and rank 0 has "
-                f"pushed for round {message.after} without setting it. Every rank must make the same calls in the same order: "
+                f"rank {session.rank} set {what} after {message.after} rounds of store "
+                f"{store.name!r}, and rank 0 has "
+                f"pushed for round {message.after} without setting it. Every rank must make the "
+                "same calls in the same order: "
                 "agree first on what decides it, such as a loss: kvps.torch.average(loss)"
             )
 
@@ -370,7 +373,8 @@ class Control:
             self.end_join(store, store.joins.judge(self._context.members(store)))
 
     def end_join(self, store: ServerStore, call: int) -> None:
-        """End a join: open rounds get no more pushes, later ones wait for all ranks, and clocks start anew."""
+        """End a join: open rounds get no more pushes, later ones wait for all ranks, and clocks
+        start anew."""
         if not store.joins.end(call):
             return
         for chunk in self._chunks.of_store(store.name) if store.opened.mode == "ssp" else ():
@@ -393,8 +397,10 @@ class Control:
                     return None
             elif known is not None and store is None:
                 raise ConfigError(
-                    f"every worker has closed store {name!r}, and its values are gone: worker {rank} takes the place of "
-                    "a lost worker, and its script begins with what the others have behind them. Begin with the store "
+                    f"every worker has closed store {name!r}, and its values are gone: worker "
+                    f"{rank} takes the place of "
+                    "a lost worker, and its script begins with what the others have behind them. "
+                    "Begin with the store "
                     "that the others have open, or start the job again"
                 )
             elif store is not None:
@@ -410,7 +416,8 @@ class Control:
             store = self._context.stores[name]
             still = sorted(self._users(store))
             return (
-                f"store {name!r} begins anew once every worker has closed it, and {ranks_in_words(still, describe)} has "
+                f"store {name!r} begins anew once every worker has closed it, and "
+                f"{ranks_in_words(still, describe)} has "
                 "it open; give the second store a name of its own, or close() the first everywhere"
             )
 
@@ -467,7 +474,8 @@ class Control:
         most = self._context.limits.stores
         if len(self._context.stores) >= most:
             raise Overload(
-                f"store {opened.store!r} is refused: there are {most} stores already. Close those that no worker uses "
+                f"store {opened.store!r} is refused: there are {most} stores already. Close those "
+                "that no worker uses "
                 f"any more, on every worker, or {remedy('stores')}",
                 limit="stores",
             )

@@ -1,4 +1,5 @@
-"""The figures of a server: its gauges, the numbers of its BEAT, and the answer to MEASURE, made of all that it counts."""
+"""The figures of a server: its gauges, the numbers of its BEAT, and the answer to MEASURE, made of
+all that it counts."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def of_beat(counts: Counts, budget: MemoryBudget) -> BeatFigures:
 def gauges(
     context: RequestContext, control: Control, epoch: int, oldest_round_s: float
 ) -> dict[tuple[str, str], float]:
-    """Return the gauges of a server, by metric and label; the memory limit is infinite where there is none."""
+    """Return the gauges of a server, by metric and label; the memory limit is infinite where there
+    is none."""
     member, budget = context.member, control.budget
     values: dict[tuple[str, str], float] = {
         ("kvps_epoch", ""): epoch,

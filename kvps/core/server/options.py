@@ -1,4 +1,5 @@
-"""The options of a store on a server: their allowed values, and those that must be the same on every worker."""
+"""The options of a store on a server: their allowed values, and those that must be the same on
+every worker."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def check_options(opened: Open) -> None:
         )
     if opened.quorum and opened.bundles:
         raise ConfigError(
-            f"store {opened.store!r}: bundles wait for all workers of a machine, and a quorum does not; open it "
+            f"store {opened.store!r}: bundles wait for all workers of a machine, and a quorum "
+            "does not; open it "
             "without bundles"
         )
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
@@ -67,6 +69,7 @@ def check_quorum(opened: Open, workers: int) -> None:
     """
     if opened.quorum > workers:
         raise ConfigError(
-            f"store {opened.store!r}: quorum {opened.quorum} is more than the {workers} workers of this job, so no "
+            f"store {opened.store!r}: quorum {opened.quorum} is more than the {workers} workers "
+            "of this job, so no "
             "round could close by it; use a smaller quorum"
         )

@@ -1,4 +1,5 @@
-"""Participation of ranks in stores: the ranks that ran out of data and join, and the ranks that have closed a store.
+"""Participation of ranks in stores: the ranks that ran out of data and join, and the ranks that
+have closed a store.
 
 Theory of operation
 -------------------
@@ -21,12 +22,13 @@ Joins belong to the rank, not to its process: a replacement inherits them.
 
 End of stores
 -------------
-A store *ends* when every worker that takes part has closed it or left. If it is created again under its name, it
-begins anew: that is its next *life*, counted from 0. A rank that creates it again while others still have the former
-life open waits for them. A process that took the place of a lost worker finds the life that is there.
+A store *ends* when every worker that takes part has closed it or left. If it is created again
+under its name, it begins anew: that is its next *life*, counted from 0. A rank that creates it
+again while others still have the former life open waits for them. A process that took the place of
+a lost worker finds the life that is there.
 
-The values of a store that has ended stay for :data:`KEPT_S`, or until a store is made: a worker may have failed just
-after it closed the store, and its replacement goes through the script once more.
+The values of a store that has ended stay for :data:`KEPT_S`, or until a store is made: a worker
+may have failed just after it closed the store, and its replacement goes through the script once more.
 """
 
 from __future__ import annotations

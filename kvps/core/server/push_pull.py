@@ -1,9 +1,10 @@
 """Pushes, loads and pulls on a server, and the moment when each is answered.
 
 Pushes and pulls come for chunks, or for rows of a key or of an embedding table; what happens to
-them is one and the same (:mod:`kvps.core.server.update.aggregator`; :mod:`kvps.core.server.chunks.rounds` recognises
-duplicates). A pull that cannot be answered yet is *pending* in its
-session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again when what holds it up has moved.
+them is one and the same (:mod:`kvps.core.server.update.aggregator`;
+:mod:`kvps.core.server.chunks.rounds` recognises duplicates). A pull that cannot be answered yet is
+*pending* in its session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again
+when what holds it up has moved.
 """
 
 from __future__ import annotations
@@ -368,7 +369,8 @@ class PushPull:
         self.tell_norms()
 
     def _tell_steps(self) -> None:
-        """Send what other servers are to know of steps; before the first view, which names them, it is told later."""
+        """Send what other servers are to know of steps; before the first view, which names them,
+        it is told later."""
         messages, member = self.aggregator.steps.outbox, self._context.member
         if messages and member.view is not None:
             self._context.outbox.extend(

@@ -5,8 +5,9 @@ needs is not looked at again: so however many keys one pull names, and however o
 each is looked at once.
 
 A read of rows waits until all pieces of their key that are here meet its conditions, whichever of them
-its rows lie in: so the rows of one answer are of one version, unless the key was pushed otherwise than by rows.
-The rows are copied at that moment, as a message of their own; nothing is held. An embedding table has one piece.
+its rows lie in: so the rows of one answer are of one version, unless the key was pushed otherwise
+than by rows. The rows are copied at that moment, as a message of their own; nothing is held. An
+embedding table has one piece.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def why_unreadable(
         if span.due:
             if span.due[0].step is not None:
                 return (
-                    f"round {span.version} waits for the norm of its step: for pushes of the step's other keys, or for a "
+                    f"round {span.version} waits for the norm of its step: for pushes of the "
+                    "step's other keys, or for a "
                     "sum of another server"
                 )
             what = "the norms" if store.drops is None else "word, if it is finite,"

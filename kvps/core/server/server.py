@@ -75,7 +75,8 @@ class Server:
     """One server process's part in one job after another.
 
     Its parts are a context (stores and sessions), a PushPull for what carries values, and a Control for all
-    other requests. They are made anew when a job begins or the server returns to a cut. The checkpointer stays.
+    other requests. They are made anew when a job begins or the server returns to a cut. The
+    checkpointer stays.
     """
 
     def __init__(
@@ -215,7 +216,8 @@ class Server:
         return self.take_effects()
 
     def on_timer(self, now: float) -> Effects:
-        """Beat, send norms again that other servers may have missed, and report the ranks that rounds wait for."""
+        """Beat, send norms again that other servers may have missed, and report the ranks that
+        rounds wait for."""
         self._outbox.extend(self.member.on_timer(now))
         self.counts.now = now
         if now >= self.push_pull.aggregator.deadline():

@@ -193,8 +193,10 @@ class ServerStore:
             moved = sorted({*gone, *[entry.key for entry in new]} & self.shards.keys())
             if moved:  # a round of the old key may belong to a step that waits for it
                 raise ConfigError(
-                    f"key {moved[0]!r} of store {self.name!r} cannot be replaced by another shape while the optimizer "
-                    "clips gradients by their global norm; call set_optimizer(..., clip_global_norm=None) before"
+                    f"key {moved[0]!r} of store {self.name!r} cannot be replaced by another shape "
+                    "while the optimizer "
+                    "clips gradients by their global norm; call set_optimizer(..., "
+                    "clip_global_norm=None) before"
                 )
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})
         replaced = [
@@ -218,7 +220,8 @@ class ServerStore:
         return tuple(places), replaced
 
     def _lies_elsewhere(self, entry: Entry) -> bool:
-        """Return whether an entry says that this server, which may hold a part of the key's old value, holds none."""
+        """Return whether an entry says that this server, which may hold a part of the key's old
+        value, holds none."""
         return not entry.size and home(entry.key, self._chunks.servers) != self._chunks.server
 
     def wanting(self, entries: Sequence[Entry], call: int) -> list[str]:
@@ -413,7 +416,8 @@ class ServerStore:
             for chunk in self._chunks.of_store(self.name)
             if chunk.embedding is None
         }:
-            # Integers that no optimizer updates, such as a count of batches, are refused when they are pushed.
+            # Integers that no optimizer updates, such as a count of batches, are refused when they
+            # are pushed.
             if dtype.is_floating_point or updater.takes_integers:
                 updater.demand(dtype)
         self.hyper, self.updater = hyper, updater

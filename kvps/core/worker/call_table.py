@@ -11,8 +11,8 @@ the servers said they wait for. The caller's tensors are copied then, and what i
 more. An operation that changes something continues, so that a push is still applied once; an operation that
 only reads is abandoned.
 
-The table knows the connections that requests travel along, and what is due on them. Which calls may begin, and
-which end because a member is lost, is decided in :mod:`kvps.core.worker.worker`.
+The table knows the connections that requests travel along, and what is due on them. Which calls
+may begin, and which end because a member is lost, is decided in :mod:`kvps.core.worker.worker`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 """Seconds after which the scheduler is sent a request again that it has not answered."""
 OWN_LIMIT = 0.5
-"""The share of the store's limit under which the limit of a call is the user's. What the call takes from its script to this
-core is taken from its time."""
+"""The share of the store's limit under which the limit of a call is the user's. What the call
+takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
@@ -235,7 +235,8 @@ class CallTable:
         return list(chain.from_iterable(self._unacked.values()))
 
     def is_settled(self, since: float) -> bool:
-        """Whether all pushes have arrived, and a peer has said of each request since then that it waits for workers."""
+        """Whether all pushes have arrived, and a peer has said of each request since then that it
+        waits for workers."""
         if self.unacked() or any(link.has_queue for link in self.connections()):
             return False
         sent = [*self.asked.values(), *self.neighbours.led()]
@@ -465,7 +466,8 @@ class CallTable:
                 yield from self.ask_after(pending.waiting, now)
 
     def put_off(self, now: float) -> None:
-        """Count the time of the calls that wait anew, but for those to which the user gave much less than the store's."""
+        """Count the time of the calls that wait anew, but for those to which the user gave much
+        less than the store's."""
         for pending in self.pending.values():
             if pending.limit_s >= OWN_LIMIT * self._stores[pending.call.store].timeout_s:
                 pending.deadline, pending.probed = now + pending.limit_s, False

@@ -1,7 +1,8 @@
 """The stores that this worker has closed, until all that need to know have heard of it.
 
-Nobody waits for the answers: a store is closed when its pushes are taken in. So CLOSE is sent again until CLOSED comes,
-and to all again when the servers have rolled back, as they may hold the store again.
+Nobody waits for the answers: a store is closed when its pushes are taken in. So CLOSE is sent
+again until CLOSED comes, and to all again when the servers have rolled back, as they may hold the
+store again.
 """
 
 from __future__ import annotations

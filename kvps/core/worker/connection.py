@@ -1,16 +1,16 @@
 """One worker's requests to one server or peer: queued, in flight, answered, resent.
 
-A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that also asks for values is
-acknowledged first and answered later), and at last *answered*. ZeroMQ may lose messages when a connection breaks, so
-a PROBE asks after a request that stays unanswered; the server names the requests that it does not have, and these
-are sent again, with the same bytes.
+A request is *queued* until the window has room, then *sent*, perhaps *received* (a push that also
+asks for values is acknowledged first and answered later), and at last *answered*. ZeroMQ may lose
+messages when a connection breaks, so a PROBE asks after a request that stays unanswered; the
+server names the requests that it does not have, and these are sent again, with the same bytes.
 
-Queued requests go by priority, the highest first. Requests for one chunk form a *lane* and keep their order: a
-request of higher priority lifts those before it in its lane.
+Queued requests go by priority, the highest first. Requests for one chunk form a *lane* and keep
+their order: a request of higher priority lifts those before it in its lane.
 
-All connections of a worker share the host's *uplink*. Little is under way on it at once, so that chunks leave one
-after the other: a server that has one whole chunk can add it up while the next is on its way to another server, and
-a request of higher priority does not wait behind megabytes.
+All connections of a worker share the host's *uplink*. Little is under way on it at once, so that
+chunks leave one after the other: a server that has one whole chunk can add it up while the next is
+on its way to another server, and a request of higher priority does not wait behind megabytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from kvps.tensors import PRIVATE, Memory
 UPLINK_BYTES = 3 << 20
 UPLINK_LEAST, SHARED_LEAST = 3, 2
 WINDOW_BYTES = 16 << 20
-"""Limits of the payload that was sent and not acknowledged. UPLINK_BYTES: from all workers of one machine to all
-servers; UPLINK_LEAST requests are allowed in any case, and SHARED_LEAST of each worker if there are several.
-WINDOW_BYTES: to one server. The last request may go beyond a limit. Payload that a server reads where it lies does
+"""Limits of the payload that was sent and not acknowledged. UPLINK_BYTES: from all workers of one
+machine to all servers; UPLINK_LEAST requests are allowed in any case, and SHARED_LEAST of each
+worker if there are several.
+WINDOW_BYTES: to one server. The last request may go beyond a limit. Payload that a server reads
+    where it lies does
 not count."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
@@ -100,7 +102,8 @@ class Request:
     waits_for: str = ""
     """The reason that the server last gave for not having answered."""
     confirmed_at: float = -math.inf
-    """When the server, or the scheduler, last said that it has the request, and waits for calls of workers."""
+    """When the server, or the scheduler, last said that it has the request, and waits for calls of
+    workers."""
     owner: object = None
     """A pending call, or a merged request of several workers."""
     traffic: Traffic | None = None
@@ -235,7 +238,8 @@ class Connection:
         heapq.heappush(self._heap, (-request.priority, next(self._uplink.order), request))
 
     def head(self) -> tuple[int, int] | None:
-        """Return (negative priority, place in line) of the request that may be sent next; None if none may."""
+        """Return (negative priority, place in line) of the request that may be sent next; None if
+        none may."""
         is_full = self._uplink.is_limited and self.bytes_away >= WINDOW_BYTES
         if not self.ready or is_full:
             return None
@@ -343,7 +347,8 @@ class Connection:
         return request
 
     def abandon(self) -> list[Request]:
-        """Forget all requests without an answer; return them as if they were not sent, in the order of each lane."""
+        """Forget all requests without an answer; return them as if they were not sent, in the
+        order of each lane."""
         queued = [
             request for lane in self._lanes.values() for request in lane if not request.dropped
         ]

@@ -1,18 +1,20 @@
 """Consistent reads: every key at one version, though its parts are answered one by one.
 
-A rank that has just pushed in a synchronous store reads exactly the version after its push, everywhere: no round can
-close without it. A rank that reads while others push may find one part of a key a version ahead of another: a *torn
-read*. It then asks for the lagging parts, and only these, at the version of the leading one. A server answers such a
-request when its part gets there, so one more round trip is enough unless the part was overtaken meanwhile.
+A rank that has just pushed in a synchronous store reads exactly the version after its push,
+everywhere: no round can close without it. A rank that reads while others push may find one part of
+    a key a version ahead of another: a *torn
+read*. It then asks for the lagging parts, and only these, at the version of the leading one. A
+server answers such a request when its part gets there, so one more round trip is enough unless the
+part was overtaken meanwhile.
 
-Waiting does not repair a read by a rank that took another's place, if its predecessor ended when some parts had its
-push and others had not. The other parts wait for this very rank, so it is given the parts as they are, and pushes
-what it owes.
+Waiting does not repair a read by a rank that took another's place, if its predecessor ended when
+some parts had its push and others had not. The other parts wait for this very rank, so it is given
+the parts as they are, and pushes what it owes.
 
-Where each push is applied by itself, a worker that is lost in the middle of a push leaves the parts at different
-versions until its replacement completes it. Nobody waits for that. While a worker is lost, such a key is taken as it
-is; if a worker was replaced, after a while, since the replacement may wait for a rank that waits so (where staleness
-is bounded).
+Where each push is applied by itself, a worker that is lost in the middle of a push leaves the
+parts at different versions until its replacement completes it. Nobody waits for that. While a
+worker is lost, such a key is taken as it is; if a worker was replaced, after a while, since the
+replacement may wait for a rank that waits so (where staleness is bounded).
 """
 
 from __future__ import annotations
@@ -389,7 +391,8 @@ def settle_reads(store: WorkerStore, reads: Sequence[ReadInParts], tells: bool =
 def loaded(
     store: WorkerStore, plan: TransferPlan, call: int, stamps: Mapping[int, int], sink: Sink
 ) -> list[Request]:
-    """Return the requests that read the values which the DECLARE of number ``call`` gives the keys of ``plan``.
+    """Return the requests that read the values which the DECLARE of number ``call`` gives the keys
+    of ``plan``.
 
     Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
     """

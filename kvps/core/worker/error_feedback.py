@@ -4,11 +4,11 @@ Each compressed key has a *residual* here: the part of its gradients that was no
 to the next gradient, and what the encoding of that push loses is the new residual. A push is encoded once;
 when it is resent, it carries the same bytes.
 
-A gradient that is not finite is sent as it is and leaves the residual alone: the store decides what becomes of it,
-and a NaN in the residual would stay there for ever.
+A gradient that is not finite is sent as it is and leaves the residual alone: the store decides
+what becomes of it, and a NaN in the residual would stay there for ever.
 
-Where servers answer with deltas (:mod:`kvps.core.server.chunks.history`), the values of each piece of a key are
-cached here, and later deltas are added to them.
+Where servers answer with deltas (:mod:`kvps.core.server.chunks.history`), the values of each piece
+of a key are cached here, and later deltas are added to them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class ErrorFeedback:
         self._groups.clear()
 
     def begin_anew(self) -> None:
-        """Drop what is cached, and pushes that are not encoded: nothing pushed or pulled so far counts any more."""
+        """Drop what is cached, and pushes that are not encoded: nothing pushed or pulled so far
+        counts any more."""
         self._cached.clear()
         self._groups.clear()
         self._unencoded.clear()
@@ -164,7 +165,8 @@ class ErrorFeedback:
         memory: Memory,
         decay: float,
     ) -> torch.Tensor:
-        """Return the encoded gradients, and keep what they lose; of what was lost before, ``decay`` is left."""
+        """Return the encoded gradients, and keep what they lose; of what was lost before,
+        ``decay`` is left."""
         assert message.code is not None
         out = memory.empty(message.payload_sizes()[0], "uint8")
         begin = 0

@@ -1,12 +1,13 @@
 """The failure policy of a worker: the lost members, and the calls that end because of them.
 
-A lost server ends the calls of every store: a part of each key went with it. So does a server that was replaced,
-since the new process holds nothing. Where there is a cut to which the servers can return, calls wait for that as
-long as for a worker; servers that have tried to return to a cut, and could not, are lost.
+A lost server ends the calls of every store: a part of each key went with it. So does a server that
+was replaced, since the new process holds nothing. Where there is a cut to which the servers can
+return, calls wait for that as long as for a worker; servers that have tried to return to a cut,
+and could not, are lost.
 
-A lost worker ends the calls of a store according to its ``on_worker_lost``: at once (``fail``), when its grace is
-over or no replacement can come (``wait``, where rounds wait for it), or not at all (``shrink``, and ``wait`` where
-there are no rounds).
+A lost worker ends the calls of a store according to its ``on_worker_lost``: at once (``fail``),
+when its grace is over or no replacement can come (``wait``, where rounds wait for it), or not at
+all (``shrink``, and ``wait`` where there are no rounds).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class FailurePolicy:
         """Worker rank -> its newest incarnation."""
 
     def learn(self, view: View, incarnations: dict[int, int], now: float) -> None:
-        """Take a view in. ``incarnations`` are those of the servers that this worker is connected to, by rank."""
+        """Take a view in. ``incarnations`` are those of the servers that this worker is connected
+        to, by rank."""
         known, self.workers = self.workers, {}
         server, self.server = self.server, None
         for member in view.members:

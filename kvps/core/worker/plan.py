@@ -1,8 +1,8 @@
 """Transfer plans: the elements of each chunk that a list of keys stands for.
 
-A plan is made once for a list of keys and used for every push and pull of that list. It turns keys into *shares*, one
-for each chunk that holds some of them, and each share into runs of neighbouring elements. From there on, no code on
-the path of a gradient knows of keys.
+A plan is made once for a list of keys and used for every push and pull of that list. It turns keys
+into *shares*, one for each chunk that holds some of them, and each share into runs of neighbouring
+elements. From there on, no code on the path of a gradient knows of keys.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ HERE = ""
 PIECES_MAX = 255
 """Most places in which the elements of one share may be lent."""
 WINDOWS_MAX = 4
-"""Most addresses at which a share's elements are remembered: in shared memory two come and two go, in turns. Where
-every message lies elsewhere, each address costs 670 bytes per key."""
+"""Most addresses at which a share's elements are remembered: in shared memory two come and two go,
+in turns. Where every message lies elsewhere, each address costs 670 bytes per key."""
 
 
 Numbers = int | Sequence[int]
@@ -45,7 +45,8 @@ class Tensors(Protocol):
 
 
 class PieceLocation(NamedTuple):
-    """The place of a piece of a key: its chunk, its first element there, its size, and its offset in the key."""
+    """The place of a piece of a key: its chunk, its first element there, its size, and its offset
+    in the key."""
 
     server: int
     chunk: int
@@ -64,10 +65,11 @@ class Key:
     number: int = 0
     """The number of this rank's next push."""
     since: int = 0
-    """The number after this rank's last push: below ``number`` if rounds closed without this rank meanwhile."""
+    """The number after this rank's last push: below ``number`` if rounds closed without this rank
+    meanwhile."""
     applied: int = 0
-    """Number of pushes that are known to be applied on all parts: the version, if push numbers are round numbers;
-    else those of this rank."""
+    """Number of pushes that are known to be applied on all parts: the version, if push numbers are
+    round numbers; else those of this rank."""
     is_refused: bool = False
     """A push was refused, or this rank was away: the number that is owed next has to be asked."""
     broadcasts: int = 0
@@ -77,7 +79,8 @@ class Key:
     heard: int = 0
     """This rank was told of all dropped rounds (or dropped pushes of its own) below this number."""
     others: int | None = None
-    """Number of pushes of other ranks in the values that were read last, if push numbers are no round numbers."""
+    """Number of pushes of other ranks in the values that were read last, if push numbers are no
+    round numbers."""
     age: int = 0
     """By how many of them the values had moved since the read before: the age of a push between the two."""
 
@@ -92,8 +95,8 @@ class Key:
 class CopyVersion(NamedTuple):
     """The content of a copy of a key: all of these pieces, at one version.
 
-    The identity of the tuple counts. A key that was replaced, and any key after a rollback, has another tuple, and its
-    versions have nothing to do with this one.
+    The identity of the tuple counts. A key that was replaced, and any key after a rollback, has
+    another tuple, and its versions have nothing to do with this one.
     """
 
     pieces: tuple[PieceLocation, ...]
@@ -200,8 +203,8 @@ class ChunkSlice:
     def gather(self, rows: Tensors, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
-        They are copied into ``memory``, unless the peer along ``route`` can read them where they lie, or they are read
-        :data:`HERE`: then they are returned as they are, neighbours joined.
+        They are copied into ``memory``, unless the peer along ``route`` can read them where they
+        lie, or they are read :data:`HERE`: then they are returned as they are, neighbours joined.
         """
         parts = self._parts(rows)
         if route == HERE:
@@ -246,9 +249,9 @@ class ChunkSlice:
     def _windows_of(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Return one tensor for each segment, which together are ``values``.
 
-        A share's elements lie at the same few addresses again and again, and making a thousand tensors takes longer than
-        copying them. So the tensors are remembered by address. They keep no memory alive, and are only used while
-        ``values`` does.
+        A share's elements lie at the same few addresses again and again, and making a thousand
+        tensors takes longer than copying them. So the tensors are remembered by address. They keep
+        no memory alive, and are only used while ``values`` does.
         """
         if len(self.segments) == 1:
             return [values.view(self._shapes[0])]
@@ -271,7 +274,8 @@ class ChunkSlice:
 def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
     """Return one tensor for each key of ``plan``, contents undefined.
 
-    Keys that lie side by side on a server do so in ``memory``, too; a key that is cut there is contiguous here.
+    Keys that lie side by side on a server do so in ``memory``, too; a key that is cut there is
+    contiguous here.
     """
     whole_keys: dict[int, torch.Tensor] = {}
     for share in plan.shares:

@@ -1,4 +1,5 @@
-"""Halts of a worker: quiescence, so that a cut falls between two of its steps, and the resynchronisation after a rollback.
+"""Halts of a worker: quiescence, so that a cut falls between two of its steps, and the
+resynchronisation after a rollback.
 
 In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been
 pushed equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands
@@ -7,21 +8,23 @@ its script waits for the cut itself. A worker that does not stand reports its nu
 pushes of a worker that stands, which then continues to that number. Where each push is applied by itself
 there are no steps, and a worker may stand at any time.
 
-Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by the creator that
-the call names. They are held as pushes are. Calls that only read go on, unless an earlier call of their store is
+Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by
+the creator that the call names. They are held as pushes are. Calls that only read go on, unless an
+earlier call of their store is
 held: calls keep their order.
 
-Nobody waits for a cut for long. A worker goes on by itself when it has stood for :data:`STAND_MAX_S`, when a held
-call comes close to its deadline, or when the scheduler is silent. It also does so when it opens a synchronous store:
-it stood without it, and other ranks may wait in a step of that store for its pushes. It says so, and that cut is
-given up.
+Nobody waits for a cut for long. A worker goes on by itself when it has stood for
+:data:`STAND_MAX_S`, when a held call comes close to its deadline, or when the scheduler is silent.
+It also does so when it opens a synchronous store: it stood without it, and other ranks may wait in
+a step of that store for its pushes. It says so, and that cut is given up.
 
 Resynchronisation
 -----------------
-All requests under way are void, and so is all that was counted: the keys lie elsewhere now, at earlier versions. So
-a store *rejoins*: it opens itself anew, finds its keys, and numbers its pushes by what the servers say this rank
-owes. Calls that come meanwhile wait. Then the user is told, once: calls that were under way end with
-:class:`~kvps.errors.EpochChanged`; without any, the next call does. A store that knew no key has nothing to tell,
+All requests under way are void, and so is all that was counted: the keys lie elsewhere now, at
+earlier versions. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its
+pushes by what the servers say this rank owes. Calls that come meanwhile wait. Then the user is
+told, once: calls that were under way end with :class:`~kvps.errors.EpochChanged`; without any, the
+    next call does. A store that knew no key has nothing to tell,
 and its calls are made again.
 """
 
@@ -38,8 +41,8 @@ from kvps.phrases import some_of
 from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
-"""Longest halt, in seconds, where all stores are synchronous: their ranks wait for each other anyway. Longer than
-the scheduler waits."""
+"""Longest halt, in seconds, where all stores are synchronous: their ranks wait for each other
+anyway. Longer than the scheduler waits."""
 FREE_STAND_MAX_S = 3.0
 """Longest halt, in seconds, where some store has no rounds."""
 SILENCE_MAX_S = 3.0

@@ -1,7 +1,8 @@
 """Reads of rows that lie on several servers, at one version.
 
-The rows differ (those that the caller names, or those that changed); how their answers are brought to one version
-does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`), server by server.
+The rows differ (those that the caller names, or those that changed); how their answers are brought
+to one version does not. It is done as for whole keys (:mod:`kvps.core.worker.consistent_read`),
+server by server.
 """
 
 from __future__ import annotations

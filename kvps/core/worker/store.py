@@ -57,9 +57,11 @@ class WorkerStore:
     broadcasts: int = 0
     """Number of broadcasts made here; all ranks make the same ones."""
     rate: float = 0.0
-    """The learning rate that the servers had when this rank took another's place, if ``rated`` says that it was set."""
+    """The learning rate that the servers had when this rank took another's place, if ``rated``
+    says that it was set."""
     is_replaying: bool = False
-    """A script that took another's place runs again from its beginning, and is not yet where its predecessor was."""
+    """A script that took another's place runs again from its beginning, and is not yet where its
+    predecessor was."""
     replayed: int = 0
     """The number of steps that it has passed over since then."""
     is_resumed: bool = False
@@ -152,9 +154,9 @@ class WorkerStore:
     def next_call(self, last: Made) -> Made:
         """Return the next call of a kind whose ``last`` was this.
 
-        A rank that took another's place makes its predecessor's last call again if it comes after as many rounds:
-        some servers may not have heard of it. Where there are no rounds that is unknown, so it counts as another
-        call; its ``after`` then says that it need not agree.
+        A rank that took another's place makes its predecessor's last call again if it comes after
+        as many rounds: some servers may not have heard of it. Where there are no rounds that is
+        unknown, so it counts as another call; its ``after`` then says that it need not agree.
         """
         base = self.joins * CALLS_PER_JOIN
         number = max(last.number, base) + 1
@@ -216,7 +218,8 @@ class WorkerStore:
         }
 
     def pushed_versions(self) -> dict[str, float]:
-        """Return the version of each key that holds all pushes of this rank; infinity where none is known to."""
+        """Return the version of each key that holds all pushes of this rank; infinity where none
+        is known to."""
         return {
             key.name: key.number if self.ordered else math.inf
             for key in self.keys.values()

@@ -67,7 +67,8 @@ def timeout_error(
         why = sorted({request.waits_for or _silence(link_of(request), now) for request in requests})
     more = and_more(len(why) - REASONS_MAX)
     return Timeout(
-        f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {call.on_timeout.value}, or give a longer timeout="
+        f"{who} is not done: {'; '.join(why[:REASONS_MAX])}{more}. {call.on_timeout.value}, or "
+        "give a longer timeout="
     )
 
 

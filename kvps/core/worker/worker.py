@@ -1,12 +1,12 @@
 """The rules of a worker: calls of the user, messages of the scheduler and the servers, and the time.
 
-The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requests are queued on the connections
-to the servers, sent as the windows allow, and probed for when an answer is late. What was queued or sent for a
-call that ends early stays there if it changes values, and is dropped otherwise.
+The user's calls are in a table (:mod:`kvps.core.worker.call_table`). Their requests are queued on
+the connections to the servers, sent as the windows allow, and probed for when an answer is late.
+What was queued or sent for a call that ends early stays there if it changes values, and is dropped otherwise.
 
-A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers take a cut, calls
-are held as :mod:`kvps.core.worker.quiesce` says; after a rollback, each store finds its way as
-:mod:`kvps.core.worker.quiesce` says.
+A lost server or worker ends calls as :mod:`kvps.core.worker.failure_policy` says. When the servers
+take a cut, calls are held as :mod:`kvps.core.worker.quiesce` says; after a rollback, each store
+finds its way as :mod:`kvps.core.worker.quiesce` says.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class Worker:
         yield from self._end_closing(now)
 
     def _end_closing(self, now: float, again: str = "") -> Effects:
-        """Close the stores of which no call of the user is under way; that which is created ``again`` in any case."""
+        """Close the stores of which no call of the user is under way; that which is created
+        ``again`` in any case."""
         held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
         busy = {entry.call.store for entry in self.table.pending.values() if _is_for_user(entry)}
         busy.update(deferred.call.store for some in held for deferred in some)
@@ -307,7 +308,8 @@ class Worker:
             if not self._replayed:
                 yield Note(
                     "warning",
-                    "a worker that replaces a lost worker runs its script again, and passes over the steps of its "
+                    "a worker that replaces a lost worker runs its script again, and passes over "
+                    "the steps of its "
                     "predecessor. Calls that wait for it wait on, as long as it goes on",
                 )
             self.table.put_off(now)
@@ -580,7 +582,8 @@ class Worker:
             welcome = self.member.welcome
             if welcome is not None and welcome.servers == 0:
                 return ConfigError(
-                    f"{call.title}: this job has no servers. Start kvps-launch with -s 1 or more (kvps-scheduler with "
+                    f"{call.title}: this job has no servers. Start kvps-launch with -s 1 or more "
+                    "(kvps-scheduler with "
                     "--servers), or use the store 'allreduce', which needs none"
                 )
             return ConfigError(

@@ -1,12 +1,14 @@
-"""Memory that processes of one host share: its place, the owner of each part, and the processes that may read it.
+"""Memory that processes of one host share: its place, the owner of each part, and the processes
+that may read it.
 
 Every process has at most one *segment*: a file without a name (``memfd_create``), as large as the
 machine's memory and empty, of which parts are backed before they are used (``posix_fallocate``:
 where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
 directory, so nothing is left behind by a kill.
 
-Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It trusts no description: the file
-must be one of ours and of our user, of the size that was said, sealed against shrinking (a file that shrank
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It trusts no
+description: the file must be one of ours and of our user, of the size that was said, sealed
+    against shrinking (a file that shrank
 under its reader would kill the reader), and begin with the *nonce* that was said, a random number. Once its
 owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that cannot do
 all this, on another host, in another container or as another user, gets frames instead.

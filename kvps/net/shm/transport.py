@@ -424,7 +424,8 @@ class SharingTransport:
             peer.take_back()
 
     def _return(self, least: int) -> None:
-        """Give leases back: post it where that says everything; else by a RELEASE, where they are ``least`` or more."""
+        """Give leases back: post it where that says everything; else by a RELEASE, where they are
+        ``least`` or more."""
         for nonce, peer in self._peers.items():
             if not (peer.taken.dropped or peer.taken.unsaid):
                 continue

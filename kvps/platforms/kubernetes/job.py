@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from kvps.errors import ConfigError
 
 NAME_MAX = 40
-"""Characters of a name: Kubernetes appends a role, two numbers and five random letters, and allows 63 in all."""
+"""Characters of a name: Kubernetes appends a role, two numbers and five random letters, and allows
+63 in all."""
 NAMESPACE_MAX = 63
 OWN_VARIABLES = (
     *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_RANK", "KVPS_KEYS"),

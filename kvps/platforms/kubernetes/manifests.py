@@ -58,7 +58,8 @@ def _object(
 
 
 def _network_policy(job: JobDescription) -> dict[str, Data]:
-    """Return the rule that pods of the job alone reach its pods; workers listen at ports of their own choice."""
+    """Return the rule that pods of the job alone reach its pods; workers listen at ports of their
+    own choice."""
     selector: Data = {"matchLabels": labels(job)}
     spec: Data = {
         "podSelector": selector,
@@ -129,7 +130,8 @@ def _jobset(job: JobDescription) -> list[dict[str, Data]]:
     most = max(job.workers, job.servers)
     if most > JOBSET_MAX:
         raise ConfigError(
-            f"{most} processes of a role are more than the {JOBSET_MAX} that a JobSet starts again one by one: "
+            f"{most} processes of a role are more than the {JOBSET_MAX} that a JobSet starts "
+            "again one by one: "
             "use --dry-run=trainjob or --dry-run=k8s"
         )
     host = f"{job.name}-scheduler-0-0.{job.name}"

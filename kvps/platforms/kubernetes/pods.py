@@ -20,8 +20,8 @@ JOIN_MAX_S = 600
 KEEPER = """trap 'kill -KILL $!; exit 143' TERM; "$@" & wait $!"""
 """The shell that runs a server or scheduler: at SIGTERM it is lost, with an exit code that says so.
 
-By themselves they would end the job, or their part in it, and end with 0: the platform would see a pod that is done,
-and recreate it nowhere else.
+By themselves they would end the job, or their part in it, and end with 0: the platform would see a
+pod that is done, and recreate it nowhere else.
 """
 READABLE_BY_GROUP = 0o440
 """The mode of a key: a secret volume belongs to root, and fsGroup lets the group of the process read it."""
@@ -65,7 +65,8 @@ def template(
         rank_label: the label of a pod in which the platform writes its index.
         container: the name of the container.
         restart: the restart policy.
-        place: the directory of the job on the claim, in which ``$(NAME)`` is a variable; the job's name if empty.
+        place: the directory of the job on the claim, in which ``$(NAME)`` is a variable; the job's
+            name if empty.
         is_standing: the scheduler waits for another job when this one is over.
     """
     volumes, mounts = _volumes(job, role, place or job.name)

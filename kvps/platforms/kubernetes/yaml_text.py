@@ -1,7 +1,8 @@
 """YAML of plain data: block mappings and lists, and JSON for every scalar.
 
-PyYAML would be a dependency for one command, and its flags decide what the output looks like. A JSON scalar is a
-YAML scalar, so what has to be written here is the indentation alone. The tests read the result with PyYAML.
+PyYAML would be a dependency for one command, and its flags decide what the output looks like. A
+JSON scalar is a YAML scalar, so what has to be written here is the indentation alone. The tests
+read the result with PyYAML.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
 Theory of operation
 -------------------
-An actor is first asked for its place, which it tells at once, and then to run. The call of ``run`` lasts for the job.
-When the process of an actor is killed, Ray starts the actor again and repeats that call, with the arguments that
-the owner of the actor has kept. A server then returns to its checkpoint, and the scheduler to its state. Keys travel from process to process: they are in no command line, no environment,
-and not in Ray's Global Control Store, which keeps the arguments of constructors.
+An actor is first asked for its place, which it tells at once, and then to run. The call of ``run``
+lasts for the job. When the process of an actor is killed, Ray starts the actor again and repeats
+that call, with the arguments that the owner of the actor has kept. A server then returns to its
+checkpoint, and the scheduler to its state. Keys travel from process to process: they are in no
+command line, no environment, and not in Ray's Global Control Store, which keeps the arguments of
+constructors.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class KvpsScheduler:
     ) -> int:
         """Run the scheduler until the job is over; return its exit code.
 
-        One that is started again listens at the same address, and continues from the state in the owner's memory.
+        One that is started again listens at the same address, and continues from the state in the
+        owner's memory.
         """
         _prepare("kvps-scheduler", settings, log_level)
         from kvps import config
@@ -91,7 +94,8 @@ class KvpsServer:
         """Return the address of the node, once it is known that a server can run there.
 
         Raises:
-            ConfigError: if this node has another version of kvps, or cannot write to the folder of checkpoints.
+            ConfigError: if this node has another version of kvps, or cannot write to the folder of
+                checkpoints.
         """
         node = node_address()
         demand_same_version(version, __version__, node)
@@ -119,7 +123,8 @@ class KvpsServer:
     ) -> int:
         """Run the server until the job is over; return its exit code.
 
-        It shares the memory of its node with its neighbours. The process ends at once if the server is to be started again: Ray starts only actors again that died.
+        It shares the memory of its node with its neighbours. The process ends at once if the
+        server is to be started again: Ray starts only actors again that died.
         """
         _prepare(f"kvps-server {rank}", settings, log_level)
         from kvps import config
@@ -148,7 +153,8 @@ class KvpsServer:
 
 
 def _load() -> None:
-    """Load what a server needs; the collector would only look again and again at objects that are all to stay."""
+    """Load what a server needs; the collector would only look again and again at objects that are
+    all to stay."""
     gc.disable()
     let_threads_sleep()
     try:

@@ -26,8 +26,8 @@ END_MAX_S = 10.0
 class WorkerSeat:
     """The place of one worker, for the task or actor that is this worker.
 
-    It may be an argument of a task, a method or a constructor. Use it as a context manager around the work of a task; an
-    actor calls :meth:`join` in its constructor, and :meth:`leave` at the end.
+    It may be an argument of a task, a method or a constructor. Use it as a context manager around
+    the work of a task; an actor calls :meth:`join` in its constructor, and :meth:`leave` at the end.
 
     Example:
         >>> @ray.remote  # doctest: +SKIP
@@ -42,12 +42,14 @@ class WorkerSeat:
     rank: int
     settings: Mapping[str, str]
     keys: ray.ObjectRef
-    """The keys of a worker. Not the text: Ray keeps the arguments of constructors outside of the job's processes."""
+    """The keys of a worker. Not the text: Ray keeps the arguments of constructors outside of the
+    job's processes."""
 
     def join(self) -> None:
         """Make this process the worker: the next store joins the cluster.
 
-        A task that Ray retries, or an actor that Ray restarts, takes its rank back: continue at ``kv.resume(keys)``.
+        A task that Ray retries, or an actor that Ray restarts, takes its rank back: continue at
+        ``kv.resume(keys)``.
 
         Raises:
             ConfigError: if the process is a worker already.
@@ -114,17 +116,18 @@ def cluster(
 ) -> Iterator[RayCluster]:
     """Run a scheduler and servers on the Ray cluster while a block runs.
 
-    The workers are tasks or actors of the program, each with a :class:`WorkerSeat`. Wait for them before the block ends. All
-    actors of kvps end with the block, and with the driver however it ends.
+    The workers are tasks or actors of the program, each with a :class:`WorkerSeat`. Wait for them
+    before the block ends. All actors of kvps end with the block, and with the driver however it ends.
 
     Args:
         workers: number of workers, 1 or more.
         servers: number of servers, 1 or more.
         resources_per_server: resources that each server requests (one CPU).
         server_strategy: Ray's scheduling strategy for servers.
-        max_restarts: how often Ray starts each server again that was killed, which needs ``checkpoint_dir``, and the
-            scheduler.
-        checkpoint_dir: where servers write checkpoints: a directory that all of them share. None: no checkpoints.
+        max_restarts: how often Ray starts each server again that was killed, which needs
+            ``checkpoint_dir``, and the scheduler.
+        checkpoint_dir: where servers write checkpoints: a directory that all of them share. None:
+            no checkpoints.
         checkpoint_every: seconds between checkpoints; 0: only on ``kv.checkpoint()``.
         start_timeout: seconds that servers may take to find their resources.
         env: variables of workers and servers. Those of the driver whose names begin with ``KVPS_`` go along.
@@ -165,7 +168,8 @@ def cluster(
     finally:
         if not started.end(patience_s) and patience_s:
             log.warning(
-                "the cluster did not end in %.0f s, and was stopped: of its %d workers, some did not leave. Use "
+                "the cluster did not end in %.0f s, and was stopped: of its %d workers, some did "
+                "not leave. Use "
                 "'with seat:', or seat.leave(), in each",
                 patience_s,
                 workers,

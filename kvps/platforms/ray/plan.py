@@ -1,4 +1,5 @@
-"""The plan of a job on Ray, and the decisions about it: resources, folders, environments, and texts of errors.
+"""The plan of a job on Ray, and the decisions about it: resources, folders, environments, and
+texts of errors.
 
 Nothing here needs Ray, or does input and output.
 """
@@ -58,7 +59,8 @@ class RayPlan:
             raise ConfigError("start_timeout=0: use a number of seconds above 0")
         if not isinstance(self.resources_per_server, Mapping):
             raise ConfigError(
-                f"resources_per_server={self.resources_per_server!r}: use a dict from the name of a resource to "
+                f"resources_per_server={self.resources_per_server!r}: use a dict from the name of "
+                "a resource to "
                 'its amount, as in {"CPU": 2}'
             )
         for name, amount in self.resources_per_server.items():
@@ -80,7 +82,8 @@ class RayPlan:
         return int(requested) if requested else None
 
     def restarts(self, folder: str | None) -> int:
-        """Return how often Ray starts a server again; without checkpoints, a server has nothing to return to."""
+        """Return how often Ray starts a server again; without checkpoints, a server has nothing to
+        return to."""
         return 0 if folder is None else self.max_restarts
 
 
@@ -113,7 +116,8 @@ def demand_version(found: str) -> None:
     if numbers < RAY_OLDEST:
         oldest = ".".join(map(str, RAY_OLDEST))
         raise ConfigError(
-            f"Ray {found} is installed, and kvps.platforms.ray needs {oldest} or later: pip install 'kvps[ray]' on every node"
+            f"Ray {found} is installed, and kvps.platforms.ray needs {oldest} or later: pip "
+            "install 'kvps[ray]' on every node"
         )
 
 
@@ -219,8 +223,10 @@ def no_room(each: Mapping[str, float], workers: int, nodes: Sequence[Mapping[str
 def too_slow(plan: RayPlan, unplaced: int, waited_s: float) -> str:
     """Return the error of servers that did not start, though the Ray cluster has the resources."""
     return (
-        f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the Ray cluster has the "
-        f"resources ({_each(plan)} each): no single node may have them all, the strategy {plan.strategy!r} may "
+        f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the "
+        "Ray cluster has the "
+        f"resources ({_each(plan)} each): no single node may have them all, the strategy "
+        f"{plan.strategy!r} may "
         "permit no node, or nodes are slow to start processes. See 'ray status' and 'ray list actors'"
     )
 
@@ -250,8 +256,10 @@ def checkpoint_folder(plan: RayPlan, filesystem: str, storage: str) -> str | Non
         return f"{storage.rstrip('/')}/{CHECKPOINTS}"
     if plan.checkpoint_every:
         raise ConfigError(
-            f"checkpoint_every={plan.checkpoint_every:g}, but servers write checkpoints as files, and the storage "
-            f"path {storage!r} is on {filesystem}: give checkpoint_dir=, a directory that all servers share, or a "
+            f"checkpoint_every={plan.checkpoint_every:g}, but servers write checkpoints as files, "
+            "and the storage "
+            f"path {storage!r} is on {filesystem}: give checkpoint_dir=, a directory that all "
+            "servers share, or a "
             "storage_path on a shared file system"
         )
     return None

@@ -110,7 +110,8 @@ class StartedCluster:
             raise (error.cause if isinstance(error.cause, KvpsError) else error) from None
         except RayActorError as error:
             raise ConfigError(
-                f"a process of kvps could not start on a Ray node; install kvps there, or name it in runtime_env: {error}"
+                "a process of kvps could not start on a Ray node; install kvps there, or name it "
+                f"in runtime_env: {error}"
             ) from error
         return len(late)
 
@@ -158,8 +159,8 @@ class StartedCluster:
 def _retries(restarts: int) -> int:
     """Return how often Ray repeats the call of an actor that it starts again: -1 for as often as needed.
 
-    When a node is lost, Ray tries the old address some times before it knows, and each of these attempts counts. The
-    number of restarts is limited in any case.
+    When a node is lost, Ray tries the old address some times before it knows, and each of these
+    attempts counts. The number of restarts is limited in any case.
     """
     return -1 if restarts else 0
 

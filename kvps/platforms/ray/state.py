@@ -1,7 +1,9 @@
-"""The scheduler's state on Ray: memory that the owner of the job holds, and that a scheduler which is started again reads.
+"""The scheduler's state on Ray: memory that the owner of the job holds, and that a scheduler which
+is started again reads.
 
-The memory ends with its owner, however that ends, so no file is left. There are two slots, written in turns. A
-scheduler that is killed while it writes has spoiled one of them, and the other has the state before.
+The memory ends with its owner, however that ends, so no file is left. There are two slots, written
+in turns. A scheduler that is killed while it writes has spoiled one of them, and the other has the
+state before.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class StateMemory:
 
 
 class KeptState:
-    """The state as the scheduler reads and writes it: a :class:`~kvps.runtime.scheduler_process.StateStorage`.
+    """The state as the scheduler reads and writes it: a
+    :class:`~kvps.runtime.scheduler_process.StateStorage`.
 
     Args:
         paths: those of a :class:`StateMemory`.
@@ -55,8 +58,10 @@ class KeptState:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the scheduler cannot reach the memory for its state ({path}: {error.strerror}): it must run "
-                "on the node of the process that starts the cluster, in the same container and as the same user"
+                f"the scheduler cannot reach the memory for its state ({path}: {error.strerror}): "
+                "it must run "
+                "on the node of the process that starts the cluster, in the same container and as "
+                "the same user"
             ) from error
         self._number = max([number for number, _ in self._states()], default=0)
 

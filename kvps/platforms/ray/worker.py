@@ -38,7 +38,8 @@ def take(place: ServerPlace) -> None:
     global _taken
     if _taken is not None:
         raise ConfigError(
-            f"process {os.getpid()} is worker {_taken.place.rank} already, and a process is one worker: use a task or "
+            f"process {os.getpid()} is worker {_taken.place.rank} already, and a process is one "
+            "worker: use a task or "
             "an actor for each, and no threads"
         )
     keys = KeyMemory(parse(place.keys, "the job")) if place.keys else None
@@ -53,8 +54,8 @@ def leave(failure: BaseException | None) -> None:
     """Leave the cluster; do nothing in a process that is no worker.
 
     Args:
-        failure: the error that ended the worker, which makes it a lost worker; None if it is done, and its pushes
-            are flushed.
+        failure: the error that ended the worker, which makes it a lost worker; None if it is done,
+            and its pushes are flushed.
 
     Raises:
         KvpsError: if a push could not be flushed.

@@ -1,6 +1,7 @@
 """The rendezvous backend ``kvps`` of torchrun: its agents agree on ranks through the scheduler.
 
-``torchrun --rdzv-backend=kvps --rdzv-endpoint=HOST:9091`` finds it by the entry point group ``torchrun.handlers``.
+``torchrun --rdzv-backend=kvps --rdzv-endpoint=HOST:9091`` finds it by the entry point group
+``torchrun.handlers``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """torchrun's rendezvous handler over the scheduler, and what it does at each round.
 
-torch's own :class:`DynamicRendezvousHandler` decides which nodes take part and which rank each gets. Here it keeps
-its state on the scheduler, and not on the first node. Each round needs a key-value store for what the agents exchange
-besides, and for the workers' MASTER_ADDR and MASTER_PORT. The agent with rank 0 opens a new one for each round, so that
-a node that is lost, also the first one, costs a round and no more.
+torch's own :class:`DynamicRendezvousHandler` decides which nodes take part and which rank each
+gets. Here it keeps its state on the scheduler, and not on the first node. Each round needs a
+key-value store for what the agents exchange besides, and for the workers' MASTER_ADDR and
+MASTER_PORT. The agent with rank 0 opens a new one for each round, so that a node that is lost,
+also the first one, costs a round and no more.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Handler(DynamicRendezvousHandler):
     def _get_store(self) -> dist.Store:
         """Return the key-value store of this round.
 
-        torch calls this once a round, when its ranks are known, and then looks for the address that the workers meet
+        torch calls this once a round, when its ranks are known, and then looks for the address
+        that the workers meet
         at: that is the same.
         """
         rank, _ = self._get_world()
@@ -130,7 +132,8 @@ class Handler(DynamicRendezvousHandler):
             return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
         except (RuntimeError, TimeoutError) as error:
             raise _MeetingLost(
-                f"the first node of round {meeting.round} does not answer at {meeting.host}:{meeting.port}. If it "
+                f"the first node of round {meeting.round} does not answer at "
+                f"{meeting.host}:{meeting.port}. If it "
                 "runs, its torchrun needs --local-addr with an address that the other nodes reach"
             ) from error
 
@@ -138,12 +141,13 @@ class Handler(DynamicRendezvousHandler):
 def create(params: RendezvousParameters) -> Handler:
     """Return the handler that torchrun's flags describe.
 
-    ``--rdzv-endpoint`` names the scheduler, else KVPS_SCHEDULER does; KVPS_KEYS has the keys, of which the one of the
-    role ``worker`` is used. Workers find the scheduler in KVPS_SCHEDULER, which this sets for them.
+    ``--rdzv-endpoint`` names the scheduler, else KVPS_SCHEDULER does; KVPS_KEYS has the keys, of
+    which the one of the role ``worker`` is used. Workers find the scheduler in KVPS_SCHEDULER,
+    which this sets for them.
 
-    ``--rdzv-conf`` takes what torch's backends take (``join_timeout``, ``last_call_timeout``, ``close_timeout``,
-    ``heartbeat_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``, in seconds) and ``read_timeout``, the
-    seconds that a joining agent waits for the scheduler.
+    ``--rdzv-conf`` takes what torch's backends take (``join_timeout``, ``last_call_timeout``,
+    ``close_timeout``, ``heartbeat_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``,
+    in seconds) and ``read_timeout``, the seconds that a joining agent waits for the scheduler.
 
     Raises:
         RendezvousConnectionError: if there is no scheduler, it refuses the keys, or a flag is wrong.
@@ -210,7 +214,8 @@ def scheduler_of(endpoint: str) -> str:
         found = config.cluster()
         if found is None:
             raise ConfigError(
-                "--rdzv-backend=kvps needs the scheduler: give --rdzv-endpoint=HOST:PORT, or set KVPS_SCHEDULER"
+                "--rdzv-backend=kvps needs the scheduler: give --rdzv-endpoint=HOST:PORT, or set "
+                "KVPS_SCHEDULER"
             )
         return found.scheduler
     address = endpoint if "://" in endpoint else f"tcp://{endpoint}"

@@ -1,13 +1,15 @@
 """One agent's copy of the rendezvous state, and how long the agent waits for the scheduler.
 
-torch's agent calls :meth:`Holder.sync` about once a second: it writes the copy if the agent changed it, and else
-reads. How long a scheduler that is away is waited for depends on what the agent is doing:
+torch's agent calls :meth:`Holder.sync` about once a second: it writes the copy if the agent
+changed it, and else reads. How long a scheduler that is away is waited for depends on what the
+agent is doing:
 
 ===========  ===========================================================================================
 joining      for :attr:`Holder.patience_s`; then the agent ends, with the reason
 running      a moment; then the agent continues with its last copy, and the training with it
-closing      a moment; then the rendezvous counts as closed: a scheduler that ended with its job has no other agents
-===========  ===========================================================================================
+closing      a moment; then the rendezvous counts as closed: a scheduler that ended with its job
+has no other agents ===========
+===========================================================================================
 
 After such a time no agent counts as silent for it, since none could send a heartbeat.
 """
@@ -35,7 +37,8 @@ log = logging.getLogger("kvps")
 RUNNING_S = 2.0
 """Seconds that an agent whose workers train waits for the scheduler: it watches them, too."""
 TOLD_AFTER_S = 10.0
-"""Seconds after which the log says that the scheduler is away: at the end of a job it ends before the agents."""
+"""Seconds after which the log says that the scheduler is away: at the end of a job it ends before
+the agents."""
 READ_EVERY_S = 1.0
 """An agent that asks more often gets its last copy."""
 

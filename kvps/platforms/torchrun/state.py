@@ -1,7 +1,7 @@
 """torchrun's rendezvous state as lines of JSON: the scheduler keeps them, and no agent unpickles anything.
 
-The first line is about the round, and each other line about one node. torch has the state as an object of a class of
-its own; :data:`FIELDS` says which fields we know, and a torch with others is refused.
+The first line is about the round, and each other line about one node. torch has the state as an
+object of a class of its own; :data:`FIELDS` says which fields we know, and a torch with others is refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def new_state() -> _RendezvousState:
     if vars(state).keys() != FIELDS:
         other = ", ".join(sorted(vars(state).keys() ^ FIELDS))
         raise RendezvousStateError(
-            f"this version of torch has other fields in the state of a rendezvous ({other}): use a version of "
+            f"this version of torch has other fields in the state of a rendezvous ({other}): use "
+            "a version of "
             "kvps that supports it, or another --rdzv-backend"
         )
     return state
@@ -113,7 +114,8 @@ def decode(
             meeting = Meeting(_int(round_), _text(host), _int(port))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise RendezvousStateError(
-            f"the scheduler has a state of this run that is not torchrun's ({error}): choose another --rdzv-id"
+            f"the scheduler has a state of this run that is not torchrun's ({error}): choose "
+            "another --rdzv-id"
         ) from error
     return state, meeting
 

@@ -120,7 +120,8 @@ class CollectiveTicket(Ticket):
         )
 
     def when_over(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when all collectives are over: now if they are, else in the thread that makes them."""
+        """Call ``tell`` when all collectives are over: now if they are, else in the thread that
+        makes them."""
         left: set[Future[list[torch.Tensor]]] = set(self._collectives)
         lock = threading.Lock()
 

@@ -4,8 +4,9 @@ torchrun, kvps-worker and kvps-launch say it by RANK, WORLD_SIZE, MASTER_ADDR an
 :class:`~kvps.LocalCluster` each thread is a rank. A process without any of these is a world of one.
 
 torch's own rendezvous listens on every address of the host, without authentication. Here rank 0 listens at
-MASTER_ADDR alone, and torch's ``init_process_group()`` in that process shares it. In a job with keys the ranks of
-several hosts do not meet, as what they say there and by gloo is anybody's to read and to change.
+MASTER_ADDR alone, and torch's ``init_process_group()`` in that process shares it. In a job with
+keys the ranks of several hosts do not meet, as what they say there and by gloo is anybody's to
+read and to change.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ compares the two::
     other ranks: ··········▼····│··· the same calls in the same order
 
 What servers would do is missing here: keep values when a rank is lost, run an optimizer, sort calls
-that ranks make in different orders. A call in :data:`UNSUPPORTED` is refused with the name of the store that can.
+that ranks make in different orders. A call in :data:`UNSUPPORTED` is refused with the name of the
+store that can.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class AllreduceStore(KVStore):
         return KVStore.is_capable(capability) and capability != KVStoreBase.OPTIMIZER
 
     def _doubt(self, names: Sequence[str]) -> None:
-        """A collective that failed leaves its keys as they were: see :mod:`kvps.store.allreduce.latest_values`."""
+        """A collective that failed leaves its keys as they were: see
+        :mod:`kvps.store.allreduce.latest_values`."""
 
     def stragglers(self, *, timeout: float | None = None) -> list[Straggler]:
         """Return the ranks that this one waits for in a sum that it has begun."""

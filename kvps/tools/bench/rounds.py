@@ -242,7 +242,8 @@ def _joined(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _stand(system: SystemUnderTest, gate: tuple[int, int] | None) -> None:
-    """Let the caller inspect the ranks while nothing is under way: no rank goes on before rank 0 has come through.
+    """Let the caller inspect the ranks while nothing is under way: no rank goes on before rank 0
+    has come through.
 
     The others wait in the next ready(); at this one every worker has ended the round before.
     """

@@ -104,7 +104,10 @@ def time_left(seconds: float) -> str:
 def caption(plan: Plan, what: str) -> str:
     """Return the line above a table of times."""
     trials = f", then of trials in turns ({plan.repeat})" if plan.repeat > 1 else ""
-    return f"{what}; ms of a push and pull of all arrays: median of {plan.rounds} rounds{trials}; ratios below 1 beat gloo"
+    return (
+        f"{what}; ms of a push and pull of all arrays: median of {plan.rounds} rounds{trials}; "
+        "ratios below 1 beat gloo"
+    )
 
 
 def sizes(case: Case, grown: str = "") -> str:

@@ -62,7 +62,8 @@ _ALL = (
 SYSTEMS = {system.name: system for system in _ALL}
 COMPRESSED = tuple(f"kvps {codec}" for codec in CODECS)
 NAMED_ONLY = ("kvps tcp keys", "kvps no keys", *COMPRESSED)
-"""Systems that are measured only if they are named: what keys cost, and compression, which is for slow networks."""
+"""Systems that are measured only if they are named: what keys cost, and compression, which is for
+slow networks."""
 
 
 def chosen(

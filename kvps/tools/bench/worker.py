@@ -2,7 +2,8 @@
 
 ``copy`` takes gradients from the caller's tensors and writes results into others, in one round
 trip; so does any codec, by which both are compressed. ``in-place`` writes gradients where the store
-sends them from and reads results where they lie; ``in-place-pushpull`` does so in one call. Run by ``kvps bench``.
+sends them from and reads results where they lie; ``in-place-pushpull`` does so in one call. Run by
+``kvps bench``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files made from the table of metrics: alert rules, a Grafana dashboard, and the table in the documentation.
 
-``python -m kvps.tools.dashboard.monitoring --write`` writes them; without the flag it checks them, and ends with 1 where
-a file is not up to date.
+``python -m kvps.tools.dashboard.monitoring --write`` writes them; without the flag it checks them,
+and ends with 1 where a file is not up to date.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ ALERTS = (
     ),
     Alert(
         "KvpsUnauthorized",
-        f'sum by (job, instance) (increase(kvps_refusals_total{{reason=~"{"|".join(Unauthorized.REASONS)}"}}[5m])) '
+        "sum by (job, instance) "
+        f'(increase(kvps_refusals_total{{reason=~"{"|".join(Unauthorized.REASONS)}"}}[5m])) '
         "+ on (job, instance) sum by (job, instance) (increase(kvps_refused_connections_total[5m])) > 0",
         "A peer has a wrong key or asks for what its key does not allow.",
     ),

@@ -1,6 +1,8 @@
-"""The findings of ``kvps doctor``: what measurements of one process and its way to the scheduler mean, and what to do.
+"""The findings of ``kvps doctor``: what measurements of one process and its way to the scheduler
+mean, and what to do.
 
-Everything here is decided from :class:`Measurements`, which :mod:`kvps.tools.doctor.examination` takes. A finding is one
+Everything here is decided from :class:`Measurements`, which :mod:`kvps.tools.doctor.examination`
+takes. A finding is one
 line: what was looked at, whether it is well, the figure, and the next step.
 """
 
@@ -21,7 +23,8 @@ from kvps.protocol.membership import Seen, Sight
 RTT_SLOW_S = 0.01
 """Least round trip of a link that counts as slow."""
 LINK_SLOW_BITS_S = 200e6
-"""Bandwidth below which a link counts as slow, in bits per second: an ordinary gradient of 100 MB takes 4 s there."""
+"""Bandwidth below which a link counts as slow, in bits per second: an ordinary gradient of 100 MB
+takes 4 s there."""
 SKEW_MAX_S = 1.0
 """Difference of clocks from which logs and traces of two hosts contradict each other."""
 MEMBERS_SHOWN = 5
@@ -55,8 +58,8 @@ class Measurements:
     connect_error: str = ""
     """``refused``, ``silent`` for no answer, or another error."""
     mechanism: str | None = None
-    """The security mechanism that the listener announces: ``NULL``, ``CURVE``, or another text, as a relay or another
-    service does; empty if it announces none."""
+    """The security mechanism that the listener announces: ``NULL``, ``CURVE``, or another text, as
+    a relay or another service does; empty if it announces none."""
     has_keys: bool = False
     """This process was given keys."""
     keys_error: str = ""
@@ -137,12 +140,16 @@ def _connection(m: Measurements) -> Results:
         return []
     if m.connect_error == "refused":
         advice = (
-            "no process listens there: start kvps-scheduler, or give --scheduler the address of its --bind. If it "
+            "no process listens there: start kvps-scheduler, or give --scheduler the address of "
+            "its --bind. If it "
             "is bound to 127.0.0.1, other hosts cannot reach it"
         )
         return [(Level.FAIL, f"{m.scheduler} refuses connections", advice)]
     if m.connect_error:
-        advice = "the address is wrong, its host is down, or a firewall drops packets: check --scheduler, and allow the port"
+        advice = (
+            "the address is wrong, its host is down, or a firewall drops packets: check "
+            "--scheduler, and allow the port"
+        )
         return [(Level.FAIL, f"{m.scheduler}: {m.connect_error}", advice)]
     assert m.connect_s is not None
     if m.mechanism not in ("NULL", "CURVE"):
@@ -159,7 +166,10 @@ def _keys(m: Measurements) -> Results:
         return []
     needs = m.mechanism == "CURVE"
     if needs and not m.has_keys:
-        advice = "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info shows it"
+        advice = (
+            "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info "
+            "shows it"
+        )
         return [(Level.FAIL, "the scheduler has keys, and this command none", advice)]
     if m.has_keys and not needs:
         advice = "leave --keys and KVPS_KEYS out, or start the scheduler with --keys"
@@ -181,7 +191,8 @@ def _answer(m: Measurements) -> Results:
         advice = "install one version of kvps on all hosts"
     else:
         advice = (
-            "this may be the port of a server or of another kvps process, the scheduler may be stopped or overloaded, or "
+            "this may be the port of a server or of another kvps process, the scheduler may be "
+            "stopped or overloaded, or "
             "its protocol another: compare kvps --version on both hosts"
         )
     return [(Level.FAIL, m.look_error, advice)]
@@ -201,7 +212,10 @@ def _versions(m: Measurements) -> Results:
         others.insert(0, f"the scheduler has {theirs or 'an older version'}")
     if others:
         figure = f"{ours}; {some_of(others, MEMBERS_SHOWN)}"
-        advice = "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again"
+        advice = (
+            "install one version of kvps on all hosts (pip install kvps==VERSION), and start the "
+            "job again"
+        )
         return [(Level.WARN, figure, advice)]
     return [(Level.OK, f"kvps {m.software} everywhere", "")]
 
@@ -222,7 +236,8 @@ def _members(m: Measurements) -> Results:
     for bad, advice in (
         (
             servers,
-            "start kvps-server again with the same --rank and the --checkpoint-dir that has its files: the job "
+            "start kvps-server again with the same --rank and the --checkpoint-dir that has its "
+            "files: the job "
             "continues from the last checkpoint. Without checkpoints start the job again",
         ),
         (
@@ -264,14 +279,18 @@ def _round_trip(m: Measurements) -> Results:
     figure = f"{_ms(median_s)} (median of {len(m.round_trips_s)}, longest {_ms(worst_s)})"
     if median_s < RTT_SLOW_S:
         return [(Level.OK, figure, "")]
-    advice = "a push and pull takes at least this long: place servers nearer to workers, and push many keys in one call"
+    advice = (
+        "a push and pull takes at least this long: place servers nearer to workers, and push many "
+        "keys in one call"
+    )
     return [(Level.WARN, figure, advice)]
 
 
 def bits_s(m: Measurements) -> float | None:
     """Return the bandwidth of the way to the scheduler in bits per second; None if it was not measured.
 
-    It is the bandwidth of the largest transfer: the bytes go there and come back, and the round trip is subtracted.
+    It is the bandwidth of the largest transfer: the bytes go there and come back, and the round
+    trip is subtracted.
     """
     if not m.transfers or not m.round_trips_s:
         return None
@@ -290,7 +309,8 @@ def _bandwidth(m: Measurements) -> Results:
         return [(Level.OK, figure, "")]
     seconds = 100e6 * 8 / rate
     advice = (
-        f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), place servers where "
+        f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), "
+        "place servers where "
         "the link is wider, or check the network (ethtool, iperf3)"
     )
     return [(Level.WARN, f"slow link: {figure}", advice)]
@@ -304,7 +324,8 @@ def _clock(m: Measurements) -> Results:
     if abs(ahead) < SKEW_MAX_S:
         return [(Level.OK, figure, "")]
     advice = (
-        "logs, traces and the dates of keys disagree between hosts: let chrony or systemd-timesyncd set the clocks "
+        "logs, traces and the dates of keys disagree between hosts: let chrony or "
+        "systemd-timesyncd set the clocks "
         "(timedatectl); training itself does not depend on them"
     )
     return [(Level.WARN, figure, advice)]
@@ -313,7 +334,8 @@ def _clock(m: Measurements) -> Results:
 def _shared_memory(m: Measurements) -> Results:
     if m.shared_memory_error:
         advice = (
-            "values travel in packets, also on one host: allow memfd_create and raise RLIMIT_FSIZE (ulimit -f "
+            "values travel in packets, also on one host: allow memfd_create and raise "
+            "RLIMIT_FSIZE (ulimit -f "
             "unlimited) and the memory of the container"
         )
         level = Level.FAIL if m.transport == "shm" else Level.WARN
@@ -342,7 +364,10 @@ def _descriptors(m: Measurements) -> Results:
     figure = f"{limits.open} open, limit {hard}; {job} needs {need:,}"
     if limits.hard < 0 or need <= limits.hard:
         return [(Level.OK, figure, "")]
-    advice = f"raise the limit to {need:,} or more: ulimit -n {need}; LimitNOFILE= in systemd; --ulimit nofile= in docker"
+    advice = (
+        f"raise the limit to {need:,} or more: ulimit -n {need}; LimitNOFILE= in systemd; "
+        "--ulimit nofile= in docker"
+    )
     return [(Level.FAIL, figure, advice)]
 
 

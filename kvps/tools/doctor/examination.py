@@ -1,7 +1,8 @@
-"""Measurements for ``kvps doctor``: names, connections, keys, answers, bandwidth, memory and limits of this process.
+"""Measurements for ``kvps doctor``: names, connections, keys, answers, bandwidth, memory and
+limits of this process.
 
-Nothing is decided here, but where to stop: what cannot be reached is not measured. :mod:`kvps.tools.doctor.diagnosis` says
-what the figures mean.
+Nothing is decided here, but where to stop: what cannot be reached is not measured.
+:mod:`kvps.tools.doctor.diagnosis` says what the figures mean.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ CONNECT_MAX_S = 3.0
 PINGS = 7
 SIZES = (4 << 10, 16 << 10, 64 << 10, PING_BYTES_MAX)
 ENOUGH_S = 0.1
-"""A transfer that takes so long says enough of the bandwidth; a larger one would be asked for again on its way."""
+"""A transfer that takes so long says enough of the bandwidth; a larger one would be asked for
+again on its way."""
 
 
 class AskScheduler(Protocol):

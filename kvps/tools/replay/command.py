@@ -1,4 +1,5 @@
-"""``kvps replay``: runs the core of a process over its record, and says whether it comes to the same state."""
+"""``kvps replay``: runs the core of a process over its record, and says whether it comes to the
+same state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The digest of a core's state: equal for two cores that hold the same, bit for bit.
 
-It follows every attribute of every object. It omits values without a meaning: memory that nothing was written to yet,
-scratch space, addresses, functions, and where values lie.
+It follows every attribute of every object. It omits values without a meaning: memory that nothing
+was written to yet, scratch space, addresses, functions, and where values lie.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files of records: a header in JSON, then events, each with its kind and its length.
 
-What stands in a file is data: no class, function or module is looked up by a name from it, but for the classes of the
-tables in :mod:`kvps.tools.replay.values`.
+What stands in a file is data: no class, function or module is looked up by a name from it, but for
+the classes of the tables in :mod:`kvps.tools.replay.values`.
 """
 
 from __future__ import annotations

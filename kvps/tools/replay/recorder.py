@@ -1,8 +1,10 @@
-"""The flight recorder of a process: all that its core was given, in a ring of the last events or completely in a file.
+"""The flight recorder of a process: all that its core was given, in a ring of the last events or
+completely in a file.
 
-The *ring* is always on. It holds the envelopes and fields of the last packets that came and left, timers, calls and
-failures, and no values. The *full* record goes to a file as it happens, with payloads and the arguments of calls, so
-that it survives SIGKILL. For a replay it also has the answers of the memory, and when the world had read a payload.
+The *ring* is always on. It holds the envelopes and fields of the last packets that came and left,
+timers, calls and failures, and no values. The *full* record goes to a file as it happens, with
+payloads and the arguments of calls, so that it survives SIGKILL. For a replay it also has the
+answers of the memory, and when the world had read a payload.
 """
 
 from __future__ import annotations

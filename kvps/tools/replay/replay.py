@@ -1,8 +1,8 @@
 """The replay of a record: the same core, given the same inputs in the same order, in virtual time.
 
-A full record of any role can be replayed, up to a request that could not be written down. The short form, a dumped ring,
-can be replayed if it begins with the process and its core needs no values: a scheduler's always, a
-server as far as its rounds and sessions go.
+A full record of any role can be replayed, up to a request that could not be written down. The
+short form, a dumped ring, can be replayed if it begins with the process and its core needs no
+values: a scheduler's always, a server as far as its rounds and sessions go.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Encoder:
     """Writes values; a tensor that occurs twice is written once.
 
     Args:
-        place: returns the number of a thing that the replay will have by itself, such as an order; None for no such
-            thing.
+        place: returns the number of a thing that the replay will have by itself, such as an order;
+            None for no such thing.
     """
 
     def __init__(self, place: Callable[[object], int | None] = lambda _: None) -> None:

@@ -1,7 +1,9 @@
-"""The scheduler's part in a trace: begins it, reads the clocks of all members, and keeps their spans to be fetched.
+"""The scheduler's part in a trace: begins it, reads the clocks of all members, and keeps their
+spans to be fetched.
 
-One trace is recorded at a time. What it keeps is bounded, and forgotten some time after its end. Members are those
-that say BEAT: the envelope of each was judged before, so that strangers have no part in this.
+One trace is recorded at a time. What it keeps is bounded, and forgotten some time after its end.
+Members are those that say BEAT: the envelope of each was judged before, so that strangers have no
+part in this.
 """
 
 from __future__ import annotations

@@ -2,17 +2,19 @@
 
 Theory of operation
 -------------------
-The walk begins where the last wait of a script ended, and asks at each moment what that moment waited for. It is in
-one process at a time, either in its loop or in its script:
+The walk begins where the last wait of a script ended, and asks at each moment what that moment
+waited for. It is in one process at a time, either in its loop or in its script:
 
-* in a loop that handles a packet, it goes back to where the handling began, then to where the packet was sent. In
-  between the packet was on its way; as far as the receiver's loop was busy with something else meanwhile, it waited
-  for that.
+* in a loop that handles a packet, it goes back to where the handling began, then to where the
+  packet was sent. In between the packet was on its way; as far as the receiver's loop was busy
+  with something else meanwhile, it waited for that.
 * in a loop that sends a request of the script, it goes to the script.
-* in a script that computes, it goes back to where that began: the end of a wait, and to the loop that ended it.
+* in a script that computes, it goes back to where that began: the end of a wait, and to the loop
+  that ended it.
 
-So a round that waits for a slow rank leads to the push that closed it, and from there to that rank's script. The
-time between two stops is a *stretch*, and belongs to what kept it: the shares of all stretches add up to the whole.
+So a round that waits for a slow rank leads to the push that closed it, and from there to that
+rank's script. The time between two stops is a *stretch*, and belongs to what kept it: the shares
+of all stretches add up to the whole.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Cause(NamedTuple):
     """The cause of a stretch."""
 
     kind: str
-    """``compute``, ``copy`` (of a worker's values), ``reduce``, ``update``, ``reply``, ``serve``, ``link`` or ``idle``."""
+    """``compute``, ``copy`` (of a worker's values), ``reduce``, ``update``, ``reply``, ``serve``,
+    ``link`` or ``idle``."""
     node: Node
     """Where; of a link the sender."""
     peer: Node | None = None

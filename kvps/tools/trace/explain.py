@@ -261,7 +261,8 @@ def _lines(found: Explanation) -> list[str]:
         return ["no worker waited for a call in this trace: nothing can be said about its steps"]
     first = found.findings[0]
     lines = [
-        f"{title(first)} bounds the step: {100 * first.share:.0f} % of {found.seconds:.1f} s. {_sentence(advice(first))}",
+        f"{title(first)} bounds the step: {100 * first.share:.0f} % of {found.seconds:.1f} s. "
+        f"{_sentence(advice(first))}",
         "",
     ]
     rest = 0.0

@@ -1,4 +1,5 @@
-"""Lenses that record traces: of members, which send their spans to the scheduler, and of the scheduler itself.
+"""Lenses that record traces: of members, which send their spans to the scheduler, and of the
+scheduler itself.
 
 The messages of traces end here: no core hears of them.
 """
@@ -176,7 +177,8 @@ class SchedulerLens(TimelineLens):
             self.due = 0.0
 
     def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
-        """A packet came: a beat, which tells where a member is, whether a trace is recorded or not; or any other."""
+        """A packet came: a beat, which tells where a member is, whether a trace is recorded or
+        not; or any other."""
         if isinstance(packet.message, p.Beat):
             if isinstance(route, bytes):
                 self.coordinator.beat(route, now)

@@ -1,7 +1,7 @@
 """A member's part in a trace: when it records, what its clock shows, and when its spans leave.
 
-It records from the first ASK-CLOCK of a trace until it has heard none for a while, so that a scheduler that ends
-or forgets leaves no process recording.
+It records from the first ASK-CLOCK of a trace until it has heard none for a while, so that a
+scheduler that ends or forgets leaves no process recording.
 """
 
 from __future__ import annotations

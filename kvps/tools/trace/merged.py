@@ -66,9 +66,9 @@ class MergedTrace:
 class ClockOffset:
     """The offset of one member's clock, from round trips between it and the scheduler.
 
-    An answer that took ``back - sent`` was read somewhere in between: half of that is the error, and it grows with the
-    time from there, as clocks drift. Clocks that agree within all errors count as equal: processes of one host have
-    the same clock.
+    An answer that took ``back - sent`` was read somewhere in between: half of that is the error,
+    and it grows with the time from there, as clocks drift. Clocks that agree within all errors
+    count as equal: processes of one host have the same clock.
     """
 
     def __init__(self, trips: Sequence[RoundTrip]) -> None:

@@ -1,7 +1,8 @@
 """The tracer of one process: spans of the work of its loop and its script, while a trace is recorded.
 
-The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after each: a core makes
-an effect before it is taken, and the loop performs it before it takes the next. So no core knows of this.
+The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after
+each: a core makes an effect before it is taken, and the loop performs it before it takes the next.
+    So no core knows of this.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Tracer:
     # --- on and off -----------------------------------------------------------------------------
 
     def open(self, counts: Counts | None) -> None:
-        """Measure what costs time only while it is measured: frames, and steps of the optimizer in ``counts``."""
+        """Measure what costs time only while it is measured: frames, and steps of the optimizer in
+        ``counts``."""
         self._counts = counts
         self._encoding.clock = self.clock
         if counts is not None:

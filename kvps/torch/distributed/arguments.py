@@ -1,4 +1,5 @@
-"""The checked arguments of a process group's methods: what torch gives, and what a collective can do with it."""
+"""The checked arguments of a process group's methods: what torch gives, and what a collective can
+do with it."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class Board:
 
     Args:
         timeout_s: how long it may take to open the stores.
-        generation: the same on all ranks, and no other for processes that have taken the place of one: push numbers
-            begin at 0, and a server would take theirs for those of their predecessors.
+        generation: the same on all ranks, and no other for processes that have taken the place of
+            one: push numbers begin at 0, and a server would take theirs for those of their predecessors.
     """
 
     def __init__(self, timeout_s: float, generation: str) -> None:
@@ -112,7 +112,8 @@ class Board:
     def next_use(self, name: str) -> tuple[str, int]:
         """Return the key of the next use of a post, and how often that key was used before.
 
-        There are two keys behind each name, used in turns: a writer need not wait for readers of the value before.
+        There are two keys behind each name, used in turns: a writer need not wait for readers of
+        the value before.
         """
         count = self._uses.get(name, 0)
         self._uses[name] = count + 1

@@ -1,19 +1,20 @@
 """The comparison of all ranks' collectives, beside them: mismatched calls are refused on every rank.
 
-Each rank writes the log of its calls to torch's key-value store, when calls were made since, ten times a second at
-most. All but the first rank of a group compare theirs with that of the first, and the first with a few of theirs, since
-they may have ended. A rank that finds a difference writes it
-down. Every rank that waits reads it, says so, and fails its collectives a moment later: a rank whose script ends first
-would close rounds that others wait for. So a round costs an entry in a list, and nothing travels with it; a
-mismatch is told in a few tenths of a second.
+Each rank writes the log of its calls to torch's key-value store, when calls were made since, ten
+times a second at most. All but the first rank of a group compare theirs with that of the first,
+and the first with a few of theirs, since they may have ended. A rank that finds a difference writes it
+down. Every rank that waits reads it, says so, and fails its collectives a moment later: a rank
+whose script ends first would close rounds that others wait for. So a round costs an entry in a
+list, and nothing travels with it; a mismatch is told in a few tenths of a second.
 
-Calls that differ do not meet, because the names of their keys differ (:mod:`kvps.torch.distributed.collectives`): a
-rank waits until it is told, and gets no wrong values.
+Calls that differ do not meet, because the names of their keys differ
+(:mod:`kvps.torch.distributed.collectives`): a rank waits until it is told, and gets no wrong values.
 
 A message between two ranks has a log of its own at either end, and the receiver compares.
 
-torch prints a C++ stack trace when a process asks a store that is gone. So each rank writes a *goodbye* after its last
-question, and rank 0, which serves the store, waits for the goodbyes before its process ends.
+torch prints a C++ stack trace when a process asks a store that is gone. So each rank writes a
+*goodbye* after its last question, and rank 0, which serves the store, waits for the goodbyes
+before its process ends.
 """
 
 from __future__ import annotations
@@ -159,7 +160,8 @@ class CallChecker:
         if store is not None:
             self._thread = threading.Thread(target=self._run, name="kvps checks", daemon=True)
             self._thread.start()
-            # Else the interpreter would end the thread in the middle of torch's C++, which aborts the process.
+            # Else the interpreter would end the thread in the middle of torch's C++, which aborts
+            # the process.
             atexit.register(self.close)
 
     def calls(self, group: str, ranks: Sequence[int], rank: int) -> CheckedCalls:
@@ -250,7 +252,8 @@ class CallChecker:
         return pause * max(1.0, ranks / RANKS_AT_ONCE)
 
     def _look(self) -> bool:
-        """Write and compare what is new, and fail what waits in a group that has ended; return whether to go on."""
+        """Write and compare what is new, and fail what waits in a group that has ended; return
+        whether to go on."""
         waiting = self._executor.waiting()
         with self._lock:
             fresh = set(self._fresh)

@@ -1,9 +1,9 @@
 """The log of one rank's collectives in one group, and its comparison with the log of another rank.
 
-Collectives have no names: the k-th of one rank meets the k-th of every other. So each rank numbers its calls, and
-keeps the last of them as text: the operation, the reduction or root, the element type and the shape. Each entry
-carries a digest of itself and all entries before it. Two logs with the same digest at one number are the same
-up to there, however much of their beginning has been forgotten.
+Collectives have no names: the k-th of one rank meets the k-th of every other. So each rank numbers
+its calls, and keeps the last of them as text: the operation, the reduction or root, the element
+type and the shape. Each entry carries a digest of itself and all entries before it. Two logs with
+the same digest at one number are the same up to there, however much of their beginning has been forgotten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SHAPES_SHOWN = 8
 TEXT_MAX = 300
 """Characters of a refusal that other ranks are shown."""
 REFUSED = "refused"
-"""The digest of a call that its own rank was refused: whatever the reason, it equals that of other ranks' refusals."""
+"""The digest of a call that its own rank was refused: whatever the reason, it equals that of other
+ranks' refusals."""
 
 
 class LoggedCall(NamedTuple):
@@ -122,7 +123,8 @@ def first_difference(mine: Sequence[LoggedCall], theirs: Sequence[LoggedCall]) -
 def exchange_difference(
     mine: Sequence[LoggedCall], theirs: Sequence[LoggedCall], rank: int, other: int
 ) -> int | None:
-    """Return the number of the first all_to_all in which one rank sends the other more or less than that receives.
+    """Return the number of the first all_to_all in which one rank sends the other more or less
+    than that receives.
 
     Args:
         mine: the calls of the rank at place ``rank`` of the group.
@@ -156,7 +158,8 @@ def in_words(title: str, number: int, logs: Mapping[int, Sequence[LoggedCall]]) 
     is_known = len(ranks) > 1
     which = f"Number {number} is {made}" if is_known else f"They differed before number {number}"
     return (
-        f"{title}. {which}. All ranks must make the same collectives in the same order, with the same shapes, types, "
+        f"{title}. {which}. All ranks must make the same collectives in the same order, with the "
+        "same shapes, types, "
         "reductions and roots. The group cannot be used any more: mend the script, and create the group again"
     )
 

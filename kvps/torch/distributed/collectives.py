@@ -9,8 +9,8 @@ once and pulls the sum, however many ranks there are.
 
 *A letter.* One member writes a post, and others read it (:mod:`kvps.torch.distributed.mailbox` has both).
 
-The name of a key says what it is for: the operation, its reduction or root, the element type and, for the first shapes,
-the shape. Ranks whose calls differ use different keys, and wait until they are told so
+The name of a key says what it is for: the operation, its reduction or root, the element type and,
+for the first shapes, the shape. Ranks whose calls differ use different keys, and wait until they are told so
 (:mod:`kvps.torch.distributed.call_checker`).
 
 Groups of fewer ranks than the job make their reductions of swaps: rounds are of all ranks.
@@ -42,7 +42,8 @@ from kvps.torch.distributed.mailbox import KeySizes
 from kvps.torch.distributed.ordered_executor import Steps
 
 POSTS_EXACT_MAX, LETTERS_EXACT_MAX = 16, 8
-"""The number of shapes that have keys of their own: in each kind of swap and letter, and between two ranks."""
+"""The number of shapes that have keys of their own: in each kind of swap and letter, and between
+two ranks."""
 LETTERS_MAX = 4096
 """The most keys of a mailbox that a process may use: ranks, tags and sizes multiply."""
 
@@ -154,7 +155,8 @@ class Collectives:
         return track, there()
 
     def reduce_sparse(self, given: torch.Tensor, op: str) -> Plan:
-        """Add up sparse tensors of all members: each sends its indices and values, and all get the coalesced sum.
+        """Add up sparse tensors of all members: each sends its indices and values, and all get the
+        coalesced sum.
 
         Args:
             given: of layout ``torch.sparse_coo``; the sum is delivered there.

@@ -8,8 +8,8 @@ had ended j before; and no rank reads what was written in j any more. No acknowl
 *A letter.* One member writes a post, others read it, and hear nothing from each other. Each reader then
 pushes a second key; the version of that says how many have read. The writer writes again when all have.
 
-The work of a collective ends for the writer, too, when all have read: a rank whose call no other rank meets must
-not take it for done. A message between two ranks ends when it is written.
+The work of a collective ends for the writer, too, when all have read: a rank whose call no other
+rank meets must not take it for done. A message between two ranks ends when it is written.
 
 The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
 

@@ -5,8 +5,8 @@ No key may be in two rounds at once, as the answer to the first might come with 
 second; so collectives that use the same keys are on one *track*, and the next begins when the one before
 it has ended. Collectives on different tracks pass each other.
 
-A collective may have calls that its track need not wait for, such as the news that a value was read. Its generator
-returns their tickets, and the work ends with them.
+A collective may have calls that its track need not wait for, such as the news that a value was
+read. Its generator returns their tickets, and the work ends with them.
 
 Why no rank waits for ever: all ranks call collectives in one order, so a track holds the same ones in the
 same order everywhere. The first on a track is under way on every rank that has called it, and waits for
@@ -199,7 +199,8 @@ class OrderedExecutor:
 
 def _destroyed(group: str) -> ConfigError:
     return ConfigError(
-        f"process group {group!r} was destroyed, and takes no more calls. If it was created again, use the new group: a "
+        f"process group {group!r} was destroyed, and takes no more calls. If it was created "
+        "again, use the new group: a "
         "default argument such as group=dist.group.WORLD keeps the old one"
     )
 

@@ -1,9 +1,9 @@
 """torch.distributed's process group "kvps": from torch's calls to collectives, and no more.
 
 Each method takes what torch gives (lists of lists, options), checks that the shapes fit together, and
-begins one collective. It returns at once; what comes of it is in the :class:`~kvps.torch.distributed.work.Work`.
-Each call is noted, so that calls that differ between ranks are told to all of them; and so is a call that is
-refused here, for which other ranks would wait.
+begins one collective. It returns at once; what comes of it is in the
+:class:`~kvps.torch.distributed.work.Work`. Each call is noted, so that calls that differ between
+ranks are told to all of them; and so is a call that is refused here, for which other ranks would wait.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices of tensors that the group takes; FSDP and checkpoints look for one that they can use."""
+        """The devices of tensors that the group takes; FSDP and checkpoints look for one that they
+        can use."""
         names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
         return [torch.device(name) for name in names]
 
@@ -156,7 +157,8 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Begin what torch calls coalescing: :meth:`_end_coalescing` returns one work for all calls until then."""
+        """Begin what torch calls coalescing: :meth:`_end_coalescing` returns one work for all
+        calls until then."""
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
@@ -271,8 +273,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         """Wait until all ranks have called; name those that have not.
 
-        torch.distributed.monitored_barrier refuses every backend but gloo, so this is called as a method of the group:
-        ``dist.group.WORLD.monitored_barrier(timedelta(seconds=30))``.
+        torch.distributed.monitored_barrier refuses every backend but gloo, so this is called as a
+        method of the group: ``dist.group.WORLD.monitored_barrier(timedelta(seconds=30))``.
 
         Args:
             timeout: how long; None for the group's timeout.
@@ -287,7 +289,8 @@ class ProcessGroup(dist.ProcessGroup):
         except Timeout as error:
             missing = self._checker.missing(self._calls)
             raise Timeout(
-                f"monitored_barrier of group {self._group!r}: {ranks_in_words(missing)} did not call it within "
+                f"monitored_barrier of group {self._group!r}: {ranks_in_words(missing)} did not "
+                "call it within "
                 f"{timeout}. The barrier stands: a rank that comes later passes it"
             ) from error
 

@@ -4,11 +4,12 @@ torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as
 them. A plain process of a cluster has none of these, and neither has a process without a cluster. So if a
 cluster is configured, or if torch would fail, the ranks meet in the cluster: rank and size are its own, and
 torch's store is at a port of rank 0 that the system chooses; the other ranks learn it through the servers. A
-destroyed group can be created again, because no port is used twice. torchrun's agents have a store already, a new
-one for each time that they start the ranks, and that is used.
+destroyed group can be created again, because no port is used twice. torchrun's agents have a store
+already, a new one for each time that they start the ranks, and that is used.
 
-All ranks of a group begin together. Where torchrun starts them all again, they are another *generation*, and share no
-store on the servers with their predecessors. A rank that is started again by itself is refused.
+All ranks of a group begin together. Where torchrun starts them all again, they are another
+*generation*, and share no store on the servers with their predecessors. A rank that is started
+again by itself is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ ADDRESS_MAX = 256
 ALL_HERE_MAX_S = 60.0
 """Seconds until all ranks of a group must have agreed on it, once each was here once."""
 RETURN_MAX_S = 30.0
-"""Seconds that the replacement of a rank that was lost is waited for: a launcher may be starting all ranks again."""
+"""Seconds that the replacement of a rank that was lost is waited for: a launcher may be starting
+all ranks again."""
 LOOK_EVERY_S = 0.02
 REFUSED = "kvps.refused"
 """The key of torch's store, with a rank, that says why that rank could not make its group."""
@@ -85,7 +87,8 @@ class _Shared:
     began: bool = False
     """Whether the session began with the rendezvous, or with the first group."""
     served: list[_Served] = field(default_factory=list)
-    """torch's stores of all groups of this process. Rank 0 serves them until it ends: others may leave a group later."""
+    """torch's stores of all groups of this process. Rank 0 serves them until it ends: others may
+    leave a group later."""
     generations: int = 0
     """How often this process has formed the group of all ranks."""
 
@@ -190,7 +193,8 @@ def _join(rank: int | None, size: int | None, timeout_s: float) -> Any:
 
 
 def make(options: Any, more: Any) -> ProcessGroup:
-    """Return a process group; torch calls this. Tell other ranks, which wait for this one, if it is refused."""
+    """Return a process group; torch calls this. Tell other ranks, which wait for this one, if it
+    is refused."""
     try:
         with DisableTorchFunction():  # a default device of the script's is not that of our tensors
             return _made(options, more)
@@ -239,9 +243,10 @@ def _made(options: Any, more: Any) -> ProcessGroup:
 def _agree(store: Store, session: Any, timeout_s: float) -> str:
     """Return the generation: the same for all ranks, when all are here.
 
-    A launcher that starts the ranks again may give them the same store, with what their predecessors wrote. So each
-    rank writes its incarnation, and how often it has done this. A generation consists of what all ranks have written, if
-    the members of the job are those; and it is agreed on when each rank has said that it sees the same.
+    A launcher that starts the ranks again may give them the same store, with what their
+    predecessors wrote. So each rank writes its incarnation, and how often it has done this. A
+    generation consists of what all ranks have written, if the members of the job are those; and it
+    is agreed on when each rank has said that it sees the same.
 
     Raises:
         WorkerLost: if another rank does not come, or belongs to an earlier group.
@@ -266,7 +271,8 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
                 index for index in range(size) if not store.check([f"kvps.{generation}.{index}"])
             ]
             error = WorkerLost(
-                f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank {rank} within "
+                f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank "
+                f"{rank} within "
                 f"{min(timeout_s, ALL_HERE_MAX_S):g} s. All ranks of a group begin together: when a rank was "
                 "started again, start the others again, too, as torchrun does"
             )
@@ -316,7 +322,8 @@ def _demand_others(store: Store, session: Any, *, is_late: bool, may_return: boo
     if missing and (gone or is_late):
         reason = "ended first" if gone else "did not begin in time"
         raise WorkerLost(
-            f"init_process_group({NAME!r}): {ranks_in_words(gone or missing)} {reason}; see the output of the process. "
+            f"init_process_group({NAME!r}): {ranks_in_words(gone or missing)} {reason}; see the "
+            "output of the process. "
             "All ranks of a group begin together"
         )
 

@@ -1,1 +1,2 @@
-"""Training by local steps: workers train alone for many steps, and the servers merge what they have learned."""
+"""Training by local steps: workers train alone for many steps, and the servers merge what they
+have learned."""

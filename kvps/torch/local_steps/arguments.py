@@ -1,4 +1,5 @@
-"""The checked arguments of DiLoCo and LocalSGD: the outer optimizer, the store's options, and the weight of a worker."""
+"""The checked arguments of DiLoCo and LocalSGD: the outer optimizer, the store's options, and the
+weight of a worker."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def outer_of(outer: object, lr: float, momentum: float, mode: str = "sync") -> H
     """Return the optimizer that servers apply to pseudo-gradients.
 
     Args:
-        outer: ``"nesterov"``, ``"delayed_nesterov"``, ``"sgd"``, or a torch optimizer, whose own hyper-parameters
-            count.
+        outer: ``"nesterov"``, ``"delayed_nesterov"``, ``"sgd"``, or a torch optimizer, whose own
+            hyper-parameters count.
         lr, momentum: of those given by name.
         mode: the mode.
 
@@ -37,11 +38,13 @@ def outer_of(outer: object, lr: float, momentum: float, mode: str = "sync") -> H
         return describe(outer)
     if outer not in ("nesterov", "sgd", DELAYED):
         raise ConfigError(
-            f"outer={outer!r:.60}: use 'nesterov', 'delayed_nesterov', 'sgd', or a torch optimizer that servers can run"
+            f"outer={outer!r:.60}: use 'nesterov', 'delayed_nesterov', 'sgd', or a torch "
+            "optimizer that servers can run"
         )
     if outer == DELAYED and mode != "async":
         raise ConfigError(
-            f"outer='{DELAYED}' needs mode='async'; with mode={mode!r} pushes are merged, so use outer='nesterov'"
+            f"outer='{DELAYED}' needs mode='async'; with mode={mode!r} pushes are merged, so use "
+            "outer='nesterov'"
         )
     for name, value in (("lr", lr), ("momentum", momentum)):
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -75,19 +78,23 @@ class OuterNumbers:
         ):
             return
         raise ConfigError(
-            f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, but servers have "
-            f"lr={self._read.number('lr'):g}, which they read once. Leave the outer optimizer as it is, and call "
+            f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, "
+            "but servers have "
+            f"lr={self._read.number('lr'):g}, which they read once. Leave the outer optimizer as "
+            "it is, and call "
             "set_learning_rate() of each store in stores, on every worker"
         )
 
 
 def warn_unless_entered(optimizer: torch.optim.Optimizer, owner: str) -> Any:
-    """Have the first step of an inner optimizer warn that it does not count; return the handle that prevents this."""
+    """Have the first step of an inner optimizer warn that it does not count; return the handle
+    that prevents this."""
 
     def warn(*_: object) -> None:
         handle.remove()
         warnings.warn(
-            f"the inner optimizer was stepped outside the {owner}, so the step does not count, and nothing is merged: "
+            f"the inner optimizer was stepped outside the {owner}, so the step does not count, "
+            "and nothing is merged: "
             f"train inside `with {owner}(...):`",
             stacklevel=3,
         )
@@ -108,10 +115,11 @@ def store_type(mode: object) -> str:
 
 
 def has_means(mode: str, late: str) -> bool:
-    """Return whether servers compute the mean of a round; else each push counts as one part of the number of workers.
+    """Return whether servers compute the mean of a round; else each push counts as one part of the
+    number of workers.
 
-    With ``late="next"``, workers that push in turns each close rounds of their own: by means, every round would move the
-    weights by a whole step.
+    With ``late="next"``, workers that push in turns each close rounds of their own: by means,
+    every round would move the weights by a whole step.
 
     Raises:
         ConfigError: for an unknown value of ``late``.
@@ -140,11 +148,13 @@ def is_dynamic(dynamic: object, mode: str, fragments: int) -> bool:
         raise ConfigError(f"dynamic_sync_every={dynamic!r:.40}: use True or False")
     if dynamic and mode != "async":
         raise ConfigError(
-            f"dynamic_sync_every=True needs mode='async': with mode={mode!r} all workers make the same number of steps"
+            f"dynamic_sync_every=True needs mode='async': with mode={mode!r} all workers make the "
+            "same number of steps"
         )
     if dynamic and fragments > 1:
         raise ConfigError(
-            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns at the same steps on "
+            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns "
+            "at the same steps on "
             "all workers; use fragments=1"
         )
     return dynamic
@@ -174,7 +184,8 @@ class Weight:
             raise ConfigError(f"weight={given!r:.40}: use a number above 0, 'tokens', or None")
         if given is not None and not is_mean:
             raise ConfigError(
-                f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or late='next', each push counts "
+                f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or "
+                "late='next', each push counts "
                 "as one part of the number of workers, and servers compute no mean"
             )
         self._given: Any = given
@@ -202,13 +213,15 @@ class Weight:
             return 1.0 if self._given is None else float(self._given)
         if not self._tokens[fragment]:
             raise ConfigError(
-                "weight='tokens', but add_tokens() was not called since this fragment was last merged; call it in "
+                "weight='tokens', but add_tokens() was not called since this fragment was last "
+                "merged; call it in "
                 "each step"
             )
         return self._tokens[fragment]
 
     def overall(self) -> float:
-        """Return the weight of this worker in a mean of all fragments: of its tokens the most, or 1 if there are none."""
+        """Return the weight of this worker in a mean of all fragments: of its tokens the most, or
+        1 if there are none."""
         if self._given != TOKENS:
             return 1.0 if self._given is None else float(self._given)
         return max(self._tokens) or 1.0

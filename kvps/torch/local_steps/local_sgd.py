@@ -16,8 +16,9 @@ class LocalSGD(DiLoCo):
     Args:
         model, inner_optimizer: as in :class:`DiLoCo`.
         sync_every: steps between two averages.
-        options: the other options of :class:`DiLoCo`, but ``outer``, ``lr`` and ``momentum``. With ``mode="async"`` or
-            ``late="next"``, each push moves the servers' weights to the worker's by its part of the way.
+        options: the other options of :class:`DiLoCo`, but ``outer``, ``lr`` and ``momentum``. With
+            ``mode="async"`` or ``late="next"``, each push moves the servers' weights to the
+            worker's by its part of the way.
 
     Raises:
         ConfigError: for invalid arguments.

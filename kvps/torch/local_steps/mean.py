@@ -1,4 +1,5 @@
-"""The mean of the workers' weights between two merges, in a store of its own, which has no outer optimizer."""
+"""The mean of the workers' weights between two merges, in a store of its own, which has no outer
+optimizer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class MeanStore:
     def __init__(self, owner: str, options: StoreOptions, compression: Any) -> None:
         self._kv = create_dist("dist_sync", f"{owner}.mean", options, average=True)
         self._lost: int | None = None
-        """Means of the lost worker that this one replaces, which its script has still to pass; None if unknown."""
+        """Means of the lost worker that this one replaces, which its script has still to pass;
+        None if unknown."""
         residual_state.compress(self._kv, compression, "compression")
 
     def resume(self) -> None:

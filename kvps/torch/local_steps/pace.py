@@ -1,13 +1,13 @@
 """The pace of this worker among the others: how long its local steps take, and how many of them make a turn.
 
-The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a worker writes its row
-and reads all of them, while its pseudo-gradients are on their way. So nobody waits, and nobody counts as fast for
-ever that has stopped writing.
+The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a
+worker writes its row and reads all of them, while its pseudo-gradients are on their way. So nobody
+waits, and nobody counts as fast for ever that has stopped writing.
 
-A worker that makes v steps per second, where the fastest makes v_max, has ``floor(sync_every * v / v_max)`` steps in
-a turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to learn the speeds of others: each writes
-its own into a table when it pushes, and reads the table as it is. The table has no clock, so each reader remembers when it
-first saw what a row holds.
+A worker that makes v steps per second, where the fastest makes v_max, has ``floor(sync_every * v /
+v_max)`` steps in a turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to
+learn the speeds of others: each writes its own into a table when it pushes, and reads the table as
+it is. The table has no clock, so each reader remembers when it first saw what a row holds.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvps.store.options import StoreOptions
 SILENT_TURNS = 4
 """Turns without a report after which a worker does not count: it is lost, has left, or is stopped."""
 TOLERANCE = 0.05
-"""The share by which equal workers may seem to differ. Without it, the slower of two equal workers would always have
-a step less, which is half of them where ``sync_every`` is 2."""
+"""The share by which equal workers may seem to differ. Without it, the slower of two equal workers
+would always have a step less, which is half of them where ``sync_every`` is 2."""
 
 
 class Report(NamedTuple):
@@ -87,7 +87,8 @@ class DynamicSteps:
         return min(max(steps, self._least), self._sync_every)
 
     def _longest_turn_s(self, report: Report) -> float:
-        """Return how long the turn after a report may take: as long as the last one, or as one of all steps."""
+        """Return how long the turn after a report may take: as long as the last one, or as one of
+        all steps."""
         return max(report.turn_s, self._sync_every * report.step_s)
 
 
@@ -138,7 +139,8 @@ class Pace:
         self._timer.end()
 
     def report(self, steps: int) -> None:
-        """Send how fast the last ``steps`` steps were, and ask for the others' speeds; do not wait for them."""
+        """Send how fast the last ``steps`` steps were, and ask for the others' speeds; do not wait
+        for them."""
         now = time.monotonic()
         step_s, turn_s = self._timer.median_s(steps), now - self._pushed_at
         self._pushed_at = now
@@ -166,7 +168,8 @@ class Pace:
         self._kv.close()
 
     def _open(self, error: EpochChanged | None) -> None:
-        """Create the table where there is none, and read it; ``error`` is set if servers returned to a checkpoint."""
+        """Create the table where there is none, and read it; ``error`` is set if servers returned
+        to a checkpoint."""
         while True:
             try:
                 if error is None or SPEEDS not in error.after:
@@ -187,10 +190,11 @@ STEPS_LEAST = 8
 
 
 class StepTimer:
-    """Measures local steps; what happens between :meth:`end` and :meth:`begin`, such as a merge, is not counted.
+    """Measures local steps; what happens between :meth:`end` and :meth:`begin`, such as a merge,
+    is not counted.
 
-    The host only enqueues what a CUDA device computes, so events on its stream are compared there. On other devices the
-    host's clock counts.
+    The host only enqueues what a CUDA device computes, so events on its stream are compared there.
+    On other devices the host's clock counts.
 
     Args:
         device: where the parameters are.
@@ -214,7 +218,8 @@ class StepTimer:
         self._begun = ended
 
     def median_s(self, steps: int) -> float:
-        """Return the median of the newest ``steps``, or of a few more if these are very few, in seconds; 0 for none.
+        """Return the median of the newest ``steps``, or of a few more if these are very few, in
+        seconds; 0 for none.
 
         It waits until the device has computed them.
         """

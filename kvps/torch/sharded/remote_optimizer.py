@@ -47,7 +47,8 @@ class RemoteOptimizer(ParameterSync):
         """The name of each parameter."""
         if numbers.get("clip_global_norm") is not None:
             raise ConfigError(
-                "clip_global_norm: a sharded model pushes and frees the gradients of one block after the other, so that "
+                "clip_global_norm: a sharded model pushes and frees the gradients of one block "
+                "after the other, so that "
                 "no update may wait for the norm of all: clip elements with clip_gradient=, or use "
                 "DistributedOptimizer(optimizer, model, update_on_kvstore=True, clip_global_norm=...)"
             )

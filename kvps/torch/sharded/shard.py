@@ -1,12 +1,17 @@
-"""A model whose weights live on the servers: a worker has only the weights of the blocks that it computes with.
+"""A model whose weights live on the servers: a worker has only the weights of the blocks that it
+computes with.
 
 Theory of operation
 -------------------
-Servers have the weights and the optimizer's state, and update with the mean of all workers' gradients. On a worker,
+Servers have the weights and the optimizer's state, and update with the mean of all workers'
+gradients. On a worker,
 
-* a block's weights come just before they are needed, and go when they were   (:mod:`kvps.torch.sharded.hooks`)
-* what autograd saves of a weight is its name                                 (:mod:`kvps.torch.sharded.residency`)
-* a gradient leaves when it is complete, and is freed                         (:mod:`kvps.torch.sharded.gradient_sender`)
+* a block's weights come just before they are needed, and go when they were
+  (:mod:`kvps.torch.sharded.hooks`)
+* what autograd saves of a weight is its name
+  (:mod:`kvps.torch.sharded.residency`)
+* a gradient leaves when it is complete, and is freed
+  (:mod:`kvps.torch.sharded.gradient_sender`)
 
 So :meth:`Sharded.step` has nothing to wait for. It ends the step: the next pull of a key waits for the round
 that this rank's gradient is in, and returns exactly the version after it, the same on every rank. At any time
@@ -68,7 +73,8 @@ def shard(
             with ``average=True`` and serves nothing else.
         optimizer: a torch optimizer over the trained parameters. Servers use its hyper-parameters, also when
             a scheduler changes them, and its ``step()`` is :meth:`Sharded.step`. It keeps no state: its
-            ``state_dict()`` and ``load_state_dict()`` are those of the servers' optimizer. Or the name of an optimizer of the servers, with its hyper-parameters in ``hyper``.
+            ``state_dict()`` and ``load_state_dict()`` are those of the servers' optimizer. Or the
+            name of an optimizer of the servers, with its hyper-parameters in ``hyper``.
         blocks: modules whose weights are pulled and freed together; None for the elements of each
             ``ModuleList`` and ``Sequential``. Weights outside all blocks stay from the start of forward to
             the end of backward.
@@ -77,8 +83,8 @@ def shard(
         device: the device for the weights of a model on the meta device; None for torch's default device.
         backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed,
             which takes memory for all gradients.
-        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
-            that ``kvstore`` names; None for the defaults.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in
+            :func:`kvps.create`, for the store that ``kvstore`` names; None for the defaults.
         **hyper: hyper-parameters for the name of an optimizer, as ``set_optimizer`` takes them.
 
     Raises:
@@ -168,7 +174,8 @@ class Sharded(Resumable):
             self._gradients.end_pass,
         )
         self._step: Callable[[], object] = self._end_step
-        """Ends a step, by that of the torch optimizer if there is one, which calls the script's hooks, too."""
+        """Ends a step, by that of the torch optimizer if there is one, which calls the script's
+        hooks, too."""
         self._hooks = self._watch(optimizer)
 
     def _begin(self) -> None:
@@ -226,7 +233,8 @@ class Sharded(Resumable):
 
     @property
     def steps(self) -> int:
-        """The number of completed steps, as :meth:`resume` returns it before the first step of a replacement."""
+        """The number of completed steps, as :meth:`resume` returns it before the first step of a
+        replacement."""
         steps = self._steps
         return self.resume() if steps.made == 0 and steps.is_behind else steps.made
 

@@ -27,7 +27,8 @@ def check_plain(optimizer: torch.optim.Optimizer, owner: str) -> None:
     """
     if hasattr(optimizer, "skip_synchronize"):
         raise ConfigError(
-            f"optimizer: got a DistributedOptimizer, which exchanges gradients itself; give {owner} the torch optimizer "
+            "optimizer: got a DistributedOptimizer, which exchanges gradients itself; give "
+            f"{owner} the torch optimizer "
             "that it wraps, and use only one of the two"
         )
 
@@ -41,7 +42,8 @@ def check_norms(given: object, owner: str) -> None:
     """Check that no embedding that is trained writes to its weight in forward passes.
 
     Raises:
-        ConfigError: if one has ``max_norm``: it rescales the rows of a worker's own batch, on that worker alone.
+        ConfigError: if one has ``max_norm``: it rescales the rows of a worker's own batch, on that
+            worker alone.
     """
     if not isinstance(given, torch.nn.Module):
         return
@@ -49,10 +51,14 @@ def check_norms(given: object, owner: str) -> None:
         is_table = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if is_table and submodule.max_norm is not None and submodule.weight.requires_grad:
             raise ConfigError(
-                f"{path or 'the module'}: {type(submodule).__name__}(max_norm={submodule.max_norm:g}) rescales rows of its weight in "
-                f"each forward pass, other rows on each worker, so that the weights of a {owner} would differ between "
-                "workers. Create it without max_norm, and limit norms with the optimizer on the workers: after step(), "
-                f"call weight.data.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g}) on every worker"
+                f"{path or 'the module'}: "
+                f"{type(submodule).__name__}(max_norm={submodule.max_norm:g}) rescales rows of its weight in "
+                f"each forward pass, other rows on each worker, so that the weights of a {owner} "
+                "would differ between "
+                "workers. Create it without max_norm, and limit norms with the optimizer on the "
+                "workers: after step(), "
+                f"call weight.data.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g}) on "
+                "every worker"
             )
 
 
@@ -75,11 +81,13 @@ def check_clipping(
         return
     if not on_store:
         raise ConfigError(
-            f"clip_global_norm={max_norm!r} is for update_on_kvstore=True. With the optimizer on the workers {here}"
+            f"clip_global_norm={max_norm!r} is for update_on_kvstore=True. With the optimizer on "
+            f"the workers {here}"
         )
     if overlaps:
         raise ConfigError(
-            f"clip_global_norm={max_norm!r} needs all gradients of a step together, and with {option} they leave one by "
+            f"clip_global_norm={max_norm!r} needs all gradients of a step together, and with "
+            f"{option} they leave one by "
             f"one during backward: leave out {option}"
         )
 

@@ -6,9 +6,9 @@ whenever enough bytes have come together. Nothing has to be agreed on: the store
 each key by itself, so another worker may cut its buckets elsewhere, and a parameter that gets no gradient
 today holds up no bucket.
 
-A message carries elements of one chunk of the store. So a bucket waits, within limits, for the gradients that complete
-its chunks (:meth:`Buckets.arrange`): a chunk that leaves in two parts costs two messages. Small gradients, which may
-lie in any chunk, leave with the last bucket.
+A message carries elements of one chunk of the store. So a bucket waits, within limits, for the
+gradients that complete its chunks (:meth:`Buckets.arrange`): a chunk that leaves in two parts
+costs two messages. Small gradients, which may lie in any chunk, leave with the last bucket.
 
 Backward ends where the next forward pass begins. So each bucket is more urgent than the one before it:
 its number is its priority, and what is needed first comes back first.

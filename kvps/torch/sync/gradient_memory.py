@@ -2,17 +2,18 @@
 
 Theory of operation
 -------------------
-After ``zero_grad()`` autograd makes each gradient a new tensor. A hook calls :meth:`GradientMemory.take`, which copies
-it to its *place*, while it is in the processor's cache, and lets ``.grad`` be a view of the place. So there is one copy,
-as there would be with a push of memory that servers do not read; but the tensor that autograd made is free again
-before the next layer asks for memory. A backward pass that finds ``.grad`` there adds to it, and nothing is copied.
+After ``zero_grad()`` autograd makes each gradient a new tensor. A hook calls
+:meth:`GradientMemory.take`, which copies it to its *place*, while it is in the processor's cache,
+and lets ``.grad`` be a view of the place. So there is one copy, as there would be with a push of
+memory that servers do not read; but the tensor that autograd made is free again before the next
+layer asks for memory. A backward pass that finds ``.grad`` there adds to it, and nothing is copied.
 
-Servers read a place until the call that pushed it is over. If such a call fails, they may read it later, with the
-pushes of other workers: the place is left to them, and its parameter gets another.
+Servers read a place until the call that pushed it is over. If such a call fails, they may read it
+later, with the pushes of other workers: the place is left to them, and its parameter gets another.
 
-``.grad`` belongs to the user, who may keep it after the step. A place whose last ``.grad`` still lives is left to
-its user, too. To know that, each ``.grad`` is a tensor over a numpy array of its own: the array lives as long
-as any view of that tensor does.
+``.grad`` belongs to the user, who may keep it after the step. A place whose last ``.grad`` still
+lives is left to its user, too. To know that, each ``.grad`` is a tensor over a numpy array of its
+own: the array lives as long as any view of that tensor does.
 
 Where servers read no memory of this process, as those on other hosts, there are no places.
 """
@@ -116,8 +117,8 @@ class GradientMemory:
         if not new:
             return
         wanted = [name for name in new if _may_move(self._params[name])]
-        # Small ones are pushed without those between them (:meth:`kvps.torch.sync.buckets.Buckets.arrange`), so they
-        # are to lie side by side.
+        # Small ones are pushed without those between them
+        # (:meth:`kvps.torch.sync.buckets.Buckets.arrange`), so they are to lie side by side.
         small = [name for name in wanted if self._params[name].nbytes < SMALL_BYTES]
         large = [name for name in wanted if self._params[name].nbytes >= SMALL_BYTES]
         for some in filter(None, (large, small)):
@@ -126,7 +127,8 @@ class GradientMemory:
                     self._places[name] = Place.of(tensor)
         self._known.update(new)
         if self._places:
-            # The tensors that autograd makes live until the hook: they come from the heap, not from new pages.
+            # The tensors that autograd makes live until the hook: they come from the heap, not
+            # from new pages.
             keep_freed_memory()
 
     def take(self, name: str) -> None:

@@ -11,15 +11,17 @@ over, the rest leaves. So between two steps a gradient is in one of these states
      |  hook             leaves   wait()
      +---- (no hook: a pass too few, or no gradient at all) ---> rest: :meth:`GradientSync.complete`
 
-Gradients lie where servers read them, if these share memory (:mod:`kvps.torch.sync.gradient_memory`). The store's
-answer is written where the gradient was, so that nothing is allocated, and it must not be touched while it is away.
-Where it is no sum but weights, it stays in the servers' memory until :meth:`GradientSync.bring_weights`: backward may
-read the weights of now until it ends. Then the servers have used a gradient that has left, and it cannot be taken back.
-So it is an error to discard it (by ``zero_grad()``, ``.grad = None`` or another pass). A front end whose
-scripts may discard gradients keeps them until :meth:`GradientSync.complete` (:attr:`GradientSync.is_held`).
-A sparse gradient leaves as rows, where the store knows what changed: then rows
-of the sum come back, or those that are new of the weight, which are written when they are waited for. An error of the
-store does not end backward, whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
+Gradients lie where servers read them, if these share memory
+(:mod:`kvps.torch.sync.gradient_memory`). The store's answer is written where the gradient was, so
+that nothing is allocated, and it must not be touched while it is away. Where it is no sum but
+weights, it stays in the servers' memory until :meth:`GradientSync.bring_weights`: backward may
+read the weights of now until it ends. Then the servers have used a gradient that has left, and it
+cannot be taken back. So it is an error to discard it (by ``zero_grad()``, ``.grad = None`` or
+another pass). A front end whose scripts may discard gradients keeps them until
+:meth:`GradientSync.complete` (:attr:`GradientSync.is_held`). A sparse gradient leaves as rows,
+where the store knows what changed: then rows of the sum come back, or those that are new of the
+weight, which are written when they are waited for. An error of the store does not end backward,
+whose caller could not know what to do about it: it is raised by the next :meth:`wait`.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class GradientSync:
         brings_weights: what comes back does not belong into ``.grad``.
         is_awaited: backward returns when everything is back.
         is_released: what is away may be waited for in the next step (:meth:`release`).
-        is_whole: all gradients of a step leave in one call, as one step of a store that clips their global norm.
+        is_whole: all gradients of a step leave in one call, as one step of a store that clips
+            their global norm.
         advice: for the front end's user.
     """
 
@@ -170,7 +173,8 @@ class GradientSync:
                 self._failure = error
 
     def _check_fresh(self, name: str, gradient: torch.Tensor | None) -> None:
-        """A second gradient in a step must not be added to a pushed gradient, nor take its place on the servers.
+        """A second gradient in a step must not be added to a pushed gradient, nor take its place
+        on the servers.
 
         Raises:
             ConfigError: if it was, or would.
@@ -217,7 +221,8 @@ class GradientSync:
     def _taken_back(self, names: list[str]) -> ConfigError:
         """Return the error for gradients that were discarded after they were pushed."""
         return ConfigError(
-            f"the gradient of {names_in_words(names)} was discarded before step(), but backward() had already pushed "
+            f"the gradient of {names_in_words(names)} was discarded before step(), but backward() "
+            "had already pushed "
             f"it, and the servers update the weights with it: {self._advice.discard}"
         )
 
@@ -234,7 +239,8 @@ class GradientSync:
         try:
             if tables and self._is_whole:
                 raise ConfigError(
-                    f"the gradient of {names_in_words(sorted(tables))} is sparse, and clip_global_norm= clips dense "
+                    f"the gradient of {names_in_words(sorted(tables))} is sparse, and "
+                    "clip_global_norm= clips dense "
                     "gradients only: create the Embedding with sparse=False, or leave out clip_global_norm="
                 )
             if not self._is_begun:
@@ -348,7 +354,8 @@ class GradientSync:
         changed = self.changed(self._away)
         if changed:
             raise ConfigError(
-                f"the gradient of {names_in_words(changed)} was changed (for example clipped) after it was pushed: "
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
+                "after it was pushed: "
                 f"{self._advice.change}"
             )
         left = [
@@ -361,7 +368,8 @@ class GradientSync:
         self._leave(self._buckets.flush())
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the parameters whose ``.grad`` is no longer what backward, or the push, has left there.
+        """Return those of the parameters whose ``.grad`` is no longer what backward, or the push,
+        has left there.
 
         A GradScaler's unscaling is not seen, as torch does not count its writes.
         """

@@ -1,7 +1,8 @@
 """Gradients in flight: they have left together, and a sum or weights come back in their place.
 
-A sum comes back where the gradients were. Weights stay where the servers have them until they are written to the
-parameters (:class:`HeldBucket`); from stores that cannot leave them there, they come where the gradients were.
+A sum comes back where the gradients were. Weights stay where the servers have them until they are
+written to the parameters (:class:`HeldBucket`); from stores that cannot leave them there, they
+come where the gradients were.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class InFlight(Protocol):
         """Return what came back, in the layout in which the gradient left."""
 
     def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights that came back to the parameters ``names``, and perhaps to others of this bucket."""
+        """Write the weights that came back to the parameters ``names``, and perhaps to others of
+        this bucket."""
 
 
 class GradientBucket:
@@ -87,7 +89,8 @@ class GradientBucket:
 
 
 class HeldBucket:
-    """Gradients that have left as they are in memory; weights come back, and stay where the servers have them.
+    """Gradients that have left as they are in memory; weights come back, and stay where the
+    servers have them.
 
     Args:
         values: the gradients, by name.

@@ -1,7 +1,8 @@
 """Steps of a torch optimizer that a front end makes: its hooks, its profiler mark, and its present numbers.
 
-Where servers update the weights, the optimizer's own ``step()`` never runs. The script still has that optimizer: its
-schedulers change it, its hooks count steps, and a ``step()`` by mistake would change this worker's weights alone.
+Where servers update the weights, the optimizer's own ``step()`` never runs. The script still has
+that optimizer: its schedulers change it, its hooks count steps, and a ``step()`` by mistake would
+change this worker's weights alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class OwnedSteps:
 
     Args:
         optimizer: the script's.
-        owner: the front end. After its end, or once another front end owns the optimizer, nothing is refused for it.
+        owner: the front end. After its end, or once another front end owns the optimizer, nothing
+            is refused for it.
         reason: why another step is wrong, and what to call.
         may_evaluate: a step with a closure is the script's business: the closure may sum gradients.
 
@@ -66,8 +68,8 @@ class OwnedSteps:
         self._is_own = self._may_pass = False
 
     def run(self, update: Callable[..., Any], *closure: Any) -> Any:
-        """Return the result of ``update``, which is a step: hooks are called before and after it, and a profile and
-        schedulers see it.
+        """Return the result of ``update``, which is a step: hooks are called before and after it,
+        and a profile and schedulers see it.
 
         Args:
             update: makes the step; called with the closure, if there is one.

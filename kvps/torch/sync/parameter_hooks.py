@@ -3,12 +3,14 @@
 Every front end that acts during backward uses them, and no other file registers such hooks with torch.
 :func:`watch` calls a method for each gradient, :class:`PassEnd` calls at the end of a backward pass.
 :class:`ParameterHooks` serves the front ends that push the gradients of a whole model,
-:class:`~kvps.torch.sync.gradient_sync.GradientSync` and :class:`~kvps.torch.sharded.gradient_sender.GradientHooks`: a second
-gradient of a parameter in one step would be a second push, and so another round. So several passes make up a
-step only where that was asked for; then torch adds gradients up until the last pass.
+:class:`~kvps.torch.sync.gradient_sync.GradientSync` and
+:class:`~kvps.torch.sharded.gradient_sender.GradientHooks`: a second gradient of a parameter in one
+step would be a second push, and so another round. So several passes make up a step only where that
+was asked for; then torch adds gradients up until the last pass.
 
-A parameter does not keep the front end alive that has put a hook on it: torch's hooks are no part of what Python's
-garbage collector sees, so a model and a front end that refer to each other would never be freed.
+A parameter does not keep the front end alive that has put a hook on it: torch's hooks are no part
+of what Python's garbage collector sees, so a model and a front end that refer to each other would
+never be freed.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ def graph_task() -> int:
 
 
 def when_accumulated(leaf: torch.Tensor, call: Callable[[torch.Tensor], None]) -> Any:
-    """Call with a leaf each time that backward has added a gradient to its ``.grad``; return torch's handle."""
+    """Call with a leaf each time that backward has added a gradient to its ``.grad``; return
+    torch's handle."""
     return leaf.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]  # torch's
 
 
 def watch(method: Callable[[Any], None], key: object, tensor: torch.Tensor) -> Any:
-    """Call a bound method with ``key`` for each gradient of a tensor, while the method's object lives; return torch's handle.
+    """Call a bound method with ``key`` for each gradient of a tensor, while the method's object
+    lives; return torch's handle.
 
     Example:
         >>> class Seen(list):
@@ -62,8 +66,8 @@ def _tell(method: weakref.WeakMethod[Callable[[Any], None]], key: object, _: obj
 class PassEnd:
     """The end of a backward pass, and a call there.
 
-    A pass inside another one, as activation checkpointing makes it, belongs to the outer one if that is awaited. torch
-    drops the callbacks of a pass that fails; the next pass is awaited anew.
+    A pass inside another one, as activation checkpointing makes it, belongs to the outer one if
+    that is awaited. torch drops the callbacks of a pass that fails; the next pass is awaited anew.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,8 @@ class PassEnd:
         """Returns the callback that torch holds; None if its pass is over, or has failed."""
 
     def wait(self, call: Callable[[], None]) -> bool:
-        """Call at the end of the pass that this thread is in, once; return whether this is the first request."""
+        """Call at the end of the pass that this thread is in, once; return whether this is the
+        first request."""
         if self._awaited() is not None:
             return False
         callback = _Callback(self, call)

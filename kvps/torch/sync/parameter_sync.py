@@ -109,7 +109,8 @@ class ParameterSync:
             )
 
     def passed_over(self, hyper: HyperParams) -> float:
-        """Note what the script wants of the optimizer at a step that is passed over; return its learning rate."""
+        """Note what the script wants of the optimizer at a step that is passed over; return its
+        learning rate."""
         self.hyper = hyper
         return hyper.number("lr")
 

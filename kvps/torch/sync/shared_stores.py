@@ -51,7 +51,8 @@ def own_store(
             )
         if options is not None:
             raise ConfigError(
-                f"kvstore_options= is for a store that is created here, but kvstore is the store {kvstore.name!r}: "
+                "kvstore_options= is for a store that is created here, but kvstore is the store "
+                f"{kvstore.name!r}: "
                 "give the options to the kvps.create() that made it"
             )
         return kvstore

@@ -1,9 +1,10 @@
 """Sparse gradients of a model's tables, pushed as rows; rows come back, too.
 
-Where the store has the optimizer, the weight is refreshed by the rows that any rank's gradient has changed. Where
-it has none, a key is the sum of the last round. What changed in it are the rows of that round and those of
-the round before, which are 0 again. A row of that round may be 0, too: then its first element is -0, and
-the optimizer here has to update it. So what changed, without the rows that are 0 and not -0, is the sum.
+Where the store has the optimizer, the weight is refreshed by the rows that any rank's gradient has
+changed. Where it has none, a key is the sum of the last round. What changed in it are the rows of
+that round and those of the round before, which are 0 again. A row of that round may be 0, too:
+then its first element is -0, and the optimizer here has to update it. So what changed, without the
+rows that are 0 and not -0, is the sum.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def adds_plainly(kv: Store | None) -> bool:
 def dense_of(gradient: torch.Tensor) -> torch.Tensor:
     """Return a sparse gradient as a dense one, for stores that add up whole tensors.
 
-    A row that it does not have begins with -0, and any other row of zeros with +0. In a sum of several ranks, -0 is
-    left only where no rank has the row.
+    A row that it does not have begins with -0, and any other row of zeros with +0. In a sum of
+    several ranks, -0 is left only where no rank has the row.
     """
     dense = gradient.to_dense()
     has = torch.zeros(len(dense), dtype=torch.bool, device=dense.device)

@@ -1,7 +1,8 @@
 """Optimizer states as the servers keep them, and as torch's ``state_dict()`` has them; the base of a wrapping optimizer.
 
-The torch optimizer of a front end whose updates run in the store keeps no state. :class:`StateInStore` makes the optimizer's
-``state_dict()`` and ``load_state_dict()`` those of the store, so that a script which saves and loads the optimizer loses no momenta.
+The torch optimizer of a front end whose updates run in the store keeps no state.
+:class:`StateInStore` makes the optimizer's ``state_dict()`` and ``load_state_dict()`` those of the
+store, so that a script which saves and loads the optimizer loses no momenta.
 
 Servers keep the tensors of torch.optim under torch's names, flat, and one count of updates for each key.
 torch keeps the count as a tensor beside them, for all but SGD; and NAdam's ``mu_product``, which follows
@@ -119,8 +120,8 @@ class StateInStore:
     Args:
         optimizer: the script's, which has no state of its own.
         model: the parameters and their store. After its end the optimizer's methods are torch's own.
-        described: the numbers of the optimizer. Those that are loaded with a state are sent before the state, which may
-            be of another rule.
+        described: the numbers of the optimizer. Those that are loaded with a state are sent before
+            the state, which may be of another rule.
     """
 
     def __init__(

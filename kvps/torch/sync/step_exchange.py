@@ -55,7 +55,8 @@ class StepExchange:
             self._pushpull(names, gradients, [self._params[name].detach() for name in names])
 
     def sum_up(self, names: Sequence[str]) -> None:
-        """Replace gradients with their sums over all workers; sparse gradients travel as rows, if possible."""
+        """Replace gradients with their sums over all workers; sparse gradients travel as rows, if
+        possible."""
         gradients = {name: self._gradient(name) for name in names}
         waits = self._begin_tables(names, list(gradients.values()), [0] * len(names))
         dense = {

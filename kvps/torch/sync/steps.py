@@ -1,8 +1,8 @@
 """The steps of a front end whose optimizer runs on the servers, and the place of a lost worker among them.
 
 A step is made, or, where this worker replaces a lost worker, passed over until the step of the others
-(:mod:`kvps.store.catch_up`). Which of the two is chosen at the beginning, and again when the replay is over: a worker
-that replaces nobody asks nothing in its steps.
+(:mod:`kvps.store.catch_up`). Which of the two is chosen at the beginning, and again when the
+replay is over: a worker that replaces nobody asks nothing in its steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ log = logging.getLogger("kvps")
 Make = Callable[..., object]
 """Makes a step; called with the front end, and what its ``step()`` was given."""
 Drop = Callable[..., float | None]
-"""Drops what the script has computed for a step that is passed over; returns the script's learning rate, if servers
-have it."""
+"""Drops what the script has computed for a step that is passed over; returns the script's learning
+rate, if servers have it."""
 
 
 class Steps:
@@ -62,14 +62,16 @@ class Steps:
         Args:
             make: makes a step.
             drop: makes none.
-            arrive: called with the front end behind the last step that is passed over: takes the newest weights.
+            arrive: called with the front end behind the last step that is passed over: takes the
+                newest weights.
         """
         self._make, self._drop, self._arrive = make, drop, arrive
         self._run: Make = self._pass_over if self.is_behind else make
 
     @property
     def is_behind(self) -> bool:
-        """Whether this worker replaces a lost worker, and its script runs again towards the step of the others."""
+        """Whether this worker replaces a lost worker, and its script runs again towards the step
+        of the others."""
         return any(isinstance(kv, KVStore) and kv.catch_up is not None for kv in self._stores)
 
     def run(self, front: object, *given: object) -> None:
@@ -122,15 +124,16 @@ class Steps:
 
 
 class Resumable:
-    """A front end whose optimizer may run on servers, so that a replacement of a lost worker goes on where it was."""
+    """A front end whose optimizer may run on servers, so that a replacement of a lost worker goes
+    on where it was."""
 
     _steps: Steps
 
     def resume(self) -> int:
         """Return the number of steps that this worker has made: where a replacement of a lost worker begins.
 
-        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
-        otherwise computed again and passed over. Call it once, before the first step.
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier
+        steps, which are otherwise computed again and passed over. Call it once, before the first step.
 
         Example:
             >>> start = trainer.resume()  # doctest: +SKIP

@@ -1,7 +1,7 @@
 """The loop of elastic training: run, and after a failure return to the last commit and run again.
 
-The launcher starts a lost rank again (``kvps-launch --max-restarts``), and the new process takes its seat. The others
-wait for it in ``init()``, and all of them form a new generation.
+The launcher starts a lost rank again (``kvps-launch --max-restarts``), and the new process takes
+its seat. The others wait for it in ``init()``, and all of them form a new generation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ S = TypeVar("S", bound=State)
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Return a function that runs ``func(state, ...)`` to its end, through losses of ranks.
 
-    The state is taken from the rank that has committed most often before each run, and restored after each failure.
+    The state is taken from the rank that has committed most often before each run, and restored
+    after each failure.
 
     Args:
         func: trains, and calls ``state.commit()`` now and then. It is called again after a failure.

@@ -1,4 +1,5 @@
-"""A sampler that goes on within an epoch after a rank was lost: it deals out only what no rank has processed."""
+"""A sampler that goes on within an epoch after a rank was lost: it deals out only what no rank has
+processed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     """The indices of this rank's share of a data set.
 
     Call :meth:`record_batch` after each batch, and give the sampler to a
-    :class:`~kvps.compat.horovod.elastic.TorchState`; after a return to a commit the rest of the epoch is dealt out anew.
+    :class:`~kvps.compat.horovod.elastic.TorchState`; after a return to a commit the rest of the
+    epoch is dealt out anew.
 
     Args:
         dataset: has a length.

@@ -1,7 +1,7 @@
 """States of elastic training: what is committed, restored, and sent to a rank that came back.
 
-After a rank was lost, any rank may be the new process, rank 0 too. So the state comes from the rank that has committed
-most often, the lowest of them.
+After a rank was lost, any rank may be the new process, rank 0 too. So the state comes from the
+rank that has committed most often, the lowest of them.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class ObjectState(State):
     """A state of objects made of data: each argument becomes an attribute.
 
     Args:
-        values: name -> first value: None, bool, int, float, complex, str, bytes, tensors, arrays, and list, tuple,
-            dict, set of those.
+        values: name -> first value: None, bool, int, float, complex, str, bytes, tensors, arrays,
+            and list, tuple, dict, set of those.
 
     Example:
         >>> state = ObjectState(epoch=0, batch=0)
@@ -128,8 +128,9 @@ class TorchState(ObjectState):
     Args:
         model: any module; None for none.
         optimizer: its optimizer, also a DistributedOptimizer.
-        values: as in :class:`ObjectState`; an :class:`~kvps.compat.horovod.elastic.ElasticSampler`, and other modules and
-            optimizers, are kept by their ``state_dict()``.
+        values: as in :class:`ObjectState`; an
+            :class:`~kvps.compat.horovod.elastic.ElasticSampler`, and other modules and optimizers,
+            are kept by their ``state_dict()``.
     """
 
     def __init__(

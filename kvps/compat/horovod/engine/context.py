@@ -2,9 +2,9 @@
 
 In a process there is one context; inside a LocalCluster each thread that is a worker has its own.
 
-Every ``init()`` forms a *generation*: the processes that hold the seats of the job at this time, by incarnation, and
-how often these have called ``init()``. Generations share no store, so a rank that was started again meets the others
-with empty stores, and none of the push numbers of its predecessor.
+Every ``init()`` forms a *generation*: the processes that hold the seats of the job at this time,
+by incarnation, and how often these have called ``init()``. Generations share no store, so a rank
+that was started again meets the others with empty stores, and none of the push numbers of its predecessor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Cycles: in each, every rank gives every other one message.
 
-A message lies in a post of its rank (:class:`~kvps.torch.distributed.board.Board`). Each rank has two posts, in turns.
-A rank writes in cycle k + 2 only after cycle k + 1, in which it heard from every rank that cycle k was over there. So
-no message is replaced before every rank has read it, and no acknowledgement is needed.
+A message lies in a post of its rank (:class:`~kvps.torch.distributed.board.Board`). Each rank has
+two posts, in turns. A rank writes in cycle k + 2 only after cycle k + 1, in which it heard from
+every rank that cycle k was over there. So no message is replaced before every rank has read it,
+and no acknowledgement is needed.
 
 A long message continues in a second post, whose size its first post tells.
 """

@@ -1,11 +1,12 @@
 """The engine: one thread per process that negotiates collectives and has them carried out.
 
-The calling threads put operations into the outbox. The engine's thread takes part in a cycle of the negotiation
-whenever the outbox has something or another rank has begun a cycle; so an idle job sends nothing. It gives the turns
-of all ranks to the coordinator, and begins the transfers of what is decided.
+The calling threads put operations into the outbox. The engine's thread takes part in a cycle of
+the negotiation whenever the outbox has something or another rank has begun a cycle; so an idle job
+sends nothing. It gives the turns of all ranks to the coordinator, and begins the transfers of what
+is decided.
 
-After an error that concerns the whole job (a lost rank, a server) every operation fails with it, and so does every
-later one, until ``shutdown()`` and ``init()``.
+After an error that concerns the whole job (a lost rank, a server) every operation fails with it,
+and so does every later one, until ``shutdown()`` and ``init()``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Execution: from a decision of the negotiation to transfers, and from what arrives to results.
 
-A rank that has joined takes part in sums with zeros, whose types and shapes the requests of the others tell. Other
-reductions are made without it.
+A rank that has joined takes part in sums with zeros, whose types and shapes the requests of the
+others tell. Other reductions are made without it.
 """
 
 from __future__ import annotations

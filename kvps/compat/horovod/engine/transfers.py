@@ -1,14 +1,15 @@
 """Transfers: the pushes and pulls of an operation that the ranks have agreed on.
 
-A sum over all ranks of the job is one round of synchronous keys. Everything else is a swap of posts between the
-ranks that take part, or letters of one rank to the others (:mod:`kvps.torch.distributed.mailbox`).
+A sum over all ranks of the job is one round of synchronous keys. Everything else is a swap of
+posts between the ranks that take part, or letters of one rank to the others
+(:mod:`kvps.torch.distributed.mailbox`).
 
-Operations that travel together are never the same for long, and keys are kept by the servers. So sums and broadcasts
-are cut into pieces of one size, and only what is left of a row has a key of its class: the servers need no more memory
-than for the largest row, and some MiB for the classes.
+Operations that travel together are never the same for long, and keys are kept by the servers. So
+sums and broadcasts are cut into pieces of one size, and only what is left of a row has a key of
+its class: the servers need no more memory than for the largest row, and some MiB for the classes.
 
-Every method returns the track of the operation and its steps, and makes its choices from the decisions alone, which
-are the same on every rank.
+Every method returns the track of the operation and its steps, and makes its choices from the
+decisions alone, which are the same on every rank.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """The coordinator: which operation runs next, decided by name, alike on every rank.
 
-Ranks make their requests in any order. An operation runs when every rank of its process set has requested its name,
-save those that have joined. Every rank has a coordinator and gives it the same turns in the same order, so all
-coordinators decide the same and none has to ask a leader.
+Ranks make their requests in any order. An operation runs when every rank of its process set has
+requested its name, save those that have joined. Every rank has a coordinator and gives it the same
+turns in the same order, so all coordinators decide the same and none has to ask a leader.
 
-Requests that do not fit together are refused as soon as two of them are known: each rank that has made its request
-hears of it at once, and the others when they make theirs. The k-th request of a rank for a name belongs to the k-th
-operation of that name, so the operation after a refused one starts clean on every rank.
+Requests that do not fit together are refused as soon as two of them are known: each rank that has
+made its request hears of it at once, and the others when they make theirs. The k-th request of a
+rank for a name belongs to the k-th operation of that name, so the operation after a refused one
+starts clean on every rank.
 
 If each rank that can still make requests waits for an operation that is not decided, none will ever be: the
 operations that are waited for are refused.
@@ -117,7 +118,8 @@ class Coordinator:
         self._sets: dict[int, tuple[int, ...]] = {WORLD: tuple(range(size))}
         self._sets_made = 1
         self._entries: dict[Key, deque[_Entry]] = {}
-        """Key -> its operations, the oldest first. A rank is in an operation only if it is in those before it."""
+        """Key -> its operations, the oldest first. A rank is in an operation only if it is in
+        those before it."""
         self._joined: dict[int, None] = {}
         """Ranks that have joined, in the order of joining."""
         self._waits: dict[int, Key] = {}
@@ -130,7 +132,8 @@ class Coordinator:
         return self._sets
 
     def missing(self) -> list[tuple[CollectiveRequest, tuple[int, ...]]]:
-        """Return a request of each operation that is not decided, and the ranks that have not requested it."""
+        """Return a request of each operation that is not decided, and the ranks that have not
+        requested it."""
         found = []
         for entries in self._entries.values():
             entry = entries[0]
@@ -241,7 +244,8 @@ class Coordinator:
         return [rank for rank in ranks if rank not in self._joined]
 
     def _stuck(self) -> list[Decision]:
-        """Refuse what the ranks wait for, if each that could make a request waits for an undecided operation."""
+        """Refuse what the ranks wait for, if each that could make a request waits for an undecided
+        operation."""
         waits = {
             rank: self._awaited(rank) for rank in range(self._size) if rank not in self._joined
         }

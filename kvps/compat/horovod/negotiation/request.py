@@ -1,10 +1,10 @@
 """Requests: one rank's part in a collective, and the differences between the requests of two ranks.
 
-A request says everything that the ranks must agree on before values move. All tensors of a grouped operation are
-parts of one request, so a group runs as a whole or not at all.
+A request says everything that the ranks must agree on before values move. All tensors of a grouped
+operation are parts of one request, so a group runs as a whole or not at all.
 
-Which fields must agree depends on the operation: an allgather may differ in the first dimension, an alltoall in
-its splits, and only a broadcast has a root.
+Which fields must agree depends on the operation: an allgather may differ in the first dimension,
+an alltoall in its splits, and only a broadcast has a root.
 """
 
 from __future__ import annotations

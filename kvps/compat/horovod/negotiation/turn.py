@@ -1,7 +1,7 @@
 """Turns: the messages of one cycle, one from each rank, and their bytes.
 
-A turn carries the requests that a rank has made since its last turn. It also says whether the rank has joined, why it
-leaves, or that it waits for an operation and can make no other request.
+A turn carries the requests that a rank has made since its last turn. It also says whether the rank
+has joined, why it leaves, or that it waits for an operation and can make no other request.
 """
 
 from __future__ import annotations

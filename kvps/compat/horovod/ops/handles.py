@@ -20,7 +20,8 @@ from kvps.compat.horovod.negotiation.request import (
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
 
 REFUSED_MAX_S = 0.5
-"""Seconds that a refusal waits for the others to have heard of it. Then its name is free for the next call."""
+"""Seconds that a refusal waits for the others to have heard of it. Then its name is free for the
+next call."""
 
 
 def begin(
@@ -45,8 +46,8 @@ def begin(
         more: the other fields of the request.
 
     Raises:
-        ValueError: before ``init()``; for a sparse tensor, a process set that is not registered, or a name whose
-            operation is not over.
+        ValueError: before ``init()``; for a sparse tensor, a process set that is not registered,
+            or a name whose operation is not over.
         HorovodInternalError: if the engine has failed.
     """
     mine = current()

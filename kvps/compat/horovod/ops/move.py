@@ -224,12 +224,13 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Give each rank some rows of a tensor, and return the rows that the ranks gave; gradients flow through it.
+    """Give each rank some rows of a tensor, and return the rows that the ranks gave; gradients
+    flow through it.
 
     Args:
         tensor: of the same type on every rank; shapes may differ in the first dimension only.
-        splits: the number of rows for each rank of the set; by default, the same for all. Rows beyond their sum stay
-            here.
+        splits: the number of rows for each rank of the set; by default, the same for all. Rows
+            beyond their sum stay here.
         name: matches the calls of the ranks; by default, the number of the call.
         process_set: the ranks that take part.
 

@@ -67,7 +67,8 @@ def reducescatter(
 ) -> torch.Tensor:
     """Return this rank's rows of the reduction of a tensor; gradients flow through it.
 
-    The rows are dealt out in the order of ranks; if they cannot be dealt out evenly, the first ranks get one more.
+    The rows are dealt out in the order of ranks; if they cannot be dealt out evenly, the first
+    ranks get one more.
 
     Args:
         tensor: of the same type and shape on every rank, with 1 dimension or more.
@@ -98,7 +99,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Return this rank's rows of several reductions, which run as one operation; see :func:`reducescatter`."""
+    """Return this rank's rows of several reductions, which run as one operation; see
+    :func:`reducescatter`."""
     pairs = [checked(compression).compress(tensor) for tensor in tensors]
     results = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
         chosen(op, None),
@@ -117,7 +119,8 @@ def grouped_reducescatter(
 class _Reducescatter(torch.autograd.Function):
     """A reducescatter through which gradients flow: they are gathered.
 
-    As in Horovod, the gradient of a sum has the factor of the number of ranks: gradients are averaged over ranks.
+    As in Horovod, the gradient of a sum has the factor of the number of ranks: gradients are
+    averaged over ranks.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """The fault log: each loss of a member, and what was done about it, step by step.
 
-A fault begins when a member is lost, evicted or replaced. It is over when its seat is held again and no rollback is
-under way. What happens later is added to it as steps. The newest faults, and the newest lines of the scheduler's
-log, are kept for the dashboard; nothing depends on them.
+A fault begins when a member is lost, evicted or replaced. It is over when its seat is held again
+and no rollback is under way. What happens later is added to it as steps. The newest faults, and
+the newest lines of the scheduler's log, are kept for the dashboard; nothing depends on them.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ class StatusReport:
 
 
 def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tuple[Figures, ...]:
-    """Return the figures of every seat, in the order of :func:`sights`; zeros for those that no process holds."""
+    """Return the figures of every seat, in the order of :func:`sights`; zeros for those that no
+    process holds."""
     shown = []
     for seat in in_order(seats.values()):
         node, is_held = seat.node, seat.state is State.HELD
@@ -82,7 +83,8 @@ def figures(seats: Mapping[Node, Seat], report: StatusReport, now: float) -> tup
 def waits(
     seats: Mapping[Node, Seat], barriers: Barriers, rounds: Sequence[OldRound], now: float
 ) -> tuple[Wait, ...]:
-    """Return the calls in which workers wait, and the ranks that each waits for, as far as the scheduler knows.
+    """Return the calls in which workers wait, and the ranks that each waits for, as far as the
+    scheduler knows.
 
     A worker that stands at no barrier waits for rank 0, if that sets what the others expect, or for those
     whose push an open round lacks.

@@ -1,4 +1,5 @@
-"""The history of a chunk: compressed differences of its versions, and the rows that its last versions changed.
+"""The history of a chunk: compressed differences of its versions, and the rows that its last
+versions changed.
 
 What a round makes of the weights is written by a codec, and only what was written becomes the values that are
 pulled; the *residual* stays here and goes into the next step. So every pull of a version gets the same values
@@ -16,8 +17,8 @@ Change log
 ----------
 Versions come one by one. One that changed more than some rows, by a dense gradient say, is not added, and
 what came before it is of no use any more: from there on nothing is known, and a reader takes all. So nothing
-has to be told here but what *was* by rows, and values that are set without a version (:meth:`Chunk.forget_changes
-<kvps.core.server.chunks.slab.Chunk.forget_changes>`).
+has to be told here but what *was* by rows, and values that are set without a version
+(:meth:`Chunk.forget_changes <kvps.core.server.chunks.slab.Chunk.forget_changes>`).
 """
 
 from __future__ import annotations

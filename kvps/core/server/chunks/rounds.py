@@ -23,9 +23,9 @@ Invariants, checked by :meth:`Span.check`:
 * Pushes of one rank are taken in by number, each once: the counter of that rank *is* the window
   that recognises duplicates, across resends and across incarnations of the rank.
 
-A round may close at a quorum, without ranks that it would wait for. A push that comes after that is *late*. It is
-dropped, or it counts in the first open round that does not have its rank yet: then number and round differ, but
-the two invariants above are the same.
+A round may close at a quorum, without ranks that it would wait for. A push that comes after that
+is *late*. It is dropped, or it counts in the first open round that does not have its rank yet:
+then number and round differ, but the two invariants above are the same.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Round:
     moved: set[int] = field(default_factory=set)
     """Ranks whose push here had the number of an earlier round."""
     closes_at: float | None = None
-    """When it closes without the ranks that it lacks; None while its quorum is not in, or it is not the oldest."""
+    """When it closes without the ranks that it lacks; None while its quorum is not in, or it is
+    not the oldest."""
     step: StepPart | None = None
     """The step that it belongs to, where gradients are clipped by their global norm."""
 
@@ -183,7 +184,8 @@ class PendingUpdate:
     back: CodecSpec | None = None
     """The codec in which the update is published; None for none."""
     age: int | None = None
-    """By how many versions the values have moved since the rank of a push read them; None if that is not known."""
+    """By how many versions the values have moved since the rank of a push read them; None if that
+    is not known."""
     step: StepPart | None = None
     """The step whose norm it waits for; None for none."""
     factor: float | None = None
@@ -247,8 +249,9 @@ class Span:
             ranks: the ranks that the push speaks for.
             number: its number.
             ordered: whether numbers are rounds.
-            since: where late pushes count, the number after the sender's push before this one. Rounds from there
-                on closed without it, so it owes them no push; but a push below may still be on its way.
+            since: where late pushes count, the number after the sender's push before this one.
+                Rounds from there on closed without it, so it owes them no push; but a push below
+                may still be on its way.
         """
         owed = [self.owed(rank, ordered) for rank in ranks]
         if number > min(owed):
@@ -267,7 +270,8 @@ class Span:
         return Verdict.COUNTED
 
     def place(self, ranks: tuple[int, ...], number: int) -> int:
-        """Return the round in which push ``number`` counts where late pushes do: the first without ``ranks``."""
+        """Return the round in which push ``number`` counts where late pushes do: the first without
+        ``ranks``."""
         first = self.version + len(self.due)
         at = max(number, first)
         while at - first < len(self.rounds) and not self.rounds[at - first].ranks.isdisjoint(ranks):
@@ -332,7 +336,8 @@ class Span:
             self.head_start[rank] = max(0, min(others) - own)
 
     def level(self) -> None:
-        """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes nobody a push."""
+        """Let the clocks of all ranks start anew, at 0: a rank that ran out of data early owes
+        nobody a push."""
         self.clock_from = dict(self.pushed)
         self.head_start.clear()
 

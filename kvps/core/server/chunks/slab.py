@@ -312,7 +312,8 @@ class Chunk:
         return release
 
     def back_of(self, span: Span, *, is_wanted: bool) -> CompressedHistory | None:
-        """Return the compressed history of ``span``'s values, if pulls of them are or were compressed; else None."""
+        """Return the compressed history of ``span``'s values, if pulls of them are or were
+        compressed; else None."""
         if self.back is None:
             if not is_wanted or self.dtype != "float32":
                 return None
@@ -374,9 +375,11 @@ class Chunks:
         self.servers = servers
         self.by_number: dict[int, Chunk] = {}
         self._pushed: set[int] = set()
-        """Numbers of the chunks that were pushed to since they were seen settled: no other has an open span."""
+        """Numbers of the chunks that were pushed to since they were seen settled: no other has an
+        open span."""
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        """Store -> element type -> elements of all keys; the room that is left inside chunks is not counted."""
+        """Store -> element type -> elements of all keys; the room that is left inside chunks is
+        not counted."""
         self.table_bytes: Counter[str] = Counter()
         """Store -> bytes of the rows of its tables."""
         self._made = 0
@@ -470,8 +473,8 @@ class Slab:
         self._chunk_count = chunk_bytes // BY_NAME[dtype].itemsize
         self._page_count = PAGE_BYTES // BY_NAME[dtype].itemsize
         self._open: dict[bool, list[int]] = {True: [], False: []}
-        """The numbers of chunks with room left: those of whole pages, where every piece begins at one, and those
-        of the rest. Not the chunks: these are free once all of their keys are replaced."""
+        """The numbers of chunks with room left: those of whole pages, where every piece begins at
+        one, and those of the rest. Not the chunks: these are free once all of their keys are replaced."""
         self._count = 0
         self._before = 0
         self._expected = 0

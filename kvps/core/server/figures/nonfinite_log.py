@@ -29,8 +29,8 @@ class NonFiniteLog:
         self.counts: dict[str, int] = {}
         """Key -> number of dropped updates."""
         self._last: dict[tuple[int, int | None], dict[int, Dropped]] = {}
-        """(chunk, rank or None) -> {start of a piece: its last dropped update}; the rank is set in stores that
-        apply each push by itself."""
+        """(chunk, rank or None) -> {start of a piece: its last dropped update}; the rank is set in
+        stores that apply each push by itself."""
         self._news: list[tuple[str, int | None, int, Flaw]] = []
         """Dropped updates that were not logged yet."""
         self._is_quiet = False

@@ -1,11 +1,13 @@
-"""The tally of a server: how late each rank pushes, how stale its values were, and which keys move the most bytes.
+"""The tally of a server: how late each rank pushes, how stale its values were, and which keys move
+the most bytes.
 
 Every figure is counted where it happens, by a few additions, and all of it is bounded: beyond
 :data:`RUNS_MAX` runs of keys, and :data:`READS_MAX` reads, new ones are not counted.
 
-Lateness is by how much a rank's pushes come after the first push of their round. It tells which worker is slow,
-whatever the others do meanwhile: the rank that is first has 0. It is a moving mean, so that a worker that was slow
-once is soon forgotten, and one that is slow always is found within some rounds.
+Lateness is by how much a rank's pushes come after the first push of their round. It tells which
+worker is slow, whatever the others do meanwhile: the rank that is first has 0. It is a moving
+mean, so that a worker that was slow once is soon forgotten, and one that is slow always is found
+within some rounds.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class Tally:
         self._traffic: dict[tuple[int, int, int], int] = {}
         """(chunk, start, size) of a run -> bytes of values that were pushed and pulled."""
         self._reads: dict[tuple[int, int, int], int] = {}
-        """(rank, chunk, start of a span) -> the version that this rank read last, where pushes have no rounds."""
+        """(rank, chunk, start of a span) -> the version that this rank read last, where pushes
+        have no rounds."""
 
     def forget(self) -> None:
         """Forget what belongs to stores that are dropped."""

@@ -74,7 +74,8 @@ class RowsSnapshot:
     columns: dict[str, tuple[torch.Tensor, ...]]
     """``weight`` and the optimizer's states: tensors [_, dim] that have n rows together."""
     counts: torch.Tensor
-    """Count-min sketch of the pushes of ids without a row, uint8 [depth, width]; [0, 0] where they are not counted."""
+    """Count-min sketch of the pushes of ids without a row, uint8 [depth, width]; [0, 0] where they
+    are not counted."""
     counted: int
     """Pushes counted since the sketch was last halved."""
 
@@ -99,7 +100,8 @@ class TableSnapshot:
 
 
 class JoinsSnapshot(NamedTuple):
-    """The ranks that had run out of data, taken from a :class:`~kvps.core.server.participation.JoinTracker`."""
+    """The ranks that had run out of data, taken from a
+    :class:`~kvps.core.server.participation.JoinTracker`."""
 
     over: int
     last: dict[int, int]

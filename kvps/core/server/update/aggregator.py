@@ -11,8 +11,9 @@ waits for a version gets exactly this one.
 
 Some updates make a detour over norms of their whole tensor (:mod:`kvps.core.server.update.global_norms`):
 those of a rule that needs norms (LARS, LAMB), and, where a store drops what is not finite
-(:mod:`kvps.core.server.figures.nonfinite_log`), those of every key that is more than one piece. Such an update must
-not begin anywhere before all of it is known to be finite. Their spans are never wider than a piece.
+(:mod:`kvps.core.server.figures.nonfinite_log`), those of every key that is more than one piece.
+Such an update must not begin anywhere before all of it is known to be finite. Their spans are
+never wider than a piece.
 
 A push of rows (:mod:`kvps.core.server.update.key_rows`) is judged span by span like any other, each of one
 piece of its key. Where a sum has nothing but rows and the rule can do without the others, only these rows
@@ -179,7 +180,8 @@ class Aggregator:
         """Return a push as part of its step.
 
         Raises:
-            ConfigError, Mismatch, ProtocolError: if another rank pushed the same round in another step, or in none.
+            ConfigError, Mismatch, ProtocolError: if another rank pushed the same round in another
+                step, or in none.
         """
         if step is not None:
             self.steps.check(store.name, step)
@@ -189,14 +191,16 @@ class Aggregator:
                 is_open = at < len(span.rounds)
                 if not is_open and step is None:
                     raise ConfigError(
-                        f"store {store.name!r} clips gradients by their global norm, but rank {judged.ranks[0]} does not "
+                        f"store {store.name!r} clips gradients by their global norm, but rank "
+                        f"{judged.ranks[0]} does not "
                         "say which keys are a step; call set_optimizer() on every rank before the first push"
                     )
                 if is_open and span.rounds[at].step != step:
                     key, _, _ = next(item.chunk.pieces(span.start, span.stop))
                     raise Mismatch(
                         f"rank {judged.ranks[0]} pushed key {key!r} with other keys than ranks "
-                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips gradients by their global norm, "
+                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips "
+                        "gradients by their global norm, "
                         "every rank must push the same keys of a step, in one call"
                     )
         return replace(judged, step=step)
@@ -221,7 +225,8 @@ class Aggregator:
             self._admit(store, target.dtype, message.ranks)
             if store.updater is not None and store.updater.max_norm is not None:
                 raise ConfigError(
-                    f"store {store.name!r} clips gradients by their global norm, which rows have no part in; push dense "
+                    f"store {store.name!r} clips gradients by their global norm, which rows have "
+                    "no part in; push dense "
                     "gradients, or set the optimizer without clip_global_norm"
                 )
         ranges: list[PushedRange] = []
@@ -484,13 +489,14 @@ class Aggregator:
         to be known to be finite waits on.
 
         Raises:
-            ConfigError: if it cannot update what is there, or does not clip and rounds wait to be clipped; nothing is
-                changed.
+            ConfigError: if it cannot update what is there, or does not clip and rounds wait to be
+                clipped; nothing is changed.
         """
         clips = hyper.optional("clip_global_norm") is not None
         if not clips and any(number[0] == store.name for number in self.steps.open):
             raise ConfigError(
-                f"store {store.name!r} has rounds that wait for the norm of their step; set an optimizer without "
+                f"store {store.name!r} has rounds that wait for the norm of their step; set an "
+                "optimizer without "
                 "clip_global_norm when they are applied"
             )
         store.optimize(hyper)

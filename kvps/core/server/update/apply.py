@@ -195,7 +195,8 @@ class Updates:
         )
 
     def squares_by_key(self, chunk: Chunk, span: Span, due: PendingUpdate) -> list[float]:
-        """Return sums of squares of a gradient: of each key by itself, from its first element in the chunk on."""
+        """Return sums of squares of a gradient: of each key by itself, from its first element in
+        the chunk on."""
         block, found = self._block(chunk.summed_in), []
         for _, first, last in chunk.pieces(span.start, span.stop):
             for start in range(first, last, self._block_count):

@@ -177,7 +177,8 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
 def update(
     store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, due: PendingUpdate
 ) -> None:
-    """Update the rows of ``span``, which is one piece, that ``total``, the sum of ``due``, has. It is used up."""
+    """Update the rows of ``span``, which is one piece, that ``total``, the sum of ``due``, has. It
+    is used up."""
     assert store.updater is not None
     assert store.hyper is not None
     ((key, _, _),) = chunk.pieces(span.start, span.stop)

@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-A *step* is the keys that one call pushes. Each PUSH of the call names the step, the servers that hold parts of it, and
-the number of its elements on the receiving server. So a server knows when it has measured its part of a step, and does
-not have to know which keys are trained::
+A *step* is the keys that one call pushes. Each PUSH of the call names the step, the servers that
+hold parts of it, and the number of its elements on the receiving server. So a server knows when it
+has measured its part of a step, and does not have to know which keys are trained::
 
     a round of the step closes   it waits in its span, and its squares are measured     each holder
     all elements are measured    the sum of squares goes to the first holder            the others
@@ -12,13 +12,14 @@ not have to know which keys are trained::
     the factor is there          the rounds are applied, in the order of their spans    each holder
                                  the factor is confirmed                                the others
 
-A sum is told every second until the factor comes, and a factor until it is confirmed. A server that is told the factor
-of a step that it does not have has applied it before, because the first holder had its sum: it confirms. So what is
-kept of a step ends with the step, however many messages were lost. Sums that come before the first push of their step
-are kept within a limit, for they come again.
+A sum is told every second until the factor comes, and a factor until it is confirmed. A server
+that is told the factor of a step that it does not have has applied it before, because the first
+holder had its sum: it confirms. So what is kept of a step ends with the step, however many
+messages were lost. Sums that come before the first push of their step are kept within a limit, for
+they come again.
 
-Each key is measured by itself, from its first element here on, and sums are added in ascending order: all servers get
-the same factor, whatever the order of pushes.
+Each key is measured by itself, from its first element here on, and sums are added in ascending
+order: all servers get the same factor, whatever the order of pushes.
 """
 
 from __future__ import annotations

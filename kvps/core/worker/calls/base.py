@@ -31,8 +31,8 @@ from kvps.protocol.values import Load, Push
 
 Operation = Generator[Step, list[Packet], object]
 Values = list[torch.Tensor]
-"""A call's tensors, read as late as possible. When the caller stops waiting before that, the worker puts copies
-into the list."""
+"""A call's tensors, read as late as possible. When the caller stops waiting before that, the
+worker puts copies into the list."""
 
 
 class OnTimeout(enum.Enum):
@@ -162,7 +162,8 @@ def demand_numbered_rounds(store: WorkerStore) -> None:
     """
     if store.opened.late == "next":
         raise ConfigError(
-            f"store {store.name!r} counts late pushes in the next round (late='next'), which only pushes of whole "
+            f"store {store.name!r} counts late pushes in the next round (late='next'), which only "
+            "pushes of whole "
             "keys can do; create it with late='drop' to push rows"
         )
 

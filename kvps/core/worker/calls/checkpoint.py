@@ -1,12 +1,13 @@
-"""The calls checkpoint() and restore(), which all ranks of a store make together, and the rejoin after a rollback.
+"""The calls checkpoint() and restore(), which all ranks of a store make together, and the rejoin
+after a rollback.
 
 Either call begins at a barrier: before it, all pushes of all ranks are in. The scheduler is told by
 every rank, so that each waits for the checkpoint to be complete; a rank that comes late, or asks
 again, is answered with the one that was taken. A store is restored by rank 0, between two barriers.
 
-:func:`candidates` decides which checkpoint that is: the newest that has the store. A checkpoint in which the store was
-never pushed to is passed over for one in which it was, unless this job has asked for it: a job that is about to restore
-its store may have written it, for the sake of another store.
+:func:`candidates` decides which checkpoint that is: the newest that has the store. A checkpoint in
+which the store was never pushed to is passed over for one in which it was, unless this job has
+asked for it: a job that is about to restore its store may have written it, for the sake of another store.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RestoreCheckpoint(Call):
-    """Give the store the values of the newest checkpoint of ``tag`` that all servers have, together with all ranks.
+    """Give the store the values of the newest checkpoint of ``tag`` that all servers have,
+    together with all ranks.
 
     Finishes with a :class:`Restored`.
     """
@@ -177,7 +179,10 @@ def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tu
         text += f"; passed over checkpoints {newer}, which do not have the store or no push to it"
     if higher:
         versions = ", ".join(f"{number} (version {there[number]})" for number in higher[:4])
-        text += f"; an older checkpoint is further: {versions}. Give it a tag, or remove the newer ones, to take it"
+        text += (
+            f"; an older checkpoint is further: {versions}. Give it a tag, or remove the newer "
+            "ones, to take it"
+        )
     older = [
         number for number in there if number < cut and number not in higher and there[number] >= 0
     ]

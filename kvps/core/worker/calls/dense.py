@@ -57,8 +57,9 @@ class Views(enum.Enum):
 
 
 Sinks = tuple[torch.Tensor, ...] | Views | None
-"""Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with views of them; HELD,
-if it finishes with :class:`~kvps.core.worker.consistent_read.HeldValues`; or None if none are wanted."""
+"""Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with
+views of them; HELD, if it finishes with :class:`~kvps.core.worker.consistent_read.HeldValues`; or
+None if none are wanted."""
 
 
 def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
@@ -73,7 +74,8 @@ def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
 def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None:
     """Replace by copies those values that lie, wholly or in part, where others of their call will be written.
 
-    The answer to one request may be written before another request is made. A key may be written where it is read.
+    The answer to one request may be written before another request is made. A key may be written
+    where it is read.
 
     Args:
         values: one contiguous tensor for each key.

@@ -1,8 +1,8 @@
 """The calls on embedding tables: requests by id to each server.
 
-A table is a key with one piece on every server, so its pushes are numbered, waited for and counted anew as those of
-any key. The caller has sorted ids already and split them by server: a push is one message to each, even if it has no
-ids for it.
+A table is a key with one piece on every server, so its pushes are numbered, waited for and counted
+anew as those of any key. The caller has sorted ids already and split them by server: a push is one
+message to each, even if it has no ids for it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class PushTableRows(PushCall):
     """The caller goes on as soon as the push is under way."""
     dim: int
     parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """(ids, rows) for each server: ids [n], ascending and each once, and rows [n, dim]; unchanged until the call ends."""
+    """(ids, rows) for each server: ids [n], ascending and each once, and rows [n, dim]; unchanged
+    until the call ends."""
 
     def returns_early(self, store: WorkerStore) -> bool:
         """Whether the caller goes on at once; a table has an optimizer of its own."""

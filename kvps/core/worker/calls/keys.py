@@ -37,9 +37,9 @@ from kvps.protocol.envelope import ENTRIES_MAX, Packet
 RELAYED_LEAST_BYTES = 256 << 10
 """Least bytes of a broadcast whose values are read while they are loaded."""
 PARTS, PART_LEAST_BYTES = 32, 64 << 10
-"""About how many parts such values are cut into, and the least bytes of a part. A server passes a part on when it has
-all of it, so a broadcast takes one part longer than the way to the servers alone: a small share of the whole,
-however slow the links are, and a few messages where they are fast."""
+"""About how many parts such values are cut into, and the least bytes of a part. A server passes a
+part on when it has all of it, so a broadcast takes one part longer than the way to the servers
+alone: a small share of the whole, however slow the links are, and a few messages where they are fast."""
 
 
 class Declaration(NamedTuple):
@@ -57,7 +57,8 @@ class Declaration(NamedTuple):
 class OpenStore(Call):
     """Make the store known to every server; they compare its options.
 
-    Finishes with the number of lives of the store that the others have behind them, and this process has not seen.
+    Finishes with the number of lives of the store that the others have behind them, and this
+    process has not seen.
     """
 
     title = "create()"
@@ -77,7 +78,8 @@ class OpenStore(Call):
 
 @dataclass(frozen=True, slots=True)
 class Init(Call):
-    """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are contiguous values."""
+    """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are
+    contiguous values."""
 
     title = "init()"
     creates = True
@@ -100,7 +102,8 @@ class Init(Call):
         return all(name in store.keys for name, _ in self.keys)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        """Return the operation: declare the keys that are new here, and load them if this rank creates them."""
+        """Return the operation: declare the keys that are new here, and load them if this rank
+        creates them."""
         new: list[int] = []
         for index, (name, spec) in enumerate(self.keys):
             known = store.keys.get(name)
@@ -159,7 +162,8 @@ class Broadcast(Call):
             if not store.ordered:
                 yield from barrier(store, BROADCAST)
         except BaseException as error:
-            # What was refused was so to all, and they meet for the next. Else, made again, it is the same one.
+            # What was refused was so to all, and they meet for the next. Else, made again, it is
+            # the same one.
             store.barriers[BROADCAST] = meetings + (met if isinstance(error, REFUSED) else 0)
             store.broadcasts = made
             raise

@@ -96,7 +96,8 @@ class SetRate(Call):
 
 @dataclass(frozen=True, slots=True)
 class SaveState(Call):
-    """Finishes with the state of every key, key -> (step, state name -> flat tensor), after the pushes so far.
+    """Finishes with the state of every key, key -> (step, state name -> flat tensor), after the
+    pushes so far.
 
     A key of which some part was never updated has no state yet.
     """

@@ -1,9 +1,10 @@
 """The call behind refresh() and pull_changed(): copies brought up to date by their changed rows.
 
-A copy of all of a key as it was at one version has a :class:`~kvps.core.worker.plan.CopyVersion`. Each server with a
-part of the key is asked which of its rows changed since, and answers with these; all other rows of the copy are up
-to date. A server forgets what changed long ago, and does not know after a change that was not by rows.
-So a key without a mark, or of which some server does not know, is read as a whole, as any pull.
+A copy of all of a key as it was at one version has a :class:`~kvps.core.worker.plan.CopyVersion`.
+Each server with a part of the key is asked which of its rows changed since, and answers with
+these; all other rows of the copy are up to date. A server forgets what changed long ago, and does
+not know after a change that was not by rows. So a key without a mark, or of which some server does
+not know, is read as a whole, as any pull.
 
 What changed is handed out when all of it is there. A whole value goes straight into the sink.
 """

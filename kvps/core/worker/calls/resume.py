@@ -1,13 +1,14 @@
 """The calls of a process that may have taken another's place: where it begins, and how it gets there.
 
-A replacement knows from the servers which push of each key its rank owes next. Its script gets there in one of two
-ways. It may ask for the number and begin there: :class:`ResumeKeys`. Or it runs again from its beginning, as its
-predecessor did, and *replays*: a front end passes over the steps before that number, and the calls that all ranks
-make together pass at once, because the others made theirs with the predecessor (:attr:`WorkerStore.is_replaying`).
-:class:`PassOver` counts these steps, and :class:`EndReplay` ends this.
+A replacement knows from the servers which push of each key its rank owes next. Its script gets
+there in one of two ways. It may ask for the number and begin there: :class:`ResumeKeys`. Or it
+runs again from its beginning, as its predecessor did, and *replays*: a front end passes over the
+steps before that number, and the calls that all ranks make together pass at once, because the
+others made theirs with the predecessor (:attr:`WorkerStore.is_replaying`). :class:`PassOver`
+counts these steps, and :class:`EndReplay` ends this.
 
-A rank that owes its first push has made no step: its calls are numbered from its own beginning, and the k-th of
-them meets the k-th of the others without further ado.
+A rank that owes its first push has made no step: its calls are numbered from its own beginning,
+and the k-th of them meets the k-th of the others without further ado.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResumeKeys(Call):
-    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part; finishes with it."""
+    """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part;
+    finishes with it."""
 
     title = "resume()"
     on_timeout = OnTimeout.RETRY
@@ -59,7 +61,8 @@ class ResumeKeys(Call):
 
 @dataclass(frozen=True, slots=True)
 class TakePlace(Call):
-    """As :class:`ResumeKeys`, for a script that runs again from its beginning; finishes with the :class:`Place`."""
+    """As :class:`ResumeKeys`, for a script that runs again from its beginning; finishes with the
+    :class:`Place`."""
 
     title = "resume()"
     on_timeout = OnTimeout.RETRY

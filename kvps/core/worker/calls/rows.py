@@ -1,8 +1,9 @@
 """The calls on rows of keys: one request to each server that holds some of them.
 
-A request names a key, and not a chunk, so that there is one for each server, however many chunks the key lies in
-there. Every server is told of every push, even if it has none of the rows: a round closes when every rank has
-pushed, and a version counts the rounds of the whole key. A pull asks only the servers that have some of the rows.
+A request names a key, and not a chunk, so that there is one for each server, however many chunks
+the key lies in there. Every server is told of every push, even if it has none of the rows: a round
+closes when every rank has pushed, and a version counts the rounds of the whole key. A pull asks
+only the servers that have some of the rows.
 
 A key whose rows are not whole on some server (:func:`~kvps.core.placement.lies_by_rows`) is pushed
 and pulled as a whole, as if the caller had made it dense.
@@ -53,8 +54,8 @@ class PushKeyRows(PushCall):
     title = "push()"
 
     rows: tuple[torch.Tensor, ...]
-    """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the key; the index of
-    each of these rows in the third; and rows, [at least k, width]."""
+    """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the
+    key; the index of each of these rows in the third; and rows, [at least k, width]."""
     priority: Numbers
     eager: bool
     """As in PushValues."""

@@ -2,15 +2,17 @@
 
 Theory of operation
 -------------------
-The view says which workers are on this machine. For each chunk it makes one of them the leader, the same on all of
-them: the worker whose turn it is by the chunk's number, or the next that is alive. Pushes and pulls for a server on
-another machine go to the leader, which merges them (:mod:`kvps.core.worker.host_aggregation.merge_queue`). The others
-speak to a leader as to a server.
+The view says which workers are on this machine. For each chunk it makes one of them the leader,
+the same on all of
+them: the worker whose turn it is by the chunk's number, or the next that is alive. Pushes and
+    pulls for a server on
+another machine go to the leader, which merges them
+(:mod:`kvps.core.worker.host_aggregation.merge_queue`). The others speak to a leader as to a server.
 
-Requests to a leader that is lost go to the servers directly, each by itself. So do requests to a leader that holds
-its seat and says nothing; until it speaks, the next in turn leads for it. Requests to a worker that does not lead any
-more stay there. Either way a merged request may lack a rank that does not come: a participant that waits asks after it, and
-it goes.
+Requests to a leader that is lost go to the servers directly, each by itself. So do requests to a
+leader that holds its seat and says nothing; until it speaks, the next in turn leads for it.
+Requests to a worker that does not lead any more stay there. Either way a merged request may lack a
+rank that does not come: a participant that waits asks after it, and it goes.
 
 A leader answers no neighbour before the server has answered it. So it has nothing that others would miss.
 """
@@ -46,8 +48,8 @@ from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.tensors import Memory, from_frame, to_frame
 
 MUTE_AFTER_S = 6.0
-"""Seconds after which a neighbour that owes an answer is asked no more, until it speaks: its process may have ended
-while its supervisor holds the seat, or may not have begun."""
+"""Seconds after which a neighbour that owes an answer is asked no more, until it speaks: its
+process may have ended while its supervisor holds the seat, or may not have begun."""
 
 
 class Own(Protocol):
@@ -216,8 +218,9 @@ class HostGroup:
     def collect(self, store: WorkerStore, request: Request) -> bool:
         """Whether ``request`` is made together with those of neighbours.
 
-        Compressed pushes are not: each worker keeps the residual of its own encoding, and the sum of gradients
-        would be encoded anew. Pushes of a step that is clipped are not: a merged request has the elements of several pushes.
+        Compressed pushes are not: each worker keeps the residual of its own encoding, and the sum
+        of gradients would be encoded anew. Pushes of a step that is clipped are not: a merged
+        request has the elements of several pushes.
         """
         message = request.message
         return (
@@ -262,7 +265,8 @@ class HostGroup:
         self._expect()
 
     def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
-        """Note that a call waits for these requests of this worker: they are not to wait for other workers."""
+        """Note that a call waits for these requests of this worker: they are not to wait for other
+        workers."""
         mine = [self._mine[request] for request in requests if request in self._mine]
         yield from self._ask_after(mine, now)
 
@@ -328,7 +332,8 @@ class HostGroup:
             return  # it came twice
         if _goes_alone(message):
             raise ProtocolError(
-                f"worker {peer.rank} sent a compressed push, or a push of a step that is clipped, to a worker; these go to "
+                f"worker {peer.rank} sent a compressed push, or a push of a step that is clipped, "
+                "to a worker; these go to "
                 "the server"
             )
         if isinstance(message, p.Push):

@@ -2,27 +2,29 @@
 
 Theory of operation
 -------------------
-The workers of a host are *neighbours*. One of them is the *leader* of a chunk: the others send it their pushes and
-pulls of that chunk, and it asks the server once for all of them. So a model crosses the host's network link once in
-each direction, however many workers train there::
+The workers of a host are *neighbours*. One of them is the *leader* of a chunk: the others send it
+their pushes and pulls of that chunk, and it asks the server once for all of them. So a model
+crosses the host's network link once in each direction, however many workers train there::
 
     worker 4 ──┐ gradients lie in their senders' memory
     worker 5 ──┼──► leader ── one PUSH for ranks 4, 5, 6 ──► server
     worker 6 ──┘    adds up when there is room on the uplink
 
-A *merged request* speaks for several workers. A merged request of pushes waits until every neighbour has pushed the same elements with the
-same number: their round cannot close without any of them, so waiting loses nothing. But a flush or a time limit may
-wait for one push, and a worker that replaces a lost leader does not know what was pushed before. So a merged request goes
-after a while with the pushes that it has, and soon if one of its participants asks after it. A merged request of pulls goes
-at once, and takes in equal pulls until the answer is there; the answer is kept for ranks that are likely to pull it,
-until the next push.
+A *merged request* speaks for several workers. A merged request of pushes waits until every
+neighbour has pushed the same elements with the same number: their round cannot close without any
+of them, so waiting loses nothing. But a flush or a time limit may wait for one push, and a worker
+that replaces a lost leader does not know what was pushed before. So a merged request goes after a
+while with the pushes that it has, and soon if one of its participants asks after it. A merged
+request of pulls goes at once, and takes in equal pulls until the answer is there; the answer is
+kept for ranks that are likely to pull it, until the next push.
 
-Only the server says what it has taken in. So a push is acknowledged here after the server has acknowledged it, and
-can be sent to the server directly if the leader is lost: the server counts each rank once. It may also refuse a
-merged request because of one of its ranks; then each of them is asked for by itself.
+Only the server says what it has taken in. So a push is acknowledged here after the server has
+acknowledged it, and can be sent to the server directly if the leader is lost: the server counts
+each rank once. It may also refuse a merged request because of one of its ranks; then each of them
+is asked for by itself.
 
-Neighbours that cut their pushes of one chunk differently would wait for each other in vain: the pushes of such a
-chunk are not merged any more.
+Neighbours that cut their pushes of one chunk differently would wait for each other in vain: the
+pushes of such a chunk are not merged any more.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ from kvps.protocol.values import Ask, Pull, Pulled, Push, Run, Stand
 from kvps.tensors import Memory
 
 WAIT_MAX_S, HURRY_S = 2.0, 0.05
-"""Seconds that a merged request waits for missing ranks, and seconds after a participant has asked after it."""
+"""Seconds that a merged request waits for missing ranks, and seconds after a participant has asked
+after it."""
 SHAPES_MAX = 256
 """Most ways to cut a chunk for which the pushes of each rank are remembered."""
 
@@ -127,8 +130,8 @@ class ChunkQueue:
         self._waiting: dict[Shape, dict[Runs, MergedRequest]] = {}
         """Pushes that wait for those of other workers."""
         self.pulling: dict[Place, MergedRequest] = {}
-        """Pulls that wait for the server, by exactly what they ask for: a pull that asks for more may wait for a
-        push that comes after this one."""
+        """Pulls that wait for the server, by exactly what they ask for: a pull that asks for more
+        may wait for a push that comes after this one."""
         self.answer: Reply | None = None
         self.pullers: set[int] = set()
         """Ranks that have ever pulled by a PULL."""

@@ -1,7 +1,7 @@
 """The sessions of neighbours that ask this worker: their permissions, and their unanswered requests.
 
-A neighbour says HELLO in each of its incarnations, and is refused before. An incarnation that was replaced is fenced:
-its process must stop.
+A neighbour says HELLO in each of its incarnations, and is refused before. An incarnation that was
+replaced is fenced: its process must stop.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class PeerSessions:
         self._lives = lives
 
     def admit(self, envelope: Envelope, kind: type[Message]) -> bool:
-        """Return whether a packet of ``kind`` is served; one of an incarnation that no view has named is not yet.
+        """Return whether a packet of ``kind`` is served; one of an incarnation that no view has
+        named is not yet.
 
         Raises:
             Mismatch: if it is of another process. Fenced: if another incarnation has its seat.
