@@ -1,9 +1,9 @@
 """The sizes of kvps and of its tests, and the budgets that they stay under.
 
-``python .ci/size.py`` prints a table and ends with 1 where a package is over its budget. ``--verbose`` adds the short
-files with a single importer; ``--lower`` lowers the budgets in ``.ci/budgets.toml`` to the sizes of the tree, and raises
-none. Code is every line that has code, imports included; blank lines, comments and docstrings are none. Of tests all
-lines count.
+``python .ci/size.py`` prints a table and ends with 1 where a package is over its budget.
+``--verbose`` adds the short files with a single importer; ``--lower`` lowers the budgets in
+``.ci/budgets.toml`` to the sizes of the tree, and raises none. Code is every line that has code,
+imports included; blank lines, comments and docstrings are none. Of tests all lines count.
 """
 
 from __future__ import annotations
@@ -170,17 +170,22 @@ def fault_of(name: str, size: Size, budget: int | None) -> str:
     """Return what is wrong with a row; empty where nothing is."""
     what = "test lines" if name == "tests" else "lines of code"
     if budget is None:
-        return f"kvps/{name} has no budget: add its {size.code:,} {what} to .ci/{BUDGETS.name}, and say in an ADR what pays for it"
+        return (
+            f"kvps/{name} has no budget: add its {size.code:,} {what} to .ci/{BUDGETS.name}, and "
+            "say in an ADR what pays for it"
+        )
     if size.code <= budget:
         return ""
     return (
-        f"{name}: {size.code:,} {what}, {size.code - budget:,} over the budget of {budget:,}. Delete what the change "
+        f"{name}: {size.code:,} {what}, {size.code - budget:,} over the budget of {budget:,}. "
+        "Delete what the change "
         f"makes dead, or merge what repeats; only an ADR raises a budget (.ci/{BUDGETS.name})"
     )
 
 
 def short_files(root: Path) -> Iterator[str]:
-    """Yield the files below :data:`SHORT` lines that a single module imports: each may belong to its importer."""
+    """Yield the files below :data:`SHORT` lines that a single module imports: each may belong to
+    its importer."""
     names = {
         ".".join(path.relative_to(root).with_suffix("").parts): path
         for path in sorted((root / "kvps").rglob("*.py"))

@@ -1,7 +1,7 @@
 """The door for plug-ins: the names that a module of ``kvps-server --plugin MODULE`` imports, and that stay.
 
-A plug-in registers optimizers. The operator of a server names the module, and the workers import it, too, so that they
-check the same hyper-parameters::
+A plug-in registers optimizers. The operator of a server names the module, and the workers import
+it, too, so that they check the same hyper-parameters::
 
     from kvps.plugin import Parameter, Schema, Updater, register
 

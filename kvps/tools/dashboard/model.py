@@ -1,10 +1,12 @@
-"""The model of a job over time: rates, quantiles, shares and findings, made of one look at the job after another.
+"""The model of a job over time: rates, quantiles, shares and findings, made of one look at the job
+after another.
 
-A process sends counters and gauges; all that is shown of them is computed here, once, so that ``kvps top``, /statusz
-and the dashboard cannot differ. A look is the document of an answer to LOOK, which has the counters of each member's
-newest beat; a scheduler adds the answers of its servers to MEASURE. Rates are those between the last two of these
-answers, or of the beats of the last :data:`BEATS_S` seconds. Latencies and lateness are of the last 30
-seconds; quantiles are interpolated within the buckets of the histogram. A member whose process was replaced begins anew.
+A process sends counters and gauges; all that is shown of them is computed here, once, so that
+``kvps top``, /statusz and the dashboard cannot differ. A look is the document of an answer to
+LOOK, which has the counters of each member's newest beat; a scheduler adds the answers of its
+servers to MEASURE. Rates are those between the last two of these answers, or of the beats of the
+last :data:`BEATS_S` seconds. Latencies and lateness are of the last 30 seconds; quantiles are
+interpolated within the buckets of the histogram. A member whose process was replaced begins anew.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ KEYS_MAX = 10
 """Keys that are shown, of all servers."""
 LATENCY = "kvps_round_duration_seconds"
 Links = Mapping[int, Mapping[int, tuple[float, float]]]
-"""Server -> worker -> the shares of the time in which values to the server, and to the worker, were under way."""
+"""Server -> worker -> the shares of the time in which values to the server, and to the worker,
+were under way."""
 
 
 class JobModel:
@@ -168,7 +171,8 @@ class JobModel:
         }
 
     def _workers(self, document: Mapping[str, Any], links: Links) -> list[dict[str, Any]]:
-        """Return each worker: how late it pushes, how long a round has waited for it, and its busiest link."""
+        """Return each worker: how late it pushes, how long a round has waited for it, and its
+        busiest link."""
         waits: dict[int, float] = {}
         for server in document["servers"]:
             for stalled in server["rounds"]:

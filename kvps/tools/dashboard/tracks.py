@@ -1,4 +1,5 @@
-"""Counters over time: the last answers or beats of each member, and the rates and quantiles that follow from them."""
+"""Counters over time: the last answers or beats of each member, and the rates and quantiles that
+follow from them."""
 
 from __future__ import annotations
 
