@@ -201,7 +201,8 @@ def short_files(root: Path) -> Iterator[str]:
         if path.name != "__init__.py" and len(importers[name]) == 1
     ]
     short = sorted((lines, name) for lines, name in found if lines < SHORT)
-    yield f"{len(short)} files under {SHORT} lines with one importer, {sum(lines for lines, _ in short):,} lines"
+    total = sum(lines for lines, _ in short)
+    yield f"{len(short)} files under {SHORT} lines with one importer, {total:,} lines"
     for name, number in sorted(Counter(name.split(".")[1] for _, name in short).items()):
         yield f"  {name}: {number}"
     for lines, name in short:

@@ -97,8 +97,8 @@ class Agreement:
             self._kv.init("flags", torch.zeros(count, dtype=torch.float32, device="cpu"))
             if self._kv.resume(["flags"]) > 0:
                 refuse(
-                    "in each step the workers agree on flags (a GradScaler, find_unused=True), and the steps of its "
-                    "predecessor are not known",
+                    "in each step the workers agree on flags (a GradScaler, find_unused=True), and the "
+                    "steps of its predecessor are not known",
                     "use bfloat16, which needs no scaler, and do without find_unused",
                 )
 
