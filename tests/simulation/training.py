@@ -71,8 +71,6 @@ class Job:
     sizes: dict[str, int] = field(default_factory=dict)
     store: Store = field(default_factory=Store)
     has_optimizer: bool = False
-    hyper: dict[str, float] = field(default_factory=lambda: {"rescale_grad": 2.0})
-    """The hyper-parameters of the optimizer "test"."""
     faults: Faults = field(default_factory=Faults)
     kills: list[tuple[float, int, bool]] = field(default_factory=list)
     """When, which rank, and whether the scheduler notices its connections break."""
@@ -82,6 +80,8 @@ class Job:
     """On which machine each worker is."""
     is_hurt: bool = False
     """A worker may be lost in the midst of a push, and replaced; also if ``kills`` names none."""
+    hyper: dict[str, float] = field(default_factory=lambda: {"rescale_grad": 2.0})
+    """The hyper-parameters of the optimizer "test"."""
 
     def initial(self) -> Values:
         return {name: torch.arange(float(size)) % 5 for name, size in self.sizes.items()}
