@@ -1,7 +1,7 @@
 """The ``kvps checkpoint`` command: list cuts, verify them, and export a model from one.
 
-Several directories of checkpoints are seen as one. Servers that have a folder each have a snapshot of every cut in each of them, and all of them together
-are what one shared folder would be.
+Several directories of checkpoints are seen as one. Servers that have a folder each have a snapshot of every
+cut in each of them, and all of them together are what one shared folder would be.
 """
 
 from __future__ import annotations
@@ -145,9 +145,7 @@ def export(
     name = _store_of(snapshots, store)
     weights = merged(snapshots, name)
     if "__metadata__" in weights:
-        raise StorageError(
-            f"store {name!r} has a key '__metadata__', which no safetensors file has"
-        )
+        raise StorageError(f"store {name!r} has a key '__metadata__', which no safetensors file has")
     columns = {
         key: Column(NAMES[weight.dtype], [weight.flatten()], tuple(weight.shape))
         for key, weight in weights.items()
@@ -222,9 +220,7 @@ def all_cuts(folders: Iterable[str | Path]) -> list[LocatedCut]:
     return [_cut(number, directories) for number in sorted(numbers)]
 
 
-def choose(
-    cuts: Sequence[LocatedCut], number: int | None = None, tag: str | None = None
-) -> LocatedCut:
+def choose(cuts: Sequence[LocatedCut], number: int | None = None, tag: str | None = None) -> LocatedCut:
     """Return the newest complete cut, or the one with a number, or the newest with a tag.
 
     Raises:
@@ -281,9 +277,7 @@ def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
     for path, image in zip(paths, manifest.images, strict=True):
         size = regular_file.size_of(path)
         if size is None:
-            return (
-                f"{path} is missing; if that server has a folder of its own, give this folder too"
-            )
+            return f"{path} is missing; if that server has a folder of its own, give this folder too"
         if size != image.size:
             return f"{path} has {size} octets, and its manifest says {image.size}"
     return ""

@@ -4,12 +4,12 @@ The pseudo-gradient of many local steps bears a coarser code than the gradient o
 
 ``e3m0`` writes a float of four bits for each element, a sign and three bits of exponent (Douillard et al.:
 Streaming DiLoCo with overlapping communication, arXiv 2501.18512). 256 elements share the exponent of the
-largest of them, so the seven magnitudes are the powers of two from there down. An element becomes the nearest of
-these, or 0.
+largest of them, so the seven magnitudes are the powers of two from there down. An element becomes the nearest
+of these, or 0.
 
-``topk2bit`` keeps the largest elements of each 4,096 and writes two bits for each: its sign, and whether it is
-above the median of what is kept. The two magnitudes are the means of either half (chunked top-k with two bits, as in
-SparseLoCo, arXiv 2508.15706). An index within so few elements takes 12 bits.
+``topk2bit`` keeps the largest elements of each 4,096 and writes two bits for each: its sign, and whether it
+is above the median of what is kept. The two magnitudes are the means of either half (chunked top-k with two
+bits, as in SparseLoCo, arXiv 2508.15706). An index within so few elements takes 12 bits.
 
 The helpers at the end read bytes as numbers of other types, and pack small numbers into bytes.
 """
@@ -23,9 +23,7 @@ from kvps.errors import ProtocolError
 
 _LEAST, _MOST = 8, 254
 """The range of a group's exponent, biased as in float32: all seven powers of two are normal numbers."""
-_LEVELS = torch.tensor(
-    [0.0, *[2.0**n for n in range(1, 8)], 0.0, *[-(2.0**n) for n in range(1, 8)]]
-)
+_LEVELS = torch.tensor([0.0, *[2.0**n for n in range(1, 8)], 0.0, *[-(2.0**n) for n in range(1, 8)]])
 """The value of each code, as a multiple of the scale of its group."""
 
 
@@ -37,9 +35,7 @@ def write_e3m0(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
     groups, count = -(-len(rest) // GROUP), len(rest)
     bits = rest.view(torch.int32)
     exponent = (bits & 0x7FFFFFFF) >> 23
-    nearest = (
-        (bits & 0x7FFFFFFF) + 0x400000
-    ) >> 23  # from 1.5 times a power of two on, the next one
+    nearest = ((bits & 0x7FFFFFFF) + 0x400000) >> 23  # from 1.5 times a power of two on, the next one
     top = _in_groups(nearest, groups).amax(1).clamp_(max=_MOST)
     top[top < _LEAST] = 0
     lowest = (top - 7).repeat_interleave(GROUP)[:count]
@@ -120,9 +116,7 @@ def read_topk2bit(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> N
         low_octets, high_bits, signs = _fields(count, part)
         indices = nibbles_of(high_bits, count).long() << 8 | low_octets.long()
         if int(indices.max()) >= width or not bool((indices.diff(dim=1) > 0).all()):
-            raise ProtocolError(
-                f"topk2bit names elements out of order, or beyond the {width} of a chunk"
-            )
+            raise ProtocolError(f"topk2bit names elements out of order, or beyond the {width} of a chunk")
         levels = typed(part[:, :4].reshape(-1), torch.bfloat16).view(-1, 2).float()
         values.scatter_(1, indices, _level_of(_pairs_of(signs, count), levels))
 
@@ -166,9 +160,7 @@ def _pairs_of(octets: torch.Tensor, count: int) -> torch.Tensor:
 
 def typed(octets: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return bytes as numbers; a copy if they lie where such numbers may not."""
-    is_aligned = octets.data_ptr() % dtype.itemsize == 0 and (
-        octets.storage_offset() % dtype.itemsize == 0
-    )
+    is_aligned = octets.data_ptr() % dtype.itemsize == 0 and (octets.storage_offset() % dtype.itemsize == 0)
     return (octets if is_aligned else octets.clone()).view(dtype)
 
 

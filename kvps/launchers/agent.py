@@ -5,8 +5,8 @@ secret is in a command line. What the process prints goes back in frames.
 Further lines are signals for it. The end of the input means that the launch, or the way to it, is gone: the
 agent then kills the process with all that it has started.
 
-A login shell may print something before the agent runs. So the stream from an agent to its launch begins where the agent says that it
-is one, and of which version::
+A login shell may print something before the agent runs. So the stream from an agent to its launch begins
+where the agent says that it is one, and of which version::
 
     \\nkvps-agent VERSION\\n
     kind (1 byte)  length (4 bytes, big-endian)  the bytes themselves      again and again

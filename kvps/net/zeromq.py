@@ -6,8 +6,8 @@ the windows of the protocol, not by a water mark. Packets that go by TCP have a 
 (:mod:`kvps.net.zap`).
 
 :class:`~kvps.net.incoming.IncomingConnections` and :class:`~kvps.net.outgoing.OutgoingConnections` hold the
-connections, :class:`~kvps.net.sockets.Sockets` what both need, and :class:`~kvps.net.zeromq.SocketReader` takes messages
-apart.
+connections, :class:`~kvps.net.sockets.Sockets` what both need, and :class:`~kvps.net.zeromq.SocketReader`
+takes messages apart.
 
 Frames of messages are taken from a socket, counted, and dropped where a message has too many for a packet.
 """
@@ -47,7 +47,8 @@ CONTROL_BYTES_MAX = 1 << 20
 LOOK_EVERY_S = 1.0
 """How often it is looked whether anything moves."""
 SURPLUS_BATCH = 4096
-"""Frames of a message that has too many for a packet which are dropped before the other sockets get their turn."""
+"""Frames of a message that has too many for a packet which are dropped before the other sockets get their
+turn."""
 SURPLUS_MAX = 1 << 16
 """The most frames of such a message whose memory is left in the heap: libzmq has 64 bytes for each."""
 SEAL_OCTETS = 33
@@ -115,9 +116,7 @@ class ZmqTransport:
         """The packets and connections that were refused."""
         porter = self._sockets.porter
         asked = porter.refused if porter is not None else Counter()
-        return Refusals(
-            self._doorman.counts, asked + self._incoming.failures, self._inflow.closings
-        )
+        return Refusals(self._doorman.counts, asked + self._incoming.failures, self._inflow.closings)
 
     @property
     def reconnects(self) -> int:
@@ -216,9 +215,7 @@ class ZmqTransport:
                 if name is not None:
                     yield from self._receive(arrived_at, name)
 
-    def _receive(
-        self, socket: zmq.Socket[bytes], name: str | None
-    ) -> Iterator[tuple[Route, Packet]]:
+    def _receive(self, socket: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
         for _ in range(BATCH):
             # What came before may have led to another connection in its place.
             if socket.closed or self._outgoing.names.get(socket) != name:

@@ -1,8 +1,9 @@
-"""The parts that processes of several roles share: their address, how their threads wait, their end at a signal, and the
-last line of their log.
+"""The parts that processes of several roles share: their address, how their threads wait, their end at a
+signal, and the last line of their log.
 
-A signal becomes an exception, raised wherever the command is, so that it cleans up. Python drops what is raised in some places: a destructor, a callback of the garbage collector, an import
-lock. An exception that came there is raised again a moment later.
+A signal becomes an exception, raised wherever the command is, so that it cleans up. Python drops what is
+raised in some places: a destructor, a callback of the garbage collector, an import lock. An exception that
+came there is raised again a moment later.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 def let_threads_sleep() -> None:
-    """Let the threads with which torch computes sleep between computations, unless the operator says otherwise.
+    """Let the threads with which torch computes sleep between computations, unless the operator says
+    otherwise.
 
-    They otherwise spin for milliseconds after each computation. A server computes at each update, so this takes processors
-    from the workers of its host. Call this before torch is loaded.
+    They otherwise spin for milliseconds after each computation. A server computes at each update, so this
+    takes processors from the workers of its host. Call this before torch is loaded.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -128,7 +130,8 @@ def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[Non
 def serving_if_asked(
     place: Place | None, role: str, sampler: Sampler[Any], dashboard: Dashboard | None = None
 ) -> Iterator[str | None]:
-    """Serve HTTP at ``place`` as long as the block runs, and yield the URL; without one, not even load a web server."""
+    """Serve HTTP at ``place`` as long as the block runs, and yield the URL; without one, not even load a web
+    server."""
     if place is None:
         yield None
         return

@@ -1,8 +1,8 @@
 """The session that all dist stores of this process share.
 
 It is found in the environment when the first store is created: as a worker of a cluster that is described
-there, as a thread of a :class:`~kvps.runtime.local_cluster.LocalCluster`, or in an embedded cluster of its own. Where
-MXNet's variables make this process a server or the scheduler (``DMLC_ROLE``), it becomes that.
+there, as a thread of a :class:`~kvps.runtime.local_cluster.LocalCluster`, or in an embedded cluster of its
+own. Where MXNet's variables make this process a server or the scheduler (``DMLC_ROLE``), it becomes that.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def endings() -> OpenStores:
 def shutdown() -> None:
     """Flush all stores and leave the cluster; rounds close without this worker from then on.
 
-    Inside a LocalCluster the worker is the calling thread. A process that ends well does this by itself. Doing nothing is fine where there is no cluster.
+    Inside a LocalCluster the worker is the calling thread. A process that ends well does this by itself.
+    Doing nothing is fine where there is no cluster.
 
     Example:
         >>> import kvps
@@ -128,8 +129,7 @@ class _Process:
         session = self.embedded.session()
         logs.speak_as(session.speaker)
         log.warning(
-            "KVPS_SCHEDULER is not set: this process is a cluster of one worker "
-            "and one server at %s",
+            "KVPS_SCHEDULER is not set: this process is a cluster of one worker and one server at %s",
             self.embedded.scheduler,
         )
         atexit.register(self.end)

@@ -1,16 +1,17 @@
 """Updates deferred into the next forward pass: their values, parameters and learning rates.
 
-:class:`DeferredUpdates` waits for the bucket of a parameter, and takes the weights that came back; or it lets the optimizer step those
-parameters alone, as if its groups had no others, with the rates that held when ``step()`` was called.
+:class:`DeferredUpdates` waits for the bucket of a parameter, and takes the weights that came back; or it lets
+the optimizer step those parameters alone, as if its groups had no others, with the rates that held when
+``step()`` was called.
 
 So the next forward pass begins before the last updates are in.
 
 Theory of operation
 -------------------
 Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
-computes. With it, ``step()`` takes the gradients away from their parameters and returns. Each parameter is then
-*pending*: its first reader waits for its update, in the order in which a forward pass needs them, which is the
-order in which they come back (:mod:`kvps.torch.sync.buckets`)::
+computes. With it, ``step()`` takes the gradients away from their parameters and returns. Each parameter is
+then *pending*: its first reader waits for its update, in the order in which a forward pass needs them, which
+is the order in which they come back (:mod:`kvps.torch.sync.buckets`)::
 
     backward 1            step  forward 2             backward 2
     ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...
@@ -19,13 +20,13 @@ order in which they come back (:mod:`kvps.torch.sync.buckets`)::
 So any torch optimizer whose state is per parameter can be used: it steps a few parameters at a time, with the
 rates that held when ``step()`` was called, even if a scheduler has changed them since.
 
-A pending parameter has another class, :class:`PendingParameter`, which torch asks before it hands the parameter to
-any of its functions. So it does not matter who reads it: a module, another module, a hook, an average of weights,
-``state_dict()``, a copy. A hook before each ``forward()`` brings the parameters of one module together, and those
-that a module gives to C++ code, which asks nobody.
+A pending parameter has another class, :class:`PendingParameter`, which torch asks before it hands the
+parameter to any of its functions. So it does not matter who reads it: a module, another module, a hook, an
+average of weights, ``state_dict()``, a copy. A hook before each ``forward()`` brings the parameters of one
+module together, and those that a module gives to C++ code, which asks nobody.
 
-Compiled code checks the class of each parameter and would be compiled again for every other class. So when torch
-begins to compile, all updates are made, and no later update is deferred.
+Compiled code checks the class of each parameter and would be compiled again for every other class. So when
+torch begins to compile, all updates are made, and no later update is deferred.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from kvps.errors import ConfigError, EpochChanged
 from kvps.torch.sync.in_flight import InFlight
 from kvps.torch.sync.parameter_sync import ParameterSync
 
-_ATTRIBUTES = "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"
+_ATTRIBUTES = (
+    "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"
+)
 _METHODS = "size dim numel stride element_size is_contiguous is_floating_point"
 _GRAD: Any = torch.Tensor.grad
 _UNREAD = frozenset(
@@ -58,7 +61,8 @@ _UNREAD = frozenset(
 class DeferredUpdates:
     """The updates that are left to do of a step that has returned.
 
-    They may be made in the middle of anything that reads a parameter: under autocast, or in inference mode, for example.
+    They may be made in the middle of anything that reads a parameter: under autocast, or in inference mode,
+    for example.
 
     Args:
         module: the model, whose parameters wait.
@@ -82,9 +86,7 @@ class DeferredUpdates:
         self._rates: list[dict[str, Any]] = []
         """The optimizer's groups without their parameters, as they were at that step."""
         number_of = {
-            param: number
-            for number, group in enumerate(optimizer.param_groups)
-            for param in group["params"]
+            param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
         }
         self._group_of = {name: number_of.get(param, 0) for name, param in model.params.items()}
         step = type(optimizer).step
@@ -163,9 +165,7 @@ class PendingParameter(torch.nn.Parameter):
     """Makes the update."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func not in _UNREAD and _bring(tree_leaves((args, options))):
             return func(*args, **options)
@@ -214,7 +214,8 @@ class ForwardOverlap:
     ) -> None:
         if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
             raise ConfigError(
-                "overlap_forward=True: a scripted module reads its weights before their update is in; use the "
+                "overlap_forward=True: a scripted module reads its weights before their update is in; use "
+                "the "
                 "module that was scripted, or overlap_forward=False"
             )
         self._params = params

@@ -16,12 +16,13 @@ leave in ``step()``: those of a ``backward()`` that is followed by ``zero_grad()
 ``overlap_backward=True`` they leave during backward, and it is an error to discard them.
 
 A GradScaler looks at gradients before it steps, through ``param_groups``. If the optimizer runs here, these
-are the means, so all workers see the same, and the scaler needs nothing else. If it runs in the store,
-the workers first agree whether any of their gradients is infinite. So with ``overlap_backward`` gradients wait for
-``step()``, too, if a scaler is used, which is known from the first step on, in which nothing is pushed early.
+are the means, so all workers see the same, and the scaler needs nothing else. If it runs in the store, the
+workers first agree whether any of their gradients is infinite. So with ``overlap_backward`` gradients wait
+for ``step()``, too, if a scaler is used, which is known from the first step on, in which nothing is pushed
+early.
 
-With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; the next reader of a parameter does, such as
-the next forward pass (:mod:`kvps.torch.deferred_updates`).
+With ``overlap_forward=True`` neither ``backward()`` nor ``step()`` waits; the next reader of a parameter
+does, such as the next forward pass (:mod:`kvps.torch.deferred_updates`).
 """
 
 from __future__ import annotations
@@ -67,28 +68,36 @@ log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
 NOT_OURS = (
-    "step() of the wrapped optimizer was called, but the DistributedOptimizer makes its steps: this one would change the "
+    "step() of the wrapped optimizer was called, but the DistributedOptimizer makes its steps: this one "
+    "would change the "
     "weights of this worker alone. Call step() of the DistributedOptimizer"
 )
 EARLY = Advice(
-    "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or no_sync() around "
+    "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or "
+    "no_sync() around "
     "all but the last, or leave out overlap_backward=True, with which a reentrant checkpoint works, too",
-    "the servers update the weights with the gradient that was pushed; to clip the mean by its norm, use clip_global_norm=; to "
+    "the servers update the weights with the gradient that was pushed; to clip the mean by its norm, use "
+    "clip_global_norm=; to "
     "change it otherwise, use update_on_kvstore=False",
     "leave out overlap_backward=True, then gradients leave in step()",
 )
 CLIPPED = (
-    "between backward() and step(). With update_on_kvstore=True the servers average the gradients that the workers push, "
-    "and the mean of clipped gradients is not the clipped mean. To clip the mean by its norm, use clip_global_norm= in "
-    "place of clip_grad_norm_; to change it otherwise, use update_on_kvstore=False, with which .grad is the mean; to "
+    "between backward() and step(). With update_on_kvstore=True the servers average the gradients that the "
+    "workers push, "
+    "and the mean of clipped gradients is not the clipped mean. To clip the mean by its norm, use "
+    "clip_global_norm= in "
+    "place of clip_grad_norm_; to change it otherwise, use update_on_kvstore=False, with which .grad is the "
+    "mean; to "
     "scale gradients, scale the loss"
 )
 CLIP_HERE = (
-    ".grad is the mean: leave clip_global_norm= out, and call torch.nn.utils.clip_grad_norm_(model.parameters(), "
+    ".grad is the mean: leave clip_global_norm= out, and call "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), "
     "max_norm) between backward() and step()"
 )
 RESTS = "compression"
-"""The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores it."""
+"""The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores
+it."""
 
 
 class DistributedOptimizer(WrappedOptimizer):
@@ -110,26 +119,28 @@ class DistributedOptimizer(WrappedOptimizer):
         backward_passes_per_step: the number of passes whose gradients are summed here before they are pushed.
         op: ``"average"`` divides by the number of workers in a round: workers that are lost, have left or
             have joined do not count. ``"sum"`` does not divide.
-        update_on_kvstore: run the optimizer in the store. Gradients leave in ``step()``, and ``.grad`` is None
-            after it.
+        update_on_kvstore: run the optimizer in the store. Gradients leave in ``step()``, and ``.grad`` is
+            None after it.
         find_unused: parameters may have no gradient in some steps; a parameter without a gradient on any
             worker does not change. This costs a round trip in ``step()``, and the mean is in ``.grad`` only
             after :meth:`synchronize`: call it before you clip gradients.
         overlap_forward: let ``step()`` return at once, and each parameter wait for its update until it is
-            read, in the next forward pass or elsewhere. ``named_parameters`` is the module then. ``.grad`` is None
-            after ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you read memory
-            that a parameter shares with a view of your own.
+            read, in the next forward pass or elsewhere. ``named_parameters`` is the module then. ``.grad`` is
+            None after ``step()``; call :meth:`synchronize` before you clip or read gradients, and before you
+            read memory that a parameter shares with a view of your own.
         overlap_backward: with ``update_on_kvstore``, push gradients during backward, so that it hides the
             transfer between hosts. Then each ``backward()`` belongs to a step: ``zero_grad()`` or another
             ``backward()`` before ``step()`` is an error, since the servers have used the gradients. (With the
             optimizer on the workers, gradients always leave during backward, and may be discarded.)
         bucket_bytes: bytes of gradients that are pushed together; None for the best size for the store.
-        clip_global_norm: with ``update_on_kvstore`` and a dist_sync store, the servers scale the averaged gradients of
-            each step down to this norm over all parameters, as ``torch.nn.utils.clip_grad_norm_`` does. Dense
-            gradients only; they are pushed in one call, so ``bucket_bytes`` and ``overlap_backward`` are refused.
-        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for the store
-            that ``kvstore`` names; None for the defaults. The optimizer's other stores (for ``find_unused``, a
-            GradScaler, :meth:`join`) take the same options, or those of a store that is passed.
+        clip_global_norm: with ``update_on_kvstore`` and a dist_sync store, the servers scale the averaged
+            gradients of each step down to this norm over all parameters, as
+            ``torch.nn.utils.clip_grad_norm_`` does. Dense gradients only; they are pushed in one call, so
+            ``bucket_bytes`` and ``overlap_backward`` are refused.
+        kvstore_options: ``timeout``, ``on_worker_lost`` and ``worker_grace`` as in :func:`kvps.create`, for
+            the store that ``kvstore`` names; None for the defaults. The optimizer's other stores (for
+            ``find_unused``, a GradScaler, :meth:`join`) take the same options, or those of a store that is
+            passed.
 
     Raises:
         ConfigError: for invalid arguments.
@@ -176,18 +187,18 @@ class DistributedOptimizer(WrappedOptimizer):
         if kv is None:
             raise ConfigError("kvstore: give the name of a store, such as 'dist_sync', or a store")
         self._on_store = runs_in_store(kv, bool(update_on_kvstore))
-        check_clipping(
-            clip_global_norm, self._on_store, overlap_backward, CLIP_HERE, "overlap_backward=True"
-        )
+        check_clipping(clip_global_norm, self._on_store, overlap_backward, CLIP_HERE, "overlap_backward=True")
         if clip_global_norm is not None and bucket_bytes is not None:
             raise ConfigError(
-                "bucket_bytes= has no meaning with clip_global_norm=, which pushes all gradients of a step in one call; "
+                "bucket_bytes= has no meaning with clip_global_norm=, which pushes all gradients of a step "
+                "in one call; "
                 "leave out bucket_bytes="
             )
         self._described = Described(optimizer, params, clip_global_norm)
         if overlap_backward and not self._on_store:
             raise ConfigError(
-                "overlap_backward=True is for update_on_kvstore=True; with the optimizer on the workers, gradients "
+                "overlap_backward=True is for update_on_kvstore=True; with the optimizer on the workers, "
+                "gradients "
                 "leave during backward anyway"
             )
         self._is_late = self._on_store and not overlap_backward
@@ -246,8 +257,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if overlap_forward:
             if not isinstance(named_parameters, torch.nn.Module):
                 raise ConfigError(
-                    "overlap_forward=True puts hooks on modules: pass the module as "
-                    "named_parameters"
+                    "overlap_forward=True puts hooks on modules: pass the module as named_parameters"
                 )
             self._late = DeferredUpdates(named_parameters, self._model, optimizer, self._on_store)
 
@@ -369,9 +379,7 @@ class DistributedOptimizer(WrappedOptimizer):
             return True
         scale = vars(self).get("grad_scale")
         if scale is not None:
-            present = [
-                param.grad for param in self._model.params.values() if param.grad is not None
-            ]
+            present = [param.grad for param in self._model.params.values() if param.grad is not None]
             torch._foreach_div_(present, float(scale))
         return False
 
@@ -407,7 +415,8 @@ class DistributedOptimizer(WrappedOptimizer):
         :meth:`no_sync`, or of fewer passes than ``backward_passes_per_step``. Afterwards call step() under
         :meth:`skip_synchronize`, or step() itself, which then has nothing to wait for.
 
-        With ``overlap_forward``, it also makes the deferred updates. Between step() and backward() that is all it does.
+        With ``overlap_forward``, it also makes the deferred updates. Between step() and backward() that is
+        all it does.
 
         Raises:
             ConfigError: with ``update_on_kvstore=True``, where sums are never returned; or as step().
@@ -432,7 +441,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._on_store:
             raise ConfigError(
                 f"{what} the mean of gradients, but with update_on_kvstore=True the servers "
-                "return weights: to clip the mean by its norm, use clip_global_norm= in place of clip_grad_norm_; to read "
+                "return weights: to clip the mean by its norm, use clip_global_norm= in place of "
+                "clip_grad_norm_; to read "
                 "or change the mean, use update_on_kvstore=False"
             )
 

@@ -1,4 +1,5 @@
-"""BytePS's push_pull and its relatives, negotiated by name as Horovod's collectives are; the optimizer and broadcasts.
+"""BytePS's push_pull and its relatives, negotiated by name as Horovod's collectives are; the optimizer and
+broadcasts.
 
 DistributedOptimizer and the broadcasts are Horovod's under other signatures.
 """
@@ -195,14 +196,13 @@ def DistributedOptimizer(  # noqa: N802  # BytePS's name
         optimizer: a torch optimizer, with whose groups and state the new one goes on.
         named_parameters: ``model.named_parameters()``: different names, for each parameter of the optimizer.
         compression: of the gradients.
-        backward_passes_per_step: the number of backward passes whose gradients are added up before they leave.
+        backward_passes_per_step: the number of backward passes whose gradients are added up before they
+            leave.
 
     Raises:
         ValueError: for an argument that cannot be.
     """
-    return horovods.DistributedOptimizer(
-        optimizer, named_parameters, compression, backward_passes_per_step
-    )
+    return horovods.DistributedOptimizer(optimizer, named_parameters, compression, backward_passes_per_step)
 
 
 def broadcast_parameters(
@@ -233,7 +233,8 @@ def broadcast_optimizer_state(
         prefix: accepted for BytePS's sake.
 
     Raises:
-        ValueError: on every rank, for a state that is not data; or if the root's optimizer has other parameters.
+        ValueError: on every rank, for a state that is not data; or if the root's optimizer has other
+            parameters.
     """
     functions.broadcast_optimizer_state(optimizer, root_rank)
 

@@ -1,9 +1,11 @@
-"""The saved state: the knowledge of a restarted scheduler, as bytes and back; the rendezvous of other launchers.
+"""The saved state: the knowledge of a restarted scheduler, as bytes and back; the rendezvous of other
+launchers.
 
 Links and times are left out: members speak again, and every limit is counted anew from then.
 
-The rendezvous is one small state for each run, set only by an agent that knows the present state. torchrun's agents agree on their ranks by compare-and-set of such a state. The scheduler keeps it beside its job and
-does not look into it: a run may have any number of agents, and its workers need not be members of the job.
+The rendezvous is one small state for each run, set only by an agent that knows the present state. torchrun's
+agents agree on their ranks by compare-and-set of such a state. The scheduler keeps it beside its job and does
+not look into it: a run may have any number of agents, and its workers need not be members of the job.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class RendezvousTable:
         size = sum([len(line.encode()) + LINE_BYTES for line in request.state])
         if size > STATE_BYTES_MAX:
             raise Overload(
-                f"the state of the rendezvous {request.run!r:.80} takes {size} bytes, and the scheduler keeps "
+                f"the state of the rendezvous {request.run!r:.80} takes {size} bytes, and the scheduler "
+                "keeps "
                 f"at most {STATE_BYTES_MAX}: start fewer nodes",
                 limit="rendezvous",
             )

@@ -1,12 +1,12 @@
 """The standstill of a job: every worker waits in a call, and none can go on.
 
-A worker reports a standstill while its whole script waits in calls, all of its pushes have arrived, and each of its
-requests waits at a peer for calls of workers, as the peer has said within the last seconds
-(:mod:`kvps.core.worker.timeout_report`). So no worker can go on where every worker stood still at one moment, and each has found since
-then that its requests still wait.
+A worker reports a standstill while its whole script waits in calls, all of its pushes have arrived, and each
+of its requests waits at a peer for calls of workers, as the peer has said within the last seconds
+(:mod:`kvps.core.worker.timeout_report`). So no worker can go on where every worker stood still at one moment,
+and each has found since then that its requests still wait.
 
-A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost or was replaced,
-or was silent for a while: it may have been stopped, and its packets with it.
+A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost or was
+replaced, or was silent for a while: it may have been stopped, and its packets with it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from kvps.phrases import and_more
 from kvps.protocol.envelope import Role
 
 STILL_S = 5.0
-"""Seconds for which all workers stand still before they are told. It is longer than the word of a server counts on a worker
-(:data:`kvps.core.worker.timeout_report.CONFIRMED_S`), and a delay of a beat that is no gap."""
+"""Seconds for which all workers stand still before they are told. It is longer than the word of a server
+counts on a worker (:data:`kvps.core.worker.timeout_report.CONFIRMED_S`), and a delay of a beat that is no
+gap."""
 GAP_S = 2.5
 """Seconds without a beat after which a member may have been stopped."""
 LOOK_EVERY_S = 0.5
@@ -36,7 +37,8 @@ class Standstills:
         """When a member beat again after a silence."""
         self._looked_at = -math.inf
         self._told: dict[tuple[int, int], tuple[int, int]] = {}
-        """By rank and incarnation, the number of the standstill that is told, and the number of calls by then."""
+        """By rank and incarnation, the number of the standstill that is told, and the number of calls by
+        then."""
         self.text = ""
         """The text that workers at the last standstill are told."""
 
@@ -47,7 +49,8 @@ class Standstills:
             self._disturbed_at = now
 
     def told(self, seat: Seat) -> int:
-        """Return the number of the standstill that a worker was told of; 0 if of none, or if it has gone on."""
+        """Return the number of the standstill that a worker was told of; 0 if of none, or if it has gone
+        on."""
         number, calls = self._told.get((seat.node.rank, seat.incarnation), (0, 0))
         is_at_it = calls == seat.progress.calls and seat.progress.standstill in (0, number)
         return number if is_at_it else 0
@@ -93,10 +96,9 @@ def _in_words(workers: list[Seat], now: float) -> str:
         ranks = ", ".join(str(seat.node.rank) for seat in seats[:SHOWN_MAX])
         who = f"worker{'s' * (len(seats) > 1)} {ranks}{and_more(len(seats) - SHOWN_MAX)}"
         waited_s = now - max(seat.progress.moved_at for seat in seats)
-        told.append(
-            f"{who} {'have' if len(seats) > 1 else 'has'} waited in {call} for {waited_s:.0f} s"
-        )
+        told.append(f"{who} {'have' if len(seats) > 1 else 'has'} waited in {call} for {waited_s:.0f} s")
     return (
-        f"every worker waits, and none can go on: {'; '.join(told)}{and_more(len(by_call) - SHOWN_MAX)}. Every worker must "
+        f"every worker waits, and none can go on: {'; '.join(told)}{and_more(len(by_call) - SHOWN_MAX)}. "
+        "Every worker must "
         "make the same calls in the same order: look at these calls in the script, and start the job again"
     )

@@ -1,21 +1,22 @@
 """Memory budget of a server: what its stores will take, checked before anything is allocated (``Overload``).
 
-A key takes more than its weights: a second buffer while readers hold the first, the sum of an open round, and the
-optimizer's state once it is updated. All of that is reserved when the key is declared and when the optimizer is set,
-so that a model that does not fit is refused there, with the sum, and not by the kernel in the middle of training.
-What a push or an answer takes on its way is bounded by the protocol's windows, and is within the fifth of the memory
-that a server leaves alone by default. Tables grow by pushes, and count what they hold. Rounds beyond the oldest one
-are opened while what is left has room for their sums: a push that would open another is not taken in, and is sent again later.
+A key takes more than its weights: a second buffer while readers hold the first, the sum of an open round, and
+the optimizer's state once it is updated. All of that is reserved when the key is declared and when the
+optimizer is set, so that a model that does not fit is refused there, with the sum, and not by the kernel in
+the middle of training. What a push or an answer takes on its way is bounded by the protocol's windows, and is
+within the fifth of the memory that a server leaves alone by default. Tables grow by pushes, and count what
+they hold. Rounds beyond the oldest one are opened while what is left has room for their sums: a push that
+would open another is not taken in, and is sent again later.
 
 Memory pressure
 ---------------
-The memory budget counts what values take. It does not see the Python objects of keys and requests, packets on their way,
-plug-ins, and other processes of the container. When memory runs out, the kernel kills the largest process there, which
-is usually the server. Its job would roll back, grow again, and lose it again.
+The memory budget counts what values take. It does not see the Python objects of keys and requests, packets on
+their way, plug-ins, and other processes of the container. When memory runs out, the kernel kills the largest
+process there, which is usually the server. Its job would roll back, grow again, and lose it again.
 
-So a server that is short of memory refuses what would make it grow for good: stores, keys, optimizers, tables and
-pushes to them. Rounds ahead of the oldest one wait. What it has, it serves: pushes to keys, pulls and checkpoints go on.
-The readings come from outside.
+So a server that is short of memory refuses what would make it grow for good: stores, keys, optimizers, tables
+and pushes to them. Rounds ahead of the oldest one wait. What it has, it serves: pushes to keys, pulls and
+checkpoints go on. The readings come from outside.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
 
 RELIEF = 0.95
-"""New work is taken again below this part of the limit: a reading that wavers does not change the answer each time."""
+"""New work is taken again below this part of the limit: a reading that wavers does not change the answer each
+time."""
 
 
 class MemoryPressure:
@@ -79,9 +81,7 @@ class MemoryPressure:
         if self.is_high == was_high:
             return ""
         if self.is_high:
-            return (
-                f"is short of memory: {self}, and new work is refused from {self._percent_max} % on"
-            )
+            return f"is short of memory: {self}, and new work is refused from {self._percent_max} % on"
         return f"has memory again: {self}, and new work is taken"
 
     def demand_room(self, what: str) -> None:
@@ -92,8 +92,10 @@ class MemoryPressure:
         """
         if self.is_high:
             raise Overload(
-                f"{what} is refused: {self} on this server's machine or container, and new work is refused from "
-                f"{self._percent_max} % on. Give it more memory, end other processes there, or add servers; or "
+                f"{what} is refused: {self} on this server's machine or container, and new work is refused "
+                "from "
+                f"{self._percent_max} % on. Give it more memory, end other processes there, or add servers; "
+                "or "
                 f"{remedy('used_memory')}",
                 limit="used_memory",
             )
@@ -121,9 +123,7 @@ class Reservation(NamedTuple):
             *("residuals", "tables"),
         )
         terms = [
-            f"{title} {bytes_in_words(count)}"
-            for title, count in zip(titles, self, strict=True)
-            if count
+            f"{title} {bytes_in_words(count)}" for title, count in zip(titles, self, strict=True) if count
         ]
         return f"{' + '.join(terms)} = {bytes_in_words(sum(self))}"
 
@@ -132,7 +132,8 @@ class MemoryTerms(NamedTuple):
     """The memory of one store's keys, besides their weights."""
 
     gradients: int
-    """Gradients that an open round holds: 1, their sum; those of all ranks; 0 where pushes are applied one by one."""
+    """Gradients that an open round holds: 1, their sum; those of all ranks; 0 where pushes are applied one by
+    one."""
     updater: Updater | None
     has_residuals: bool = False
     """Answers are compressed, and what is lost by that is kept."""
@@ -242,13 +243,12 @@ class MemoryBudget:
         Raises:
             Overload: if there is no room left.
         """
-        self.pressure.demand_room(
-            f"a push to table {table.removeprefix(EMBEDDING)!r}, which grows by it,"
-        )
+        self.pressure.demand_room(f"a push to table {table.removeprefix(EMBEDDING)!r}, which grows by it,")
         reserved = self.reserved()
         if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(
-                f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: {self._account(reserved)} "
+                f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: "
+                f"{self._account(reserved)} "
                 "Evict rows (evict=), add servers or raise the limit",
                 limit="rows",
             )
@@ -278,9 +278,7 @@ class MemoryBudget:
             total = Reservation(*map(add, total, known.reserve(counts)))
         return total
 
-    def _demand(
-        self, what: str, store: str, terms: MemoryTerms, changed: Mapping[str, int]
-    ) -> None:
+    def _demand(self, what: str, store: str, terms: MemoryTerms, changed: Mapping[str, int]) -> None:
         reserved = self.reserved(store, terms, changed)
         if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(

@@ -4,14 +4,14 @@ A link tells for how long values are under way, in both directions.
 
 Theory of operation
 -------------------
-A worker knows when its values have arrived, because the server acknowledges them. It adds up the time in which some
-are under way, and tells the sum in PONG. Nothing acknowledges the values that a server sends, so the server sends PING
-behind them: the PONG says that they have arrived, too. One PING at a time is under way to a worker, and values that
-are sent meanwhile get another. So the two sums are of the same kind: the time in which values had been sent, and were not known
-to have arrived.
+A worker knows when its values have arrived, because the server acknowledges them. It adds up the time in
+which some are under way, and tells the sum in PONG. Nothing acknowledges the values that a server sends, so
+the server sends PING behind them: the PONG says that they have arrived, too. One PING at a time is under way
+to a worker, and values that are sent meanwhile get another. So the two sums are of the same kind: the time in
+which values had been sent, and were not known to have arrived.
 
-A link is *watched* only while the scheduler asks for figures. One that is fast is measured ten times per second at most,
-so that small rounds cost no more.
+A link is *watched* only while the scheduler asks for figures. One that is fast is measured ten times per
+second at most, so that small rounds cost no more.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Link:
         return LinkUse(watched_s, in_s, min(watched_s, out_s))
 
     def follows(self, now: float) -> bool:
-        """Return whether another PING follows the answered PING, because of values that were sent behind it."""
+        """Return whether another PING follows the answered PING, because of values that were sent behind
+        it."""
         has_more, self._has_more = self._has_more, False
         return has_more and self._ask(now)
 

@@ -1,11 +1,13 @@
 """The standstill of a worker, and the text of its end or of a Timeout: what a call still waits for.
 
-The text names the call as the user knows it, says which peer has not answered and why, and what the user may do.
+The text names the call as the user knows it, says which peer has not answered and why, and what the user may
+do.
 
-In a standstill the whole script waits in calls, and all that these wait for is known to others. A standstill has a number. The number changes whenever a call begins or ends, so that the scheduler knows whether a worker
-has moved between two beats. BEAT carries it only while each of the worker's requests waits at a server or at the scheduler.
-But the scheduler's word that nobody can go on holds also where their own word is late. What the script waits in is known to
-the process alone: the core asks once per second.
+In a standstill the whole script waits in calls, and all that these wait for is known to others. A standstill
+has a number. The number changes whenever a call begins or ends, so that the scheduler knows whether a worker
+has moved between two beats. BEAT carries it only while each of the worker's requests waits at a server or at
+the scheduler. But the scheduler's word that nobody can go on holds also where their own word is late. What
+the script waits in is known to the process alone: the core asks once per second.
 """
 
 from __future__ import annotations

@@ -2,16 +2,20 @@
 
 Theory of operation
 -------------------
-Ray Train keeps one backend in the controller of a run, and calls it for every *group* of workers that has started:
-for all workers first, and later for each worker that was replaced. The backend starts the cluster with the first group.
-A worker takes the rank that Ray gave it, so a replacement takes the seat of its predecessor.
+Ray Train keeps one backend in the controller of a run, and calls it for every *group* of workers that has
+started: for all workers first, and later for each worker that was replaced. The backend starts the cluster
+with the first group. A worker takes the rank that Ray gave it, so a replacement takes the seat of its
+predecessor.
 
-If no worker is left, Ray ends the whole group before it starts another. The servers still have the weights, so
-they stay for :data:`~kvps.platforms.ray.plan.RESTART_MAX_S`, and the new workers are replacements, too. With a process group there is nothing
-to return to, since its size is fixed: then Ray restarts all workers, and the cluster with them.
+If no worker is left, Ray ends the whole group before it starts another. The servers still have the weights,
+so they stay for :data:`~kvps.platforms.ray.plan.RESTART_MAX_S`, and the new workers are replacements, too.
+With a process group there is nothing to return to, since its size is fixed: then Ray restarts all workers,
+and the cluster with them.
 
-The demand of a run for resources is checked against the Ray cluster before Ray Train waits for its workers. Ray Train tries without an end to place workers for which the cluster has no resources. It warns, and names none. So
-its controller is given a callback, by the variable of the environment that Ray Train has for callbacks.
+The demand of a run for resources is checked against the Ray cluster before Ray Train waits for its workers.
+Ray Train tries without an end to place workers for which the cluster has no resources. It warns, and names
+none. So its controller is given a callback, by the variable of the environment that Ray Train has for
+callbacks.
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ class DemandResources(ControllerCallback):
         while text := no_room(each, scaling.min_workers, _nodes()):
             if time.monotonic() >= until:
                 raise ConfigError(
-                    f"{text}. Add nodes, or change ScalingConfig(num_workers=, resources_per_worker=); if an autoscaler "
+                    f"{text}. Add nodes, or change ScalingConfig(num_workers=, resources_per_worker=); if "
+                    "an autoscaler "
                     f"adds nodes, allow it more than {plan.start_timeout:g} s with KvpsConfig(start_timeout=)"
                 )
             time.sleep(LOOK_EVERY_S)
@@ -99,28 +104,30 @@ END_MAX_S = 10.0
 
 @dataclass(kw_only=True)
 class KvpsConfig(TorchConfig):
-    """The servers of a training run: ``TorchTrainer(torch_config=)``, ``DataParallelTrainer(backend_config=)``.
+    """The servers of a training run: ``TorchTrainer(torch_config=)``,
+    ``DataParallelTrainer(backend_config=)``.
 
     Each worker's ``kvps.create`` joins them. A worker that is killed, or raises, is replaced alone up to
-    ``FailureConfig(max_failures=)`` times: its replacement has its rank, and ``kv.resume(keys)`` tells where it
-    continues. The other workers are not restarted.
+    ``FailureConfig(max_failures=)`` times: its replacement has its rank, and ``kv.resume(keys)`` tells where
+    it continues. The other workers are not restarted.
 
     Args:
         backend: ``"kvps"`` also calls ``torch.distributed.init_process_group("kvps")`` in each worker, for
-            DistributedDataParallel. A process group has a fixed size, so then Ray restarts all workers when one is
-            lost. None (the default): no process group.
+            DistributedDataParallel. A process group has a fixed size, so then Ray restarts all workers when
+            one is lost. None (the default): no process group.
         timeout_s: seconds that a collective of the process group may take.
         servers: number of servers, 1 or more.
-        resources_per_server: resources that each server requests, as in ``{"CPU": 2, "memory": 8e9}``. ``memory`` is
-            in bytes, and the limit of the server as well.
+        resources_per_server: resources that each server requests, as in ``{"CPU": 2, "memory": 8e9}``.
+            ``memory`` is in bytes, and the limit of the server as well.
         server_strategy: Ray's scheduling strategy for servers, such as ``"SPREAD"``, ``"DEFAULT"``, or a
             PlacementGroupSchedulingStrategy.
-        max_restarts: how often Ray starts each server again that was killed, and the scheduler. A server continues from
-            the last checkpoint, the scheduler from its last state.
+        max_restarts: how often Ray starts each server again that was killed, and the scheduler. A server
+            continues from the last checkpoint, the scheduler from its last state.
         checkpoint_every: seconds between checkpoints of the servers; 0: only on ``kv.checkpoint()``.
-        checkpoint_dir: where servers write them; None: ``kvps`` in the folder of the run in Ray's storage path.
-        start_timeout: seconds that servers may take to find their resources, and for which a cluster may lack those of
-            the workers.
+        checkpoint_dir: where servers write them; None: ``kvps`` in the folder of the run in Ray's storage
+            path.
+        start_timeout: seconds that servers may take to find their resources, and for which a cluster may lack
+            those of the workers.
         env: variables of workers and servers. Those of the driver whose names begin with ``KVPS_`` go along.
         log_level: level of the log of scheduler and servers.
 
@@ -152,13 +159,12 @@ class KvpsConfig(TorchConfig):
         demand_train_v2()
         if self.backend not in (None, "kvps"):
             raise ConfigError(
-                f"backend={self.backend!r}: use 'kvps', or None for no process group. A process group of another "
+                f"backend={self.backend!r}: use 'kvps', or None for no process group. A process group of "
+                "another "
                 "backend needs no servers: use TorchConfig for it"
             )
         if self.init_method != "env":
-            raise ConfigError(
-                f"init_method={self.init_method!r}: workers meet at the scheduler; omit it"
-            )
+            raise ConfigError(f"init_method={self.init_method!r}: workers meet at the scheduler; omit it")
         subscribe()
         self.has_process_group = self.backend is not None  # TorchTrainer replaces None by "gloo"
         self.plan = RayPlan(
@@ -215,9 +221,7 @@ class _Training:
 
         try:
             if dist.is_available() and dist.is_initialized():
-                with (
-                    nullcontext() if error is None else suppress(Exception)
-                ):  # the first error counts
+                with nullcontext() if error is None else suppress(Exception):  # the first error counts
                     dist.destroy_process_group()
         finally:
             worker.leave(error)
@@ -290,7 +294,8 @@ class StoreBackend(Backend):
             self._begin(worker_group, workers, backend_config.plan)
         elif self._cluster is None or self._cluster.is_over(0.0):
             raise SchedulerLost(
-                "a worker is to be replaced, but the scheduler of its cluster has ended; see its log above. Start the run "
+                "a worker is to be replaced, but the scheduler of its cluster has ended; see its log above. "
+                "Start the run "
                 "again; with checkpoints, kv.restore() continues from the last checkpoint"
             )
         assert self._cluster is not None

@@ -1,8 +1,8 @@
 """The latest value of each key of an allreduce store, and the collective that makes it.
 
 A pull takes the newest collective of its keys when it is called, and waits for that one, whatever is pushed
-later. If a collective fails, its keys fall back to the values that they had. :class:`AllreduceRequests` puts rows on
-the device of the collective, and copies its result.
+later. If a collective fails, its keys fall back to the values that they had. :class:`AllreduceRequests` puts
+rows on the device of the collective, and copies its result.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class CollectiveTicket(Ticket):
     @property
     def is_over(self) -> bool:
         """Whether all collectives are over, or its time is."""
-        return time.monotonic() > self._deadline or all(
-            collective.done() for collective in self._collectives
-        )
+        return time.monotonic() > self._deadline or all(collective.done() for collective in self._collectives)
 
     def when_over(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when all collectives are over: now if they are, else in the thread that

@@ -131,9 +131,7 @@ def _row(row: Measurement, rows: Sequence[Measurement]) -> dict[str, object]:
         "system": row.system,
         "median_ms": row.median_ms,
         "ratio_to_gloo": ratio_of(row, rows),
-        "trials": [
-            {"median_ms": trial.median_ms, "rounds_ms": trial.rounds_ms} for trial in row.trials
-        ],
+        "trials": [{"median_ms": trial.median_ms, "rounds_ms": trial.rounds_ms} for trial in row.trials],
     }
 
 
@@ -179,7 +177,8 @@ def table_of_limits(limits: Mapping[str, float]) -> Table:
 
 
 def add_time_columns(table: Table, has_trials: bool = True) -> None:
-    """Add the columns that :func:`times_of` fills; without the range of the trials where each case has one trial."""
+    """Add the columns that :func:`times_of` fills; without the range of the trials where each case has one
+    trial."""
     trials = ("trials from .. to",) if has_trials else ()
     for name in ("median ms", *trials, "ratio to gloo"):
         table.add_column(name, justify="right")

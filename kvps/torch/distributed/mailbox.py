@@ -13,10 +13,10 @@ rank meets must not take it for done. A message between two ranks ends when it i
 
 The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
 
-*Size classes.* A key has one size for ever, and scripts send tensors of many sizes (a pickled object has another one
-each time). The first shapes get keys that fit exactly, so that the buckets of a model travel without
-padding. Later ones share keys of a few *classes*: eight between a power of two and the next, so that at
-most an eighth is padding and the number of keys is bounded. What is chosen depends on nothing but the
+*Size classes.* A key has one size for ever, and scripts send tensors of many sizes (a pickled object has
+another one each time). The first shapes get keys that fit exactly, so that the buckets of a model travel
+without padding. Later ones share keys of a few *classes*: eight between a power of two and the next, so that
+at most an eighth is padding and the number of keys is bounded. What is chosen depends on nothing but the
 calls before, which are the same on all ranks.
 """
 
@@ -182,8 +182,8 @@ def class_of(count: int) -> int:
 class KeySizes:
     """The names and sizes of one group's keys.
 
-    A key that fits exactly has the shape in its name. So ranks that give different shapes use different keys, and
-    never take each other's values for theirs.
+    A key that fits exactly has the shape in its name. So ranks that give different shapes use different keys,
+    and never take each other's values for theirs.
     """
 
     def __init__(self, exact_max: int = EXACT_MAX) -> None:

@@ -5,9 +5,10 @@ DistributedDataParallel, for one) takes a future. A Python future that was given
 success there, so the error goes in by a callback that raises: C++ then sees a RuntimeError whose text is
 that of the error.
 
-torch.compile leaves methods marked :func:`uncompiled` alone. torch's other process groups are C++, into which the compiler cannot look. This one is Python: without a mark, the
-compiler would follow a collective into locks and threads. ``torch.compiler.disable`` would say so, too, but it imports
-the compiler, which takes seconds of every script that trains without it.
+torch.compile leaves methods marked :func:`uncompiled` alone. torch's other process groups are C++, into which
+the compiler cannot look. This one is Python: without a mark, the compiler would follow a collective into
+locks and threads. ``torch.compiler.disable`` would say so, too, but it imports the compiler, which takes
+seconds of every script that trains without it.
 """
 
 from __future__ import annotations
@@ -52,9 +53,7 @@ class Work(dist.Work):
         source: whose values a ``recv`` brings; None for other operations.
     """
 
-    def __init__(
-        self, name: str, result: Sequence[torch.Tensor], source: int | None = None
-    ) -> None:
+    def __init__(self, name: str, result: Sequence[torch.Tensor], source: int | None = None) -> None:
         super().__init__()
         self._name = name
         self._result = list(result)

@@ -2,23 +2,24 @@
 
 Theory of operation
 -------------------
-Each worker trains with its own optimizer, the *inner* one. Every ``sync_every`` steps it pushes a *pseudo-gradient*:
-the weights that it began with, minus its own. The servers average these, give the mean to the *outer* optimizer,
-and return the weights from which all go on (Douillard et al.: DiLoCo, arXiv 2311.08105).
+Each worker trains with its own optimizer, the *inner* one. Every ``sync_every`` steps it pushes a
+*pseudo-gradient*: the weights that it began with, minus its own. The servers average these, give the mean to
+the *outer* optimizer, and return the weights from which all go on (Douillard et al.: DiLoCo, arXiv
+2311.08105).
 
-The model is cut into fragments that take turns (:mod:`kvps.torch.local_steps.fragments`). So the peak on the network
-is a fragment, and with a delay training goes on while the fragment is on its way (Streaming DiLoCo, arXiv
-2501.18512)::
+The model is cut into fragments that take turns (:mod:`kvps.torch.local_steps.fragments`). So the peak on the
+network is a fragment, and with a delay training goes on while the fragment is on its way (Streaming DiLoCo,
+arXiv 2501.18512)::
 
     inner steps   |-------- p --------|-------- p --------|
-    fragment 0                        push ...... take     the servers' mean, mixed with what was trained meanwhile
+    fragment 0                        push ...... take     the servers' mean, mixed with the steps meanwhile
     fragment 1                                            push ...... take
 
 The weights, the momentum of the outer optimizer and the round numbers are in the servers, and so in their
-checkpoints. Workers have only what the last merge gave them: a worker that joins late pulls the weights and begins
-a turn, and a worker that is lost costs the others nothing but its own steps since its last push. Each fragment has a
-store of its own: a checkpoint is taken where the keys of a store have been pushed equally often, which fragments that
-take turns are only once in ``sync_every`` steps.
+checkpoints. Workers have only what the last merge gave them: a worker that joins late pulls the weights and
+begins a turn, and a worker that is lost costs the others nothing but its own steps since its last push. Each
+fragment has a store of its own: a checkpoint is taken where the keys of a store have been pushed equally
+often, which fragments that take turns are only once in ``sync_every`` steps.
 """
 
 from __future__ import annotations
@@ -79,50 +80,55 @@ class FragmentInFlight(NamedTuple):
 class DiLoCo:
     """Trains by local steps: a context manager around an unchanged loop.
 
-    Inside the context, each ``inner_optimizer.step()`` counts. After every ``sync_every`` of them the workers merge
-    what they have learned. Every worker creates it with the same arguments and makes the same number of steps;
-    with ``mode="async"`` and one fragment, ``sync_every`` and the number of steps may differ, and
-    ``dynamic_sync_every=True`` fits ``sync_every`` to the worker.
-    Parameters, and the buffers of a module, begin with rank 0's values. Buffers are not merged later.
+    Inside the context, each ``inner_optimizer.step()`` counts. After every ``sync_every`` of them the workers
+    merge what they have learned. Every worker creates it with the same arguments and makes the same number of
+    steps; with ``mode="async"`` and one fragment, ``sync_every`` and the number of steps may differ, and
+    ``dynamic_sync_every=True`` fits ``sync_every`` to the worker. Parameters, and the buffers of a module,
+    begin with rank 0's values. Buffers are not merged later.
 
     Args:
         model: a module, its ``named_parameters()``, or a dict name -> parameter.
         inner_optimizer: a torch optimizer over the trained parameters. Its state stays on this worker.
-        outer: the optimizer of the servers: ``"nesterov"``, ``"sgd"``, or a torch optimizer that servers can run;
-            with ``mode="async"`` also ``"delayed_nesterov"``, whose momentum moves once for as many pushes as
-            there are workers.
+        outer: the optimizer of the servers: ``"nesterov"``, ``"sgd"``, or a torch optimizer that servers can
+            run; with ``mode="async"`` also ``"delayed_nesterov"``, whose momentum moves once for as many
+            pushes as there are workers.
         lr, momentum: of the outer optimizer.
         sync_every: steps between two merges of a parameter.
-        dynamic_sync_every: let ``sync_every`` be that of the fastest worker; a slower one makes fewer steps, in
-            proportion to its speed, so that no push is much older than others. For ``mode="async"`` and one fragment.
-        fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of parameters
-            and modules. Fragments take turns, so ``sync_every`` is a multiple of their number.
-        delay: steps that training goes on while a fragment is on its way; less than ``sync_every / fragments``.
-        alpha: the share of the local weights in the result of a merge, 0 to 1. With 0, a worker takes the servers'
-            weights, and the steps that it made during ``delay`` are dropped; with a delay, try 0.5.
-        compression: compress pseudo-gradients, as :meth:`kvps.KVStore.set_gradient_compression`. Add ``"pull":
-            True`` to compress the merged weights, too.
-        mode: ``"sync"`` waits for the other workers. ``"async"`` applies each pseudo-gradient at once, divided
-            by the number of workers.
+        dynamic_sync_every: let ``sync_every`` be that of the fastest worker; a slower one makes fewer steps,
+            in proportion to its speed, so that no push is much older than others. For ``mode="async"`` and
+            one fragment.
+        fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of
+            parameters and modules. Fragments take turns, so ``sync_every`` is a multiple of their number.
+        delay: steps that training goes on while a fragment is on its way; less than ``sync_every /
+            fragments``.
+        alpha: the share of the local weights in the result of a merge, 0 to 1. With 0, a worker takes the
+            servers' weights, and the steps that it made during ``delay`` are dropped; with a delay, try 0.5.
+        compression: compress pseudo-gradients, as :meth:`kvps.KVStore.set_gradient_compression`. Add
+            ``"pull": True`` to compress the merged weights, too.
+        mode: ``"sync"`` waits for the other workers. ``"async"`` applies each pseudo-gradient at once,
+            divided by the number of workers.
         weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
-            :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a mean.
+            :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a
+            mean.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.
         grace, on_worker_lost, worker_grace: as in :func:`kvps.create`.
-        late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as one part of
-            the number of workers in the job, as with ``mode="async"``; those that are lost meanwhile still count.
+        late: as in :func:`kvps.create`. With ``"next"`` no worker's steps are lost, and each push counts as
+            one part of the number of workers in the job, as with ``mode="async"``; those that are lost
+            meanwhile still count.
         backup_device: where the weights of the last merge are kept; None for each parameter's own device.
         timeout: seconds that a merge may wait for the other workers.
 
     Attributes:
         syncs: number of merges that this worker has made, of a fragment each.
         wait_s: seconds that steps have waited for merges.
-        age: by how many pushes of other workers the servers' weights had moved when this worker's last one was
-            applied, since it took them; 0 with ``mode="sync"``. The mean is about the number of other workers if
-            all are equally fast: much more says that this one is slow, and fewer ``sync_every`` steps would help;
-            ``dynamic_sync_every=True`` chooses them.
+        age: by how many pushes of other workers the servers' weights had moved when this worker's last one
+            was applied, since it took them; 0 with ``mode="sync"``. The mean is about the number of other
+            workers if all are equally fast: much more says that this one is slow, and fewer ``sync_every``
+            steps would help; ``dynamic_sync_every=True`` chooses them.
 
     Raises:
-        ConfigError: for invalid arguments: fragments that miss or repeat a parameter, a delay that does not fit.
+        ConfigError: for invalid arguments: fragments that miss or repeat a parameter, a delay that does not
+            fit.
 
     Example:
         >>> import torch, kvps.torch
@@ -203,9 +209,7 @@ class DiLoCo:
             residual_state.compress(kv, compression, "compression")
         # Only where each merge is one of all workers do their weights have the same start.
         self._has_common_start = mode == "sync" and quorum is None
-        self._mean = MeanStore(
-            self._OWNER, options, compression if self._has_common_start else None
-        )
+        self._mean = MeanStore(self._OWNER, options, compression if self._has_common_start else None)
         self._pace: Pace | None = None
         if may_adapt:
             device = next(iter(self._params.values())).device
@@ -281,9 +285,7 @@ class DiLoCo:
             tensor = constant[name].detach()
             if value.dtype != tensor.dtype:
                 tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
-        start = {
-            name: value.to(backup or self._params[name].device) for name, value in wide.items()
-        }
+        start = {name: value.to(backup or self._params[name].device) for name, value in wide.items()}
         self._bring(start)
         return start
 
@@ -296,24 +298,27 @@ class DiLoCo:
         kv.set_optimizer(self._hyper.name, **numbers)
 
     def _begin(self) -> None:
-        """Begin where the other workers are, or, with a script that took another's place, run again until there."""
+        """Begin where the other workers are, or, with a script that took another's place, run again until
+        there."""
         if self._pace is None:  # else the steps between two merges are not known
             self._steps.begin("merges of each fragment" if len(self._fragments) > 1 else "merges")
         if not self._steps.is_behind:
             self._begin_turn()
 
     def _begin_turn(self) -> int:
-        """Begin with the fragment whose round the other workers come to next; return the merges of this worker."""
+        """Begin with the fragment whose round the other workers come to next; return the merges of this
+        worker."""
         rounds = self._steps.owed()
         self._schedule.begin_at(rounds)
         return sum(rounds)
 
     def resume(self) -> int:
-        """Return the number of local steps that this worker has merged: where a replacement of a lost worker begins.
+        """Return the number of local steps that this worker has merged: where a replacement of a lost worker
+        begins.
 
-        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which are
-        otherwise made again, without merges. Call it once, before the first step. With ``dynamic_sync_every``, it is
-        the number that the fastest worker would have made.
+        It is 0 in a new job. A script that begins at this step spares a replacement the earlier steps, which
+        are otherwise made again, without merges. Call it once, before the first step. With
+        ``dynamic_sync_every``, it is the number that the fastest worker would have made.
 
         Example:
             >>> start = outer.resume()  # doctest: +SKIP
@@ -326,9 +331,7 @@ class DiLoCo:
     def _bring(self, start: dict[str, torch.Tensor]) -> None:
         """Take the servers' weights, and begin from there."""
         for kv, names in zip(self._stores, self._fragments, strict=True):
-            values = [
-                torch.empty_like(self._params[name], dtype=start[name].dtype) for name in names
-            ]
+            values = [torch.empty_like(self._params[name], dtype=start[name].dtype) for name in names]
             kv.pull(list(names), out=values)
             for name, value in zip(names, values, strict=True):
                 self._adopt(start, name, value, 0.0)
@@ -364,25 +367,22 @@ class DiLoCo:
         """Send the pseudo-gradients of the next fragment.
 
         Raises:
-            NonFinite: if a weight is not finite. Nothing was sent, and the fragment is due again after the next step.
+            NonFinite: if a weight is not finite. Nothing was sent, and the fragment is due again after the
+                next step.
             ConfigError: without tokens, if these are the weight; or if the outer torch optimizer was changed.
         """
         self._outer.check()
         fragment = self._schedule.next
         names = self._fragments[fragment]
-        deltas = [
-            self._start[name].to(self._params[name].device) - self._params[name] for name in names
-        ]
-        flawed = [
-            name
-            for name, delta in zip(names, deltas, strict=True)
-            if count_nonfinite(delta.view(-1))
-        ]
+        deltas = [self._start[name].to(self._params[name].device) - self._params[name] for name in names]
+        flawed = [name for name, delta in zip(names, deltas, strict=True) if count_nonfinite(delta.view(-1))]
         if flawed:
             raise NonFinite(
                 f"the weights of {names_in_words(flawed)} are not finite after the local steps of rank "
-                f"{self._stores[fragment].rank}. Nothing was pushed, and the servers' weights are unchanged. Call pull() to go "
-                "on from them, with a new inner optimizer if its state is not finite either; and check the loss and "
+                f"{self._stores[fragment].rank}. Nothing was pushed, and the servers' weights are "
+                "unchanged. Call pull() to go "
+                "on from them, with a new inner optimizer if its state is not finite either; and check the "
+                "loss and "
                 "the inner learning rate"
             )
         weight = self._weight.of(fragment)
@@ -402,7 +402,8 @@ class DiLoCo:
 
     @torch.no_grad()
     def _take(self, alpha: float | None = None) -> None:
-        """Wait for the fragment in flight, if there is one, and take its merged weights, but for ``alpha``."""
+        """Wait for the fragment in flight, if there is one, and take its merged weights, but for
+        ``alpha``."""
         if self._away is None:
             return
         share = self._alpha if alpha is None else alpha
@@ -438,13 +439,12 @@ class DiLoCo:
         handle = self._stores[fragment].pull(names, out=values, async_op=True)
         self._away = FragmentInFlight(handle, values)
 
-    def _adopt(
-        self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float
-    ) -> None:
+    def _adopt(self, start: dict[str, torch.Tensor], name: str, value: torch.Tensor, alpha: float) -> None:
         """Begin again from a merged ``value``, of which ``alpha`` is left to the local one."""
         param = self._params[name].detach()
         merged = value.to(param.dtype)
-        # Of a coarse type the start is what it can hold: the rounding is nothing that this worker has learned.
+        # Of a coarse type the start is what it can hold: the rounding is nothing that this worker has
+        # learned.
         start[name].copy_(merged)
         wide = WIDE.get(param.dtype, param.dtype)
         param.copy_(torch.lerp(merged.to(wide), param.to(wide), alpha) if alpha else merged)
@@ -474,9 +474,10 @@ class DiLoCo:
     def average(self) -> None:
         """Give all workers the mean of their weights. All workers call it after the same step.
 
-        Call it before a last evaluation, and before you save the model. Unlike :meth:`sync`, it is no step of the
-        outer optimizer, and changes nothing on the servers: training may go on as if it had not been called. At the
-        end of a run the outer momentum is still that of the larger steps before, and a merge would apply it.
+        Call it before a last evaluation, and before you save the model. Unlike :meth:`sync`, it is no step of
+        the outer optimizer, and changes nothing on the servers: training may go on as if it had not been
+        called. At the end of a run the outer momentum is still that of the larger steps before, and a merge
+        would apply it.
 
         Raises:
             KvpsError: as the merge in a step.
@@ -499,9 +500,7 @@ class DiLoCo:
         Call it to go on from weights that are not finite.
         """
         self._take()
-        self._survive(
-            partial(self._bring, self._start) if self._steps.is_behind else self._begin_again
-        )
+        self._survive(partial(self._bring, self._start) if self._steps.is_behind else self._begin_again)
 
     def add_tokens(self, count: float) -> None:
         """Count ``count`` tokens, of any unit, towards this worker's weight.
@@ -512,7 +511,8 @@ class DiLoCo:
         self._weight.add(count)
 
     def join(self) -> None:
-        """Let the other workers continue without this worker, which has no more steps to make, until all have.
+        """Let the other workers continue without this worker, which has no more steps to make, until all
+        have.
 
         Then every worker has the global weights.
         """
@@ -525,7 +525,8 @@ class DiLoCo:
         self.pull()
 
     def checkpoint(self, tag: str | None = None) -> int:
-        """Write a checkpoint of the global weights and the outer optimizer, as :meth:`kvps.KVStore.checkpoint`."""
+        """Write a checkpoint of the global weights and the outer optimizer, as
+        :meth:`kvps.KVStore.checkpoint`."""
         self._take()
         return int(self._stores[0].checkpoint(tag))
 
@@ -574,7 +575,8 @@ class DiLoCo:
                 error = another
 
     def _recover(self, kv: DistStore, names: tuple[str, ...], error: EpochChanged | None) -> None:
-        """Give a store what the checkpoint lacks; ``error`` is None if the store has not told of a rollback yet."""
+        """Give a store what the checkpoint lacks; ``error`` is None if the store has not told of a rollback
+        yet."""
         while True:
             try:
                 if error is None:

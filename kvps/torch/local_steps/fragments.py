@@ -1,8 +1,10 @@
-"""Fragments of a model: the parts that are synchronised one after another, balanced by bytes or given by the user.
+"""Fragments of a model: the parts that are synchronised one after another, balanced by bytes or given by the
+user.
 
-:class:`Schedule` says after which step a fragment leaves, and after which its merged values are taken. Fragments take turns. With period ``p = sync_every / fragments``, fragment 0 leaves after step p, fragment 1 after
-2p, and each returns to its turn ``sync_every`` steps later. A fragment that left after step t is taken back after
-step t + delay, before the next one leaves: at most one is in flight.
+:class:`Schedule` says after which step a fragment leaves, and after which its merged values are taken.
+Fragments take turns. With period ``p = sync_every / fragments``, fragment 0 leaves after step p, fragment 1
+after 2p, and each returns to its turn ``sync_every`` steps later. A fragment that left after step t is taken
+back after step t + delay, before the next one leaves: at most one is in flight.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def fragments_of(params: Mapping[str, torch.Tensor], wanted: object) -> Fragment
 
     Args:
         params: name -> parameter, of those that are trained.
-        wanted: the number of fragments; or a list of them, each a module, or a list of parameters and modules.
+        wanted: the number of fragments; or a list of them, each a module, or a list of parameters and
+            modules.
 
     Raises:
         ConfigError: naming the parameters that are in no fragment, in two, or not in the model.
@@ -47,9 +50,7 @@ def fragments_of(params: Mapping[str, torch.Tensor], wanted: object) -> Fragment
 def _balanced(params: Mapping[str, torch.Tensor], count: int) -> Fragments:
     """Put each parameter, the largest first, into the fragment with the fewest bytes."""
     if not 1 <= count <= len(params):
-        raise ConfigError(
-            f"fragments={count}: use 1 to {len(params)}, the number of trained parameters"
-        )
+        raise ConfigError(f"fragments={count}: use 1 to {len(params)}, the number of trained parameters")
     sizes = [0] * count
     chosen: dict[str, int] = {}
     for name in sorted(params, key=lambda name: -_bytes(params[name])):
@@ -57,9 +58,7 @@ def _balanced(params: Mapping[str, torch.Tensor], count: int) -> Fragments:
         chosen[name] = lightest
         # A parameter without elements counts, too, so that no fragment stays empty.
         sizes[lightest] += _bytes(params[name]) + 1
-    return tuple(
-        tuple([name for name in params if chosen[name] == number]) for number in range(count)
-    )
+    return tuple(tuple([name for name in params if chosen[name] == number]) for number in range(count))
 
 
 def _bytes(param: torch.Tensor) -> int:
@@ -76,7 +75,8 @@ def _given(params: Mapping[str, torch.Tensor], wanted: Sequence[Any]) -> Fragmen
         if foreign:
             shapes = ", ".join([str(tuple(param.shape)) for param in foreign[:3]])
             raise ConfigError(
-                f"fragments[{number}] has {len(foreign)} trained parameter(s) that the model has not, of shape "
+                f"fragments[{number}] has {len(foreign)} trained parameter(s) that the model has not, of "
+                "shape "
                 f"{shapes}; build fragments from the modules of the model"
             )
         mine = tuple([names[param] for param in members])
@@ -166,7 +166,8 @@ class Schedule:
         period = sync_every // fragments
         if type(delay) is not int or not 0 <= delay < period:
             raise ConfigError(
-                f"delay={delay!r}: use 0 to {period - 1} steps. A fragment returns before the next one leaves, "
+                f"delay={delay!r}: use 0 to {period - 1} steps. A fragment returns before the next one "
+                "leaves, "
                 f"which is {period} steps later (sync_every / fragments)"
             )
         return cls(period, fragments, delay)

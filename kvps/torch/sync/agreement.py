@@ -1,4 +1,5 @@
-"""Agreement of all workers: on the same model before anything is sent, on flags in each step, and on a batch size.
+"""Agreement of all workers: on the same model before anything is sent, on flags in each step, and on a batch
+size.
 
 A model that differs on one rank is refused on every rank.
 
@@ -115,7 +116,8 @@ class Agreement:
 
 
 class AgreedBatch:
-    """The batch size that all workers have agreed on, which the store's optimizer has as a factor of gradients.
+    """The batch size that all workers have agreed on, which the store's optimizer has as a factor of
+    gradients.
 
     Args:
         model: the parameters and their store.

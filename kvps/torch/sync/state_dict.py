@@ -1,4 +1,5 @@
-"""Optimizer states as the servers keep them, and as torch's ``state_dict()`` has them; the base of a wrapping optimizer.
+"""Optimizer states as the servers keep them, and as torch's ``state_dict()`` has them; the base of a wrapping
+optimizer.
 
 The torch optimizer of a front end whose updates run in the store keeps no state.
 :class:`StateInStore` makes the optimizer's ``state_dict()`` and ``load_state_dict()`` those of the
@@ -8,8 +9,8 @@ Servers keep the tensors of torch.optim under torch's names, flat, and one count
 torch keeps the count as a tensor beside them, for all but SGD; and NAdam's ``mu_product``, which follows
 from the count.
 
-:class:`WrappedOptimizer` has the attributes and methods that an optimizer leaves to the optimizer that it wraps, and
-those that it refuses.
+:class:`WrappedOptimizer` has the attributes and methods that an optimizer leaves to the optimizer that it
+wraps, and those that it refuses.
 """
 
 from __future__ import annotations
@@ -71,9 +72,7 @@ def to_torch(
     return state
 
 
-def from_torch(
-    state: Mapping[torch.Tensor, Mapping[str, Any]], params: Mapping[str, torch.Tensor]
-) -> States:
+def from_torch(state: Mapping[torch.Tensor, Mapping[str, Any]], params: Mapping[str, torch.Tensor]) -> States:
     """Return what the store is to keep, of torch's state of each parameter."""
     found: States = {}
     for name, param in params.items():
@@ -124,9 +123,7 @@ class StateInStore:
             the state, which may be of another rule.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: ParameterSync, described: Described
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: ParameterSync, described: Described) -> None:
         if has_state(optimizer):
             take_over(optimizer, model)
         self._model = weakref.ref(model)
@@ -209,7 +206,8 @@ class WrappedOptimizer(Resumable, torch.optim.Optimizer):
             ConfigError: always.
         """
         raise ConfigError(
-            "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this process to the "
+            "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this "
+            "process to the "
             "job. Save optimizer.state_dict(), and copy the model alone"
         )
 

@@ -12,8 +12,8 @@ starts clean on every rank.
 If each rank that can still make requests waits for an operation that is not decided, none will ever be: the
 operations that are waited for are refused.
 
-Every rank also decides the same about fusion, that is which operations of one cycle travel as one buffer, because
-every rank has the same decisions in the same order.
+Every rank also decides the same about fusion, that is which operations of one cycle travel as one buffer,
+because every rank has the same decisions in the same order.
 """
 
 from __future__ import annotations
@@ -246,9 +246,7 @@ class Coordinator:
     def _stuck(self) -> list[Decision]:
         """Refuse what the ranks wait for, if each that could make a request waits for an undecided
         operation."""
-        waits = {
-            rank: self._awaited(rank) for rank in range(self._size) if rank not in self._joined
-        }
+        waits = {rank: self._awaited(rank) for rank in range(self._size) if rank not in self._joined}
         if not waits or None in waits.values():
             return []
         entries = {id(waiting): waiting for waiting in waits.values() if waiting is not None}
@@ -280,16 +278,11 @@ class Coordinator:
             for entry in entries:
                 assert entry.requests, "an operation begins with a request"
                 assert all(request.key == key for request in entry.requests.values())
-                fitting = [
-                    difference(0, request, 1, self._of(entry))
-                    for request in entry.requests.values()
-                ]
+                fitting = [difference(0, request, 1, self._of(entry)) for request in entry.requests.values()]
                 assert entry.refusal or not any(fitting)
             for older, newer in pairwise(entries):
                 assert newer.requests.keys() <= older.requests.keys()
-                assert older.refusal, (
-                    "a rank waits for an operation before it requests the name again"
-                )
+                assert older.refusal, "a rank waits for an operation before it requests the name again"
             assert not all(rank in entries[0].requests for rank in self._active(entries[0]))
 
     def _of(self, entry: _Entry) -> CollectiveRequest:
@@ -299,8 +292,8 @@ class Coordinator:
 def fused(runs: Sequence[tuple[Execute, int]], limit: int) -> list[list[Execute]]:
     """Return the operations of a cycle as buckets, in their order.
 
-    The sums of one process set and element type share buckets, and so do the broadcasts of one root. The place of a
-    bucket is that of its first operation.
+    The sums of one process set and element type share buckets, and so do the broadcasts of one root. The
+    place of a bucket is that of its first operation.
 
     Args:
         runs: operations, each with the bytes of its tensors.
