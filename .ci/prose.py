@@ -31,9 +31,7 @@ PAGES = (
 CODE = (".ci", "benchmarks", "deploy", "docs", "examples", "kvps", "tests")
 
 QUESTION = re.compile(r"(What|Which|Who|Whose|How|When|Where|Why|Whether|Of|From)\b")
-FRAGMENT = re.compile(
-    r"(What|Who|Whom|Whose|Of|(Among|Along|By|From|To|With) (what|which|whom|whose))\b"
-)
+FRAGMENT = re.compile(r"(What|Who|Whom|Whose|Of|(Among|Along|By|From|To|With) (what|which|whom|whose))\b")
 """What no docstring begins with, be it of a class, a function or an attribute."""
 PRONOUN = re.compile(
     r" *def (test_(he|it|its|one|she|that|there|these|they|this|those|what|whatever|which|who"

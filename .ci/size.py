@@ -80,9 +80,7 @@ def measured(root: Path) -> tuple[dict[str, Size], int]:
         sizes[parts[0] if len(parts) > 1 else "(top level)"] = sizes[
             parts[0] if len(parts) > 1 else "(top level)"
         ].plus(size_of(path.read_text("utf-8")))
-    tests = sum(
-        path.read_text("utf-8").count("\n") for path in sorted((root / "tests").rglob("*.py"))
-    )
+    tests = sum(path.read_text("utf-8").count("\n") for path in sorted((root / "tests").rglob("*.py")))
     return dict(sizes), tests
 
 
@@ -116,9 +114,7 @@ def rows_of(
     packages, totals = budgets["packages"], budgets["totals"]
     core = {name: size for name, size in sizes.items() if name not in ANNEXES}
     for group, total in ((core, "parameter server"), (sizes, "kvps")):
-        listed = (
-            group if group is core else {name: sizes[name] for name in ANNEXES if name in sizes}
-        )
+        listed = group if group is core else {name: sizes[name] for name in ANNEXES if name in sizes}
         for name in sorted(listed, key=lambda name: -listed[name].code):
             yield name, sizes[name], packages.get(name)
         yield total, added(group), totals[total]

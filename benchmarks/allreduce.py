@@ -38,9 +38,7 @@ def main(workloads: list[str]) -> None:
             assert all(bool((out == kv.num_workers).all()) for out in outs)
             if kv.rank == 0:
                 whole, pushed = (statistics.median(one[WARM_UP:]) for one in (times_ms, called_ms))
-                print(
-                    f"{workload}: {whole:.2f} ms a push and pull; push returns after {pushed:.2f} ms"
-                )
+                print(f"{workload}: {whole:.2f} ms a push and pull; push returns after {pushed:.2f} ms")
 
 
 if __name__ == "__main__":

@@ -22,12 +22,8 @@ from kvps.compression.spec import CODECS, CodecSpec
 def main() -> None:
     """Measure all codecs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--elements", type=int, default=4 << 20, help="elements of the gradient (4 Mi)"
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=15, help="repetitions of each measurement (15)"
-    )
+    parser.add_argument("--elements", type=int, default=4 << 20, help="elements of the gradient (4 Mi)")
+    parser.add_argument("--repeat", type=int, default=15, help="repetitions of each measurement (15)")
     parser.add_argument("--device", default="cpu", help="device of the gradient (cpu)")
     args = parser.parse_args()
     torch.set_num_threads(1)

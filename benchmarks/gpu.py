@@ -104,9 +104,7 @@ def part(name: str) -> dict[str, Any]:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         command = [sys.executable, "-m", "benchmarks.gpu", name, "--here", str(out)]
         with log.open("w") as said:
-            child = subprocess.Popen(
-                command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True
-            )
+            child = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said, start_new_session=True)
             try:
                 why = f"exit {child.wait(LIMITS_S[name])}"
             except subprocess.TimeoutExpired:
@@ -124,9 +122,7 @@ def part(name: str) -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """Run every test that is marked ``cuda``; return how many passed, and what failed."""
-    files = [
-        path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text()
-    ]
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text()]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         flags = [
@@ -141,9 +137,7 @@ def run_tests() -> dict[str, Any]:
             "no:benchmark",
         ]
         side_by_side = ["-n", str(min(8, os.cpu_count() or 1))]
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *flags, *side_by_side, *map(str, files)], cwd=ROOT
-        )
+        subprocess.run([sys.executable, "-m", "pytest", *flags, *side_by_side, *map(str, files)], cwd=ROOT)
         cases = list(ElementTree.parse(results).iter("testcase"))
     failed = {
         case.get("name", ""): (trouble.get("message") or "")[:1500]
@@ -177,9 +171,7 @@ def a_step(
         step: Callable[[], object] = lambda: trainer.step(1)  # noqa: E731
     elif front_end.startswith("DistributedOptimizer"):
         buckets = {"bucket_bytes": bucket_bytes} if bucket_bytes else {}
-        step = kvps.torch.DistributedOptimizer(
-            sgd, model, update_on_kvstore=on_servers, **buckets
-        ).step
+        step = kvps.torch.DistributedOptimizer(sgd, model, update_on_kvstore=on_servers, **buckets).step
     else:
         step = sgd.step
 
@@ -425,9 +417,7 @@ def paragraph(report: dict[str, Any]) -> str:
         elif name == "codecs":
             lines += [f"* {name}:", "  ```", *(f"  {line}" for line in figures["table"]), "  ```"]
         else:
-            lines.append(
-                f"* {name}: " + "; ".join(f"{key}: {value}" for key, value in figures.items())
-            )
+            lines.append(f"* {name}: " + "; ".join(f"{key}: {value}" for key, value in figures.items()))
     return "\n".join([*lines, ""])
 
 

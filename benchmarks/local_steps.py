@@ -69,9 +69,7 @@ ROWS: dict[str, Row] = {
     "H=30, async, last worker 3x slower, by speed": (*SLOW, *ASYNC),
     "H=30, async dynamic, last worker 3x slower, by speed": (*SLOW, *ASYNC, "--dynamic"),
     "H=30, async delayed, last worker 3x slower, by speed": (*SLOW, *ASYNC, *LATE),
-    "H=30, async delayed dynamic, last worker 3x slower, by speed": (
-        *(*SLOW, *ASYNC, *LATE, "--dynamic"),
-    ),
+    "H=30, async delayed dynamic, last worker 3x slower, by speed": (*(*SLOW, *ASYNC, *LATE, "--dynamic"),),
 }
 AWAY: dict[str, tuple[float, float]] = {
     "H=30, quorum, last worker killed half way": (0.5, 0.6),
@@ -93,16 +91,12 @@ def main() -> None:
     """Measure the rows, and print each as it is there."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("what", choices=("losses", "reference", "links", "kills"))
-    parser.add_argument(
-        "--rows", nargs="+", choices=(*ROWS, *AWAY, ALONE), help="all, if not given"
-    )
+    parser.add_argument("--rows", nargs="+", choices=(*ROWS, *AWAY, ALONE), help="all, if not given")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument(
-        "--flags", default="", help="more flags of the example, which rows may override"
-    )
+    parser.add_argument("--flags", default="", help="more flags of the example, which rows may override")
     parser.add_argument("--rate", type=float, default=10.0, help="Mbit/s, of links")
     parser.add_argument("--seconds", type=float, default=300.0, help="length of a run with kills")
     parser.add_argument("--kill-every", type=float, default=30.0, help="seconds; 0 kills nobody")
@@ -146,9 +140,7 @@ def main() -> None:
 def line(name: str, runs: list[dict[str, float]]) -> str:
     """Return one row of the table: means over the seeds."""
     losses = " ".join([f"{one['loss']:.4f}" for one in runs])
-    mean = {
-        key: statistics.fmean([one[key] for one in runs]) for key in runs[0] if key not in TEXTS
-    }
+    mean = {key: statistics.fmean([one[key] for one in runs]) for key in runs[0] if key not in TEXTS}
     ages = [
         f"rank {rank}: {mean[f'merges_{rank}']:.0f} merges, the last after "
         f"{mean[f'last_steps_{rank}']:.0f} steps, "
@@ -182,9 +174,7 @@ def record_of(output: str) -> dict[str, float]:
     if not lines:
         raise SystemExit(f"the run printed no figures:\n{output[-2000:]}")
     found: dict[str, float] = json.loads(lines[0])
-    ages = re.findall(
-        r"rank (\d+): (\d+) merges, the last after (\d+) steps; .* ([\d.]+) pushes", output
-    )
+    ages = re.findall(r"rank (\d+): (\d+) merges, the last after (\d+) steps; .* ([\d.]+) pushes", output)
     for step in re.findall(r"is back at step (\d+)", output):
         found["back_at"] = float(step)
     for rank, *numbers in ages:
@@ -193,9 +183,7 @@ def record_of(output: str) -> dict[str, float]:
     return found
 
 
-def launched(
-    workers: int, words: list[str], away: tuple[float, float] | None = None
-) -> dict[str, float]:
+def launched(workers: int, words: list[str], away: tuple[float, float] | None = None) -> dict[str, float]:
     """Run all processes on this host; the last worker is ``away`` from and until a share of its steps."""
     argv = [sys.executable, "-m", "kvps.cli.launch", "-n", str(workers), "-s", "1"]
     with tempfile.TemporaryDirectory() as folder:
@@ -226,9 +214,7 @@ def linked(given: argparse.Namespace, words: list[str]) -> dict[str, float]:
             return subprocess.Popen(inside, env=env, text=True, **more)  # type: ignore[call-overload,no-any-return]
 
         counts = ("--workers", str(given.workers), "--servers", "1", "--bind", scheduler)
-        base = [
-            start(0, "-m", "kvps.cli.scheduler", *counts, "--insecure", stderr=subprocess.DEVNULL)
-        ]
+        base = [start(0, "-m", "kvps.cli.scheduler", *counts, "--insecure", stderr=subprocess.DEVNULL)]
         place = ("--scheduler", scheduler, "--bind", f"tcp://{hosts.address(0)}:0", "--insecure")
         base.append(start(0, "-m", "kvps.cli.server", *place, stderr=subprocess.DEVNULL))
         workers = [
@@ -284,12 +270,7 @@ def kills(given: argparse.Namespace) -> None:
         if job.wait(timeout=given.seconds):
             raise SystemExit(f"the job ended with {job.returncode}")
         ranks = notes_of(folder, given.workers)
-    merged = [
-        one
-        for notes in ranks
-        for one in notes
-        if one["event"] == "merge" and begin < one["at"] <= end
-    ]
+    merged = [one for notes in ranks for one in notes if one["event"] == "merge" and begin < one["at"] <= end]
     steps, possible = (
         sum([one["steps"] for one in merged]),
         given.workers * given.seconds / given.step_seconds,

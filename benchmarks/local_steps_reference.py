@@ -72,9 +72,7 @@ def trained(workers: int, words: list[str]) -> dict[str, float]:
     if not flags.every_step and flags.codec != "none":
         raise SystemExit(f"--codec {flags.codec}: the reference has no codecs; use --codec none")
     if flags.quorum is not None or (flags.mode == "async" and flags.fragments > 1):
-        raise SystemExit(
-            "the reference has no quorum, and one fragment where each push is applied by itself"
-        )
+        raise SystemExit("the reference has no quorum, and one fragment where each push is applied by itself")
     text = encode(docstrings())
     train, test = text[: -len(text) // 10], text[-len(text) // 10 :]
     torch.manual_seed(flags.seed)
@@ -82,8 +80,7 @@ def trained(workers: int, words: list[str]) -> dict[str, float]:
     models = [first if flags.every_step else copy.deepcopy(first) for _ in range(workers)]
     trained_models = models[:1] if flags.every_step else models
     optimizers = [
-        torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.01)
-        for model in trained_models
+        torch.optim.AdamW(model.parameters(), lr=flags.lr, weight_decay=0.01) for model in trained_models
     ]
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(

@@ -64,9 +64,7 @@ def main(folder: Path, seconds: float, step_s: float, sync_every: int, quorum: i
                 end = end_of(folder, seconds)
         outer.join()
         with torch.no_grad():
-            pieces = zip(
-                batches(test, 32, torch.Generator().manual_seed(0)), range(4), strict=False
-            )
+            pieces = zip(batches(test, 32, torch.Generator().manual_seed(0)), range(4), strict=False)
             losses = [loss_of(model, *piece).item() for piece, _ in pieces]
         note("end", loss=sum(losses) / len(losses))
 

@@ -125,9 +125,7 @@ def main(way: str, steps: int, forward_s: float, backward_s: float, every_s: flo
     traffic: list[list[float]] = []
     is_over = threading.Event()
     ends: list[float] = []
-    for number in range(
-        steps + 2
-    ):  # the first is not timed, and the last only shows how it goes on
+    for number in range(steps + 2):  # the first is not timed, and the last only shows how it goes on
         if number == steps:
             threading.Thread(target=watch, args=(traffic, is_over, every_s), daemon=True).start()
         model.zero_grad()

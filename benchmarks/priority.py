@@ -71,9 +71,7 @@ def main() -> None:
             raise SystemExit(f"the processes ended with {codes}")
 
 
-def _start(
-    hosts: Namespaces, host: int, env: dict[str, str], *words: str
-) -> subprocess.Popen[bytes]:
+def _start(hosts: Namespaces, host: int, env: dict[str, str], *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(hosts.inside(host, [sys.executable, *words]), env=env)
 
 

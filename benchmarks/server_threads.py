@@ -48,9 +48,7 @@ def main() -> None:
         for _ in range(given.turns):
             for way, env in WAYS.items():
                 used_ms, call_ms = measured(elements, given.rounds, env)
-                print(
-                    f"{elements:9,} elements, {way:20}: processor {used_ms:.1f} ms, call {call_ms:.1f} ms"
-                )
+                print(f"{elements:9,} elements, {way:20}: processor {used_ms:.1f} ms, call {call_ms:.1f} ms")
 
 
 def measured(elements: int, rounds: int, env: dict[str, str]) -> tuple[float, float]:

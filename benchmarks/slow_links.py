@@ -33,9 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--rates", nargs="+", type=float, default=[0.5, 1.0, 8.0], help="Mbit/s")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument(
-        "--seconds", type=float, default=40.0, help="seconds that each act takes at best"
-    )
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds that each act takes at best")
     parser.add_argument("--acts", nargs="+", default=list(ACTS), choices=ACTS)
     parser.add_argument("--queue", default="400ms", help="longest queue of a full link")
     parser.add_argument("--burst", default="16k", help="bytes of a burst beyond the rate")
@@ -48,9 +46,7 @@ def main() -> None:
         work(given, given.as_worker)
         return
     if len(given.rates) > 1:
-        each = [
-            [*_without_rates(sys.argv[1:]), "--json", "--rates", str(one)] for one in given.rates
-        ]
+        each = [[*_without_rates(sys.argv[1:]), "--json", "--rates", str(one)] for one in given.rates]
         running = [
             subprocess.Popen([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
             for words in each
@@ -142,9 +138,7 @@ def measure(given: argparse.Namespace, rate: float) -> tuple[list[dict[str, floa
         took = max(one["end"] for one in of_act) - min(one["begin"] for one in of_act)
         size, share = sizes(given, rate)[act], shares(given.workers)[act]
         ideal = share * size * 8 / (rate * 1e6)
-        way = (
-            "rx" if act in ("pull", "rows") or (act == "broadcast" and given.workers > 1) else "tx"
-        )
+        way = "rx" if act in ("pull", "rows") or (act == "broadcast" and given.workers > 1) else "tx"
         crossed = sum(one[way] for one in of_act)
         found.append(
             {

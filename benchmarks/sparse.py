@@ -31,16 +31,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
     parser.add_argument("--width", type=int, default=64, help="elements of a row")
     parser.add_argument("--percent", type=float, default=1.0, help="percentage of the rows to push")
-    parser.add_argument(
-        "--optimizer", default="sgd", help="optimizer of the servers; '' for the sum alone"
-    )
+    parser.add_argument("--optimizer", default="sgd", help="optimizer of the servers; '' for the sum alone")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--rate", help="rate of the link of each process, such as 1gbit")
-    parser.add_argument(
-        "--floor", action="store_true", help="measure the time of memory access alone"
-    )
+    parser.add_argument("--floor", action="store_true", help="measure the time of memory access alone")
     parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.as_worker:

@@ -29,9 +29,7 @@ def main() -> None:
     parser.add_argument("--front-end", choices=FRONT_ENDS, default=FRONT_ENDS[0])
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the table")
     parser.add_argument("--width", type=int, default=64, help="elements of a row")
-    parser.add_argument(
-        "--words", type=int, default=10_000, help="words that a worker uses in a step"
-    )
+    parser.add_argument("--words", type=int, default=10_000, help="words that a worker uses in a step")
     parser.add_argument("--steps", type=int, default=20)
     given = parser.parse_args()
     found = {is_sparse: median_ms(given, is_sparse) for is_sparse in (False, True)}

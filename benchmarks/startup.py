@@ -65,9 +65,7 @@ def by_launch(
             text=True,
             check=True,
         )
-    passed = [
-        float(line.split("barrier")[1]) for line in done.stdout.splitlines() if "barrier" in line
-    ]
+    passed = [float(line.split("barrier")[1]) for line in done.stdout.splitlines() if "barrier" in line]
     assert len(passed) == WORKERS, done.stdout
     return max(passed) - began
 
@@ -203,9 +201,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("launch", "ssh", "slurm", "ray"))
     flags = parser.parse_args()
     wanted = (flags.only,) if flags.only else ("launch", "ssh", "slurm", "ray")
-    print(
-        f"{WORKERS} workers + {SERVERS} servers to the first barrier, {WORKERS + SERVERS} import torch"
-    )
+    print(f"{WORKERS} workers + {SERVERS} servers to the first barrier, {WORKERS + SERVERS} import torch")
     if "launch" in wanted:
         in_turns('kvps-launch, python -c "import torch"', by_launch, by_python, flags.repeat)
     for name, program, measure in (

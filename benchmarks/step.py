@@ -104,10 +104,7 @@ def cpu_ms(parent: int) -> float:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            threads = [
-                int((one / "schedstat").read_text().split()[0])
-                for one in (folder / "task").iterdir()
-            ]
+            threads = [int((one / "schedstat").read_text().split()[0]) for one in (folder / "task").iterdir()]
         except OSError:  # it has ended
             continue
         parents[int(folder.name)] = int(fields[1])

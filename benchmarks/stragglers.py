@@ -37,9 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0, help="seconds for each way and case")
     parser.add_argument("--wait", type=float, default=0.05, help="seconds of computation per step")
-    parser.add_argument(
-        "--times", type=float, default=5.0, help="how many times longer a slow worker takes"
-    )
+    parser.add_argument("--times", type=float, default=5.0, help="how many times longer a slow worker takes")
     parser.add_argument("--plot", type=Path, help="draw accuracy over time")
     flags = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
@@ -49,9 +47,7 @@ def main() -> None:
             print(f"{title}: {way} ...", file=sys.stderr, flush=True)
             found[case][way] = _run(way, case, flags)
     for case, title in CASES.items():
-        print(
-            f"\n{title}\n\n| way | samples/s | of DDP | to {GOAL}, s | steps |\n|---|---|---|---|---|"
-        )
+        print(f"\n{title}\n\n| way | samples/s | of DDP | to {GOAL}, s | steps |\n|---|---|---|---|---|")
         base = _rate(found[case]["ddp gloo"])
         for way, ranks in found[case].items():
             reached = [at for at, right in ranks[0]["curve"] if right >= GOAL]

@@ -43,9 +43,7 @@ def main(way: str, slow: str, seconds: float, wait_s: float, times: float) -> An
         import kvps
         from kvps.torch import DistributedOptimizer
 
-        kv = kvps.create(
-            way, average=way == "dist_sync", **({"staleness": 4} if way == "dist_ssp" else {})
-        )
+        kv = kvps.create(way, average=way == "dist_sync", **({"staleness": 4} if way == "dist_ssp" else {}))
         optimizer = DistributedOptimizer(adam, model, kv, update_on_kvstore=True)
     data, unseen = load()
     loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, workers, rank))
@@ -58,9 +56,7 @@ def main(way: str, slow: str, seconds: float, wait_s: float, times: float) -> An
     steps, curve = 0, []
     over = torch.zeros(1)
     for images, labels in itertools.chain.from_iterable(itertools.repeat(loader)):
-        is_slow = (
-            rank == workers - 1 if slow == "one" else torch.rand(1, generator=dice).item() < 0.1
-        )
+        is_slow = rank == workers - 1 if slow == "one" else torch.rand(1, generator=dice).item() < 0.1
         time.sleep(wait_s * (times if is_slow else 1.0))
         optimizer.zero_grad()
         F.cross_entropy(called(images), labels).backward()

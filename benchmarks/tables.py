@@ -42,9 +42,7 @@ def memory(pids: list[int], what: str) -> float:
     total = 0
     for pid in pids:
         text = Path(f"/proc/{pid}/status").read_text()
-        total += next(
-            int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{what}:")
-        )
+        total += next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{what}:"))
     return total * 1024 / MB
 
 

@@ -83,9 +83,7 @@ def drawn(trace: MergedTrace, begin_ms: float, length_ms: float) -> str:
                 out.extend(_box(span, y, zero, scale))
     for number, kind in enumerate(COLOURS):
         x = LEFT + number * 82
-        out.append(
-            f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{COLOURS[kind]}"/>'
-        )
+        out.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" fill="{COLOURS[kind]}"/>')
         out.append(f'<text x="{x + 16}" y="{height - 14}">{kind.name.lower()}</text>')
     return "\n".join([*out, "</svg>", ""])
 

@@ -115,12 +115,8 @@ class Timers:
 def main() -> None:
     """Start a cluster of this machine and print where its time goes; or be one of its processes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "workload", help="a workload of kvps bench, such as resnet50, small, keys:1000"
-    )
-    parser.add_argument(
-        "--how", default="copy", help="copy, in-place, in-place-pushpull, or a codec (copy)"
-    )
+    parser.add_argument("workload", help="a workload of kvps bench, such as resnet50, small, keys:1000")
+    parser.add_argument("--how", default="copy", help="copy, in-place, in-place-pushpull, or a codec (copy)")
     parser.add_argument("--rule", default="sum", help="sum or sgd (sum)")
     parser.add_argument("--transport", default="auto", help="auto, shm or tcp (auto)")
     parser.add_argument("--rounds", type=int, default=50)

@@ -45,15 +45,9 @@ with kvps.LocalCluster(workers=2, servers=2) as cluster:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build, check and install; return the exit code."""
     parser = argparse.ArgumentParser(description="Build the wheel, check it, and install it.")
-    parser.add_argument(
-        "--install", action="store_true", help="in a fresh environment of each Python"
-    )
-    parser.add_argument(
-        "--python", nargs="*", help=f"these; without it {', '.join(PYTHONS)} on PATH"
-    )
-    parser.add_argument(
-        "--no-torch", action="store_true", help="install all dependencies but torch"
-    )
+    parser.add_argument("--install", action="store_true", help="in a fresh environment of each Python")
+    parser.add_argument("--python", nargs="*", help=f"these; without it {', '.join(PYTHONS)} on PATH")
+    parser.add_argument("--no-torch", action="store_true", help="install all dependencies but torch")
     flags = parser.parse_args(arguments)
     wheel = built()
     faults = list(faults_of(wheel, tracked()))

@@ -124,9 +124,7 @@ class Picture:
         if head:
             self._head(x1, y1, x2, y2, kind)
 
-    def arrow(
-        self, x1: float, y1: float, x2: float, y2: float, kind: str = "line", dashes: str = ""
-    ) -> None:
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line", dashes: str = "") -> None:
         """Draw an arrow."""
         self.line(x1, y1, x2, y2, kind, dashes, head=True)
 
@@ -142,9 +140,7 @@ class Picture:
             ((y1 - y2) / length, (x2 - x1) / length),
         )
         back = (x2 - 9 * along[0], y2 - 9 * along[1])
-        sides = [
-            (back[0] + sign * 4.5 * across[0], back[1] + sign * 4.5 * across[1]) for sign in (1, -1)
-        ]
+        sides = [(back[0] + sign * 4.5 * across[0], back[1] + sign * 4.5 * across[1]) for sign in (1, -1)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *sides])
         self.shapes.append(f'<polygon points="{points}" style="fill:var(--kv-{kind})"/>')
 
@@ -242,9 +238,7 @@ def stepped(may_begin: Callable[[int, list[int]], bool]) -> list[Interval]:
     return intervals
 
 
-def timeline(
-    title: str, rule: Callable[[int, list[int]], bool], note: str, rounds: bool
-) -> Picture:
+def timeline(title: str, rule: Callable[[int, list[int]], bool], note: str, rounds: bool) -> Picture:
     """Draw the steps of three workers under a rule."""
     picture = Picture(title, 232)
     intervals = stepped(rule)
@@ -255,15 +249,11 @@ def timeline(
             if one.worker != worker or one.begin >= UNTIL:
                 continue
             x, w = LEFT + one.begin * SCALE, (min(one.end, UNTIL) - one.begin) * SCALE - 2
-            words = (
-                ("waits" if w > 42 else "") if one.step == 0 else str(one.step) if w > 14 else ""
-            )
+            words = ("waits" if w > 42 else "") if one.step == 0 else str(one.step) if w > 14 else ""
             picture.bar(x, y, w, 32, "worker" if one.step else "wait", words)
     if rounds:
         slowest = [
-            one
-            for one in intervals
-            if one.worker == len(COMPUTE) - 1 and one.step and one.end <= UNTIL
+            one for one in intervals if one.worker == len(COMPUTE) - 1 and one.step and one.end <= UNTIL
         ]
         for one in slowest:
             x = LEFT + one.end * SCALE - 1
@@ -367,11 +357,7 @@ def sharding() -> Picture:
                 f"{number + 1}/3" if holders[1:] else "",
             )
             begin = x + (number + 0.5) * part
-            shift = (
-                0
-                if server == 1
-                else (part > 95) * (1 - server) * 24 - (part < 95) * (1 - server) * 24
-            )
+            shift = 0 if server == 1 else (part > 95) * (1 - server) * 24 - (part < 95) * (1 - server) * 24
             picture.arrow(begin, 82, 100 + server * 180 + shift, 158, "worker")
         x += width + 19
     parts = [["conv1.bias", "fc.weight 1/3"], ["fc.weight 2/3"], ["fc.weight 3/3", "fc.bias"]]
@@ -461,9 +447,7 @@ def server_lost() -> Picture:
     picture.line(middle, 196, cut, 196, "good")
     picture.arrow(cut, 196, cut, 184, "good")
     picture.text((middle + cut) / 2, 213, "server 1 starts again, both roll back", 13.5, "good")
-    picture.text(
-        LEFT, 238, "Steps 4 and 5 are made again, with the same result.", 13.5, "soft", "start"
-    )
+    picture.text(LEFT, 238, "Steps 4 and 5 are made again, with the same result.", 13.5, "soft", "start")
     return picture
 
 

@@ -27,9 +27,7 @@ def main(arguments: list[str]) -> int:
         PAGE.write_text(made, "utf-8")
         return 0
     if made != page:
-        print(
-            "docs/architecture.md: the map is not that of the tree; run python docs/map.py --write"
-        )
+        print("docs/architecture.md: the map is not that of the tree; run python docs/map.py --write")
         return 1
     return 0
 

@@ -83,9 +83,7 @@ def table(results: dict[str, list[Result]], delay: float) -> Table:
     for store, ranks in results.items():
         steps = [one.steps for one in ranks]
         rate = sum(steps) * BATCH / max(one.seconds for one in ranks)
-        made.add_row(
-            store, f"{rate:,.0f}", f"{ranks[0].curve[-1][1]:.4f}", " / ".join(map(str, steps))
-        )
+        made.add_row(store, f"{rate:,.0f}", f"{ranks[0].curve[-1][1]:.4f}", " / ".join(map(str, steps)))
     return made
 
 

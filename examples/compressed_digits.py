@@ -154,9 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     names = [run.codec for run in RUNS]
     parser.add_argument("--codecs", nargs="*", default=names, choices=names, metavar="CODEC")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the accuracy after each epoch"
-    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the accuracy after each epoch")
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
@@ -195,8 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
             console.print(f"{run.codec} has a learning rate of its own, {run.lr:g}; others {LR:g}.")
     if flags.plot:
         curves = {
-            run.codec + (", both ways" if both else ""): one.curve
-            for (run, both), one in results.items()
+            run.codec + (", both ways" if both else ""): one.curve for (run, both), one in results.items()
         }
         plot(curves, flags.plot, "Compressed", ylabel="test accuracy", xlabel="epoch")
     least = min(one.curve[-1] for one in results.values())

@@ -93,9 +93,7 @@ def train(
             model.zero_grad()
             image_slices = kvps.split_and_load(images, devices, even_split=False)
             label_slices = kvps.split_and_load(labels, devices, even_split=False)
-            losses = [
-                loss_there(model, x, y) for x, y in zip(image_slices, label_slices, strict=True)
-            ]
+            losses = [loss_there(model, x, y) for x, y in zip(image_slices, label_slices, strict=True)]
             size = len(labels) * kv.num_workers
             trainer.batch_size = size  # with overlap gradients are scaled before they leave
             torch.autograd.backward(losses)

@@ -63,9 +63,7 @@ class Block(nn.Module):
         super().__init__()
         self.before_attention, self.before_feed = nn.LayerNorm(width), nn.LayerNorm(width)
         self.to_heads, self.from_heads = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -151,9 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
         overlap_forward=True,
     )
     kv = optimizer.kvstore
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, flags.lr, total_steps=flags.steps + 1
-    )
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, flags.lr, total_steps=flags.steps + 1)
     own = max(1, flags.batch_size // kv.num_workers // PASSES)
     source = batches(train, own, torch.Generator().manual_seed(1 + kv.rank))
 

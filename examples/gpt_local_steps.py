@@ -36,9 +36,7 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=32, help="of all workers, in a step")
     parser.add_argument("--lr", type=float, default=6e-3)
-    parser.add_argument(
-        "--warm-up", type=float, default=0.3, help="share of steps with a rising lr"
-    )
+    parser.add_argument("--warm-up", type=float, default=0.3, help="share of steps with a rising lr")
     parser.add_argument("--width", type=int, default=WIDTH)
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--context", type=int, default=CONTEXT, help="characters of a piece")
@@ -63,9 +61,7 @@ def flags_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--late", default="drop", help="next or drop: what becomes of pushes after a quorum's round"
     )
-    parser.add_argument(
-        "--slow", type=float, default=1.0, help="the last worker takes so many times as long"
-    )
+    parser.add_argument("--slow", type=float, default=1.0, help="the last worker takes so many times as long")
     parser.add_argument(
         "--by-speed",
         action="store_true",

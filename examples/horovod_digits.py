@@ -119,9 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
     adam = torch.optim.Adam(model.parameters(), lr=LR)
     kvps.torch.broadcast_parameters(model.state_dict())
     kvps.torch.broadcast_optimizer_state(adam)
-    optimizer = kvps.torch.DistributedOptimizer(
-        adam, model, kv, update_on_kvstore=flags.update_on_kvstore
-    )
+    optimizer = kvps.torch.DistributedOptimizer(adam, model, kv, update_on_kvstore=flags.update_on_kvstore)
     data, unseen = load()
     sampler = DistributedSampler(data, kv.num_workers, kv.rank)
     loader = DataLoader(data, max(1, BATCH // kv.num_workers), sampler=sampler)

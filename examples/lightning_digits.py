@@ -82,9 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--min-accuracy", type=float, default=0.97, help="exit 1 below this")
     flags = parser.parse_args(arguments)
 
-    strategy = (
-        KvpsStrategy() if flags.strategy == "kvps" else DDPStrategy(process_group_backend="kvps")
-    )
+    strategy = KvpsStrategy() if flags.strategy == "kvps" else DDPStrategy(process_group_backend="kvps")
     workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = int(os.environ.get("WORLD_SIZE", "1")) // workers
     trainer = lightning.Trainer(

@@ -35,9 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", default="dist_sync", help="any store of kvps.create")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="write a row each 10 steps")
-    parser.add_argument(
-        "--tensorboard", type=Path, metavar="DIR", help="write events for TensorBoard"
-    )
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="write events for TensorBoard")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the loss")
     flags = parser.parse_args(arguments)
 
@@ -65,9 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     numbers = kv.metrics()
     print(f"{len(seen)} steps, test accuracy {accuracy(model, unseen):.3f}")
-    print(
-        f"sent {numbers['sent_bytes'] / 1e6:.1f} MB, received {numbers['received_bytes'] / 1e6:.1f} MB"
-    )
+    print(f"sent {numbers['sent_bytes'] / 1e6:.1f} MB, received {numbers['received_bytes'] / 1e6:.1f} MB")
     waits_ms = 1000 * numbers["pull_wait_p50_s"], 1000 * numbers["pull_wait_p99_s"]
     print(
         f"waited for weights: {waits_ms[0]:.2f} ms in the median, {waits_ms[1]:.2f} ms at the 99th percentile"

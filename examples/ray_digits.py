@@ -71,9 +71,7 @@ def train(settings: dict[str, object]) -> float:
         if settings["kill"] and (kv.rank, begin, step) == (1, 0, steps // 2):
             os.kill(os.getpid(), signal.SIGKILL)
         epoch, at = divmod(step, per_epoch)
-        shuffled = seen[
-            torch.randperm(len(seen), generator=torch.Generator().manual_seed(1 + epoch))
-        ]
+        shuffled = seen[torch.randperm(len(seen), generator=torch.Generator().manual_seed(1 + epoch))]
         part = shuffled[at * BATCH : (at + 1) * BATCH][kv.rank :: kv.num_workers]
         optimizer.zero_grad()
         F.cross_entropy(model(images[part]), labels[part]).backward()

@@ -85,9 +85,7 @@ class Recommender(nn.Module):
 
 
 @torch.no_grad()
-def hit_rate(
-    scores: torch.Tensor, train: torch.Tensor, test: torch.Tensor, best: int = 10
-) -> float:
+def hit_rate(scores: torch.Tensor, train: torch.Tensor, test: torch.Tensor, best: int = 10) -> float:
     """Return the share of hidden items that are among the ``best`` that are recommended.
 
     Args:

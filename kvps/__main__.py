@@ -53,9 +53,7 @@ def start(root: Path) -> str:
     Args:
         root: the folder that has the package; a checkout also has docs and examples there.
     """
-    commands = "".join(
-        f"  kvps {name:<12} {what}\n" for name, what in kvps_command.COMMANDS.items()
-    )
+    commands = "".join(f"  kvps {name:<12} {what}\n" for name, what in kvps_command.COMMANDS.items())
     return START.format(
         version=__version__,
         commands=commands,

@@ -86,9 +86,7 @@ def text(name: str, default: str | None = None, env: Mapping[str, str] | None = 
     return (os.environ if env is None else env).get(name) or default
 
 
-def number(
-    name: str, default: float | None = None, env: Mapping[str, str] | None = None
-) -> float | None:
+def number(name: str, default: float | None = None, env: Mapping[str, str] | None = None) -> float | None:
     """Return a variable as a number.
 
     Raises:
@@ -98,9 +96,7 @@ def number(
     return default if given is None else as_number(name, given)
 
 
-def whole(
-    name: str, default: int | None = None, env: Mapping[str, str] | None = None
-) -> int | None:
+def whole(name: str, default: int | None = None, env: Mapping[str, str] | None = None) -> int | None:
     """Return a variable as a whole number from 0 on.
 
     Raises:
@@ -145,9 +141,7 @@ def as_whole(name: str, given: str) -> int:
     """
     value = as_number(name, given)
     if value != int(value) or value < 0:
-        raise ConfigError(
-            f"{name}={value:g} is not a whole number of 0 or more; correct or unset it"
-        )
+        raise ConfigError(f"{name}={value:g} is not a whole number of 0 or more; correct or unset it")
     return int(value)
 
 
@@ -302,9 +296,7 @@ def switch_interval_s(env: Mapping[str, str] | None = None) -> float:
     if seconds is None:
         return SWITCH_INTERVAL_S
     if not 0 <= seconds <= 1:
-        raise ConfigError(
-            f"{name}={seconds:g}: use a number of seconds from 0 to 1; 0 changes nothing"
-        )
+        raise ConfigError(f"{name}={seconds:g}: use a number of seconds from 0 to 1; 0 changes nothing")
     return seconds
 
 
@@ -349,9 +341,7 @@ def limits(
         >>> limits(["stores=8"], "server", env={"KVPS_LIMITS": "keys=50,stores=9"}).stores
         8
     """
-    inherited = [
-        limit for limit in (text("KVPS_LIMITS", env=env) or "").split(",") if limit.strip()
-    ]
+    inherited = [limit for limit in (text("KVPS_LIMITS", env=env) or "").split(",") if limit.strip()]
     values = dict([_limit("KVPS_LIMITS", limit, TABLE) for limit in inherited])
     known = TABLE if role is None else limits_of_role(role)
     values.update([_limit("--limit", limit, known) for limit in given])
@@ -618,9 +608,7 @@ def _job(env: Mapping[str, str] | None) -> bytes:
     except ValueError:
         job = b"?"
     if len(job) not in (0, 16):
-        raise ConfigError(
-            f"KVPS_JOB={given!r} is not the name of a job; unset it (kvps-worker sets it)"
-        )
+        raise ConfigError(f"KVPS_JOB={given!r} is not the name of a job; unset it (kvps-worker sets it)")
     return job or bytes(16)
 
 

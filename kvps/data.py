@@ -67,8 +67,7 @@ def split_and_load(
         return [tensor.to(targets[0])]
     if size < count:
         raise Mismatch(
-            f"a batch of {size} cannot be split over {count} devices; use a larger batch or fewer "
-            "devices"
+            f"a batch of {size} cannot be split over {count} devices; use a larger batch or fewer devices"
         )
     if even_split and size % count:
         raise Mismatch(
@@ -118,9 +117,7 @@ def data_sampler(
     )
 
 
-def epochs_from(
-    loader: DataLoader[T], start: int, epochs: int
-) -> Iterator[tuple[int, Iterable[Any]]]:
+def epochs_from(loader: DataLoader[T], start: int, epochs: int) -> Iterator[tuple[int, Iterable[Any]]]:
     """Yield the number of each epoch and its batches, from step ``start`` of the job on.
 
     So a script that :meth:`Trainer.resume` has begin at a step reads the batches that it would

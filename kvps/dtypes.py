@@ -69,9 +69,7 @@ class Spec:
 
     def __post_init__(self) -> None:
         if self.dtype not in BY_NAME:
-            raise Mismatch(
-                f"element type {self.dtype} is not supported; use one of {', '.join(BY_NAME)}"
-            )
+            raise Mismatch(f"element type {self.dtype} is not supported; use one of {', '.join(BY_NAME)}")
         if len(self.shape) > NDIM_MAX or not all(0 <= dim <= DIM_MAX for dim in self.shape):
             raise Mismatch(
                 f"shape {self.shape!s:.99} is outside the limits: at most {NDIM_MAX} dimensions of "

@@ -54,9 +54,7 @@ class Inquirer:
             KvpsError: if it refuses.
         """
         self._asked += 1
-        core = Inquiry(
-            self._scheduler, request, answer, time.monotonic(), limit_s, payload, self._asked
-        )
+        core = Inquiry(self._scheduler, request, answer, time.monotonic(), limit_s, payload, self._asked)
         is_first, self._is_connected = not self._is_connected, True
         self._inbox.put(lambda core, now: core.start(now) if is_first else core.on_timer(now))
         drive(core, self._transport, self._inbox)

@@ -52,9 +52,7 @@ def never_initialised(key: str, store: str = "") -> str:
         store: the store that lacks it, where the caller cannot know which that is.
     """
     place = f" of store {store!r}" if store else ""
-    return (
-        f"key {key!r}{place} was never initialised; call init({key!r}, value) on every worker first"
-    )
+    return f"key {key!r}{place} was never initialised; call init({key!r}, value) on every worker first"
 
 
 def bytes_in_words(size: int) -> str:

@@ -41,9 +41,7 @@ def as_tensor(value: Array) -> torch.Tensor:
         tensor = value.detach()
     elif isinstance(value, np.ndarray):
         if value.dtype.name not in BY_NAME or value.dtype.isbuiltin != 1:
-            raise Mismatch(
-                f"element type {value.dtype} is not supported; use one of {', '.join(BY_NAME)}"
-            )
+            raise Mismatch(f"element type {value.dtype} is not supported; use one of {', '.join(BY_NAME)}")
         # torch has no read-only tensors, and strides only in whole elements, forwards.
         plain = value.flags.behaved and all(
             stride >= 0 and stride % value.itemsize == 0 for stride in value.strides
@@ -55,9 +53,7 @@ def as_tensor(value: Array) -> torch.Tensor:
             "wrap it with torch.as_tensor(...)"
         )
     if tensor.dtype not in NAMES:
-        raise Mismatch(
-            f"element type {tensor.dtype} is not supported; use one of {', '.join(BY_NAME)}"
-        )
+        raise Mismatch(f"element type {tensor.dtype} is not supported; use one of {', '.join(BY_NAME)}")
     return tensor
 
 

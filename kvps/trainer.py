@@ -58,9 +58,7 @@ from kvps.torch.sync.state_dict import StateInStore, in_words
 from kvps.torch.sync.step_exchange import StepExchange
 from kvps.torch.sync.steps import Resumable
 
-Params: TypeAlias = (
-    "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
-)
+Params: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 ADVICE = Advice(
     "call step() in between; if a step has several backward passes, or activation checkpointing with "
     "use_reentrant=True uses the parameter several times, create the Trainer with overlap=False",
@@ -188,9 +186,7 @@ class Trainer(Resumable):
         elif not on_store:
             assert hyper is not None
             self._local = RulesOptimizer(self._params, hyper)
-        self._model = ParameterSync(
-            kv, self._params, None if self._local is None else self._local.forget
-        )
+        self._model = ParameterSync(kv, self._params, None if self._local is None else self._local.forget)
         if kv is not None:
             buffers = {name: tensor for name, tensor in tensors.items() if name not in self._params}
             demand_same(
@@ -208,9 +204,7 @@ class Trainer(Resumable):
             assert isinstance(optimizer, torch.optim.Optimizer)
             self._stored = StateInStore(optimizer, self._model, self._described)
         self._steps = self._model.steps
-        self._steps.choose(
-            Trainer._make_step, Trainer._drop_step, lambda trainer: trainer._model.pull()
-        )
+        self._steps.choose(Trainer._make_step, Trainer._drop_step, lambda trainer: trainer._model.pull())
         self._agreed = AgreedBatch(self._model)
         if self._steps.is_behind:
             self._agreed.take()
@@ -219,16 +213,12 @@ class Trainer(Resumable):
         self._exchange: GradientSync | None = None
         if overlap and kv is not None:
             if not isinstance(kv, KVStore):
-                raise ConfigError(
-                    f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in"
-                )
+                raise ConfigError(f"overlap=True needs a store of kvps, but {kv.type!r} is a plug-in")
             self._exchange = GradientSync(
                 self._model, before=self._scale, brings_weights=on_store, advice=ADVICE
             )
             self._exchange.is_held = on_store  # until a batch size is known
-        self._plain = StepExchange(
-            kv, self._params, brings_weights=on_store, lends=self._exchange is None
-        )
+        self._plain = StepExchange(kv, self._params, brings_weights=on_store, lends=self._exchange is None)
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -154,9 +154,7 @@ def same_environment() -> Iterator[None]:
     before = dict(os.environ)
     yield
     changed = {name for name, _ in before.items() ^ os.environ.items()} - {*OTHERS_VARIABLES}
-    assert not changed, (
-        f"this test has changed {', '.join(sorted(changed))} in the environment of others"
-    )
+    assert not changed, f"this test has changed {', '.join(sorted(changed))} in the environment of others"
 
 
 @pytest.fixture(autouse=True)

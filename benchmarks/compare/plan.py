@@ -135,9 +135,7 @@ def _values(sweep: Sweep, texts: Sequence[str]) -> list[int]:
     values = [config.as_bytes("--at", text) for text in texts]
     for value in values:
         if value % FLOAT_BYTES:
-            raise ConfigError(
-                f"--at={value}: use a multiple of {FLOAT_BYTES}, the bytes of a number"
-            )
+            raise ConfigError(f"--at={value}: use a multiple of {FLOAT_BYTES}, the bytes of a number")
     return values
 
 

@@ -37,9 +37,7 @@ def perform(plan: Comparison, reaper: Reaper) -> None:
     if limit:
         console.print(figures.table_of_limits(limit))
     if plan.json is not None:
-        run.write(
-            plan.json, figures.document(rows, machine, _settings(plan), limit, _traffic(plan))
-        )
+        run.write(plan.json, figures.document(rows, machine, _settings(plan), limit, _traffic(plan)))
     if plan.plot is not None:
         _draw(plan, rows)
 
@@ -92,8 +90,7 @@ def _traffic(plan: Comparison) -> Callable[[Measurement], dict[str, object]]:
         links = traffic_of(row) if plan.hosts else ()
         return {
             "traffic": [
-                {"host": link.host, "in_bytes": link.in_bytes, "out_bytes": link.out_bytes}
-                for link in links
+                {"host": link.host, "in_bytes": link.in_bytes, "out_bytes": link.out_bytes} for link in links
             ],
             "cpu_s_per_gb": cpu_s_per_gb(row) if plan.hosts else None,
         }

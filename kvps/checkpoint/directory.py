@@ -107,9 +107,7 @@ class CheckpointDirectory:
             atomic_file.make_folder(folder)
             self._demand_free(path)
             self._remove_leftovers()
-            if (
-                shutil.disk_usage(folder).free < SPARE * stream.size
-            ):  # before it is full for others, too
+            if shutil.disk_usage(folder).free < SPARE * stream.size:  # before it is full for others, too
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return self._put(path, fill)
         except OSError as error:
@@ -275,8 +273,7 @@ class CheckpointDirectory:
         """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
         sizes = (
-            (server, regular_file.size_of(folder / image.name), image)
-            for server, image in _each(manifest)
+            (server, regular_file.size_of(folder / image.name), image) for server, image in _each(manifest)
         )
         return frozenset(server for server, size, image in sizes if size == image.size)
 
@@ -319,9 +316,7 @@ class CheckpointDirectory:
         }
         return bool(whole) and whole == found
 
-    def find(
-        self, tag: str | None = None, server: int | None = None, servers: int | None = None
-    ) -> Manifest:
+    def find(self, tag: str | None = None, server: int | None = None, servers: int | None = None) -> Manifest:
         """Return the newest complete cut, or the newest that has a tag.
 
         Args:
@@ -354,8 +349,7 @@ class CheckpointDirectory:
         total = sum([manifest.images[number].size for number in needed])
         with restoring(manifest.cut, total) as step:
             some = [
-                load_image(folder / manifest.images[number].name, manifest, number, step)
-                for number in needed
+                load_image(folder / manifest.images[number].name, manifest, number, step) for number in needed
             ]
         return some[0] if servers == manifest.servers else regroup(some, server, servers)
 
@@ -380,9 +374,7 @@ class CheckpointDirectory:
             )
         gone = [manifest.cut for manifest in superfluous(complete, common)] if complete else []
         for cut in self.numbers():
-            if cut in gone or (
-                cut not in there and cut < max(there, default=0) and not self._has_tag(cut)
-            ):
+            if cut in gone or (cut not in there and cut < max(there, default=0) and not self._has_tag(cut)):
                 self._remove(self.cut_folder(cut))
 
     def _has_tag(self, cut: int) -> bool:
@@ -443,15 +435,11 @@ def _numbers(folder: Path) -> Iterator[int]:
         found = _FOLDER.fullmatch(name)
         if found is None or _folder_name(int(found[1])) != name:
             continue
-        if (
-            int(found[1]) <= CUT_MAX and not (folder / name).is_symlink()
-        ):  # not followed, nor removed
+        if int(found[1]) <= CUT_MAX and not (folder / name).is_symlink():  # not followed, nor removed
             yield int(found[1])
         elif (path := folder / name) not in _odd:
             _odd.add(path)
-            log.warning(
-                "%s is passed over: it is no folder of a checkpoint that kvps has made", path
-            )
+            log.warning("%s is passed over: it is no folder of a checkpoint that kvps has made", path)
 
 
 _odd: set[Path] = set()

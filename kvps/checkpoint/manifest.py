@@ -139,12 +139,9 @@ class Manifest:
             epoch=validation.natural("epoch", row["epoch"]),
             workers=validation.natural("workers", row["workers"], validation.RANK_MAX),
             version=validation.text("version", row["version"]),
-            images=tuple(
-                _image_file(image_name(server, servers), row) for server, row in enumerate(images)
-            ),
+            images=tuple(_image_file(image_name(server, servers), row) for server, row in enumerate(images)),
             stores={
-                validation.text("a store", name, least=1): _holding(store)
-                for name, store in stores.items()
+                validation.text("a store", name, least=1): _holding(store) for name, store in stores.items()
             },
             tag=validation.text("tag", row["tag"]),
             written=validation.text("written", row["written"]),

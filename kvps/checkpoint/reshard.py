@@ -80,9 +80,7 @@ def gathered(snapshots: Sequence[Snapshot]) -> tuple[StoreSnapshot, ...]:
     in_order = sorted(snapshots, key=attrgetter("server"))
     expected = [(server, len(snapshots)) for server in range(len(snapshots))]
     if not snapshots or [(snapshot.server, snapshot.servers) for snapshot in in_order] != expected:
-        found = (
-            ", ".join(f"{snapshot.server} of {snapshot.servers}" for snapshot in in_order) or "none"
-        )
+        found = ", ".join(f"{snapshot.server} of {snapshot.servers}" for snapshot in in_order) or "none"
         raise StorageError(f"one snapshot of each server is needed; these are of servers {found}")
     by_name: dict[str, list[tuple[int, StoreSnapshot]]] = {}
     for snapshot in in_order:
@@ -173,9 +171,7 @@ def _joined(some: Sequence[JoinsSnapshot]) -> JoinsSnapshot:
     """Return the joins as the server has them that has heard most of them."""
     newest = max(some, key=attrgetter("over"))
     made = {
-        rank: max(tracker.made.get(rank, 0) for tracker in some)
-        for tracker in some
-        for rank in tracker.made
+        rank: max(tracker.made.get(rank, 0) for tracker in some) for tracker in some for rank in tracker.made
     }
     return newest._replace(made=made)
 

@@ -89,15 +89,10 @@ def _store(index: int, given: object, columns: _Columns) -> StoreSnapshot:
     row = validation.record("a store", given, *_STORE, *_TABLES, "tables")
     opened = _open(row["open"])
     try:
-        histories = [
-            history_of(row_of) for row_of in validation.array("histories", row["histories"])
-        ]
+        histories = [history_of(row_of) for row_of in validation.array("histories", row["histories"])]
         forms = [_form(row_of) for row_of in validation.array("forms", row["forms"])]
         specs: dict[object, Spec] = {}
-        keys = [
-            _key(row_of, histories, forms, specs)
-            for row_of in validation.array("keys", row["keys"])
-        ]
+        keys = [_key(row_of, histories, forms, specs) for row_of in validation.array("keys", row["keys"])]
         if len({key.name for key in keys}) < len(keys):
             raise ValueError("a key is in it twice")
         return StoreSnapshot(
@@ -121,9 +116,7 @@ def _open(given: object) -> Open:
     """Options that an older writer did not know have their defaults."""
     row = validation.table("open", given)
     known = {field.name: field for field in fields(Open)}
-    missing = [
-        name for name, field in known.items() if field.default is MISSING and name not in row
-    ]
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in row]
     if missing or row.keys() - known.keys():
         names = ", ".join(known)
         raise ValueError(f"the options of a store are {names}, got {reprlib.repr(list(row))}")
@@ -141,14 +134,10 @@ def _open(given: object) -> Open:
             made[name] = validation.text(name, value, least=1)
     opened = Open(**made)  # type: ignore[arg-type]  # each has just been checked
     policies = opened.mode, opened.on_worker_lost, opened.late
-    if not all(
-        policy in known for policy, known in zip(policies, (MODES, POLICIES, LATE), strict=True)
-    ):
+    if not all(policy in known for policy, known in zip(policies, (MODES, POLICIES, LATE), strict=True)):
         raise validation.unlike("a mode and policies of stores", policies)
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
-        raise validation.unlike(
-            f"for chunk_bytes {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}", opened.chunk_bytes
-        )
+        raise validation.unlike(f"for chunk_bytes {CHUNK_BYTES_MIN} to {CHUNK_BYTES_MAX}", opened.chunk_bytes)
     return opened
 
 
@@ -161,9 +150,7 @@ def _hyper(given: object) -> HyperParams | None:
 
 def _joins(given: object) -> JoinsSnapshot:
     over, last, made = validation.array("joins", given, 3)
-    return JoinsSnapshot(
-        validation.natural("over", over), by_rank("last", last), by_rank("made", made)
-    )
+    return JoinsSnapshot(validation.natural("over", over), by_rank("last", last), by_rank("made", made))
 
 
 def _form(given: object) -> Form:
@@ -188,9 +175,7 @@ def _key(
     name, dtype, shape, call, rows = validation.array("a key", given, 5)
     name = validation.text("a key's name", name, least=1)
     try:
-        lengths = tuple(
-            [validation.natural("a shape", dim) for dim in validation.array("a shape", shape)]
-        )
+        lengths = tuple([validation.natural("a shape", dim) for dim in validation.array("a shape", shape)])
         spec = specs.get((_dtype(dtype), lengths))
         if spec is None:
             specs[dtype, lengths] = spec = Spec(_dtype(dtype), lengths)
@@ -213,9 +198,7 @@ def _key(
         raise ValueError(f"key {name!r}: {error}") from error
 
 
-def _with_tensors(
-    index: int, keys: Iterable[_Counted], columns: _Columns
-) -> tuple[KeySnapshot, ...]:
+def _with_tensors(index: int, keys: Iterable[_Counted], columns: _Columns) -> tuple[KeySnapshot, ...]:
     """Return the keys with their parts of the columns, which must be exactly used up."""
     sizes: dict[str, list[int]] = {}
     names: dict[tuple[str, str], str] = {}
@@ -264,8 +247,7 @@ class _Columns:
         dtype = name.rpartition("/")[2]
         if NAMES.get(column.dtype) != dtype or tuple(column.shape) != (sum(sizes),):
             raise ValueError(
-                f"the tensor {name!r} is {column.dtype} {list(column.shape)}; expected {dtype} "
-                f"[{sum(sizes)}]"
+                f"the tensor {name!r} is {column.dtype} {list(column.shape)}; expected {dtype} [{sum(sizes)}]"
             )
         self._used.add(name)
         return torch.split_with_sizes(column, list(sizes))

@@ -78,9 +78,7 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
         dtypes = {WEIGHT: recipe.dtype} | {name: NAMES[row.dtype] for name, row in fresh.items()}
         columns: dict[str, tuple[torch.Tensor, ...]] = {
             title: (
-                (column(_column(title), dtype, count * recipe.dim).view(count, recipe.dim),)
-                if count
-                else ()
+                (column(_column(title), dtype, count * recipe.dim).view(count, recipe.dim),) if count else ()
             )
             for title, dtype in dtypes.items()
         }
@@ -106,9 +104,7 @@ def _column(title: str) -> str:
 
 
 def _recipe(given: object) -> EmbeddingSpec:
-    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = validation.array(
-        "a recipe", given, 10
-    )
+    dim, dtype, kind, scale, seed, admit, age, most, name, numbers = validation.array("a recipe", given, 10)
     return EmbeddingSpec(
         validation.natural("dim", dim),
         validation.text("dtype", dtype),
@@ -148,9 +144,7 @@ def by_rank(what: str, given: object) -> dict[int, int]:
     found: dict[int, int] = {}
     for pair in validation.array(what, given):
         rank, count = validation.array(what, pair, 2)
-        found[validation.natural("a rank", rank, validation.RANK_MAX)] = validation.natural(
-            what, count
-        )
+        found[validation.natural("a rank", rank, validation.RANK_MAX)] = validation.natural(what, count)
     if len(found) < len(validation.array(what, given)):
         raise ValueError(f"{what} has a rank twice")
     return found

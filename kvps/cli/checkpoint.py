@@ -104,9 +104,7 @@ def _parser(action: str) -> flags.Parser:
     rest = " FILE" if action == "export" else ""
     folders = FOLDERS.format(action=action, rest=rest)
     what = f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}."
-    parser = flags.Parser(
-        f"{NAME} {action}", what, f"{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}"
-    )
+    parser = flags.Parser(f"{NAME} {action}", what, f"{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}")
     parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
     add = parser.add_argument
     add(

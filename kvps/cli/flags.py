@@ -27,9 +27,7 @@ from kvps.runtime.keys import load_if_any
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
-INSECURE = (
-    "allow --bind to an address that other machines can reach, without --keys; KVPS_INSECURE=1"
-)
+INSECURE = "allow --bind to an address that other machines can reach, without --keys; KVPS_INSECURE=1"
 NEEDLESS = "no effect here: no other machine can reach this command; every command accepts it"
 EXIT_CODES = """\
 exit codes:
@@ -134,9 +132,7 @@ def add_http(parser: Parser, what: str = "") -> None:
 
 def add_limits(parser: Parser, role: str) -> None:
     """Add ``--limit``, for the named limits of a role."""
-    names = ", ".join(
-        [f"{limit.name} ({limit.default})" for limit in TABLE.values() if role in limit.roles]
-    )
+    names = ", ".join([f"{limit.name} ({limit.default})" for limit in TABLE.values() if role in limit.roles])
     parser.add_argument(
         "--limit",
         metavar="NAME=NUMBER",

@@ -44,9 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
-    parser.add_argument(
-        "folder", metavar="DIR", help="the directory of keys; created if it does not exist"
-    )
+    parser.add_argument("folder", metavar="DIR", help="the directory of keys; created if it does not exist")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--rotate",

@@ -289,9 +289,7 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
     if launcher == "slurm" and parsed.hosts is not None:
         raise ConfigError("--launcher slurm takes the nodes of the allocation: omit -H")
     if launcher == "ssh" and parsed.hosts is None:
-        raise ConfigError(
-            "--launcher ssh needs hosts: -H a:4,b:4, or -H FILE with lines 'a slots=4'"
-        )
+        raise ConfigError("--launcher ssh needs hosts: -H a:4,b:4, or -H FILE with lines 'a slots=4'")
     if launcher == "local":
         return None
     given = (

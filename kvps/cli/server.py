@@ -101,9 +101,7 @@ def _main(argv: Sequence[str]) -> int:
     limits = flags.limits_of(parsed, "server")
     rank = flags.setting(parsed, "rank", config.as_whole, None)
     advertise = flags.setting(parsed, "advertise", lambda _, given: given, None)
-    plugins = parsed.plugin or [
-        plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin
-    ]
+    plugins = parsed.plugin or [plugin for plugin in (config.text("KVPS_PLUGIN") or "").split(",") if plugin]
     keys = flags.keys_of(parsed, "server")
     is_allowed = insecure or keys is not None
     if not bind:

@@ -121,9 +121,7 @@ def _main(argv: Sequence[str]) -> int:
         env = lent if grace_s is None else lent | {"KVPS_LEAVE_AT_SIGTERM": "1"}
         if flags.log_format(parsed) == "json":
             env = env | {logs.VARIABLE: "json"}
-        logs.speak_as(
-            lambda: logs.Speaker("worker", core.member.rank if core.member.welcome else rank)
-        )
+        logs.speak_as(lambda: logs.Speaker("worker", core.member.rank if core.member.welcome else rank))
         transport = ZmqTransport(checksums=config.checksums(), keys=keys)
         shell = Shell(core, transport, reaper, command, parsed.report_fd, env)
         try:
@@ -213,9 +211,7 @@ class Shell(Listener):
         group = self._process.pid
         if os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return
-        kill(
-            group
-        )  # the processes that it left running; it is still there, so the number is still its own
+        kill(group)  # the processes that it left running; it is still there, so the number is still its own
         code = self._process.wait()
         self._reaper.forget(group)
         reason = f"{self._command[0]} ended"

@@ -47,9 +47,7 @@ from kvps.splitmix import GOLDEN, mixed
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def encode(
-    code: CodecSpec, rest: torch.Tensor, gradient: torch.Tensor | None = None
-) -> torch.Tensor:
+def encode(code: CodecSpec, rest: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
     """Write ``rest``, to which ``gradient`` is added first, and leave in it what was not written.
 
     Args:
@@ -252,9 +250,7 @@ def _read_topk(code: CodecSpec, octets: torch.Tensor, out: torch.Tensor) -> None
     count = kept(code, len(out))
     indices = typed(octets[: 4 * count], torch.int32).long()
     if indices[0] < 0 or indices[-1] >= len(out) or not bool((indices.diff() > 0).all()):
-        raise ProtocolError(
-            f"topk names elements out of order, or beyond the {len(out)} of the key"
-        )
+        raise ProtocolError(f"topk names elements out of order, or beyond the {len(out)} of the key")
     out.zero_()
     out[indices] = typed(octets[4 * count :], torch.float32)
 

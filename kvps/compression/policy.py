@@ -128,9 +128,7 @@ def _setting(params: Mapping[str, object]) -> KeyCompression | None:
         back = _code(dict(pull))
         return None if code is None else KeyCompression(code, back, min_bytes, decay)
     if not isinstance(pull, bool):
-        raise ConfigError(
-            f"compression pull={pull!r:.40}: use True, False, or a dict with its own type"
-        )
+        raise ConfigError(f"compression pull={pull!r:.40}: use True, False, or a dict with its own type")
     return None if code is None else KeyCompression(code, code if pull else None, min_bytes, decay)
 
 
@@ -139,9 +137,7 @@ def _code(params: Mapping[str, object]) -> CodecSpec | None:
     if kind == NONE:
         codec = 0
     elif not isinstance(kind, str) or kind not in CODECS:
-        raise ConfigError(
-            f"compression type={kind!r:.40}: use one of {', '.join(CODECS)}, or {NONE}"
-        )
+        raise ConfigError(f"compression type={kind!r:.40}: use one of {', '.join(CODECS)}, or {NONE}")
     else:
         codec = CODECS[kind]
     takes = TABLE[codec].takes if codec else ()

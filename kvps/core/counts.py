@@ -79,8 +79,7 @@ class Counts:
     def durations(self) -> dict[str, Durations]:
         """Return a copy of all histograms, by name."""
         return {
-            name: Durations(tuple(buckets), self._total_s[name])
-            for name, buckets in self._buckets.items()
+            name: Durations(tuple(buckets), self._total_s[name]) for name, buckets in self._buckets.items()
         }
 
 
@@ -101,16 +100,11 @@ def reason_of(error: Exception) -> str:
 def _snake(name: str) -> str:
     """Return ``ProtocolError`` as ``protocol_error``."""
     return "".join(
-        [
-            "_" * bool(at) + letter.lower() if letter.isupper() else letter
-            for at, letter in enumerate(name)
-        ]
+        ["_" * bool(at) + letter.lower() if letter.isupper() else letter for at, letter in enumerate(name)]
     )
 
 
 REASONS = tuple(
-    sorted(
-        {reason_of(cls("")) for cls in BY_CODE.values()} - {"overload"} | {*Unauthorized.REASONS}
-    )
+    sorted({reason_of(cls("")) for cls in BY_CODE.values()} - {"overload"} | {*Unauthorized.REASONS})
 )
 """The labels of refusals; an overload is counted by its limit."""

@@ -32,9 +32,7 @@ class Limits:
     unread: int = _limit(
         256 << 20, "bytes of rows and states for a peer that reads nothing", SERVER, is_bytes=True
     )
-    used_memory: int = _limit(
-        95, "percent of the memory in use from which on new work is refused", SERVER
-    )
+    used_memory: int = _limit(95, "percent of the memory in use from which on new work is refused", SERVER)
     tagged_checkpoints: int = _limit(100, "checkpoints with a tag in one directory", SERVER)
     checkpoints: int = _limit(6, "checkpoints that workers request, in 60 s", SCHEDULER)
     barrier_names: int = _limit(1024, "names of barriers in a job", SCHEDULER)

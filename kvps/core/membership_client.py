@@ -355,9 +355,7 @@ class MembershipClient:
             return
         if self.welcome is None or not self.identity.guardian:
             self._waits_s = 2 * waited_s
-            said = (
-                f"this worker has waited {waited_s:.0f} s for its place in the job: {self.reason}"
-            )
+            said = f"this worker has waited {waited_s:.0f} s for its place in the job: {self.reason}"
             yield Note("warning", f"{said}{ASK_DOCTOR}")
 
     def deadline(self) -> float | None:

@@ -84,13 +84,9 @@ def parts(
     if count < servers * width:
         width = 1
     least = count // (servers * PAGES_MIN)
-    unit = (
-        whole(width, PAGE, least) or whole(width, ALIGN, least) or (width if width > 1 else ALIGN)
-    )
+    unit = whole(width, PAGE, least) or whole(width, ALIGN, least) or (width if width > 1 else ALIGN)
     cuts = [count * i // servers // unit * unit for i in range(servers)] + [count]
-    return tuple(
-        Part(server, start, stop - start) for server, (start, stop) in enumerate(pairwise(cuts))
-    )
+    return tuple(Part(server, start, stop - start) for server, (start, stop) in enumerate(pairwise(cuts)))
 
 
 def whole(width: int, align: int, most: int) -> int:

@@ -147,9 +147,7 @@ def _added(parts: Sequence[RowGradient], divisor: float) -> RowGradient:
     else:
         ids, places = numbered(torch.cat([part.ids for part in parts]), are_runs=True)
         rows = accumulator(first.rows[:0]).new_zeros(len(ids), first.width)
-        for part, at in zip(
-            parts, torch.split(places, [len(part.ids) for part in parts]), strict=True
-        ):
+        for part, at in zip(parts, torch.split(places, [len(part.ids) for part in parts]), strict=True):
             add_rows(rows, at, part.rows)
     if divisor != 1:
         rows.div_(divisor)

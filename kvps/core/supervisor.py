@@ -103,9 +103,7 @@ class Supervisor(Core):
     def on_signal(self, number: int, now: float) -> Effects:
         """The operator wants an end: the command is asked, and at the second time killed."""
         if self.stage is not Stage.RUNNING:
-            yield Exit(
-                self.exit_code or 128 + number, f"asked to stop by {signal.Signals(number).name}"
-            )
+            yield Exit(self.exit_code or 128 + number, f"asked to stop by {signal.Signals(number).name}")
         elif self._kill_at is None:
             yield from self._ask(number, now)
             if number == signal.SIGTERM:

@@ -14,8 +14,7 @@ from kvps.errors import ProtocolError
 PORT_MAX = 65535
 TAG_MAX = 64
 TAG_RULE = (
-    f"use 1 to {TAG_MAX} of the characters A-Z, a-z, 0-9, '.', '_' and '-', not beginning with "
-    "'.' or '-'"
+    f"use 1 to {TAG_MAX} of the characters A-Z, a-z, 0-9, '.', '_' and '-', not beginning with '.' or '-'"
 )
 """The tags of checkpoints: words for command lines and file names."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
@@ -31,10 +30,7 @@ def shown(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        [
-            character if character.isprintable() else " " if character.isspace() else "?"
-            for character in text
-        ]
+        [character if character.isprintable() else " " if character.isspace() else "?" for character in text]
     )
 
 
@@ -67,10 +63,5 @@ def demand_address(what: str, text: str) -> None:
     scheme, _, place = text.partition("://")
     host, _, port = place.rpartition(":")
     is_port = port.isascii() and port.isdecimal() and len(port) <= 5 and 1 <= int(port) <= PORT_MAX
-    if (
-        scheme != "tcp"
-        or not host
-        or not is_port
-        or any(character in host for character in " /?#@;,")
-    ):
+    if scheme != "tcp" or not host or not is_port or any(character in host for character in " /?#@;,"):
         raise ProtocolError(f"{what} {text!r:.60} is not an address; write it as tcp://HOST:PORT")

@@ -30,9 +30,7 @@ def traits_of(found: Mapping[str, str]) -> tuple[Trait, ...]:
     return (*shown[:TRAITS_MAX], Trait("the whole", f"{len(ordered)} names [{digest}]"))
 
 
-def differences(
-    first: int, firsts: Mapping[str, str], second: int, seconds: Mapping[str, str]
-) -> str:
+def differences(first: int, firsts: Mapping[str, str], second: int, seconds: Mapping[str, str]) -> str:
     """Say what two workers do not have in common.
 
     Args:

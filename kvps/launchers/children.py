@@ -38,9 +38,7 @@ class Child:
     """The host on which it runs; None for this machine."""
     is_told: bool = False
     """A worker's end was reported, or seen."""
-    lines: tuple[LineBuffer, LineBuffer] = field(
-        default_factory=lambda: (LineBuffer(), LineBuffer())
-    )
+    lines: tuple[LineBuffer, LineBuffer] = field(default_factory=lambda: (LineBuffer(), LineBuffer()))
     """Its output: stdout and stderr."""
     _frames: FrameReader = field(default_factory=FrameReader)
 

@@ -42,9 +42,7 @@ def parse(given: str) -> list[Host]:
     else:
         hosts = [_of_entry(entry) for entry in given.split(",")]
     if not hosts:
-        raise ConfigError(
-            f"-H {given}: the file names no host; write a line 'HOST slots=N' for each"
-        )
+        raise ConfigError(f"-H {given}: the file names no host; write a line 'HOST slots=N' for each")
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:

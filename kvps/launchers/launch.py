@@ -242,9 +242,7 @@ class Launch:
 
     def _start_scheduler(self, life: int) -> None:
         sizes = ("--workers", self._plan.workers, "--servers", self._plan.servers)
-        place = (
-            ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
-        )
+        place = ["--bind", f"tcp://{self._host}:0"] if self._foothold is None else self._foothold.flags
         http = [] if self._plan.http is None else ["--http", self._plan.http]
         self._start("scheduler", 0, life, [*sizes, *place, *http])
 
@@ -292,9 +290,7 @@ class Launch:
             if self._keys is not None:
                 keys = Path(self._keys.path).read_text("ascii")
             own = self._plan.role_env.get(role, {})
-            process = remote.start(
-                role, rank, [str(word) for word in words], own, keys, self._reaper
-            )
+            process = remote.start(role, rank, [str(word) for word in words], own, keys, self._reaper)
             child = Child(role, rank, number, process, life, remote.placement.host_of(role, rank))
             log.info("%s starts on host %s", child.name, child.host)
         self._children[process.pid] = child
@@ -491,9 +487,7 @@ class Launch:
             else:
                 self._start_scheduler(child.life + 1)
             return
-        if (
-            code == 1 and self._worker_code
-        ):  # the job is over for it, and a worker was lost for good
+        if code == 1 and self._worker_code:  # the job is over for it, and a worker was lost for good
             return
         self._other_code = self._other_code or code
         if self._stage is LaunchStage.DRAINING:

@@ -71,9 +71,7 @@ def bar_text(done: int, total: int, what: str) -> str:
 class OutputMux:
     """Where lines go: stdout and stderr, of which each may be a terminal."""
 
-    def __init__(
-        self, out: BinaryIO, error: BinaryIO, colour: bool, *, is_json: bool = False
-    ) -> None:
+    def __init__(self, out: BinaryIO, error: BinaryIO, colour: bool, *, is_json: bool = False) -> None:
         self._sinks = (out, error)
         self.is_json = is_json
         """Lines are JSON objects that name their process, so that no prefix does."""

@@ -159,11 +159,7 @@ class TracebackFolder:
 
     def _like(self, mine: _Traceback) -> list[_Traceback]:
         kept = self._kept.get(mine.who.role, ())
-        return [
-            traceback
-            for traceback in kept
-            if traceback.who != mine.who and mine.may_become(traceback)
-        ]
+        return [traceback for traceback in kept if traceback.who != mine.who and mine.may_become(traceback)]
 
     def _keep(self, traceback: _Traceback) -> None:
         self._own[traceback.who] = traceback
@@ -192,12 +188,7 @@ class TracebackFolder:
     def due(self) -> float | None:
         """Return when :meth:`on_time` has something to show."""
         times = [mine.at for mine, _ in self._held.values()]
-        times += [
-            traceback.same_at
-            for kept in self._kept.values()
-            for traceback in kept
-            if traceback.same
-        ]
+        times += [traceback.same_at for kept in self._kept.values() for traceback in kept if traceback.same]
         return min(times) + PAUSE_S if times else None
 
     def on_time(self, now: float) -> Iterator[Shown]:

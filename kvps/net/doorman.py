@@ -164,8 +164,7 @@ class Doorman:
         if isinstance(route, bytes) and self._misbehaviour.refused(route, self._clock()):
             self.counts["ignored connections"] += 1
             log.warning(
-                "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for "
-                "%.0f s",
+                "%d packets of one connection (from %s) were refused within %.0f s; it is ignored for %.0f s",
                 self._misbehaviour.refused_max,
                 whence(route, frames),
                 WITHIN_S,

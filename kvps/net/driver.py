@@ -122,9 +122,7 @@ class Lens:
         """A packet came."""
         return core.on_packet(route, packet, now)
 
-    def failure(
-        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
-    ) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet was refused, or caused an unexpected error."""
         return core.on_failure(route, envelope, error, now)
 

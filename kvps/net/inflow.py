@@ -242,11 +242,7 @@ class Inflow:
         if now < self._quiet_until:
             self._unsaid += 1
             return
-        more = (
-            f" ({self._unsaid} more were closed since the last line of this kind)"
-            if self._unsaid
-            else ""
-        )
+        more = f" ({self._unsaid} more were closed since the last line of this kind)" if self._unsaid else ""
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
             "closed the connection from %s: %s%s. If it is a member of the job, it reconnects",

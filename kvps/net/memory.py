@@ -136,9 +136,7 @@ def _numbers(path: Path) -> dict[str, int]:
         return {}
     pairs = [line.split()[:2] for line in lines]
     return {
-        pair[0].removesuffix(":"): int(pair[1])
-        for pair in pairs
-        if len(pair) == 2 and pair[1].isdecimal()
+        pair[0].removesuffix(":"): int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()
     }
 
 

@@ -85,9 +85,7 @@ class OutgoingConnections:
         self._replace(to)
         dealer = self._sockets.new(zmq.DEALER)
         if is_wire(endpoint):
-            self._watch(
-                name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S
-            )
+            self._watch(name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S)
             if self._keys is not None:
                 self._handshakes.seal(dealer, to.key, to.is_member)
         else:
@@ -137,9 +135,7 @@ class OutgoingConnections:
 
     # --- libzmq's monitors --------------------------------------------------------------------------
 
-    def _watch(
-        self, name: str, dealer: zmq.Socket[bytes], heartbeat_s: tuple[float, float]
-    ) -> None:
+    def _watch(self, name: str, dealer: zmq.Socket[bytes], heartbeat_s: tuple[float, float]) -> None:
         """Have a connection asked for signs of life, and watch whether bytes move along it."""
         every_s, silence_s = heartbeat_s
         dealer.setsockopt(zmq.HEARTBEAT_IVL, int(every_s * 1000))

@@ -143,9 +143,7 @@ class Outflow:
         unread = self._unread.get(route, 0)
         return unread > 0 and unread + copied_bytes > self._unread_max_bytes
 
-    def sent(
-        self, route: Route, tracker: zmq.MessageTracker, hold: Hold | None, copied_bytes: int
-    ) -> None:
+    def sent(self, route: Route, tracker: zmq.MessageTracker, hold: Hold | None, copied_bytes: int) -> None:
         """Note what libzmq has taken; ``hold`` is released when it has left."""
         self.leaving.setdefault(route, deque()).append(_Leaving(tracker, hold, copied_bytes))
         self._unread[route] = self._unread.get(route, 0) + copied_bytes

@@ -160,9 +160,7 @@ class Porter:
         now = self._clock()
         if is_news or (self.waiting and now >= self.waiting[0].until):
             self.waiting = [
-                caller
-                for caller in self.waiting
-                if not self._decide(caller, is_last=now >= caller.until)
+                caller for caller in self.waiting if not self._decide(caller, is_last=now >= caller.until)
             ]
 
     def _decide(self, question: _Question, is_last: bool) -> bool:
@@ -187,11 +185,7 @@ class Porter:
         if now < self._quiet_until:
             self._unsaid += 1
             return
-        more = (
-            f" ({self._unsaid} more were refused since the last line of this kind)"
-            if self._unsaid
-            else ""
-        )
+        more = f" ({self._unsaid} more were refused since the last line of this kind)" if self._unsaid else ""
         self._quiet_until, self._unsaid = now + TELL_EVERY_S, 0
         log.warning(
             "refused a connection from %s: %s%s",

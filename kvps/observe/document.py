@@ -24,9 +24,7 @@ def document_of(job: bytes, seen: Seen) -> dict[str, Any]:
         >>> document_of(b"job!", Seen(1, "running", "all are here", (), ()))["phase"]
         'running'
     """
-    presence = {
-        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
-    }
+    presence = {member.rank: member.presence for member in seen.members if member.role == Role.WORKER}
     figures = seen.figures or (UNKNOWN,) * len(seen.members)
     return {
         "job": job.hex()[:8],

@@ -123,9 +123,7 @@ def judge(
         for round_ in stuck
     ]
     named = {rank for round_ in stuck for rank in round_.missing}
-    rest = [
-        wait for wait in waits if wait.waited_s >= STUCK_S and not named.intersection(wait.ranks)
-    ]
+    rest = [wait for wait in waits if wait.waited_s >= STUCK_S and not named.intersection(wait.ranks)]
     for wait in sorted(rest, key=lambda wait: -wait.waited_s)[:SHOWN_MAX]:
         if not wait.ranks and stuck:
             continue  # for that round, in all likelihood
@@ -144,9 +142,7 @@ def judge(
 
 def problems_of(seen: Seen) -> list[Finding]:
     """Return why a job does not go on, by the answer to LOOK."""
-    presence = {
-        member.rank: member.presence for member in seen.members if member.role == Role.WORKER
-    }
+    presence = {member.rank: member.presence for member in seen.members if member.role == Role.WORKER}
     return judge(seen.waits, seen.rounds, lambda rank: presence.get(rank, ""))
 
 
@@ -186,10 +182,7 @@ def findings(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what there is to say of a job, the worst first; nothing if all is well."""
     found = [finding for rule in RULES for finding in rule(document)]
     order = list(Level)
-    return [
-        finding._asdict()
-        for finding in sorted(found, key=lambda finding: order.index(finding.level))
-    ]
+    return [finding._asdict() for finding in sorted(found, key=lambda finding: order.index(finding.level))]
 
 
 def _phase(document: Mapping[str, Any]) -> Iterator[Finding]:
@@ -217,9 +210,7 @@ def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
     rounds wait for."""
     problems = document.get("problems", ())
     for problem in problems:
-        text, advice = [
-            f"{part[:1].upper()}{part[1:]}." for part in (problem["text"], problem["advice"])
-        ]
+        text, advice = [f"{part[:1].upper()}{part[1:]}." for part in (problem["text"], problem["advice"])]
         yield Finding(Level.FAIL, "workers", text, advice, problem["members"])
     if problems:
         return
@@ -346,13 +337,9 @@ def _faults_of(
     server: Mapping[str, Any], servers: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Level, str, str]]:
     """Yield the level, the text behind its name and the advice of each fault of a server."""
-    share, answer_s, used_ratio = [
-        server[name] for name in ("memory_share", "answer_s", "memory_used_ratio")
-    ]
+    share, answer_s, used_ratio = [server[name] for name in ("memory_share", "answer_s", "memory_used_ratio")]
     if share is not None and share >= MEMORY_FULL:
-        used, limit = [
-            bytes_in_words(int(server[name])) for name in ("memory_bytes", "memory_limit_bytes")
-        ]
+        used, limit = [bytes_in_words(int(server[name])) for name in ("memory_bytes", "memory_limit_bytes")]
         text = (
             f"is full: {used} of its limit of {limit} are reserved ({share:.0%}), so larger keys "
             "or optimizers are refused."
@@ -375,9 +362,7 @@ def _faults_of(
         level = Level.FAIL if answer_s >= ANSWER_LATE_S else Level.WARN
         yield level, text, "Look at the processors of its host."
     if server["overloads"]:
-        text = (
-            f"has refused {server['overloads']:.0f} requests at a limit; its log names the limit."
-        )
+        text = f"has refused {server['overloads']:.0f} requests at a limit; its log names the limit."
         yield Level.WARN, text, ""
 
 

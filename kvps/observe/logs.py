@@ -68,9 +68,7 @@ def as_format(name: str, given: str) -> str:
     return given.lower()
 
 
-def line(
-    level: str, event: str, who: Speaker, fields: Mapping[str, object], at: float | None = None
-) -> str:
+def line(level: str, event: str, who: Speaker, fields: Mapping[str, object], at: float | None = None) -> str:
     """Return one line.
 
     Args:
@@ -141,11 +139,7 @@ def begin_in_script() -> None:
     """
     given = config.text(VARIABLE)
     log = logging.getLogger("kvps")
-    root = [
-        present
-        for present in logging.getLogger().handlers
-        if isinstance(present.formatter, JsonLines)
-    ]
+    root = [present for present in logging.getLogger().handlers if isinstance(present.formatter, JsonLines)]
     is_begun = root or any(isinstance(present, _Handler) for present in log.handlers)
     if given is None or as_format(VARIABLE, given) == "text" or is_begun:
         return

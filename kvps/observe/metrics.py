@@ -46,12 +46,8 @@ _of_scheduler = partial(Metric, roles=(SCHEDULER,))
 
 METRICS = (
     Metric("kvps_up_info", "1; the label is the version of kvps.", label="version", kind="gauge"),
-    Metric(
-        "kvps_loop_lag_seconds", "Delay until the loop ran the newest sample request.", kind="gauge"
-    ),
-    Metric(
-        "kvps_loop_lag_max_seconds", "Longest such delay since the process began.", kind="gauge"
-    ),
+    Metric("kvps_loop_lag_seconds", "Delay until the loop ran the newest sample request.", kind="gauge"),
+    Metric("kvps_loop_lag_max_seconds", "Longest such delay since the process began.", kind="gauge"),
     Metric("kvps_ready", "1 if /readyz answers 200.", kind="gauge"),
     Metric(
         "kvps_refusals_total",
@@ -155,9 +151,7 @@ METRICS = (
         "rank",
     ),
     _of_server("kvps_worker_pushes_total", "Counted pushes, by worker.", "rank"),
-    _of_server(
-        "kvps_worker_bytes_total", "Bytes of counted pushes, as they travelled, by worker.", "rank"
-    ),
+    _of_server("kvps_worker_bytes_total", "Bytes of counted pushes, as they travelled, by worker.", "rank"),
     _of_server(
         LINK_WATCHED,
         "Time for which the link to a worker was watched: while the scheduler serves the dashboard.",
@@ -201,9 +195,7 @@ METRICS = (
         ("weights", "copies", "sums", "state", "residuals", "tables"),
         kind="gauge",
     ),
-    _of_server(
-        "kvps_memory_limit_bytes", "Memory limit of the server; +Inf for none.", kind="gauge"
-    ),
+    _of_server("kvps_memory_limit_bytes", "Memory limit of the server; +Inf for none.", kind="gauge"),
     _of_server(
         "kvps_memory_used_ratio",
         "Memory in use, by this process or its container, as a fraction of what the machine or "
@@ -241,9 +233,7 @@ METRICS = (
         "Waits of workers at barriers and for checkpoints that ended by an error.",
     ),
     _of_scheduler("kvps_checkpoint_begun", "Number of the newest checkpoint.", kind="gauge"),
-    _of_scheduler(
-        "kvps_checkpoint_kept", "Number of the newest complete checkpoint.", kind="gauge"
-    ),
+    _of_scheduler("kvps_checkpoint_kept", "Number of the newest complete checkpoint.", kind="gauge"),
 )
 """All metrics."""
 BY_NAME = {metric.name: metric for metric in METRICS}
@@ -260,9 +250,7 @@ def page() -> str:
         f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {', '.join(metric.roles)} | {metric.help} |"
         for metric in METRICS
     ]
-    return "\n".join(
-        ["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows]
-    )
+    return "\n".join(["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows])
 
 
 def _labels(metric: Metric) -> str:

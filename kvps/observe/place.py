@@ -65,9 +65,7 @@ class Place:
         if self.token or not host or not self.is_loopback:
             return True
         try:
-            return config.host_of(f"tcp://{host}") == self.host or config.is_loopback(
-                f"tcp://{host}"
-            )
+            return config.host_of(f"tcp://{host}") == self.host or config.is_loopback(f"tcp://{host}")
         except ValueError:  # no host at all
             return False
 

@@ -38,18 +38,12 @@ def without_ddp(accelerator: Accelerator) -> Accelerator:
     """
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind != "NO" and not kind.startswith("MULTI_"):
-        raise ConfigError(
-            f"an Accelerator with {kind} needs its own optimizers; use MULTI_GPU or MULTI_CPU"
-        )
+        raise ConfigError(f"an Accelerator with {kind} needs its own optimizers; use MULTI_GPU or MULTI_CPU")
     if accelerator._models:
-        raise ConfigError(
-            "the Accelerator has prepared a model: call without_ddp() before prepare()"
-        )
+        raise ConfigError("the Accelerator has prepared a model: call without_ddp() before prepare()")
     prepare, clip = accelerator.prepare_model, accelerator.clip_grad_norm_
 
-    def prepare_model(
-        model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> Any:
+    def prepare_model(model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         return prepare(model, device_placement=device_placement, evaluation_mode=True)
 
     def clip_grad_norm_(

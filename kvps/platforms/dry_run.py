@@ -95,9 +95,7 @@ def head(job: JobDescription, keys: str) -> str:
         if size:
             paths = [shlex.quote(str(PurePosixPath(keys, file))) for file in secret_files(role)]
             files = "".join([f" \\\n    --from-file={path}" for path in paths])
-            lines += f"  kubectl create secret generic {job.name}-{role}-keys{where}{files}".split(
-                "\n"
-            )
+            lines += f"  kubectl create secret generic {job.name}-{role}-keys{where}{files}".split("\n")
     return "".join([f"# {line}".rstrip() + "\n" for line in lines])
 
 

@@ -88,9 +88,7 @@ class KvpsStrategy(DDPStrategy):
                 "the servers have their mean: use KvpsStrategy(update_on_kvstore=False)"
             )
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers)
-        self.optimizers = [
-            self._distributed(optimizer, len(optimizers) == 1) for optimizer in optimizers
-        ]
+        self.optimizers = [self._distributed(optimizer, len(optimizers) == 1) for optimizer in optimizers]
 
     def _distributed(self, optimizer: torch.optim.Optimizer, is_only: bool) -> DistributedOptimizer:
         module = self.lightning_module
@@ -118,9 +116,7 @@ class KvpsStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Make ``Trainer(strategy="kvps")`` known."""
-        strategy_registry.register(
-            NAME, cls, description="optimizers on the servers of a kvps cluster"
-        )
+        strategy_registry.register(NAME, cls, description="optimizers on the servers of a kvps cluster")
 
 
 DDP_ARGUMENTS = (

@@ -150,9 +150,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},
     },
     Place.TO_SCHEDULER: {
-        Role.SCHEDULER: frozenset(
-            {Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong}
-        )
+        Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong})
         | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs, Closed}
         | {TakeImage, Commit, GiveUp, Recall, Restore, Measure, AskClock, Tracing, Part},
     },
@@ -228,9 +226,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
     what, _, who = name.partition(":")
     if what == "user":
         if place is Place.SCHEDULER:
-            raise Unauthorized(
-                "a scheduler with keys accepts no connections without keys", reason="no_key"
-            )
+            raise Unauthorized("a scheduler with keys accepts no connections without keys", reason="no_key")
         return
     if what != "role":
         if name != name_of(envelope.node, envelope.incarnation):

@@ -164,16 +164,10 @@ def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> 
         raise ProtocolError(f"expected 1 to {1 + PAYLOAD_FRAMES_MAX} frames, got {len(frames)}")
     head = memoryview(frames[0]).cast("B")
     if not HEAD.size < len(head) <= HEAD_BYTES_MAX:
-        raise ProtocolError(
-            f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}"
-        )
-    magic, version, tag, job, view, role, lent, checked, rank, incarnation, seq = HEAD.unpack_from(
-        head
-    )
+        raise ProtocolError(f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}")
+    magic, version, tag, job, view, role, lent, checked, rank, incarnation, seq = HEAD.unpack_from(head)
     if magic != b"KV" or version != VERSION:
-        raise ProtocolError(
-            f"expected a packet of version {VERSION}, got magic {magic!r} version {version}"
-        )
+        raise ProtocolError(f"expected a packet of version {VERSION}, got magic {magic!r} version {version}")
     payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
     if checked:
         head = _verified(head, checked, payload)
@@ -278,9 +272,7 @@ def _no_twins(pairs: list[tuple[object, object]]) -> dict[object, object]:
 def _build(cls: type[Message], values: tuple[object, ...]) -> Message:
     checks, required = _CHECKS[cls]
     if not required <= len(values) <= len(checks):
-        raise ProtocolError(
-            f"{cls.__name__} has {required} to {len(checks)} fields, got {len(values)}"
-        )
+        raise ProtocolError(f"{cls.__name__} has {required} to {len(checks)} fields, got {len(values)}")
     return cls(*[check(value) for check, value in zip(checks, values, strict=False)])
 
 
@@ -396,9 +388,7 @@ def _check_for(hint: object, owner: type, name: str) -> Check:
     if origin is dict:
         return _map_of(_check_for(arguments[1], owner, name))
     if origin is types.UnionType:
-        return _one_of(
-            {_plain(argument): _check_for(argument, owner, name) for argument in arguments}
-        )
+        return _one_of({_plain(argument): _check_for(argument, owner, name) for argument in arguments})
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _record_of(hint)
     if hint in (int, str):
@@ -453,9 +443,7 @@ def _record_of(cls: type[tuple[object, ...]]) -> Check:
     def record(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
             raise _unlike(f"a {cls.__name__} of {width} fields", value)
-        made = tuple.__new__(
-            cls, [check(field) for check, field in zip(checks, value, strict=True)]
-        )
+        made = tuple.__new__(cls, [check(field) for check, field in zip(checks, value, strict=True)])
         return made if finish is None else finish(made)
 
     def naturals(value: object) -> object:
@@ -477,8 +465,7 @@ def _within(entry: Entry) -> Entry:
         raise ProtocolError(str(error)) from error
     if entry.start + entry.size > count:
         raise ProtocolError(
-            f"key {entry.key!r} has {count} elements; the part {entry.start} + {entry.size} "
-            "goes beyond them"
+            f"key {entry.key!r} has {count} elements; the part {entry.start} + {entry.size} goes beyond them"
         )
     return entry
 
@@ -490,9 +477,7 @@ _FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.Code
 def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:
     hints = typing.get_type_hints(cls)
     declared = fields(cls)  # type: ignore[arg-type]  # every registered message is a dataclass
-    required = sum(
-        field.default is MISSING and field.default_factory is MISSING for field in declared
-    )
+    required = sum(field.default is MISSING and field.default_factory is MISSING for field in declared)
     return [_check_for(hints[field.name], cls, field.name) for field in declared], required
 
 

@@ -129,9 +129,7 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    streams = {
-        device: _stream(device) for device in {device_value.device for device_value in values}
-    }
+    streams = {device: _stream(device) for device in {device_value.device for device_value in values}}
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))  # which makes the values
     for value, row in zip(values, rows, strict=True):

@@ -197,9 +197,7 @@ class InProcessSession:
         that one connected."""
         to, packet = effect.to, effect.packet
         target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
-        if (
-            packet.payload and source == SERVER
-        ):  # which changes its values while they are still read
+        if packet.payload and source == SERVER:  # which changes its values while they are still read
             copies = tuple([memoryview(bytearray(frame)) for frame in packet.payload])
             packet = replace(packet, payload=copies)
         elif packet.payload:

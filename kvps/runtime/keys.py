@@ -109,9 +109,7 @@ def _found(path: str, role: str) -> list[Section]:
     files = [place / f"{name}.key" for name in names]
     own = next((candidate for candidate in files if candidate.exists()), files[0])
     public = sorted((place / PUBLIC).glob("*.pub"))
-    return _read(own) + [
-        each.public_half for path in public for each in _read(path, is_public=True)
-    ]
+    return _read(own) + [each.public_half for path in public for each in _read(path, is_public=True)]
 
 
 def load_if_any(path: str | None, role: str) -> Keys | None:
@@ -130,33 +128,23 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
         ConfigError: if what it needs is not among them.
     """
     found = list(sections)
-    pinned = tuple(
-        dict.fromkeys([section.public for section in found if section.role == "scheduler"])
-    )
+    pinned = tuple(dict.fromkeys([section.public for section in found if section.role == "scheduler"]))
     if not pinned:
         raise ConfigError(
             f"--keys {path} has no public key of the scheduler: put {PUBLIC}/scheduler.pub from "
             "'kvps keygen' there"
         )
-    session = next(
-        (section for section in found if section.role == SESSION and section.secret), None
-    )
+    session = next((section for section in found if section.role == SESSION and section.secret), None)
     if session is not None:
         return Keys(pinned, None, session.pair, is_enrolled=True)
     wanted = ("look", "admin") if role == "look" else (role,)
     own = next(
-        (
-            section
-            for name in wanted
-            for section in found
-            if section.role == name and section.secret
-        ),
+        (section for name in wanted for section in found if section.role == name and section.secret),
         None,
     )
     if own is None:
         raise ConfigError(
-            f"--keys {path} has no secret key of the role {role}: put {role}.key from 'kvps "
-            "keygen' there"
+            f"--keys {path} has no secret key of the role {role}: put {role}.key from 'kvps keygen' there"
         )
     opens = {
         section.public: RoleKey(section.role, section.until)
@@ -319,9 +307,7 @@ def _secret_text(section: Section) -> str:
 
 def _free(folder: Path, role: str) -> Path:
     numbers = range(2, 1000)
-    return next(
-        path for number in numbers if not (path := folder / f"{role}-{number}.pub").exists()
-    )
+    return next(path for number in numbers if not (path := folder / f"{role}-{number}.pub").exists())
 
 
 def _put(path: Path, content: str) -> None:

@@ -159,9 +159,7 @@ class LocalCluster:
         )
         self.scheduler = transport.endpoint
         now = time.monotonic()
-        self._drive(
-            "scheduler", Scheduler(settings, secrets.token_bytes(16), now, THIS_PROCESS), transport
-        )
+        self._drive("scheduler", Scheduler(settings, secrets.token_bytes(16), now, THIS_PROCESS), transport)
         for rank in range(self.servers):
             keys = self._keys_of("server")
             opened, memory, endpoint = open_transport("tcp://127.0.0.1:0", keys)
@@ -214,9 +212,7 @@ class LocalCluster:
             ConfigError: if a worker has raised in an earlier call.
         """
         if self._has_failed:
-            raise ConfigError(
-                "a worker of this LocalCluster has failed; create another LocalCluster"
-            )
+            raise ConfigError("a worker of this LocalCluster has failed; create another LocalCluster")
         errors: list[BaseException] = []
 
         def work_as(rank: int) -> T:
@@ -235,8 +231,7 @@ class LocalCluster:
         self._shortage = None
         if not self._workers:
             self._workers = [
-                ThreadPoolExecutor(1, thread_name_prefix=f"worker {rank}")
-                for rank in range(self.workers)
+                ThreadPoolExecutor(1, thread_name_prefix=f"worker {rank}") for rank in range(self.workers)
             ]
         futures = [worker.submit(work_as, rank) for rank, worker in enumerate(self._workers)]
         wait(futures)
@@ -338,8 +333,6 @@ def _lens(core: Core, transport: Transport) -> tuple[Any, Lens]:
     lenses = annexes.load("lenses")
     if isinstance(core, Server):
         counts = core.counts
-        return None, lenses.member_lens(
-            Role.SERVER, transport, core.member.envelope, lambda: counts
-        )
+        return None, lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: counts)
     timeline = lenses.Timeline(transport, config.text("KVPS_TIMELINE"))
     return timeline, timeline.lens

@@ -105,9 +105,7 @@ class StateFile:
         try:
             if not self._path.exists():
                 return None
-            with open(
-                os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb"
-            ) as file:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
                 status = os.fstat(file.fileno())
                 state = file.read()
         except OSError as error:
@@ -222,9 +220,7 @@ def run_scheduler(
     config.demand_loopback(bind, insecure or keys is not None)
     need = descriptors.of_scheduler(workers, servers) + descriptors.SPARE
     descriptors.demand(f"the scheduler of {workers} workers and {servers} servers", need)
-    descriptors.make_room(
-        2 * need
-    )  # of a connection that broke, its successor may come before its end
+    descriptors.make_room(2 * need)  # of a connection that broke, its successor may come before its end
     settings = Settings(
         workers,
         servers,
@@ -240,9 +236,7 @@ def run_scheduler(
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
         listener = _Listener(kept, on_concluded, on_seats, on_goes_on)
-        return _run_scheduler(
-            settings, bind, listener, on_ready, keys, keys_again, http, on_http, on_end
-        )
+        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http, on_http, on_end)
 
 
 class _Listener(Listener):

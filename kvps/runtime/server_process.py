@@ -92,9 +92,7 @@ def run_server(
         torch.set_num_threads(threads)
     join_max_s = config.join_max_s()
     descriptors.demand("a server", descriptors.of_server(1, 1) + descriptors.SPARE)
-    descriptors.make_room(
-        descriptors.of_server(0, SEATS_MAX)
-    )  # how many will come is not known yet
+    descriptors.make_room(descriptors.of_server(0, SEATS_MAX))  # how many will come is not known yet
     transport, memory, listens = open_transport(bind, keys, limits)
     log.info("server at %s", listens)
     identity = replace(
@@ -122,9 +120,7 @@ def run_server(
     inbox: Inbox[Any] = Inbox(transport)
     inbox.put(CoreRequest("start"))
     archive = (
-        None
-        if checkpoint_dir is None
-        else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
+        None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
     )
     sampler = Sampler(
         inbox,
@@ -138,9 +134,7 @@ def run_server(
         on_stop(inbox, lambda number: _LEAVE),
         lenses.dumping_at_signal(inbox, record),
     ):
-        lens = lenses.member_lens(
-            Role.SERVER, transport, core.member.envelope, lambda: core.counts, record
-        )
+        lens = lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts, record)
         ending = drive(core, transport, inbox, archive, lens=lens)
     if record is not None:
         record.close(core)
@@ -166,8 +160,7 @@ def _load(plugin: str) -> None:
         importlib.import_module(plugin)
     except ImportError as error:
         raise ConfigError(
-            f"cannot import --plugin {plugin}: {error}. It must be a module in this folder or on "
-            "PYTHONPATH"
+            f"cannot import --plugin {plugin}: {error}. It must be a module in this folder or on PYTHONPATH"
         ) from error
 
 

@@ -176,8 +176,7 @@ def manifest_of(order: Complete) -> Manifest:
             for server, image in enumerate(commit.images)
         ),
         stores={
-            store.store: StoreVersions(store.begins, store.lowest, store.highest)
-            for store in commit.stores
+            store.store: StoreVersions(store.begins, store.lowest, store.highest) for store in commit.stores
         },
         tag=commit.tag,
         written=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -162,9 +162,7 @@ class Handle:
         >>> handle.wait()  # doctest: +SKIP
     """
 
-    def __init__(
-        self, ticket: Ticket, result: Callable[[], object], before: Sequence[Ticket] = ()
-    ) -> None:
+    def __init__(self, ticket: Ticket, result: Callable[[], object], before: Sequence[Ticket] = ()) -> None:
         """Wait for ``ticket``, and for those ``before`` it; return ``result``."""
         self._ticket = ticket
         self._before = tuple(before)

@@ -51,8 +51,7 @@ def open_transport(
         if setting == "shm":
             zmq.close(0.0)
             raise ConfigError(
-                f"KVPS_TRANSPORT=shm, but memory cannot be shared here: {error}. Set "
-                "KVPS_TRANSPORT=auto"
+                f"KVPS_TRANSPORT=shm, but memory cannot be shared here: {error}. Set KVPS_TRANSPORT=auto"
             ) from error
         log.warning("values travel in frames, not in shared memory: %s", error)
         keep_freed_memory()

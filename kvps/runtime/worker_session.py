@@ -254,9 +254,7 @@ class WorkerSession(Listener):
             return
         if say:
             options = {"replaceable": self._is_replaceable}
-            self._inbox.put(
-                CoreRequest("leave", (done, exit_code, reason), options, is_timed=False)
-            )
+            self._inbox.put(CoreRequest("leave", (done, exit_code, reason), options, is_timed=False))
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)

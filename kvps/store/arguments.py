@@ -46,8 +46,7 @@ class Form:
     def __init__(self, specs: Sequence[Spec]) -> None:
         self._count = len(specs)
         self._blocks = [
-            (begin, BlockForm.of(specs[begin : begin + BLOCK]))
-            for begin in range(0, len(specs), BLOCK)
+            (begin, BlockForm.of(specs[begin : begin + BLOCK])) for begin in range(0, len(specs), BLOCK)
         ]
 
     def fits(self, values: object, *, as_sinks: bool = False) -> bool:
@@ -60,9 +59,7 @@ class Form:
         return (
             isinstance(values, list | tuple)
             and len(values) == self._count
-            and all(
-                block.fits(values[begin : begin + BLOCK], as_sinks) for begin, block in self._blocks
-            )
+            and all(block.fits(values[begin : begin + BLOCK], as_sinks) for begin, block in self._blocks)
         )
 
 
@@ -311,9 +308,7 @@ class Outcome:
     which is made from the value of its ticket."""
 
 
-def outcome_for(
-    names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]
-) -> Outcome:
+def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]) -> Outcome:
     """Return the outcome that writes to ``out``, or to new tensors where it is None.
 
     Raises:
@@ -353,10 +348,7 @@ def targets_for(
     """
     outs = values_of(names, is_many, out)
     check_values(names, outs, specs, "write it to")
-    return [
-        [target_of(name, value) for value in devices]
-        for name, devices in zip(names, outs, strict=True)
-    ]
+    return [[target_of(name, value) for value in devices] for name, devices in zip(names, outs, strict=True)]
 
 
 def target_of(name: str, out: Array) -> torch.Tensor:
@@ -371,9 +363,7 @@ def target_of(name: str, out: Array) -> torch.Tensor:
         raise Mismatch(f"key {name!r}: an output array with negative strides is not supported")
     tensor = as_tensor(out)
     if not isinstance(out, torch.Tensor) and out.size and tensor.data_ptr() != out.ctypes.data:
-        raise Mismatch(
-            f"key {name!r}: the output array is not aligned; give one that owns its data"
-        )
+        raise Mismatch(f"key {name!r}: the output array is not aligned; give one that owns its data")
     return tensor
 
 
@@ -470,9 +460,7 @@ def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
         if len(priority) == len(names):
             return alike(priority)
         raise ConfigError(f"{len(names)} keys need as many priorities, got {len(priority)}")
-    raise ConfigError(
-        f"priority={priority!r:.40}: use a whole number, or a list with one for each key"
-    )
+    raise ConfigError(f"priority={priority!r:.40}: use a whole number, or a list with one for each key")
 
 
 def version_of(min_version: int | None) -> int:

@@ -69,9 +69,7 @@ class CatchUp:
         if place.joins:
             refuse("join() was called before, and the steps of its predecessor are not known")
         if place.restored:
-            refuse(
-                "the job continues from a checkpoint, and the steps of its predecessor are not known"
-            )
+            refuse("the job continues from a checkpoint, and the steps of its predecessor are not known")
         if self.epoch:
             refuse(
                 "the servers have returned to a checkpoint, and the steps of its predecessor are not known"

@@ -270,9 +270,7 @@ def _opened(
         bool(deterministic),
         on_worker_lost,
         config.bigarray_bound(bigarray_bound, BIGARRAY_BOUND),
-        bundles=config.host_aggregation(host_aggregation)
-        and kind.mode == "sync"
-        and not deterministic,
+        bundles=config.host_aggregation(host_aggregation) and kind.mode == "sync" and not deterministic,
         on_nonfinite=on_nonfinite,
         average=bool(average),
     )
@@ -287,9 +285,7 @@ def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: 
     """
     if quorum is None:
         if grace != "auto" or late != LATE[0]:
-            raise ConfigError(
-                "grace= and late= are about rounds that close at a quorum: give quorum=, too"
-            )
+            raise ConfigError("grace= and late= are about rounds that close at a quorum: give quorum=, too")
         return opened
     if kind.mode != "sync":
         raise ConfigError(f"quorum= is an option of dist_sync, not of {kind.type}")
@@ -347,9 +343,7 @@ def _checked_name(name: str) -> str:
     if not isinstance(given, str) or not 1 <= len(given) <= KEY_MAX or not given.isprintable():
         raise ConfigError(f"name={name!r}: use 1 to {KEY_MAX} printable characters")
     if given.startswith(RESERVED):
-        raise ConfigError(
-            f"name={name!r}: names that begin with {RESERVED!r} are reserved for kvps"
-        )
+        raise ConfigError(f"name={name!r}: names that begin with {RESERVED!r} are reserved for kvps")
     return given
 
 

@@ -258,9 +258,7 @@ class EmbeddingTable:
         blocks = self._blocks(since, max(1, BLOCK_BYTES // self._row_bytes), with_state)
         if path is None:
             return (
-                (torch.from_numpy(block.ids), block.columns["weight"])
-                for block in blocks
-                if len(block.ids)
+                (torch.from_numpy(block.ids), block.columns["weight"]) for block in blocks if len(block.ids)
             )
         return write(Path(path), blocks, self.recipe)
 
@@ -274,8 +272,7 @@ class EmbeddingTable:
             gradients = torch.empty((*shape, self.dim), device="cpu")
         if not isinstance(gradients, torch.Tensor | np.ndarray):
             raise Mismatch(
-                f"table {self.name!r}: gradients are a tensor or an array, got "
-                f"{type(gradients).__name__}"
+                f"table {self.name!r}: gradients are a tensor or an array, got {type(gradients).__name__}"
             )
         tensor = as_tensor(gradients)
         if tuple(tensor.shape) != (*shape, self.dim) or not tensor.is_floating_point():
@@ -297,9 +294,7 @@ class EmbeddingTable:
 
     def make(self, limit_s: float) -> None:
         """Have the servers make it, or check that what they have is the same."""
-        self._call(
-            calls.MakeTable(self.store.name, self._key, self.recipe, self.store.rank), limit_s
-        )
+        self._call(calls.MakeTable(self.store.name, self._key, self.recipe, self.store.rank), limit_s)
 
     def __len__(self) -> int:
         """Return how many rows there are, on all servers, after this rank's own pushes."""
@@ -322,9 +317,7 @@ class EmbeddingTable:
         rows: torch.Tensor = self._make(call, timeout)
         return rows
 
-    def _push(
-        self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None
-    ) -> Any:
+    def _push(self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None) -> Any:
         whole = torch.from_numpy(ids)
         places = [torch.from_numpy(indices) for indices in split(ids, self._servers)]
         parts = tuple([(whole[place], gradients[place]) for place in places])

@@ -43,9 +43,7 @@ def write(path: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec) -> i
         raise StorageError(f"cannot write the table to {path}: {error}") from error
 
 
-def _write(
-    part: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec, stack: ExitStack
-) -> int:
+def _write(part: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec, stack: ExitStack) -> int:
     file = stack.enter_context(part.open("wb"))
     file.write(bytes(HEAD_BYTES))
     spools: dict[str, tuple[IO[bytes], torch.dtype, int]] = {}
@@ -76,10 +74,7 @@ def _write(
 
 
 def _columns(block: ExportBatch) -> list[tuple[str, torch.Tensor]]:
-    rest = [
-        ("rows" if name == WEIGHT else f"state.{name}", column)
-        for name, column in block.columns.items()
-    ]
+    rest = [("rows" if name == WEIGHT else f"state.{name}", column) for name, column in block.columns.items()]
     rest.sort(key=lambda column: -column[1].element_size())
     return [
         ("ids", torch.from_numpy(block.ids)),

@@ -63,10 +63,7 @@ class GradientCheck:
 def _pairs(names: Sequence[str], values: object) -> list[tuple[str, Any]]:
     """Return the first keys, each with its value: of a list of one per device, the first."""
     given = values if isinstance(values, list | tuple) and len(values) == len(names) else [values]
-    firsts = [
-        value[0] if isinstance(value, list | tuple) and value else value
-        for value in given[:LOOKS_MAX]
-    ]
+    firsts = [value[0] if isinstance(value, list | tuple) and value else value for value in given[:LOOKS_MAX]]
     return list(zip(names, firsts, strict=False))
 
 

@@ -148,8 +148,7 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         if capability not in KVStore.CAPABILITIES:
             raise ConfigError(
-                f"there is no capability {capability!r}; use one of "
-                f"{', '.join(sorted(KVStore.CAPABILITIES))}"
+                f"there is no capability {capability!r}; use one of {', '.join(sorted(KVStore.CAPABILITIES))}"
             )
         return True
 
@@ -713,9 +712,7 @@ class KVStore(KVStoreBase, abc.ABC):
             torch.Size([2, 16])
         """
         self._begin()
-        recipe = recipe_of(
-            table_name_of(name), dim, init, optimizer, admit, evict, dtype, seed, **hyper
-        )
+        recipe = recipe_of(table_name_of(name), dim, init, optimizer, admit, evict, dtype, seed, **hyper)
         known = self._tables.get(name)
         if known is not None:
             known.demand(recipe)
@@ -814,9 +811,7 @@ class KVStore(KVStoreBase, abc.ABC):
             states = optimizer_state.load(path, self._optimizer())
         self._load_states(states, path, timeout)
 
-    def set_optimizer_states(
-        self, states: optimizer_state.States, *, timeout: float | None = None
-    ) -> None:
+    def set_optimizer_states(self, states: optimizer_state.States, *, timeout: float | None = None) -> None:
         """Load the result of :meth:`optimizer_states`; every rank calls, rank 0's call counts.
 
         Raises:
@@ -1066,9 +1061,7 @@ class KVStore(KVStoreBase, abc.ABC):
 
     def _optimizer(self) -> HyperParams:
         if self._hyper is None:
-            raise ConfigError(
-                f"store {self._name!r} has no optimizer here; call set_optimizer(...) first"
-            )
+            raise ConfigError(f"store {self._name!r} has no optimizer here; call set_optimizer(...) first")
         return self._hyper
 
     def _check_gradients(self, check: GradientCheck, names: Sequence[str], out: object) -> None:

@@ -39,9 +39,7 @@ class ServerRules:
         """Go on with ``hyper``, which differs in its learning rate only."""
         self.hyper, self._updater = hyper, create(hyper)
 
-    def update(
-        self, key: str, weight: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0
-    ) -> None:
+    def update(self, key: str, weight: torch.Tensor, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Update ``weight``, a flat row, in place by ``scale * gradient``, which is only read."""
         if key not in self._states:
             self._states[key] = self._updater.new_state(weight)
@@ -63,9 +61,7 @@ class ServerRules:
             piece = {name: tensor[part] for name, tensor in state.items()}
             self._updater.apply(weight[part], own, piece, terms)
 
-    def update_rows(
-        self, key: str, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor
-    ) -> None:
+    def update_rows(self, key: str, table: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Update the rows ``ids`` of ``table`` in place by ``rows``, which are only read.
 
         Where the rule needs norms of the whole table, the other rows count as gradients of 0.
@@ -167,9 +163,7 @@ class RulesOptimizer:
             if row.data_ptr() != data.data_ptr():
                 data.copy_(row.view(data.shape))
 
-    def _step_rows(
-        self, name: str, data: torch.Tensor, gradient: torch.Tensor, scale: float
-    ) -> None:
+    def _step_rows(self, name: str, data: torch.Tensor, gradient: torch.Tensor, scale: float) -> None:
         """Update the rows of a parameter that a sparse gradient names."""
         table = data.contiguous().view(len(data), -1)  # a copy, unless contiguous
         rows = rows_of(name, spec_of(data), gradient)
@@ -199,9 +193,7 @@ class RulesOptimizer:
 class TorchOptimizer:
     """A torch optimizer itself, of any class: its schedulers and groups work as always."""
 
-    def __init__(
-        self, params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def __init__(self, params: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._params = params
         self.optimizer = optimizer
 
@@ -255,9 +247,7 @@ class TorchOptimizer:
                         "which cannot be saved; use the optimizer's own state_dict()"
                     )
             table[name] = {"shape": list(param.shape), "numbers": numbers}
-        optimizer_state.write(
-            path, tensors, {"optimizer": self._title, "params": json.dumps(table)}
-        )
+        optimizer_state.write(path, tensors, {"optimizer": self._title, "params": json.dumps(table)})
 
     def load(self, path: str) -> None:
         """Put back what :meth:`save` wrote.

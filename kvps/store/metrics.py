@@ -67,9 +67,7 @@ class Straggler(NamedTuple):
     """Seconds since the round was opened."""
 
 
-def of_servers(
-    answers: Sequence[StatusIs], rank: int, staleness: Mapping[str, int]
-) -> dict[str, float]:
+def of_servers(answers: Sequence[StatusIs], rank: int, staleness: Mapping[str, int]) -> dict[str, float]:
     """Return the numbers that the servers' answers to STATUS have.
 
     Args:
@@ -81,9 +79,7 @@ def of_servers(
     return {
         "staleness": max(staleness.values(), default=0),
         "lateness_s": max([answer.late.get(str(rank), 0.0) for answer in answers], default=0.0),
-        "dropped_rounds": max(
-            [count for answer in answers for count in answer.dropped.values()], default=0
-        ),
+        "dropped_rounds": max([count for answer in answers for count in answer.dropped.values()], default=0),
         "open_rounds": len({stalled.key for answer in answers for stalled in answer.rounds}),
         "oldest_round_s": max(ages, default=0.0),
     }

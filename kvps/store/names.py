@@ -67,7 +67,5 @@ def kind_of(name: object, plugins: tuple[str, ...] = ()) -> Kind:
     lower = name.lower()
     kind = KINDS.get(SPELLINGS.get(lower, lower))
     if kind is None:
-        raise ConfigError(
-            f"there is no store type {name!r}; use one of {', '.join((*KINDS, *plugins))}"
-        )
+        raise ConfigError(f"there is no store type {name!r}; use one of {', '.join((*KINDS, *plugins))}")
     return kind

@@ -36,9 +36,7 @@ def save(path: str, hyper: HyperParams, states: States) -> None:
         StorageError: if it cannot be written; an older file of that name is kept.
     """
     tensors = {
-        f"{key}/{name}": row.contiguous()
-        for key, (_, rows) in states.items()
-        for name, row in rows.items()
+        f"{key}/{name}": row.contiguous() for key, (_, rows) in states.items() for name, row in rows.items()
     }
     steps = {key: step for key, (step, _) in states.items()}
     write(path, tensors, {"optimizer": hyper.name, "steps": json.dumps(steps)})
@@ -95,16 +93,11 @@ def plain(states: object, source: str) -> States:
     for key, state in (states if isinstance(states, dict) else {"": states}).items():
         match state:
             case (step, dict(rows)) if (
-                type(step) is int
-                and 0 <= step < STEPS_END
-                and all(isinstance(name, str) for name in rows)
+                type(step) is int and 0 <= step < STEPS_END and all(isinstance(name, str) for name in rows)
             ):
                 flat[str(key)] = (
                     step,
-                    {
-                        name: row_of(as_tensor(row).resolve_neg()).view(-1)
-                        for name, row in rows.items()
-                    },
+                    {name: row_of(as_tensor(row).resolve_neg()).view(-1) for name, row in rows.items()},
                 )
             case _:
                 raise Mismatch(

@@ -33,12 +33,8 @@ class StoreOptions:
             ConfigError: for a number or a word that cannot be meant.
         """
         if on_worker_lost not in POLICIES:
-            raise ConfigError(
-                f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}"
-            )
-        return cls(
-            seconds("timeout", timeout), on_worker_lost, seconds("worker_grace", worker_grace)
-        )
+            raise ConfigError(f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}")
+        return cls(seconds("timeout", timeout), on_worker_lost, seconds("worker_grace", worker_grace))
 
     @classmethod
     def given(cls, options: Mapping[str, Any] | None) -> StoreOptions:

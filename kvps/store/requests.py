@@ -150,9 +150,7 @@ class Requests:
     ) -> PlannedCall:
         """Pull whole keys of at least version ``least``."""
         wanted = self.wanted(names, is_many, out, copy)
-        return PlannedCall(
-            calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted
-        )
+        return PlannedCall(calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted)
 
     def pushpull(
         self,
@@ -342,9 +340,7 @@ class ServerRequests(Requests):
         left = [index for index, row in enumerate(rows) if row is None]
         brought = self._staging.bring(
             [reduced[index] for index in left],
-            lambda indices: self._allocate(
-                tuple([names[left[index]] for index in indices]), limit_s
-            ),
+            lambda indices: self._allocate(tuple([names[left[index]] for index in indices]), limit_s),
         )
         for index, row in zip(left, brought, strict=True):
             rows[index] = row

@@ -26,9 +26,7 @@ class Holding:
 
     __slots__ = ("_left", "_mark")
 
-    def __init__(
-        self, mark: CopyVersion | None = None, targets: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def __init__(self, mark: CopyVersion | None = None, targets: Sequence[torch.Tensor] = ()) -> None:
         self._mark = mark
         self._left = [(target, target._version) for target in targets] if mark is not None else []
 
@@ -85,9 +83,7 @@ def marks_of(
 def changes_of(spec: Spec, fresh: Fresh) -> RowChanges:
     """Return what is new of a table."""
     if fresh.whole is not None:
-        return RowChanges(
-            torch.arange(spec.shape[0], device="cpu"), fresh.whole, Holding(fresh.mark)
-        )
+        return RowChanges(torch.arange(spec.shape[0], device="cpu"), fresh.whole, Holding(fresh.mark))
     ids = torch.cat(
         [torch.empty(0, dtype=torch.int64, device="cpu"), *[patch.ids for patch in fresh.patches]]
     )
@@ -122,8 +118,7 @@ class Copies:
         self._is_many = is_many
         self._specs = [specs[name] for name in names]
         self._targets = [
-            [target_of(name, value) for value in devices]
-            for name, devices in zip(names, outs, strict=True)
+            [target_of(name, value) for value in devices] for name, devices in zip(names, outs, strict=True)
         ]
         self._are_counted = [
             all(isinstance(value, torch.Tensor) and not value.is_inference() for value in devices)

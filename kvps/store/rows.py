@@ -108,8 +108,7 @@ def table_of(name: str, spec: Spec | None) -> Spec:
     """
     if spec is None or not _is_table(spec):
         raise Mismatch(
-            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as "
-            "a whole"
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; pull it as a whole"
         )
     _demand_elements(name, spec)
     return spec
@@ -122,9 +121,7 @@ def _demand_elements(name: str, spec: Spec) -> None:
         Mismatch: for a table of such rows.
     """
     if 0 in spec.shape[1:]:
-        raise Mismatch(
-            f"key {name!r} is {spec}, and its rows have no elements; push and pull it as a whole"
-        )
+        raise Mismatch(f"key {name!r} is {spec}, and its rows have no elements; push and pull it as a whole")
 
 
 def rows_of(name: str, spec: Spec, value: object) -> Rows:
@@ -142,8 +139,7 @@ def rows_of(name: str, spec: Spec, value: object) -> Rows:
     """
     if not _is_table(spec):
         raise Mismatch(
-            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push a "
-            "dense value"
+            f"key {name!r} is {spec}, and only keys of two or more dimensions have rows; push a dense value"
         )
     _demand_elements(name, spec)
     given = value if isinstance(value, list) or not _is_single(value, spec) else [value]

@@ -164,8 +164,7 @@ class DistStore(KVStore):
         servers = self._session.info.servers
         bound = self._opened.bigarray_bound
         return {
-            name: parts(name, spec.count, servers, bound, spec.width)
-            for name, spec in self._specs.items()
+            name: parts(name, spec.count, servers, bound, spec.width) for name, spec in self._specs.items()
         }
 
     def staleness(self, *, timeout: float | None = None) -> dict[str, int]:
@@ -221,21 +220,16 @@ class DistStore(KVStore):
         tensors: list[torch.Tensor] = self._call(calls.Allocate(self._name, keys, is_lent=True))
         settings = map(self._requests.setting_of, keys)
         return [
-            None if setting is not None else tensor
-            for tensor, setting in zip(tensors, settings, strict=True)
+            None if setting is not None else tensor for tensor, setting in zip(tensors, settings, strict=True)
         ]
 
     def chunks_of(self, names: Sequence[str]) -> dict[str, Collection[tuple[int, int]]]:
         """Return the chunks that each key lies in, as (server, chunk): what one message carries."""
-        chunks: list[Collection[tuple[int, int]]] = self._call(
-            calls.Locate(self._name, tuple(names))
-        )
+        chunks: list[Collection[tuple[int, int]]] = self._call(calls.Locate(self._name, tuple(names)))
         return dict(zip(names, chunks, strict=True))
 
     @timed("pull")
-    def pushpull_held(
-        self, names: Sequence[str], values: Sequence[torch.Tensor], priority: int
-    ) -> Handle:
+    def pushpull_held(self, names: Sequence[str], values: Sequence[torch.Tensor], priority: int) -> Handle:
         """Begin a :meth:`pushpull`; the handle returns the result as
         :class:`~kvps.core.worker.consistent_read.HeldValues`, which are to be written before the next push.
         """

@@ -252,8 +252,7 @@ def rendered(job: Document, complaint: str, width: int, height: int | None) -> R
     if complaint:
         parts.append(Text(complaint, style="bold red"))
     parts += [
-        Text(f"{problem['text']}: {problem['advice']}", style="bold red")
-        for problem in job["problems"]
+        Text(f"{problem['text']}: {problem['advice']}", style="bold red") for problem in job["problems"]
     ]
     parts.append(Text(""))
     room = None if height is None else max(MEMBERS_MIN, height - OWN_LINES - len(parts))
@@ -405,9 +404,7 @@ def _speed(bytes_s: float) -> str:
 def _rounds(rounds: Sequence[Document]) -> RenderableType:
     table = _table(("store", "key", "round", "open for", "waits for"))
     for round_ in rounds:
-        store, key, who = map(
-            _cut, (round_["store"], round_["key"][:KEY_SHOWN], round_["waits_for"])
-        )
+        store, key, who = map(_cut, (round_["store"], round_["key"][:KEY_SHOWN], round_["waits_for"]))
         table.add_row(store, key, str(round_["number"]), f"{round_['age_s']:.0f} s", who)
     return table
 

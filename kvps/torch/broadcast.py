@@ -183,9 +183,7 @@ def _send(kv: KVStore, names: Sequence[str], tensors: Sequence[torch.Tensor], ro
         kv.pushpull("bits", flat if kv.rank == root else blank, out=flat)
         rows = list(torch.split(flat, [tensor.nbytes for tensor in tensors]))
     else:
-        rows = [
-            tensor.detach() if tensor.dtype in NAMES else bits(tensor).clone() for tensor in tensors
-        ]
+        rows = [tensor.detach() if tensor.dtype in NAMES else bits(tensor).clone() for tensor in tensors]
         kv.broadcast(list(names), rows, out=rows)
     for tensor, row in zip(tensors, rows, strict=True):
         if row.dtype != tensor.dtype or root:  # it came as bytes
@@ -215,9 +213,7 @@ def _named(params: object) -> dict[str, torch.Tensor]:
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], torch.Tensor)):
             what = (
-                f"{pair[0]!r}: {type(pair[1]).__name__}"
-                if isinstance(pair, tuple)
-                else type(pair).__name__
+                f"{pair[0]!r}: {type(pair[1]).__name__}" if isinstance(pair, tuple) else type(pair).__name__
             )
             raise ConfigError(
                 "params: give a module, a state_dict(), or pairs of name and tensor; got "

@@ -54,14 +54,10 @@ class Embedding(torch.nn.Module):
                 [ 0.0000,  0.0000]])
     """
 
-    def __init__(
-        self, table: EmbeddingTable, padding_idx: int | None = None, op: str = "average"
-    ) -> None:
+    def __init__(self, table: EmbeddingTable, padding_idx: int | None = None, op: str = "average") -> None:
         super().__init__()
         if not isinstance(table, EmbeddingTable):
-            raise ConfigError(
-                f"table: give the result of kv.embedding(...), got {type(table).__name__}"
-            )
+            raise ConfigError(f"table: give the result of kv.embedding(...), got {type(table).__name__}")
         if padding_idx is not None and type(padding_idx) is not int:
             raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
         if op not in OPS:

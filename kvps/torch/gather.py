@@ -127,9 +127,7 @@ def _unpacked(row: torch.Tensor, sizes: list[int], own: int, obj: Any) -> list[A
     parts = torch.split(row, [abs(size) for size in sizes])
     for rank, (size, part) in enumerate(zip(sizes, parts, strict=True)):
         if size < 0:
-            raise ConfigError(
-                f"rank {rank} cannot send its object: {part.numpy().tobytes().decode()}"
-            )
+            raise ConfigError(f"rank {rank} cannot send its object: {part.numpy().tobytes().decode()}")
     return [
         obj if rank == own else unpack(part.numpy().tobytes()) if len(part) else None
         for rank, part in enumerate(parts)

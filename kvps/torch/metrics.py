@@ -46,11 +46,7 @@ def average(
         >>> import kvps.torch
         >>> seen = kvps.torch.average({"loss": 0.5, "accuracy": 0.9}, weight=128)  # doctest: +SKIP
     """
-    if (
-        not isinstance(weight, numbers.Real)
-        or isinstance(weight, bool)
-        or not 0 <= weight < float("inf")
-    ):
+    if not isinstance(weight, numbers.Real) or isinstance(weight, bool) or not 0 <= weight < float("inf"):
         raise ConfigError(f"weight={weight!r}: use a number, 0 or more")
     is_many = isinstance(value, Mapping)
     some: dict[Any, Any] = dict(value) if is_many else {None: value}
@@ -71,8 +67,7 @@ def average(
         kv.pushpull(key, flat, out=flat)
     means = torch.split(flat[:-1] / flat[-1], [row.numel() for row in rows])
     found = {
-        key: _like(some[key], mean.view(row.shape))
-        for key, row, mean in zip(order, rows, means, strict=True)
+        key: _like(some[key], mean.view(row.shape)) for key, row, mean in zip(order, rows, means, strict=True)
     }
     return {key: found[key] for key in some} if is_many else found[None]
 
@@ -83,14 +78,10 @@ def _row(key: object, value: object) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided and not value.is_complex():
             return value.detach().to("cpu", torch.float64).contiguous()
-        raise ConfigError(
-            f"{where} is a tensor of {value.dtype}, {value.layout}; use a real, dense tensor"
-        )
+        raise ConfigError(f"{where} is a tensor of {value.dtype}, {value.layout}; use a real, dense tensor")
     if isinstance(value, numbers.Real):
         return torch.tensor(float(value), dtype=torch.float64, device="cpu")
-    raise ConfigError(
-        f"{where} is a {type(value).__name__}; use a number, a tensor, or a dict of these"
-    )
+    raise ConfigError(f"{where} is a {type(value).__name__}; use a number, a tensor, or a dict of these")
 
 
 def _like(value: object, mean: torch.Tensor) -> Any:

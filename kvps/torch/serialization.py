@@ -66,9 +66,7 @@ def unpack(packed: bytes, aside: list[torch.Tensor] | None = None) -> Any:
             raise ValueError(f"shape {shape!r:.60}")
         room -= math.prod(shape) * _dtype(name).itemsize  # before anything is allocated
         if room < 0:
-            raise ValueError(
-                f"tensors of more bytes than this machine has, as of shape {shape!r:.60}"
-            )
+            raise ValueError(f"tensors of more bytes than this machine has, as of shape {shape!r:.60}")
         return torch.empty(shape, dtype=_dtype(name), device="cpu")
 
     def extension(code: int, given: bytes) -> Any:
@@ -106,9 +104,7 @@ def _packed(plain: object) -> bytes:
 def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -> object:
     """Return ``obj`` made of msgpack's types and extensions."""
     if depth > DEPTH_MAX:
-        raise ConfigError(
-            f"{at[:60]}...: nested deeper than {DEPTH_MAX}, or an object that contains itself"
-        )
+        raise ConfigError(f"{at[:60]}...: nested deeper than {DEPTH_MAX}, or an object that contains itself")
     kind = type(obj)
     if kind in _PLAIN:
         return obj
@@ -141,9 +137,7 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
     if isinstance(obj, np.ndarray | np.generic):
         array = np.asarray(obj)
         if array.dtype.kind not in _KINDS or array.dtype.fields is not None:
-            raise ConfigError(
-                f"{at} is an array of {array.dtype}, which is neither a plain number nor text"
-            )
+            raise ConfigError(f"{at} is an array of {array.dtype}, which is neither a plain number nor text")
         head = [array.dtype.str, list(array.shape), array.tobytes()]
         return msgpack.ExtType(SCALAR if isinstance(obj, np.generic) else ARRAY, _packed(head))
     raise ConfigError(
@@ -154,9 +148,7 @@ def _plain(obj: object, at: str, depth: int, aside: list[torch.Tensor] | None) -
 
 def _tensor(tensor: torch.Tensor, at: str, aside: list[torch.Tensor] | None) -> object:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise ConfigError(
-            f"{at} is a tensor of {tensor.layout}, {tensor.dtype}; send a dense tensor"
-        )
+        raise ConfigError(f"{at} is a tensor of {tensor.layout}, {tensor.dtype}; send a dense tensor")
     name = str(tensor.dtype).removeprefix("torch.")
     if aside is not None:
         aside.append(tensor)

@@ -71,9 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         kvstore: str | KVStore = "dist_sync",
         kvstore_options: Options = None,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self._kvstore, self._options = kvstore, kvstore_options
         self._exchange: StatisticsExchange | None = None
 
@@ -138,9 +136,7 @@ class SyncBatchNorm(_BatchNorm):
         if isinstance(module, _BatchNorm):
             return cls._converted(module, kvstore, kvstore_options)
         for name, child in module.named_children():
-            new = cls.convert_sync_batchnorm(
-                child, kvstore=kvstore, kvstore_options=kvstore_options
-            )
+            new = cls.convert_sync_batchnorm(child, kvstore=kvstore, kvstore_options=kvstore_options)
             if new is not child:
                 setattr(module, name, new)
         return module
@@ -180,9 +176,7 @@ class StatisticsExchange:
     def __init__(self, kv: KVStore, channels: int) -> None:
         self.kv = kv
         number = sum(key.startswith(PREFIX) and key.endswith("forward") for key in kv.keys())  # noqa: SIM118  # it is no dict
-        self._forward, self._backward = (
-            f"{PREFIX}{number}/{way}" for way in ("forward", "backward")
-        )
+        self._forward, self._backward = (f"{PREFIX}{number}/{way}" for way in ("forward", "backward"))
         sizes = (2 * channels + 1, 2 * channels)
         blanks = [torch.zeros(size, dtype=torch.float64, device="cpu") for size in sizes]
         kv.init([self._forward, self._backward], blanks)

@@ -73,9 +73,7 @@ class Page:
 
     def requests(self) -> set[str]:
         """Return the hosts that the page has asked."""
-        script = (
-            "return performance.getEntriesByType('resource').map(one => new URL(one.name).host)"
-        )
+        script = "return performance.getEntriesByType('resource').map(one => new URL(one.name).host)"
         return set(self.run(script))
 
     def resize(self, width: int, height: int) -> None:

@@ -53,9 +53,7 @@ def compress(path: Path) -> None:
     from PIL import Image
 
     with Image.open(path) as image:
-        small = image.convert("RGB").quantize(
-            256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
-        )
+        small = image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     small.save(path, optimize=True)
 
 

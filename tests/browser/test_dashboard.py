@@ -72,9 +72,7 @@ def at(document: Any, path: str) -> Any:
     return document
 
 
-def same_sample(
-    page: Page, job: Training
-) -> tuple[dict[str, Any], list[tuple[str, str, Any, str]]]:
+def same_sample(page: Page, job: Training) -> tuple[dict[str, Any], list[tuple[str, str, Any, str]]]:
     """Return /statusz and what the page shows of the same sample."""
 
     def both() -> Any:
@@ -82,9 +80,7 @@ def same_sample(
         sample, values = page.values()
         return (status, values) if sample == status["sample"] else None
 
-    found: tuple[dict[str, Any], list[tuple[str, str, Any, str]]] = until(
-        both, "equal samples", 60.0
-    )
+    found: tuple[dict[str, Any], list[tuple[str, str, Any, str]]] = until(both, "equal samples", 60.0)
     return found
 
 
@@ -145,9 +141,7 @@ def seen_at_every_size(page: Page) -> None:
             )
             assert hints == 0
             colors.add(page.run("return getComputedStyle(document.body).backgroundColor"))
-            until(
-                lambda: page.run("return document.querySelectorAll('canvas').length") == 3, "charts"
-            )
+            until(lambda: page.run("return document.querySelectorAll('canvas').length") == 3, "charts")
     assert len(colors) == 2
 
 
@@ -239,9 +233,7 @@ def test_page_lists_the_stages_of_the_last_fault(processes: Processes) -> None:
         until_said(page, "#findings", "Worker 1 is lost")
         victim.wait()
         job.workers[1] = job.work(1)
-        until_said(
-            page, "#fault-list article", "orker 1 lost", "replaced by", "over after", limit_s=90.0
-        )
+        until_said(page, "#fault-list article", "orker 1 lost", "replaced by", "over after", limit_s=90.0)
 
         before = job.status()["checkpoints"]["kept"]
         until(lambda: job.status()["checkpoints"]["kept"] > before + 1, "newer checkpoints", 60.0)

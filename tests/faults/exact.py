@@ -61,9 +61,7 @@ def main(folder: Path, pause_s: float, is_late: bool = False) -> None:
                 kv.barrier("end")
                 is_done = True
             except kvps.EpochChanged as error:
-                if (
-                    names[0] not in error.after
-                ):  # the checkpoint is from before they were initialised
+                if names[0] not in error.after:  # the checkpoint is from before they were initialised
                     kv.init(names, initial())
                 if not error.has_optimizer:  # ... or before it was set
                     kv.set_optimizer("adam", lr=0.01)

@@ -123,9 +123,7 @@ class TcpProxy:
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._sockets += [client, server]
             for source, target in ((client, server), (server, client)):
-                thread = threading.Thread(
-                    target=self._carry, args=(stream, source, target), name="tcp proxy"
-                )
+                thread = threading.Thread(target=self._carry, args=(stream, source, target), name="tcp proxy")
                 self._threads.append(thread)
                 thread.start()
 

@@ -72,9 +72,7 @@ def fall_back(run: Run, file: str, how: str) -> int:
 
 
 def _is(path: Path, file: str) -> bool:
-    return bool(
-        re.match(r"manifest" if file == "manifest" else r"server-1\b.*safetensors$", path.name)
-    )
+    return bool(re.match(r"manifest" if file == "manifest" else r"server-1\b.*safetensors$", path.name))
 
 
 class Compared:

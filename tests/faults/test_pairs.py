@@ -36,9 +36,7 @@ NEVER_AGAIN = 78
 class Engine(Run):
     """A run whose processes are started again by what supervises them."""
 
-    def __init__(
-        self, processes: Processes, folder: Path, pause_s: float, env: dict[str, str]
-    ) -> None:
+    def __init__(self, processes: Processes, folder: Path, pause_s: float, env: dict[str, str]) -> None:
         processes.env.update(env)
         self.restarts: list[str] = []
         """Who was started again, and had not been killed here."""
@@ -71,9 +69,7 @@ class Engine(Run):
         until(is_there, f"step {step} of all ranks; they are {self.members}", limit_s)
 
 
-def play(
-    processes: Processes, pairs: list[tuple[str, str]], env: dict[str, str]
-) -> tuple[int, str]:
+def play(processes: Processes, pairs: list[tuple[str, str]], env: dict[str, str]) -> tuple[int, str]:
     """Kill these pairs, one after another; return when the run then ended, and with what."""
     dice = random.Random(SEED)
     run = Engine(processes, processes.folder / "harmed", PAUSE_S, env)

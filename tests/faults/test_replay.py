@@ -31,8 +31,7 @@ def same(record: Record) -> ReplayOutcome:
     assert not outcome.difference, outcome.difference
     assert not outcome.stopped, outcome.stopped
     assert outcome.inputs == sum(
-        event.what in (What.PACKET, What.FAILURE, What.DROP, What.TIMER, What.ITEM)
-        for event in record.events
+        event.what in (What.PACKET, What.FAILURE, What.DROP, What.TIMER, What.ITEM) for event in record.events
     )
     assert outcome.sent == sum(event.what is What.SENT for event in record.events)
     return outcome

@@ -75,9 +75,7 @@ def test_connections_that_are_cut(monkeypatch: pytest.MonkeyPatch, mode: str) ->
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("begin", range(10))
-def test_connections_that_are_cut_anywhere(
-    monkeypatch: pytest.MonkeyPatch, mode: str, begin: int
-) -> None:
+def test_connections_that_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, mode: str, begin: int) -> None:
     """After each number of octets of a handshake and what follows, over all of these tests."""
     cut = [Stream(cut_after=count, by_reset=count % 2 == 0) for count in range(begin, 500, 10)]
     cut += [Stream(cut_after=50_000 * count + begin) for count in range(1, 10)]
@@ -91,9 +89,7 @@ def test_connections_that_are_cut_anywhere(
 @pytest.mark.spec("R113")
 @pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("attentive")
-def test_connections_that_carry_nothing_any_more(
-    monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_connections_that_carry_nothing_any_more(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """They stay open, and nobody is told."""
     mute = [Stream(mute_after=count) for count in (0, 40, 400, 1_000, 100_000, 300_000)]
     play(monkeypatch, mode, first(mute))
@@ -106,9 +102,7 @@ def test_connections_to_the_scheduler_that_carry_nothing_any_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvps.core.scheduler.membership.MUTE_S", 0.3)
-    monkeypatch.setenv(
-        "KVPS_DROP_GRACE", "5"
-    )  # on a busy machine it takes a second to connect again
+    monkeypatch.setenv("KVPS_DROP_GRACE", "5")  # on a busy machine it takes a second to connect again
     mute = [Stream(mute_after=count) for count in (0, 300, 500, 700, 1_000)]
     control, data = Streams(first(mute)), Streams(first([]))
     with behind(monkeypatch, data.proxy, control.proxy) as cluster:
@@ -143,8 +137,7 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
     # A connection between servers carries little, and may be any of the first.
     at = dict(enumerate((3, 70, 260, 480)))
     damaged = [
-        Stream(flip_at=at.get(place), flip_every=200_000, dice=random.Random(place))
-        for place in range(50)
+        Stream(flip_at=at.get(place), flip_every=200_000, dice=random.Random(place)) for place in range(50)
     ]
     streams = play(monkeypatch, mode, first(damaged), steps=2 * STEPS)
     assert sum(one.flipped for one in streams.all) >= 5
@@ -158,8 +151,7 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
 def test_streams_of_which_any_bit_changes(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
     """Over all of these tests, each octet of a handshake and of what follows it."""
     flipped = [
-        Stream(flip_at=at, dice=random.Random(at), cut_after=at + 2_000)
-        for at in range(begin, 600, 12)
+        Stream(flip_at=at, dice=random.Random(at), cut_after=at + 2_000) for at in range(begin, 600, 12)
     ]
     play(monkeypatch, ["sync", "async"][begin % 2], first(flipped), steps=10 * STEPS)
     assert sum(one.flipped for one in flipped) >= 40
@@ -177,7 +169,5 @@ def test_streams_in_single_octets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long is not taken for dead, though its heartbeats wait behind all that is sent."""
     monkeypatch.setattr("kvps.net.outgoing.DATA_HEARTBEAT_S", (0.1, 1.5))
-    streams = play(
-        monkeypatch, "sync", lambda place: Stream(piece_bytes=4096, bytes_per_s=300_000), steps=2
-    )
+    streams = play(monkeypatch, "sync", lambda place: Stream(piece_bytes=4096, bytes_per_s=300_000), steps=2)
     assert len(streams.all) == CONNECTIONS, "each was opened once, and kept"

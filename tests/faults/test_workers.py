@@ -48,9 +48,7 @@ HEALED_MAX_S = 15.0
 
 def points(rank: int, moments: list[str], action: str = "kill") -> list[str]:
     """Return the failpoints of one worker: each life of it ends at the next of ``moments``."""
-    return [
-        f"worker-{rank}/{one}" + (f":{action}" if one.count(":") == 1 else "") for one in moments
-    ]
+    return [f"worker-{rank}/{one}" + (f":{action}" if one.count(":") == 1 else "") for one in moments]
 
 
 def jobs() -> list[list[str]]:
@@ -89,9 +87,7 @@ def check_healed(job: Job) -> None:
 @pytest.mark.parametrize(
     ("mode", "rank"), [("sync", 1), pytest.param("async", 0, marks=pytest.mark.thorough)]
 )
-def test_pushes_count_once_if_workers_are_killed(
-    processes: Processes, mode: str, rank: int
-) -> None:
+def test_pushes_count_once_if_workers_are_killed(processes: Processes, mode: str, rank: int) -> None:
     check_healed(play(processes, mode, points(rank, sample(rank))))
 
 

@@ -126,16 +126,11 @@ def spell(envelope: Envelope, message: Message, *payload: bytes) -> list[bytes]:
     return [bytes(one) for one in wire.encode(Packet(envelope, message, views))]
 
 
-def head(
-    envelope: Envelope, tag: int, body: bytes, version: int = 1, magic: bytes = b"KV"
-) -> bytes:
+def head(envelope: Envelope, tag: int, body: bytes, version: int = 1, magic: bytes = b"KV") -> bytes:
     """Return the head of a packet with any body."""
     place = (envelope.job, envelope.view, envelope.role, 0, 0)
     return (
-        wire.HEAD.pack(
-            magic, version, tag, *place, envelope.rank, envelope.incarnation, envelope.seq
-        )
-        + body
+        wire.HEAD.pack(magic, version, tag, *place, envelope.rank, envelope.incarnation, envelope.seq) + body
     )
 
 
@@ -160,12 +155,8 @@ class Target:
             64 << 20,
         )
         env = {"KVPS_KEYS": str(self.keys)}
-        self.canary = self.cluster.plain(
-            processes.script(CANARY, "canary.py"), KVPS_RANK="0", **env
-        )
-        self.insider = self.cluster.plain(
-            processes.script(INSIDER, "insider.py"), KVPS_RANK="1", **env
-        )
+        self.canary = self.cluster.plain(processes.script(CANARY, "canary.py"), KVPS_RANK="0", **env)
+        self.insider = self.cluster.plain(processes.script(INSIDER, "insider.py"), KVPS_RANK="1", **env)
         found = self.insider.expect(r"at (\S+) (\S+) (\w{32}) (\d+) (\S+)", 120.0)
         self.scheduler_at, self.server_at = self.cluster.endpoint, found.group(1)
         self.server_key = found.group(2)
@@ -206,9 +197,7 @@ class Target:
         """Yield a connection to the scheduler or the server, by default by the insider's session key."""
         is_server = where == "server"
         endpoint = self.server_at if is_server else self.scheduler_at
-        one = Voice(
-            endpoint, self.server_key if is_server else self.scheduler_key, own or self.session
-        )
+        one = Voice(endpoint, self.server_key if is_server else self.scheduler_key, own or self.session)
         try:
             if is_server and greet:
                 one.say(self.me(seq=1), hello(1))
@@ -288,8 +277,7 @@ class Target:
             until(lambda: self.refused() != refused, f"metric that moves {name}")
         until(
             lambda: all(
-                now < was + GROWTH_MAX_MIB
-                for now, was in zip(self.resident_mib(), before, strict=True)
+                now < was + GROWTH_MAX_MIB for now, was in zip(self.resident_mib(), before, strict=True)
             ),
             f"memory that is given back {name}",
         )
@@ -300,9 +288,7 @@ class Target:
 
         def refused() -> float:
             # Connections of tests before may be hung up on at any time.
-            return sum(
-                one for (name, _), one in self.refused().items() if "connections" not in name
-            )
+            return sum(one for (name, _), one in self.refused().items() if "connections" not in name)
 
         before = refused()
         yield

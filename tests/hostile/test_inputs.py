@@ -213,9 +213,7 @@ def test_keys_that_open_nothing(target: Target, port: str, kind: str) -> None:
 
 
 @PORT
-@pytest.mark.parametrize(
-    "kind", [zmq.REQ, zmq.PUB, zmq.PULL, zmq.PAIR], ids=["REQ", "PUB", "PULL", "PAIR"]
-)
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.PUB, zmq.PULL, zmq.PAIR], ids=["REQ", "PUB", "PULL", "PAIR"])
 def test_sockets_of_the_wrong_type(target: Target, port: str, kind: int) -> None:
     pinned = target.server_key if port == "server" else target.scheduler_key
     with closing(Voice(place(target, port), pinned, target.session, kind)) as one:
@@ -302,10 +300,7 @@ FRAMES: dict[str, Callable[[Target], list[bytes]]] = {
 PULL = 20
 BODIES: dict[str, bytes] = {
     "nothing": b"",
-    **{
-        f"cut at {at}": msgpack.packb([0, True, [[0, 1, 0, 0]], 0, [], None, 0])[:at]
-        for at in range(1, 12)
-    },
+    **{f"cut at {at}": msgpack.packb([0, True, [[0, 1, 0, 0]], 0, [], None, 0])[:at] for at in range(1, 12)},
     "more behind": msgpack.packb([0, True, [[0, 1, 0, 0]], 0, [], None, 0]) + b"\0",
     "array of 2^32-1": b"\xdd\xff\xff\xff\xff",
     "map of 2^32-1": b"\xdf\xff\xff\xff\xff",
@@ -468,9 +463,7 @@ def test_a_barrier_twice(target: Target) -> None:
         assert not [answer for answer in answers if isinstance(answer, m.Released)], answers
 
 
-@pytest.mark.parametrize(
-    "other", [{"view": 2**32 - 1}, {"seq": 0}, {"seq": 10**18}, {"seq": 2**63 - 1}]
-)
+@pytest.mark.parametrize("other", [{"view": 2**32 - 1}, {"seq": 0}, {"seq": 10**18}, {"seq": 2**63 - 1}])
 def test_numbers_of_envelopes(target: Target, other: dict[str, object]) -> None:
     with target.voice("server") as one:
         for _ in range(3):
@@ -481,9 +474,7 @@ def test_numbers_of_envelopes(target: Target, other: dict[str, object]) -> None:
 # --- messages that make no sense -----------------------------------------------------------------
 
 
-def entry(
-    key: str = "w", dtype: int = 1, shape: tuple[int, ...] = (4,), size: int = 4
-) -> m.Declare:
+def entry(key: str = "w", dtype: int = 1, shape: tuple[int, ...] = (4,), size: int = 4) -> m.Declare:
     return m.Declare("harm", True, 1, (m.Entry(key, dtype, shape, 0, size),), creator=1)
 
 

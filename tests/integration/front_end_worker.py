@@ -99,9 +99,7 @@ def run(training: Training, steps: range = range(STEPS)) -> None:
         training.step()
 
 
-def trained(
-    make: Make, optimizer: MakeOptimizer, model: nn.Module | None = None
-) -> list[torch.Tensor]:
+def trained(make: Make, optimizer: MakeOptimizer, model: nn.Module | None = None) -> list[torch.Tensor]:
     training = make(model or net(), optimizer)
     run(training)
     return ended(training)
@@ -138,9 +136,7 @@ def groups_with_rates_of_their_own(make: Make) -> Sequence[torch.Tensor]:
 # --- schedulers ----------------------------------------------------------------------------------------
 
 
-def scheduled(
-    make: Make, scheduler: Callable[[torch.optim.Optimizer], object]
-) -> list[torch.Tensor]:
+def scheduled(make: Make, scheduler: Callable[[torch.optim.Optimizer], object]) -> list[torch.Tensor]:
     training = make(net(), plain_sgd)
     schedule = scheduler(training.optimizer)
     for step in range(STEPS):
@@ -738,8 +734,7 @@ def judge(name: str, make: Make, alone: Make, limit: float) -> str:
     if all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True)):
         return "equal"
     far = max(
-        float((one.double() - other.double()).abs().max())
-        for one, other in zip(found, wanted, strict=True)
+        float((one.double() - other.double()).abs().max()) for one, other in zip(found, wanted, strict=True)
     )
     return "close" if far <= limit else f"differs by {far:.3g}"
 
@@ -751,14 +746,10 @@ def main(front_end: str, names: list[str]) -> int:
     rank, size = kv.rank, kv.num_workers
     kind = FRONT_ENDS[front_end]
 
-    def make(
-        model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object
-    ) -> Training:
+    def make(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object) -> Training:
         return kind(model.to(DEVICE), optimizer, rank, size, passes, **more)
 
-    def alone(
-        model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object
-    ) -> Training:
+    def alone(model: nn.Module, optimizer: MakeOptimizer, passes: int = 1, **more: object) -> Training:
         return Alone(model.to(DEVICE), optimizer, rank, size, passes, **more)
 
     for name in names or list(FEATURES):

@@ -279,9 +279,7 @@ class EachStepMerged(Training):
     scales = False
 
     def start(self) -> None:
-        self.outer = kvps.torch.DiLoCo(
-            self.model, self.optimizer, "sgd", lr=1.0, momentum=0.0, sync_every=1
-        )
+        self.outer = kvps.torch.DiLoCo(self.model, self.optimizer, "sgd", lr=1.0, momentum=0.0, sync_every=1)
         self.outer.__enter__()
 
     def close(self) -> None:

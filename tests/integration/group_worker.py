@@ -227,14 +227,10 @@ def all_gather() -> None:
         for one, wanted in zip(found, all_given(dtype, 2, 3), strict=True):
             equal(one, wanted)
     whole = torch.zeros(SIZE * 4)
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(
-        whole, given(RANK, torch.float32, 4)
-    )
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, given(RANK, torch.float32, 4))
     equal(whole, torch.cat(all_given(torch.float32, 4)))
     strided = torch.zeros(2, SIZE).t()
-    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(
-        strided, given(RANK, torch.float32, 1, 2)
-    )
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(strided, given(RANK, torch.float32, 1, 2))
     equal(strided, torch.cat(all_given(torch.float32, 1, 2)))
 
 

@@ -13,9 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import kvps
 
-warnings.filterwarnings(
-    "ignore"
-)  # newer Pythons warn of a fork, and torch of what cannot be pickled
+warnings.filterwarnings("ignore")  # newer Pythons warn of a fork, and torch of what cannot be pickled
 
 
 class Numbers(Dataset[float]):

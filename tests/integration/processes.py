@@ -162,9 +162,7 @@ class Processes:
     def start(self, name: str, *argv: object, **env: str) -> Process:
         """Start a process; ``env`` is added to its environment."""
         words = [str(one) for one in argv]
-        process = Process(
-            f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder, self.may_fork
-        )
+        process = Process(f"{len(self._all)}-{name}", words, {**self.env, **env}, self.folder, self.may_fork)
         self._all.append(process)
         return process
 
@@ -257,9 +255,7 @@ class Cluster:
 
     def worker(self, *command: object, flags: Sequence[object] = (), **env: str) -> Process:
         """Start a kvps-worker that runs ``command``."""
-        return self.processes.kvps(
-            "worker", "--scheduler", self.endpoint, *flags, "--", *command, **env
-        )
+        return self.processes.kvps("worker", "--scheduler", self.endpoint, *flags, "--", *command, **env)
 
     def plain(self, script: Path, **env: str) -> Process:
         """Start a script that is a worker by itself."""

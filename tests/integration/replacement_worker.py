@@ -40,9 +40,7 @@ class Front:
     """A model with the front end that trains it."""
 
     def __init__(self, name: str) -> None:
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)
-        )
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
         self.name = name
         self.scheduler: Any = None
         parameters = self.model.parameters()
@@ -67,9 +65,7 @@ class Front:
             self.front = kv
         elif name == "diloco":
             self.inner: Any = torch.optim.SGD(parameters, lr=LR)
-            self.front = kvps.torch.DiLoCo(
-                self.model, self.inner, sync_every=STEPS, on_worker_lost="wait"
-            )
+            self.front = kvps.torch.DiLoCo(self.model, self.inner, sync_every=STEPS, on_worker_lost="wait")
             self.front.__enter__()
             kv = self.front.stores[0]
         else:

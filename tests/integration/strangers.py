@@ -98,9 +98,7 @@ class Liar:
             return None
         return wire.decode(self._dealer.recv_multipart())
 
-    def asked(
-        self, envelope: Envelope, message: Message, payload: Iterable[bytes] = ()
-    ) -> Packet | None:
+    def asked(self, envelope: Envelope, message: Message, payload: Iterable[bytes] = ()) -> Packet | None:
         """Say what is always answered, if later on a busy machine; return the answer."""
         return self.say(envelope, message, payload, 10_000)
 

@@ -289,9 +289,7 @@ def test_a_push_that_fails_later_says_so_once_in_the_next_call():
 def test_different_calls_types_and_shapes_are_told():
     def work(rank):
         kv = store()
-        with pytest.raises(
-            kvps.Mismatch, match=r"init\('w' float32\[4\]\).*init\('w' float16\[4\]"
-        ):
+        with pytest.raises(kvps.Mismatch, match=r"init\('w' float32\[4\]\).*init\('w' float16\[4\]"):
             kv.init("w", torch.zeros(4, dtype=torch.float16 if rank else torch.float32))
         kv.init("w", torch.zeros(4))
         call = kv.barrier if rank < 2 else lambda: kv.pushpull("w", torch.ones(4))
@@ -314,9 +312,7 @@ def test_a_timeout_names_who_is_missing_and_the_call_is_waited_for_again():
         if rank == 1:
             assert timed_out.wait(30)
         else:
-            with pytest.raises(
-                kvps.Timeout, match=r"barrier\(\) is not done.*rank 1 has not made this call"
-            ):
+            with pytest.raises(kvps.Timeout, match=r"barrier\(\) is not done.*rank 1 has not made this call"):
                 kv.barrier(timeout=1.0)
             assert [one.rank for one in kv.stragglers()] == [1]
             handle = kv.pushpull("w", torch.ones(1), async_op=True, timeout=0.3)

@@ -36,18 +36,14 @@ PLAIN = {
 }
 
 
-def compare(
-    shapes, offset=0.0, steps=2, dtype=torch.float64, rtol=1e-5, kvstore="dist_sync", **options
-):
+def compare(shapes, offset=0.0, steps=2, dtype=torch.float64, rtol=1e-5, kvstore="dist_sync", **options):
     """Compare layers on batches of ``shapes``, one for each worker, with one layer on all of them."""
     torch.manual_seed(0)
     plain = PLAIN[len(shapes[0])](shapes[0][1], **options).to(dtype)
     if plain.affine:
         torch.nn.init.normal_(plain.weight)
         torch.nn.init.normal_(plain.bias)
-    layers = [
-        SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), kvstore=kvstore) for _ in shapes
-    ]
+    layers = [SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), kvstore=kvstore) for _ in shapes]
     batches = [[torch.randn(s, dtype=dtype) * 3 + offset for s in shapes] for _ in range(steps)]
     slopes = [[torch.randn(s, dtype=dtype) for s in shapes] for _ in range(steps)]
 
@@ -66,9 +62,7 @@ def compare(
         x = torch.cat(batch).requires_grad_()
         y = plain(x)
         y.backward(torch.cat(slope))
-        for rank, (part, grad) in enumerate(
-            zip(y.detach().split(sizes), x.grad.split(sizes), strict=True)
-        ):
+        for rank, (part, grad) in enumerate(zip(y.detach().split(sizes), x.grad.split(sizes), strict=True)):
             close(results[rank][step][0], part, rtol)
             close(results[rank][step][1], grad, rtol)
     for layer in layers:
@@ -218,9 +212,7 @@ def test_inputs_that_cannot_be():
     def work(rank):
         layer = SyncBatchNorm(3)
         for bad in (torch.ones(3), torch.ones(2, 4)):
-            with pytest.raises(
-                kvps.ConfigError, match=r"SyncBatchNorm\(3\) needs an input of shape"
-            ):
+            with pytest.raises(kvps.ConfigError, match=r"SyncBatchNorm\(3\) needs an input of shape"):
                 layer(bad)
         with pytest.raises(kvps.ConfigError, match=r"more than 1 value per channel.* got 1"):
             layer(torch.ones(1 - rank, 3))

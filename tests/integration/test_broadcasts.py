@@ -187,11 +187,7 @@ def test_objects_of_all_workers(root):
 
 def test_objects_of_all_workers_and_some_that_cannot_be_sent():
     def work(rank):
-        says = (
-            r"obj\['a'\]\[1\] is a builtins"
-            if rank
-            else r"rank 1 cannot send its object: obj\['a'\]"
-        )
+        says = r"obj\['a'\]\[1\] is a builtins" if rank else r"rank 1 cannot send its object: obj\['a'\]"
         for root in (None, 0):
             mine = {"a": [0, print]} if rank else 5
             with pytest.raises(kvps.ConfigError, match=says):
@@ -291,9 +287,7 @@ def test_optimizers_of_other_parameters():
 def test_means_of_numbers_tensors_and_dicts(kvstore):
     def work(rank):
         assert front.average(rank, kvstore=kvstore) == 1.0
-        assert front.average(rank + 0.1, name="loss", kvstore=kvstore) == pytest.approx(
-            1.1, rel=1e-15
-        )
+        assert front.average(rank + 0.1, name="loss", kvstore=kvstore) == pytest.approx(1.1, rel=1e-15)
         tensor = torch.full((2, 2), float(rank), dtype=torch.float16)
         mean = front.average(tensor, kvstore=kvstore)
         assert mean.dtype is torch.float16

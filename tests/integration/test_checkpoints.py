@@ -68,18 +68,14 @@ def cluster(
     return [process.out for process in started]
 
 
-@pytest.mark.parametrize(
-    ("workers", "servers", "how"), [(2, 2, "restore first"), (1, 3, "init first")]
-)
+@pytest.mark.parametrize(("workers", "servers", "how"), [(2, 2, "restore first"), (1, 3, "init first")])
 def test_a_checkpoint_is_restored_onto_any_number_of_servers(
     processes: Processes, tmp_path: Path, workers: int, servers: int, how: str
 ) -> None:
     folder = tmp_path / "checkpoints"
     said = cluster(processes, processes.script(SAVE, "save.py"), 2, 2, folder)
     assert said == ["cut 1\n"] * 2
-    said = cluster(
-        processes, processes.script(RESTORE, "restore.py"), workers, servers, folder, how
-    )
+    said = cluster(processes, processes.script(RESTORE, "restore.py"), workers, servers, folder, how)
     assert said == ["cut 1 [3, 3]\n"] * workers
     exported = tmp_path / "model.safetensors"
     command = ("checkpoint", "export", folder, exported, "--tag", "best")

@@ -100,9 +100,7 @@ def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
         ("launch", ["-n", "1", "--", "no-such-program"], "no-such-program"),
     ],
 )
-def test_a_wrong_flag_is_named(
-    processes: Processes, command: str, flags: list[str], told: str
-) -> None:
+def test_a_wrong_flag_is_named(processes: Processes, command: str, flags: list[str], told: str) -> None:
     process = processes.kvps(command, *flags)
     assert process.wait() == EXIT_CONFIG
     assert told in process.err

@@ -44,8 +44,7 @@ def run(work: Callable[..., Any], *arguments: Any) -> list[Any]:
 def parameters() -> dict[str, torch.nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.nn.Parameter(torch.randn(shape, generator=generator))
-        for name, shape in SHAPES.items()
+        name: torch.nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()
     }
 
 
@@ -174,9 +173,7 @@ def test_a_trainer_goes_on_with_what_was_owed(on_store: bool, tmp_path: Path) ->
     whole = run(lambda rank: work(rank, parameters(), 0))
     names = sorted(one.name for one in tmp_path.iterdir())
     assert names == ["states", "states.rests-0", "states.rests-1"]
-    again = run(
-        lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2)
-    )
+    again = run(lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2))
     for one, other in zip(whole, again, strict=True):
         assert_same(one, other)
 
@@ -188,9 +185,7 @@ def assert_same(one: Tensors, other: Tensors) -> None:
 
 def test_a_ring_does_not_compress() -> None:
     def work(rank: int) -> None:
-        with pytest.raises(
-            kvps.ConfigError, match=r"allreduce.*does not support set_gradient_compress"
-        ):
+        with pytest.raises(kvps.ConfigError, match=r"allreduce.*does not support set_gradient_compress"):
             kvps.Trainer(parameters(), "sgd", LR, "allreduce", "2bit")
         params = parameters()
         sgd = torch.optim.SGD(params.values(), **LR)
@@ -288,8 +283,7 @@ def test_a_scaler_sees_what_is_infinite(on_store: bool) -> None:
     for step in range(STEPS):
         scale = 1.0 if on_store else 4.0 if step <= 2 else 2.0
         drawn = [
-            {name: scale * one for name, one in gradients(rank, step).items()}
-            for rank in range(WORKERS)
+            {name: scale * one for name, one in gradients(rank, step).items()} for rank in range(WORKERS)
         ]
         if step != 2:
             reference.step_by(drawn, divisor=WORKERS * scale)
@@ -320,9 +314,7 @@ def test_a_state_dict_has_what_is_owed(on_store: bool, tmp_path: Path) -> None:
 
     saved: dict[int, Tensors] = {}
     whole = run(lambda rank: work(rank, parameters(), 0))
-    again = run(
-        lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2)
-    )
+    again = run(lambda rank: work(rank, {n: torch.nn.Parameter(w) for n, w in saved[rank].items()}, 2))
     for one, other in zip(whole, again, strict=True):
         assert_same(one, other)
 

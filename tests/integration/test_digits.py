@@ -37,10 +37,7 @@ def test_a_local_store_learns_digits(store: str) -> None:
 
 @pytest.mark.parametrize(
     "store",
-    [
-        store if store in EVERYDAY else pytest.param(store, marks=pytest.mark.thorough)
-        for store in STORES
-    ],
+    [store if store in EVERYDAY else pytest.param(store, marks=pytest.mark.thorough) for store in STORES],
 )
 def test_two_workers_learn_digits(store: str) -> None:
     torch.manual_seed(0)

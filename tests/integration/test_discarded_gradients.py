@@ -22,9 +22,7 @@ class Pair(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.makes = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh())
-        self.judges = torch.nn.Sequential(
-            torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
+        self.judges = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for param in self.parameters():
@@ -105,9 +103,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
     return [value.clone() for value in model.state_dict().values()]
 
 
-def train(
-    model: torch.nn.Module, optimizer: Any, rows: slice, ways: list[Way]
-) -> list[torch.Tensor]:
+def train(model: torch.nn.Module, optimizer: Any, rows: slice, ways: list[Way]) -> list[torch.Tensor]:
     """Make steps, and in each of them discard a backward pass of another loss in one of the ways."""
     for way in [None, *ways, None]:
         optimizer.zero_grad()
@@ -121,9 +117,7 @@ def train(
 
 
 @pytest.mark.parametrize(("name", "options", "refused"), FRONT_ENDS)
-def test_a_discarded_backward_counts_nowhere(
-    name: str, options: dict[str, Any], refused: set[str]
-) -> None:
+def test_a_discarded_backward_counts_nowhere(name: str, options: dict[str, Any], refused: set[str]) -> None:
     ways = [way for told, way in WAYS.items() if told not in refused]
 
     def work(rank: int) -> list[torch.Tensor]:
@@ -159,9 +153,7 @@ def test_gradients_that_servers_have_used_cannot_be_discarded(
             WAYS[told](model, optimizer)
             loss_of(model, slice(24)).backward()
 
-        with pytest.raises(
-            kvps.ConfigError, match=r"was discarded before step|got another gradient"
-        ):
+        with pytest.raises(kvps.ConfigError, match=r"was discarded before step|got another gradient"):
             discard()
 
 

@@ -29,9 +29,7 @@ def test_a_single_script_runs_in_all_roles(processes: Processes) -> None:
     script = processes.script(SUM)
     port = str(free_port())
     roles = ("worker", "server", "scheduler", "server", "worker")
-    started = [
-        processes.python(script, **variables(role), DMLC_PS_ROOT_PORT=port) for role in roles
-    ]
+    started = [processes.python(script, **variables(role), DMLC_PS_ROOT_PORT=port) for role in roles]
     assert [one.wait() for one in started] == [0] * 5, started
     for role, one in zip(roles, started, strict=True):
         assert one.out == ("sum [3.0, 3.0, 3.0, 3.0]\n" if role == "worker" else "")
@@ -92,8 +90,7 @@ def test_other_machines_need_a_word(processes: Processes) -> None:
     endpoint = {"DMLC_PS_ROOT_URI": "localhost", "DMLC_PS_ROOT_PORT": str(free_port())}
     roles = ("scheduler", "server", "worker")
     started = [
-        processes.python(script, **{**variables(role, 1, 1), **endpoint}, KVPS_INSECURE="1")
-        for role in roles
+        processes.python(script, **{**variables(role, 1, 1), **endpoint}, KVPS_INSECURE="1") for role in roles
     ]
     assert [one.wait() for one in started] == [0, 0, 0], started
 
@@ -102,9 +99,7 @@ def test_a_server_is_stopped_by_a_signal(processes: Processes) -> None:
     port = str(free_port())
     script = processes.script(SUM)
     scheduler = processes.python(script, **variables("scheduler"), DMLC_PS_ROOT_PORT=port)
-    server = processes.kvps(
-        "server", "--log-level", "debug", **variables("server"), DMLC_PS_ROOT_PORT=port
-    )
+    server = processes.kvps("server", "--log-level", "debug", **variables("server"), DMLC_PS_ROOT_PORT=port)
     server.expect("joined")
     scheduler.signal(signal.SIGTERM)
     assert [scheduler.wait(), server.wait()] == [0, 75]

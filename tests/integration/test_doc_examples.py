@@ -118,9 +118,7 @@ def yours(rank: int, checkpoint: Path) -> dict[str, Any]:
         **{"model": model, "batches": batches, "checkpoint": checkpoint, "batch_size": WORKERS},
         **{"loss_of": cross_entropy, "loss_sum_of": partial(cross_entropy, reduction="sum")},
         **{"loss": torch.tensor(0.5), "labels": batches[0][1], "hits": 6},
-        "data": torch.utils.data.TensorDataset(
-            *(torch.cat(part) for part in zip(*batches, strict=True))
-        ),
+        "data": torch.utils.data.TensorDataset(*(torch.cat(part) for part in zip(*batches, strict=True))),
         "build": lambda: (model, sgd(model)),
         "names": [name for name, _ in model.named_parameters()],
         "weights": [one.detach() for one in model.parameters()],
@@ -148,9 +146,7 @@ def test_an_example_runs_and_workers_agree(block: Block, checkpoint: Path) -> No
     def work(rank: int) -> list[torch.Tensor]:
         names = yours(rank, checkpoint)
         if "optimizer" in block.code and "optimizer =" not in block.code:
-            names["optimizer"] = kvps.torch.DistributedOptimizer(
-                sgd(names["model"]), names["model"]
-            )
+            names["optimizer"] = kvps.torch.DistributedOptimizer(sgd(names["model"]), names["model"])
         before = [one.detach().clone() for one in names["model"].parameters()]
         exec(block.compiled(), names)
         if re.search(r"^for .*(batch|range)", block.code, re.MULTILINE):

@@ -27,9 +27,7 @@ def run(work: Any, workers: int = 2, servers: int = 2) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", DIST)
-def test_rows_are_spread_over_servers_and_come_back(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_spread_over_servers_and_come_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embeddings, "PULL_BYTES", 400)  # several answers from each server
     ids = torch.arange(-50, 250) * 2**40
 
@@ -108,9 +106,7 @@ def test_a_model_with_a_table_and_a_trainer_learns() -> None:
         kv = kvps.create("dist_sync", name="rows", timeout=60)
         table = kv.embedding("ids", 8, init=("normal", 0.1), optimizer="adagrad", lr=0.3)
         model = torch.nn.Sequential(kvps.torch.Embedding(table), torch.nn.Linear(8, 1))
-        optimizer = kvps.torch.DistributedOptimizer(
-            torch.optim.Adam(model.parameters(), lr=0.02), model
-        )
+        optimizer = kvps.torch.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.02), model)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(80):
             some = torch.randint(200, (64,), generator=generator)
@@ -164,9 +160,7 @@ kv.barrier()
 """
 
 
-@pytest.mark.parametrize(
-    ("workers", "servers", "how"), [(2, 3, "restore first"), (1, 1, "make first")]
-)
+@pytest.mark.parametrize(("workers", "servers", "how"), [(2, 3, "restore first"), (1, 1, "make first")])
 @pytest.mark.spec("R195")
 def test_a_table_is_restored_onto_any_number_of_servers(
     processes: Processes, tmp_path: Path, workers: int, servers: int, how: str
@@ -175,9 +169,7 @@ def test_a_table_is_restored_onto_any_number_of_servers(
 
     def launch(n: int, s: int, script: str, name: str, *more: str) -> str:
         flags = ("-n", n, "-s", s, "--checkpoint-dir", folder, "--")
-        process = processes.kvps(
-            "launch", *flags, sys.executable, processes.script(script, name), *more
-        )
+        process = processes.kvps("launch", *flags, sys.executable, processes.script(script, name), *more)
         assert process.wait(90.0) == 0, process
         return process.out
 
@@ -208,9 +200,7 @@ kv.barrier("over")
 
 
 @pytest.mark.spec("R188")
-def test_each_push_counts_once_though_a_worker_is_killed(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_each_push_counts_once_though_a_worker_is_killed(processes: Processes, tmp_path: Path) -> None:
     script = processes.script(LOSE, "lose.py")
     flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--")
     process = processes.kvps("launch", *flags, sys.executable, script, tmp_path / "rows")

@@ -60,9 +60,7 @@ def test_digits_are_learned(
 
 
 @pytest.mark.parametrize("example", [horovod_digits, gluon_digits], ids=["horovod", "gluon"])
-def test_too_little_accuracy_is_a_failure(
-    example: object, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_little_accuracy_is_a_failure(example: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(example, "--epochs", "1", "--min-accuracy", "1.01", workers=1) == [1]
     assert "below 1.01" in capsys.readouterr().err
 
@@ -135,9 +133,7 @@ def test_gpt_by_local_steps(processes: Processes, flags: list[str]) -> None:
     steps = 8 if "--by-speed" in flags else 6
     found = rf"{steps} steps in \d+ s, .* MB sent; test loss \d\.\d{{3}} \("
     assert re.search(found, launched.out), launched
-    ages = re.findall(
-        r"rank \d: \d merges, the last after \d steps; .* pushes of others old", launched.out
-    )
+    ages = re.findall(r"rank \d: \d merges, the last after \d steps; .* pushes of others old", launched.out)
     assert len(ages) == (2 if "async" in flags else 0), launched
 
 
@@ -292,9 +288,7 @@ CURVES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("name", "flags"), CURVES)
-def test_an_example_draws_its_learning_curve(
-    processes: Processes, name: str, flags: list[str]
-) -> None:
+def test_an_example_draws_its_learning_curve(processes: Processes, name: str, flags: list[str]) -> None:
     """The runs are short, and so learn too little for their exit code."""
     words = [ROOT / "examples" / name, *flags, "--plot", "curve.png"]
     if name == "ddp_digits.py":

@@ -42,9 +42,7 @@ def launch(processes: Processes, example: str, flags: str) -> tuple[Process, Pat
     cuts = processes.folder / "cuts"
     command = (sys.executable, ROOT / "examples" / example, *flags.split())
     kept = ("--checkpoint-dir", cuts, "--checkpoint-every", "0.5")
-    launched = processes.kvps(
-        "launch", "-n", 2, "-s", 2, "--max-restarts", 3, *kept, "--", *command
-    )
+    launched = processes.kvps("launch", "-n", 2, "-s", 2, "--max-restarts", 3, *kept, "--", *command)
     until(lambda: has_checkpoint(cuts), "checkpoint", 120.0)
     return launched, cuts
 

@@ -36,9 +36,7 @@ HOROVODS = "failed .*(AssertionError|gradient_reduction)"
 """Horovod raises an AssertionError here, and so do its names over kvps."""
 DOCUMENTED = "differs"
 
-SEVERAL_PASSES = dict.fromkeys(
-    ("accumulation_without_a_word", "sparse_passes_without_a_word"), PASSES
-)
+SEVERAL_PASSES = dict.fromkeys(("accumulation_without_a_word", "sparse_passes_without_a_word"), PASSES)
 """Gradients leave in backward, so a second pass has to be announced."""
 DISCARDS = (
     *("discarded_by_zero_grad", "discarded_by_zeros", "discarded_by_the_model"),
@@ -158,14 +156,9 @@ def verdicts(
 )
 @pytest.mark.parametrize(
     "front_end",
-    [
-        pytest.param(name, marks=() if name in TODAY else pytest.mark.thorough)
-        for name in FRONT_ENDS
-    ],
+    [pytest.param(name, marks=() if name in TODAY else pytest.mark.thorough) for name in FRONT_ENDS],
 )
-def test_results_are_those_of_one_process(
-    processes: Processes, front_end: str, device: str
-) -> None:
+def test_results_are_those_of_one_process(processes: Processes, front_end: str, device: str) -> None:
     # A device may add the same numbers in another order.
     may_round = FRONT_ENDS[front_end].on_servers or device != "cpu"
     usual = "equal|close" if may_round else "equal"

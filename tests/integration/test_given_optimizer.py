@@ -34,9 +34,7 @@ class Loop(NamedTuple):
 
 
 def net() -> Model:
-    model = Model(
-        torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 1)
-    )
+    model = Model(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 4), torch.nn.Linear(4, 1))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
@@ -149,9 +147,7 @@ def test_hooks_of_a_step_are_called_once_in_each_step(name: str) -> None:
             loop = FRONT_ENDS[name](model, sgd)
             train(model, loop.step)
             loop.close()
-    assert counts == dict.fromkeys(
-        ("before", "after", "before any", "after any", "profiler's"), STEPS
-    )
+    assert counts == dict.fromkeys(("before", "after", "before any", "after any", "profiler's"), STEPS)
 
 
 @pytest.mark.parametrize("name", ["servers", "workers, overlap_forward", "trainer", "shard"])

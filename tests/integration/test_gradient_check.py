@@ -27,15 +27,9 @@ MISTAKES: dict[str, Step] = {
     "push and pull": apart,
 }
 INTENDED: dict[str, Step] = {
-    "the sum of gradients": lambda kv, model: kv.pushpull(
-        "w", model.weight.grad, out=model.weight.grad
-    ),
-    "the sum of weights": lambda kv, model: kv.pushpull(
-        "w", model.weight.detach(), out=model.weight
-    ),
-    "a tensor of its own": lambda kv, model: kv.pushpull(
-        "w", model.weight.grad, out=torch.empty(2, 2)
-    ),
+    "the sum of gradients": lambda kv, model: kv.pushpull("w", model.weight.grad, out=model.weight.grad),
+    "the sum of weights": lambda kv, model: kv.pushpull("w", model.weight.detach(), out=model.weight),
+    "a tensor of its own": lambda kv, model: kv.pushpull("w", model.weight.grad, out=torch.empty(2, 2)),
     "no tensor": lambda kv, model: kv.pushpull("w", model.weight.grad),
     "weights again": lambda kv, model: kv.pull("w", out=model.weight),
 }

@@ -62,9 +62,7 @@ def front_end(name: str, model: torch.nn.Module) -> tuple[Any, Callable[[], None
     return optimizer, optimizer.step
 
 
-def train(
-    rank: int, name: str, dtype: torch.dtype = torch.float32
-) -> tuple[list[torch.Tensor], list[bool]]:
+def train(rank: int, name: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[bool]]:
     """Return the weights after some steps, and for each gradient of the last whether others may read it.
 
     The bias of the first layer, of less than a page, travels in a frame.
@@ -92,9 +90,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_gradients_in_place_give_the_bits_of_copies(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_in_place_give_the_bits_of_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     in_place = run(train, name)
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")
     copied = run(train, name)
@@ -106,9 +102,7 @@ def test_gradients_in_place_give_the_bits_of_copies(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_gradients_of_any_type_lie_in_place(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_any_type_lie_in_place(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     in_place = run(train, "optimizer", dtype)
     monkeypatch.setenv("KVPS_TRANSPORT", "tcp")
     copied = run(train, "optimizer", dtype)

@@ -32,9 +32,7 @@ def store(kind: str) -> Iterator[kvps.KVStore]:
 def test_a_store_says_that_it_cannot_be_copied_or_pickled(kind: str) -> None:
     with store(kind) as kv:
         for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
-            with pytest.raises(
-                kvps.ConfigError, match=r"cannot be pickled or copied.*kvps\.create"
-            ):
+            with pytest.raises(kvps.ConfigError, match=r"cannot be pickled or copied.*kvps\.create"):
                 attempt(kv)
         assert kv.pushpull("w", torch.ones(3)).tolist() == [1, 1, 1]
 

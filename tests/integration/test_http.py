@@ -63,9 +63,7 @@ def test_a_job_with_endpoints(processes: Processes) -> None:
 
     def members() -> bool:
         found = metrics(at_scheduler)
-        return all(
-            found.get(("kvps_members", f"{role},held")) == 1 for role in ("worker", "server")
-        )
+        return all(found.get(("kvps_members", f"{role},held")) == 1 for role in ("worker", "server"))
 
     until(members, "sample with both members")
     status = json.loads(get(f"{at_scheduler}/statusz")[1])
@@ -112,9 +110,7 @@ def test_a_launch_prints_where_its_dashboard_is(processes: Processes, how: str) 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
     flags, env = (["--http", place], {}) if how == "flag" else ([], {"KVPS_HTTP": place})
-    launched = processes.kvps(
-        "launch", "-n", 1, "-s", 2, *flags, "--", sys.executable, script, **env
-    )
+    launched = processes.kvps("launch", "-n", 1, "-s", 2, *flags, "--", sys.executable, script, **env)
     assert launched.expect(r"^dashboard: (\S+)$").group(1) == f"http://{place}/"
     launched.expect("ready")
     until(

@@ -71,9 +71,7 @@ class Job:
         (one,) = files._read(self.folder / f"{role}.key")
         return one.pair
 
-    def envelope(
-        self, rank: int = 0, role: Role = Role.WORKER, life: int | None = None
-    ) -> Envelope:
+    def envelope(self, rank: int = 0, role: Role = Role.WORKER, life: int | None = None) -> Envelope:
         """Return the envelope of a member, by default of the true worker."""
         incarnation = self.incarnation if life is None else life
         return Envelope(self.name, 9, role, rank, incarnation, 1)
@@ -118,9 +116,7 @@ class Peer:
         self._context.destroy(0)
 
 
-def joined(
-    endpoint: str, keys: Keys | None, role: Role = Role.WORKER
-) -> tuple[MembershipClient, float]:
+def joined(endpoint: str, keys: Keys | None, role: Role = Role.WORKER) -> tuple[MembershipClient, float]:
     """Try to join; return what has become of it, and how long that took."""
     public = keys.session.public if keys else ""
     identity = Identity(role, endpoint, "here", 7, kvps.__version__, public_key=public)
@@ -193,9 +189,7 @@ def test_role_key_grants_nothing_else(
     """Also where the peer knows all that there is to know of the member whom it names."""
     reasons = {"a server": "wrong_role", "a member that has a seat": "other_member"}
     with (
-        closing(
-            Peer(job.cluster.endpoint, job.section("scheduler").public, job.section(role))
-        ) as peer,
+        closing(Peer(job.cluster.endpoint, job.section("scheduler").public, job.section(role))) as peer,
         one_moves(job.at_scheduler, "kvps_refusals_total", reasons.get(says, "key_may_not")),
     ):
         answer = peer.say(job.envelope(*envelope), message)
@@ -205,9 +199,7 @@ def test_role_key_grants_nothing_else(
 
 @pytest.mark.spec("R246")
 def test_a_look_key_looks(job: Job) -> None:
-    with closing(
-        Peer(job.cluster.endpoint, job.section("scheduler").public, job.section("look"))
-    ) as peer:
+    with closing(Peer(job.cluster.endpoint, job.section("scheduler").public, job.section("look"))) as peer:
         assert isinstance(peer.say(Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1), m.Look()), m.Seen)
 
 

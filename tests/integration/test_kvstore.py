@@ -471,9 +471,7 @@ def test_a_store_that_cannot_be(args, options, says):
         ("dist_ssp", {"host_aggregation": True}, None, False),
     ],
 )
-def test_host_aggregation_is_on_by_store_and_variable(
-    monkeypatch, kind, options, variable, bundles
-):
+def test_host_aggregation_is_on_by_store_and_variable(monkeypatch, kind, options, variable, bundles):
     opened = []
     call = WorkerSession.call
     if variable is not None:

@@ -227,9 +227,7 @@ def test_a_scheduler_that_is_asked_to_stop_is_not_started_again(processes: Proce
 def test_a_scheduler_with_a_wrong_flag_is_not_promised_a_restart(
     processes: Processes, tmp_path: Path
 ) -> None:
-    launched = processes.kvps(
-        "launch", "-n", 1, "--keys", tmp_path / "none", "--", sys.executable, "-c", ""
-    )
+    launched = processes.kvps("launch", "-n", 1, "--keys", tmp_path / "none", "--", sys.executable, "-c", "")
     assert launched.wait() == 78
     launched.expect("scheduler ended with exit code 78; ending the job\n")
 
@@ -330,9 +328,7 @@ def test_sigterm_with_grace_lets_everybody_finish_a_round(processes: Processes) 
         "finally: print('end', flush=True)\n"
     )
     launched = launch(processes, script, "-n", 2, "--grace", 30)
-    until(
-        lambda: {"[worker 0] round", "[worker 1] round"} <= set(launched.out.splitlines()), "rounds"
-    )
+    until(lambda: {"[worker 0] round", "[worker 1] round"} <= set(launched.out.splitlines()), "rounds")
     launched.signal(signal.SIGTERM)
     assert launched.wait() == 143, launched
     assert {"[worker 0] end", "[worker 1] end"} <= set(launched.out.splitlines())
@@ -355,9 +351,7 @@ def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_conti
     assert "bits" not in first.out
     assert len(list(folder.glob("cut-*/manifest.json"))) == 1
     again = processes.kvps("launch", *flags, "--", sys.executable, script, folder)
-    straight = processes.kvps(
-        "launch", "-n", 2, "-s", 2, "--", sys.executable, script, tmp_path / "none"
-    )
+    straight = processes.kvps("launch", "-n", 2, "-s", 2, "--", sys.executable, script, tmp_path / "none")
     assert (again.wait(60.0), straight.wait(60.0)) == (0, 0), (again, straight)
     assert int(again.expect(r"begins at (\d+)")[1]) >= 10
     bits = [line.partition("bits")[2] for line in (again.out + straight.out).splitlines()]
@@ -365,9 +359,7 @@ def test_sigterm_with_checkpoints_writes_a_last_one_from_which_a_later_job_conti
     processes.check_nothing_left()
 
 
-def test_a_server_that_is_lost_leaves_no_last_checkpoint(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_server_that_is_lost_leaves_no_last_checkpoint(processes: Processes, tmp_path: Path) -> None:
     script = processes.script(SUM + "kv.pull('w', min_version=9)")
     launched = launch(
         processes, script, "-n", 1, "-s", 1, "--grace", 60, "--checkpoint-dir", tmp_path / "none"
@@ -378,9 +370,7 @@ def test_a_server_that_is_lost_leaves_no_last_checkpoint(
     launched.signal(signal.SIGTERM)
     launched.expect("waiting for a last checkpoint")
     os.kill(server, signal.SIGKILL)
-    launched.expect(
-        r"no last checkpoint: (server|worker) 0 ended with exit code \d+; ending the job"
-    )
+    launched.expect(r"no last checkpoint: (server|worker) 0 ended with exit code \d+; ending the job")
     assert launched.wait() == 143, launched
     processes.check_nothing_left()
 
@@ -395,9 +385,7 @@ def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_after_a_signal_kills_at_once(
-    processes: Processes, number: signal.Signals, code: int
-) -> None:
+def test_ctrl_c_after_a_signal_kills_at_once(processes: Processes, number: signal.Signals, code: int) -> None:
     """Though the command has a minute after the first signal."""
     script = processes.script(
         SUM + "import signal, time\n"
@@ -419,8 +407,7 @@ def test_ctrl_c_after_a_signal_kills_at_once(
 
 def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
     script = processes.script(
-        "import subprocess\n" + SUM + "subprocess.Popen(['sleep', '60'])\n"
-        "kv.pull('w', min_version=9)\n"
+        "import subprocess\n" + SUM + "subprocess.Popen(['sleep', '60'])\nkv.pull('w', min_version=9)\n"
     )
     launched = launch(processes, script, "-n", 2, "--max-restarts", 1)
     until(lambda: len(processes.pids("^sleep 60")) == 2, "grandchildren")

@@ -157,9 +157,7 @@ def test_workers_count_by_their_tokens() -> None:
 @pytest.mark.parametrize("code", ["e3m0", "topk2bit", "int8"])
 def test_compressed_both_ways_workers_agree_to_the_bit(code: str) -> None:
     compression = {"type": code, "min_bytes": 0, "pull": True, "decay": 0.95}
-    found = run(
-        lambda rank: train(rank, lambda *args: DiLoCo(*args, sync_every=6, compression=compression))
-    )
+    found = run(lambda rank: train(rank, lambda *args: DiLoCo(*args, sync_every=6, compression=compression)))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     if code != "topk2bit":  # of so small a model it keeps a single element each time
         exact = reference(nesterov, 6)[0]
@@ -183,9 +181,7 @@ def test_async_applies_each_push_and_nobody_waits() -> None:
                     step(model, optimizer, rank, index)
             outer.stores[0].barrier()
             outer.pull()
-        return float(
-            sum((one - two).norm() for one, two in zip(weights(model), weights(net()), strict=True))
-        )
+        return float(sum((one - two).norm() for one, two in zip(weights(model), weights(net()), strict=True)))
 
     moved = run(work)
     assert moved[0] == moved[1] > 0
@@ -268,9 +264,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def delayed_diloco(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any
-) -> DiLoCo:
+def delayed_diloco(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> DiLoCo:
     return DiLoCo(model, optimizer, "delayed_nesterov", **options)
 
 
@@ -316,9 +310,7 @@ def test_models_of_other_types(dtype: torch.dtype) -> None:
         with DiLoCo(model, optimizer, sync_every=4, fragments=2, delay=1, alpha=0.5) as outer:
             for index in range(STEPS):
                 optimizer.zero_grad()
-                cross_entropy(
-                    model(INPUTS[rank, index].to(dtype)).float(), LABELS[rank, index]
-                ).backward()
+                cross_entropy(model(INPUTS[rank, index].to(dtype)).float(), LABELS[rank, index]).backward()
                 optimizer.step()
             outer.sync()
         return weights(model)
@@ -407,9 +399,7 @@ def test_average_where_workers_began_from_different_weights(options: dict[str, A
 
 
 @pytest.mark.parametrize(("late", "shares"), [("drop", (1.0, 0.0)), ("next", (0.5, 0.5))])
-def test_late_steps_are_dropped_merged_or_pushed_in_turns(
-    late: str, shares: tuple[float, float]
-) -> None:
+def test_late_steps_are_dropped_merged_or_pushed_in_turns(late: str, shares: tuple[float, float]) -> None:
     """A late push is dropped, or moves the weights by its part; pushes in turns move them no further than a mean."""
     is_first_merged = threading.Event()
 
@@ -518,9 +508,7 @@ def test_torchft_arguments_that_servers_cannot_use_are_refused() -> None:
     parts, other = [model[0], model[2]], torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(kvps.ConfigError, match="manager: got a str, but kvps has no manager"):
         torchft.DiLoCo("manager", parts, optimizer, other, 2)  # type: ignore[arg-type]
-    with pytest.raises(
-        kvps.ConfigError, match=r"outer_optimizer\[1\] is .*set of hyper-parameters"
-    ):
+    with pytest.raises(kvps.ConfigError, match=r"outer_optimizer\[1\] is .*set of hyper-parameters"):
         torchft.DiLoCo(None, parts, optimizer, [nesterov(list(model.parameters())), other], 2)
     with pytest.raises(kvps.ConfigError, match="outer_optimizer: the list is empty"):
         torchft.DiLoCo(None, parts, optimizer, [], 2)
@@ -554,9 +542,7 @@ def test_weights_that_are_not_finite_are_not_pushed() -> None:
                 before = outer.stores[0].pull("0.bias")
                 with torch.no_grad():
                     model[0].weight[0, 0] = torch.nan
-                with pytest.raises(
-                    kvps.NonFinite, match=r"weights of '0.weight', .*of rank 1\. Nothing"
-                ):
+                with pytest.raises(kvps.NonFinite, match=r"weights of '0.weight', .*of rank 1\. Nothing"):
                     step(model, optimizer, rank, 1)
                 assert torch.equal(outer.stores[0].pull("0.bias"), before)
                 outer.pull()

@@ -64,9 +64,7 @@ def group() -> Iterator[Path]:
 
 
 @pytest.mark.thorough
-def test_a_server_that_is_short_of_memory_refuses_keys_and_lives(
-    group: Path, processes: Processes
-) -> None:
+def test_a_server_that_is_short_of_memory_refuses_keys_and_lives(group: Path, processes: Processes) -> None:
     # A forked process copies pages of its parent as it ends, and the group would be charged for them.
     processes.may_fork = False
     cluster = processes.scheduler(1, 1)

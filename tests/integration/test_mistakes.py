@@ -36,9 +36,7 @@ TOLD_S = 30.0
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_both_ranks_are_told(processes: Processes, front_end: str, mistake: str) -> None:
     worker = (sys.executable, "-m", "tests.integration.mistake_worker")
-    launched = processes.kvps(
-        "launch", "-n", 2, "-s", 2, "--", *worker, front_end, mistake, processes.folder
-    )
+    launched = processes.kvps("launch", "-n", 2, "-s", 2, "--", *worker, front_end, mistake, processes.folder)
     launched.wait(LIMIT_S)
     told = re.findall(r"^\[worker \d\] told after (\S+) s: Mismatch: (.*)$", launched.out, re.M)
     assert len(told) == 2, launched

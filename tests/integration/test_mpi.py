@@ -61,9 +61,7 @@ VARIABLES = {
 
 @pytest.mark.parametrize("way", ["script", "kvps-worker", "DMLC"])
 @pytest.mark.parametrize("launcher", VARIABLES)
-def test_ranks_follow_from_the_variables_alone(
-    processes: Processes, launcher: str, way: str
-) -> None:
+def test_ranks_follow_from_the_variables_alone(processes: Processes, launcher: str, way: str) -> None:
     cluster = processes.scheduler(3, 1)
     cluster.server()
     script, (rank, size) = processes.script(SCRIPT), VARIABLES[launcher]
@@ -72,9 +70,7 @@ def test_ranks_follow_from_the_variables_alone(
     if way == "DMLC":
         place = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": port, "DMLC_ROLE": "worker"}
         place |= {"DMLC_NUM_WORKER": "3", "DMLC_NUM_SERVER": "1"}
-    command = (
-        (BIN / "kvps-worker", "--", sys.executable) if way == "kvps-worker" else (sys.executable,)
-    )
+    command = (BIN / "kvps-worker", "--", sys.executable) if way == "kvps-worker" else (sys.executable,)
     workers = [
         processes.start(
             "worker",

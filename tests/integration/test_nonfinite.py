@@ -66,16 +66,12 @@ def test_a_local_store_means_the_same(kind, caplog):
     caplog.set_level(logging.WARNING, "kvps")
     for action in ("apply", "skip", "error"):
         kv = kvps.create(kind, on_nonfinite=action)
-        kv.init(
-            ["a", "b", "n"], [torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.int64)]
-        )
+        kv.init(["a", "b", "n"], [torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.int64)])
         rows = [torch.tensor([1.0, NAN, 1]), torch.ones(2), torch.ones(2, dtype=torch.int64)]
         out = [torch.full_like(row, 7) for row in rows]
         for step in range(2):
             if action == "error":
-                with pytest.raises(
-                    kvps.NonFinite, match=f"round {step} of key 'a' was dropped: 1 value of"
-                ):
+                with pytest.raises(kvps.NonFinite, match=f"round {step} of key 'a' was dropped: 1 value of"):
                     kv.pushpull(["a", "b", "n"], rows, out=out)
             else:
                 kv.pushpull(["a", "b", "n"], rows, out=out)

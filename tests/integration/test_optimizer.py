@@ -84,9 +84,7 @@ def test_arguments_may_be_given_by_position() -> None:
     def work(rank: int) -> Weights:
         model = net(seed=rank)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(
-            sgd, model.named_parameters(), "dist_sync", None, 2, "sum", True
-        )
+        optimizer = DistributedOptimizer(sgd, model.named_parameters(), "dist_sync", None, 2, "sum", True)
         for _ in range(2):
             loss_of(model, part(rank, 2)).backward()
         optimizer.step()
@@ -498,9 +496,7 @@ def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = DistributedOptimizer(sgd, model, find_unused=True)
-        with pytest.raises(
-            kvps.ConfigError, match=r"join\(\) is not possible with find_unused=True"
-        ):
+        with pytest.raises(kvps.ConfigError, match=r"join\(\) is not possible with find_unused=True"):
             optimizer.join()
 
 
@@ -540,9 +536,7 @@ def test_modules_wait_for_what_they_read(on_store: bool) -> None:
     def work(rank: int) -> Weights:
         model = Odd()
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        optimizer = DistributedOptimizer(
-            sgd, model, update_on_kvstore=on_store, overlap_forward=True
-        )
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store, overlap_forward=True)
         return train(optimizer, model, slice(rank, rank + 1))
 
     model = Odd()
@@ -564,9 +558,7 @@ def test_reads_between_two_steps_find_new_weights(on_store: bool) -> None:
         sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if not on_store:  # servers would not learn of it
             model[2].register_forward_pre_hook(clamp)
-        optimizer = DistributedOptimizer(
-            sgd, model, update_on_kvstore=on_store, overlap_forward=overlap
-        )
+        optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store, overlap_forward=overlap)
         found: list[torch.Tensor] = []
         view = model[2].weight.detach()
         readers: list[Callable[[], Any]] = [
@@ -638,9 +630,7 @@ def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None
         layer, sgd = made()
         optimizer = DistributedOptimizer(sgd, layer, update_on_kvstore=on_store)
         if not on_store:
-            with pytest.raises(
-                kvps.ConfigError, match=r"use_reentrant=True.*no_sync\(\) around the"
-            ):
+            with pytest.raises(kvps.ConfigError, match=r"use_reentrant=True.*no_sync\(\) around the"):
                 backward(layer)
             optimizer.zero_grad()
         with nullcontext() if on_store else optimizer.no_sync():

@@ -20,9 +20,7 @@ import pytest
 from tests.integration.processes import BIN, ROOT, Processes, until
 
 PAGE = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-BLOCK = re.compile(
-    r"(?:^<!-- ([^\n]*) -->\n)?^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROMPT = "it is your turn> "
 LIMIT_S = 90.0
 READER_S = 60.0

@@ -193,9 +193,7 @@ def test_a_trainer_pulls_the_rows_that_were_updated(kind: str, asked: list[Any])
 
     def work(rank: int) -> dict[str, torch.Tensor]:
         model = models[rank]
-        trainer = kvps.Trainer(
-            model, "sgd", {"lr": 0.5}, kvps.create(kind, timeout=30, bigarray_bound=64)
-        )
+        trainer = kvps.Trainer(model, "sgd", {"lr": 0.5}, kvps.create(kind, timeout=30, bigarray_bound=64))
         for step in range(5):
             model.zero_grad()
             model.loss(rank, step).backward()
@@ -261,9 +259,7 @@ def assert_trained(found: list[dict[str, torch.Tensor]]) -> None:
         },
     ],
 )
-def test_sparse_gradients_of_an_optimizer_travel_as_rows(
-    options: dict[str, Any], asked: list[Any]
-) -> None:
+def test_sparse_gradients_of_an_optimizer_travel_as_rows(options: dict[str, Any], asked: list[Any]) -> None:
     models = [Model(), Model()]
 
     def work(rank: int) -> dict[str, torch.Tensor]:

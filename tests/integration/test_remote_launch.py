@@ -45,9 +45,7 @@ TOLD_MAX_S = 45.0
 
 
 @pytest.fixture(scope="module", params=["ssh", pytest.param("slurm", marks=pytest.mark.thorough)])
-def engine(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     made = {"ssh": Ssh, "slurm": Slurm}[request.param](tmp_path_factory.mktemp(request.param))
     yield made
     made.close()

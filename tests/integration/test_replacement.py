@@ -166,9 +166,7 @@ def test_a_worker_of_an_async_job_is_replaced(processes: Processes, way: str) ->
 
 
 @pytest.mark.parametrize("front", ["optimizer-here"])
-def test_a_front_end_with_state_on_the_workers_is_refused_once(
-    processes: Processes, front: str
-) -> None:
+def test_a_front_end_with_state_on_the_workers_is_refused_once(processes: Processes, front: str) -> None:
     job = launched(processes, front, "1", "epoch")
     assert job.wait(60.0) != 0, job
     assert job.err.count("this worker replaces a lost worker") == 1, job

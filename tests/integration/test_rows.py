@@ -116,10 +116,7 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_only_rows_that_were_pushed_are_updated(kind, rule):
     workers = 1 if kind == "local" else 2
-    steps = [
-        [(torch.randperm(COUNT)[:4], torch.randn(4, WIDTH)) for _ in range(workers)]
-        for _ in range(4)
-    ]
+    steps = [[(torch.randperm(COUNT)[:4], torch.randn(4, WIDTH)) for _ in range(workers)] for _ in range(4)]
 
     def work(rank):
         kv = store(kind)

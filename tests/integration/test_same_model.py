@@ -118,9 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("front_end", "other"), CASES)
-def test_every_rank_is_told_what_differs(
-    front_end: str, other: Callable[[], torch.nn.Module]
-) -> None:
+def test_every_rank_is_told_what_differs(front_end: str, other: Callable[[], torch.nn.Module]) -> None:
     make = FRONT_ENDS[front_end]
     first, second = told(lambda rank: make(other() if rank else base()))
     assert first == second

@@ -66,9 +66,7 @@ def test_scheduler_exits_with_0_if_every_worker_left(processes: Processes) -> No
     script = processes.script(SUM)
     server = cluster.server()
     worker = cluster.worker(sys.executable, script)
-    processes.may_fork = (
-        False  # kvps-launch starts all others anew in test_launch.py: test_all_of_it_in_one
-    )
+    processes.may_fork = False  # kvps-launch starts all others anew in test_launch.py: test_all_of_it_in_one
     workers = [worker, cluster.plain(script)]
     assert [one.wait() for one in (*workers, server, cluster.process)] == [0, 0, 0, 0]
     assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
@@ -184,9 +182,7 @@ print("exact after", step, flush=True)
 """
 
 
-def test_a_restart_with_the_same_state_goes_on_where_it_was(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_restart_with_the_same_state_goes_on_where_it_was(processes: Processes, tmp_path: Path) -> None:
     state = tmp_path / "state"
     cluster = processes.scheduler(2, 1, "--state", state)
     server = cluster.server()

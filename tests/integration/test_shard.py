@@ -78,9 +78,7 @@ def copied(model: torch.nn.Module) -> Weights:
     return {name: one.clone() for name, one in model.state_dict().items()}
 
 
-def train_alone(
-    model: torch.nn.Module, make: Maker, passes: int = 1, steps: int = STEPS
-) -> Weights:
+def train_alone(model: torch.nn.Module, make: Maker, passes: int = 1, steps: int = STEPS) -> Weights:
     """One process, on the whole batch of each step, under a scheduler."""
     optimizer = make([one for one in model.parameters() if one.requires_grad])
     scheduler = StepLR(optimizer, 2, 0.5)

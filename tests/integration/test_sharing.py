@@ -101,9 +101,7 @@ def test_processes_of_one_host_map_each_other(processes: Processes) -> None:
     for ones, others in ((servers, workers), (workers, servers)):
         for one in ones:
             expected = {mine[one.pid]: "rw-s", **{mine[other.pid]: "r--s" for other in others}}
-            until(
-                lambda pid=one.pid, these=expected: segments(pid) == these, f"mappings {expected}"
-            )
+            until(lambda pid=one.pid, these=expected: segments(pid) == these, f"mappings {expected}")
     assert warnings(*servers, *workers) == []
     let_go(cluster, *workers)
     assert [one.wait() for one in servers] == [0, 0]
@@ -199,9 +197,7 @@ def test_another_user_gets_frames_and_one_warning(processes: Processes) -> None:
 @needs_root
 @pytest.mark.spec("R90")
 @pytest.mark.parametrize("insists", ["server", "worker"])
-def test_a_worker_that_insists_on_another_users_memory_ends(
-    processes: Processes, insists: str
-) -> None:
+def test_a_worker_that_insists_on_another_users_memory_ends(processes: Processes, insists: str) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server(KVPS_TRANSPORT="shm" if insists == "server" else "auto")
     script = processes.script(AS_NOBODY + ROUNDS)

@@ -120,9 +120,7 @@ def test_every_link_leads_somewhere(site: Path) -> None:
                 continue
             target = links.get(path)
             if not (site / path).exists() or (
-                target is not None
-                and parts.fragment
-                and unquote(parts.fragment) not in target.anchors
+                target is not None and parts.fragment and unquote(parts.fragment) not in target.anchors
             ):
                 dead.append(f"{page}: {address}")
     assert not dead
@@ -162,9 +160,7 @@ def test_a_wide_element_is_found(address: str, browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("size", [TABLET, DESKTOP], ids=["tablet", "desktop"])
-def test_pages_fit_larger_screens(
-    site: Path, address: str, browser: Browser, size: tuple[int, int]
-) -> None:
+def test_pages_fit_larger_screens(site: Path, address: str, browser: Browser, size: tuple[int, int]) -> None:
     browser.size(*size)
     faults = []
     for page in ("index.html", "quickstart.html", "concepts/consistency.html", "stores.html"):
@@ -173,9 +169,7 @@ def test_pages_fit_larger_screens(
     assert not faults
 
 
-@pytest.mark.parametrize(
-    ("word", "page"), [("EpochChanged", "checkpoints"), ("staleness", "stores")]
-)
+@pytest.mark.parametrize(("word", "page"), [("EpochChanged", "checkpoints"), ("staleness", "stores")])
 def test_search_finds(address: str, browser: Browser, word: str, page: str) -> None:
     browser.size(*DESKTOP)
     browser.open(f"{address}/search.html?q={word}")

@@ -31,9 +31,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     made.close()
 
 
-def submitted(
-    processes: Processes, slurm: Slurm, *flags: object, options: Sequence[str] = ()
-) -> Batch:
+def submitted(processes: Processes, slurm: Slurm, *flags: object, options: Sequence[str] = ()) -> Batch:
     """Print the script of a job that trains from its newest checkpoint on, and submit it."""
     script, folder = processes.script(CONTINUED), processes.folder / "cuts"
     flags = (*SIZES, "--nodes", 2, "--checkpoint-dir", folder, *flags)
@@ -90,9 +88,7 @@ def test_a_signal_before_the_time_limit_takes_a_checkpoint_and_queues_it_again(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_time_limit_queues_it_again(
-    processes: Processes, slurm: Slurm, expected: set[str]
-) -> None:
+def test_the_time_limit_queues_it_again(processes: Processes, slurm: Slurm, expected: set[str]) -> None:
     flags = ("--grace", 5, "--env", "STEP_S=0.3")
     job = submitted(processes, slurm, *flags, options=["--time=2"])
     assert job.wait(600.0) == "COMPLETED", job.out

@@ -53,9 +53,7 @@ def started(processes: Processes) -> Iterator[list[Started]]:
         one.end()
 
 
-def test_the_fork_has_all_that_the_stand_in_has(
-    processes: Processes, started: list[Started]
-) -> None:
+def test_the_fork_has_all_that_the_stand_in_has(processes: Processes, started: list[Started]) -> None:
     code = f"{IS_FORKED}; import os; print(sys.argv[1:], os.environ['A'], os.getcwd(), input(), flush=True); os._exit(7)"
     one = Started(processes, "-c", code, "x", "y z", A="a")
     started.append(one)
@@ -74,9 +72,7 @@ def test_stand_in_ends_as_the_fork_does(
 
 
 def test_signals_reach_the_fork(processes: Processes, started: list[Started]) -> None:
-    code = (
-        "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('ready', flush=True)"
-    )
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(5)); print('ready', flush=True)"
     one = Started(processes, "-c", f"{code}; signal.pause()")
     started.append(one)
     assert one.line() == "ready"
@@ -85,9 +81,7 @@ def test_signals_reach_the_fork(processes: Processes, started: list[Started]) ->
 
 
 def test_the_fork_does_not_outlive_it(processes: Processes, started: list[Started]) -> None:
-    one = Started(
-        processes, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"
-    )
+    one = Started(processes, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()")
     started.append(one)
     pid = int(one.line())
     assert pid in processes.running()

@@ -48,9 +48,7 @@ def test_members_and_rounds_that_wait_are_shown(processes: Processes) -> None:
     names = [(one["role"], one["rank"], one["state"]) for one in shown["members"]]
     assert names == [("worker", 0, "held"), ("worker", 1, "held"), ("server", 0, "held")]
     assert {one["pid"] for one in shown["members"]} == {*(one.pid for one in workers), server.pid}
-    assert all(
-        isinstance(one["incarnation"], int) and one["incarnation"] for one in shown["members"]
-    )
+    assert all(isinstance(one["incarnation"], int) and one["incarnation"] for one in shown["members"])
 
     def screen() -> dict[str, str]:
         """Return the lines, once the worker's next beat has said where it waits."""

@@ -58,9 +58,7 @@ def trainer(optimizer: Any) -> Callable[[dict[str, Any]], None]:
     def work(options: dict[str, Any]) -> None:
         model = net()
         one = optimizer(model.parameters()) if callable(optimizer) else optimizer
-        kvps.Trainer(
-            model, one, **{"kvstore": "dist_sync", **options}, update_on_kvstore=False
-        ).join()
+        kvps.Trainer(model, one, **{"kvstore": "dist_sync", **options}, update_on_kvstore=False).join()
 
     return work
 
@@ -71,9 +69,7 @@ def shard(options: dict[str, Any]) -> None:
 
 def diloco(options: dict[str, Any]) -> None:
     model = net()
-    kvps.torch.DiLoCo(
-        model, SGD(model.parameters(), lr=0.1), mode="async", dynamic_sync_every=True, **GIVEN
-    )
+    kvps.torch.DiLoCo(model, SGD(model.parameters(), lr=0.1), mode="async", dynamic_sync_every=True, **GIVEN)
 
 
 def helpers(options: dict[str, Any]) -> None:
@@ -115,9 +111,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[DistStore]:
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_all_stores_of_a_front_end_have_its_options(
-    front_end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stores_of_a_front_end_have_its_options(front_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stores = made(monkeypatch)
     work, count = FRONT_ENDS[front_end]
     with kvps.LocalCluster(2, 1) as cluster:

@@ -73,9 +73,7 @@ def test_workers_give_the_weights_of_one_process(
     def work(rank: int) -> Weights:
         model = net(seed=rank)  # rank 0's weights count
         options = OPTIMIZERS[name][0]
-        trainer = kvps.Trainer(
-            model, name, options, "dist_sync", update_on_kvstore=on_store, overlap=overlap
-        )
+        trainer = kvps.Trainer(model, name, options, "dist_sync", update_on_kvstore=on_store, overlap=overlap)
         for _ in range(STEPS):
             backward(model, part(rank, workers, 24))
             trainer.step(24)
@@ -138,9 +136,7 @@ def test_workers_may_have_more_batches_than_others(kind: str) -> None:
         options = OPTIMIZERS["sgd"][0]
         sgd = torch.optim.SGD(model.parameters(), **options)
         optimizer, options = (sgd, {}) if kind == "torch" else ("sgd", options)
-        trainer = kvps.Trainer(
-            model, optimizer, options, "dist_sync", update_on_kvstore=kind == "store"
-        )
+        trainer = kvps.Trainer(model, optimizer, options, "dist_sync", update_on_kvstore=kind == "store")
         for _ in range(2):
             for step in range(2 + rank):
                 backward(model, slice(rank, rank + 4 + step))
@@ -195,9 +191,7 @@ def test_each_worker_may_divide_by_its_own_batch_size() -> None:
 def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
     def work(rank: int) -> float:
         param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer(
-            {"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=on_store
-        )
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=on_store)
         param.grad = torch.ones(1) if rank == 0 else None
         trainer.step(2, ignore_stale_grad=True)
         return param.item()
@@ -208,9 +202,7 @@ def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
 def test_gradients_can_be_looked_at_between_sum_and_update() -> None:
     def work(rank: int) -> tuple[float, float]:
         param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer(
-            {"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=False
-        )
+        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=False)
         param.grad = torch.tensor([rank + 1.0])
         trainer.allreduce_grads()
         total = param.grad.item()
@@ -317,9 +309,7 @@ def test_a_new_learning_rate_counts_from_the_next_step(on_store: bool) -> None:
 
     def work(rank: int) -> tuple[Weights, float]:
         model = net()
-        trainer = kvps.Trainer(
-            model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", update_on_kvstore=on_store
-        )
+        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", update_on_kvstore=on_store)
         for number in range(STEPS):
             if number in rates:
                 trainer.set_learning_rate(rates[number])
@@ -340,9 +330,7 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 
     def begin(rank: int) -> None:
         model = net()
-        trainer = kvps.Trainer(
-            model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store
-        )
+        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store)
         for _ in range(3):
             backward(model, part(rank, 2, 24))
             trainer.step(24)
@@ -353,9 +341,7 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
     def go_on(rank: int) -> Weights:
         model = net(seed=9)
         model.load_state_dict(torch.load(model_file))
-        trainer = kvps.Trainer(
-            model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store
-        )
+        trainer = kvps.Trainer(model, name, OPTIMIZERS[name][0], "dist_sync", update_on_kvstore=on_store)
         trainer.load_states(states)
         for _ in range(3):
             backward(model, slice(24))

@@ -62,9 +62,7 @@ def machines(has_namespaces: None) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.thorough
-def test_two_machines_train_as_the_page_says(
-    processes: Processes, machines: dict[str, str]
-) -> None:
+def test_two_machines_train_as_the_page_says(processes: Processes, machines: dict[str, str]) -> None:
     folders = {name: processes.folder / name for name in machines}
     for folder in folders.values():
         folder.mkdir()

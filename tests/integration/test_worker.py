@@ -472,8 +472,7 @@ def test_sigterm_lets_a_command_leave_behind_its_round(processes: Processes) -> 
     servers = [cluster.server() for _ in range(2)]
     script = processes.script("import os; print('pid', os.getpid(), flush=True)\n" + STEPS)
     workers = [
-        cluster.worker(sys.executable, script, flags=["--rank", rank, "--grace", 30])
-        for rank in (0, 1)
+        cluster.worker(sys.executable, script, flags=["--rank", rank, "--grace", 30]) for rank in (0, 1)
     ]
     pid = int(workers[1].expect(r"pid (\d+)").group(1))
     leaves_in_step_3(processes, workers, pid)

@@ -40,9 +40,7 @@ def run(work, workers=1, servers=1):
 def values(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """Whole numbers, whose sums have one result in any order."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(-50, 50, shape, generator=generator).to(dtype) for shape in SHAPES.values()
-    ]
+    return [torch.randint(-50, 50, shape, generator=generator).to(dtype) for shape in SHAPES.values()]
 
 
 def lies_in(tensor: torch.Tensor, how: str) -> bool:
@@ -167,9 +165,7 @@ def test_tensors_that_were_changed_into_others_are_looked_at_anew():
         a.fill_(9)
         assert [one.unique().tolist() for one in kv.pull(["a", "b"])] == [[4], [5]]
         b.resize_(10)
-        with pytest.raises(
-            kvps.Mismatch, match=r"'b' is float32\[3000\]; cannot push float32\[10\]"
-        ):
+        with pytest.raises(kvps.Mismatch, match=r"'b' is float32\[3000\]; cannot push float32\[10\]"):
             kv.push(["a", "b"], [a, b])
 
     run(work)
@@ -425,9 +421,7 @@ def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
         pytest.param("copies", "tcp", marks=pytest.mark.thorough),
     ],
 )
-def test_the_memory_of_a_server_does_not_grow(
-    processes: Processes, how: str, transport: str
-) -> None:
+def test_the_memory_of_a_server_does_not_grow(processes: Processes, how: str, transport: str) -> None:
     """Of 300 rounds with 4 MB of weights, the quietest 100: what leaks does so in all of them.
 
     The flight recorder would fill its ring meanwhile, which has room for 10,000 events.

@@ -416,9 +416,7 @@ def a_destroyed_group_is_refused() -> None:
     assert old is not None
     dist.destroy_process_group()
     dist.init_process_group("kvps", timeout=LIMIT)
-    with pytest.raises(
-        kvps.ConfigError, match=r"process group '0' was destroyed.*use the new group"
-    ):
+    with pytest.raises(kvps.ConfigError, match=r"process group '0' was destroyed.*use the new group"):
         old.allreduce([torch.ones(1)])
     tensor = torch.ones(1)
     dist.all_reduce(tensor)

@@ -65,9 +65,7 @@ class Model(RuleBasedStateMachine):
         self.version += 1
         order = sorted(ids)
         gradients = torch.full((len(order), DIM), float(value), dtype=torch.float64)
-        self.table.push(
-            np.array(order, np.int64), gradients, version=self.version, step=self.version
-        )
+        self.table.push(np.array(order, np.int64), gradients, version=self.version, step=self.version)
         for one in order:
             row = self.rows.setdefault(one, Row(self.first(one)))
             row.momentum = 0.5 * row.momentum + value
@@ -75,9 +73,7 @@ class Model(RuleBasedStateMachine):
             row.stamp = self.version
         if self.MAX_AGE:
             self.rows = {
-                one: row
-                for one, row in self.rows.items()
-                if row.stamp >= self.version - self.MAX_AGE
+                one: row for one, row in self.rows.items() if row.stamp >= self.version - self.MAX_AGE
             }
         if self.MAX_ROWS and len(self.rows) > self.MAX_ROWS:
             by_age = sorted(self.rows, key=lambda one: (self.rows[one].stamp, one))
@@ -109,9 +105,7 @@ class Model(RuleBasedStateMachine):
             if not start:
                 break
         wanted = {
-            one: (row.weight.tolist(), row.stamp)
-            for one, row in self.rows.items()
-            if row.stamp > since
+            one: (row.weight.tolist(), row.stamp) for one, row in self.rows.items() if row.stamp > since
         }
         assert found == wanted
 

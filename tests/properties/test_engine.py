@@ -152,9 +152,7 @@ class Model(RuleBasedStateMachine):
             return
         while True:
             ranks = {one for one, number in key.gradients if number == key.version}
-            required = {
-                one for one in range(RANKS) if self.policy == "wait" or self.states[one] == "held"
-            }
+            required = {one for one in range(RANKS) if self.policy == "wait" or self.states[one] == "held"}
             if not ranks or not required or not required <= ranks:
                 return
             gradients = [key.gradients[one, key.version] for one in sorted(ranks)]

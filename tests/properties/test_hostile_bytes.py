@@ -104,9 +104,7 @@ READERS = {
         ),
     ),
     "object": Reader(unpack, (ProtocolError,), (pack(OBJECT), pack([OBJECT, "text", b"bytes"]))),
-    "object with tensors aside": Reader(
-        lambda data: unpack(data, []), (ProtocolError,), (pack(OBJECT, []),)
-    ),
+    "object with tensors aside": Reader(lambda data: unpack(data, []), (ProtocolError,), (pack(OBJECT, []),)),
     "state of a scheduler": Reader(
         lambda data: saved_state.load(data, Settings(2, 1), 0.0),
         (KvpsError,),
@@ -124,14 +122,10 @@ READERS = {
     ),
 }
 
-PLAIN = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
-)
+PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
 TREES = st.recursive(
     PLAIN,
-    lambda some: (
-        st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=4), some, max_size=6)
-    ),
+    lambda some: st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=4), some, max_size=6),
 )
 
 

@@ -86,8 +86,7 @@ def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject)
         frames = stage(mode, ranks, dtype, rule, deterministic)
         loans = stage(mode, ranks, dtype, rule, deterministic)
         todo = {
-            rank: [(n, keys) for n in range(ROUNDS) for keys in data.draw(groups())]
-            for rank in range(ranks)
+            rank: [(n, keys) for n in range(ROUNDS) for keys in data.draw(groups())] for rank in range(ranks)
         }
         while any(todo.values()):
             ready = [rank for rank, left in todo.items() if left]
@@ -95,16 +94,12 @@ def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject)
                 ready = [
                     rank
                     for rank in ready
-                    if not any(
-                        todo[low] and todo[low][0][0] <= todo[rank][0][0] for low in range(rank)
-                    )
+                    if not any(todo[low] and todo[low][0][0] <= todo[rank][0][0] for low in range(rank))
                 ]
             rank = data.draw(st.sampled_from(ready))
             number, keys = todo[rank].pop(0)
             runs = joined([Run(*frames.pieces[key][0][1:], number) for key in keys])
-            row = (torch.randn(sum(run.size for run in runs), generator=generator) * 50).to(
-                TORCH[dtype]
-            )
+            row = (torch.randn(sum(run.size for run in runs), generator=generator) * 50).to(TORCH[dtype])
             message = Push(1, BY_NAME[dtype].id, (rank,), 1.0, False, runs)
             frames.say(rank, message, row)
             if data.draw(st.booleans()):

@@ -20,14 +20,10 @@ def jobs(draw: st.DrawFn) -> tuple[list[list[CollectiveRequest]], list[int], lis
     """Programs by rank, how often each name is used, and how much each rank says in each cycle."""
     size = draw(st.integers(1, 4))
     uses = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    strange = draw(
-        st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, 3), st.integers(0, 2)))
-    )
+    strange = draw(st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, 3), st.integers(0, 2))))
     programs = []
     for rank in range(size):
-        order = draw(
-            st.permutations([name for name, count in enumerate(uses) for _ in range(count)])
-        )
+        order = draw(st.permutations([name for name, count in enumerate(uses) for _ in range(count)]))
         seen = [0] * len(uses)
         program = []
         for name in order:
@@ -83,9 +79,7 @@ def test_matching_operations_run_once_and_mismatches_reach_every_rank_once(
     assert not any(programs), "no rank waits for ever"
     assert coordinator.missing() == []
     for number, count in enumerate(uses):
-        shapes = [
-            [one.parts for one in asked[rank] if one.name == str(number)] for rank in range(size)
-        ]
+        shapes = [[one.parts for one in asked[rank] if one.name == str(number)] for rank in range(size)]
         fits = [len({of_rank[use] for of_rank in shapes}) == 1 for use in range(count)]
         assert len(ran.get(str(number), [])) == sum(fits)
         told = refused.get(str(number), [])
@@ -93,23 +87,16 @@ def test_matching_operations_run_once_and_mismatches_reach_every_rank_once(
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(0, 4), min_size=4, max_size=4))
-def test_joins_end_with_the_last_rank_and_nothing_waits(
-    order: list[int], counts: list[int]
-) -> None:
+def test_joins_end_with_the_last_rank_and_nothing_waits(order: list[int], counts: list[int]) -> None:
     coordinator = Coordinator(4)
-    request = [
-        CollectiveRequest(str(n), ALLREDUCE, parts=(Part("int8", (1,)),), op="sum")
-        for n in range(4)
-    ]
+    request = [CollectiveRequest(str(n), ALLREDUCE, parts=(Part("int8", (1,)),), op="sum") for n in range(4)]
     ran, last = 0, None
     for rank in order:
         said = tuple(request[: counts[rank]])
         for decision in coordinator.take([(rank, Turn(said, has_joined=True))]):
             if isinstance(decision, Execute):
                 ran += 1
-                assert set(decision.requests) == {
-                    r for r in range(4) if counts[r] > int(decision.first.name)
-                }
+                assert set(decision.requests) == {r for r in range(4) if counts[r] > int(decision.first.name)}
             elif isinstance(decision, AllJoined):
                 last = decision.last
         coordinator.check()

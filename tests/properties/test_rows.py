@@ -73,8 +73,7 @@ def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
     )
     some = st.lists(st.integers(0, count - 1), max_size=6, unique=True).map(sorted)
     pushes = [
-        {rank: data.draw(st.one_of(st.none(), some, some)) for rank in range(workers)}
-        for _ in range(rounds)
+        {rank: data.draw(st.one_of(st.none(), some, some)) for rank in range(workers)} for _ in range(rounds)
     ]
     tables = [torch.zeros(count, WIDTH)]
     for number, of_round in enumerate(pushes):
@@ -100,9 +99,7 @@ def test_rounds_are_those_of_a_dense_reference(data: st.DataObject) -> None:
         found = torch.tensor(one.values("t")).view(count, WIDTH)
         assert torch.equal(found, tables[version])
     wanted = torch.tensor(data.draw(some), dtype=torch.int64)
-    said = one.say(
-        0, PullRows("kv", "t", rounds, 0, len(wanted)), *([wanted] if len(wanted) else [])
-    )
+    said = one.say(0, PullRows("kv", "t", rounds, 0, len(wanted)), *([wanted] if len(wanted) else []))
     assert len(heard(said, PulledRows)) == 1
     if len(wanted):
         rows = from_frame(said[0].payload[0], "float32").view(-1, WIDTH)

@@ -137,9 +137,7 @@ class Cuts(RuleBasedStateMachine):
     def spans_tell_the_history_of_each_element(self) -> None:
         self.chunk.check()
         told = {
-            element: span.version
-            for span in self.chunk.spans
-            for element in range(span.start, span.stop)
+            element: span.version for span in self.chunk.spans for element in range(span.start, span.stop)
         }
         assert told == self.versions
 

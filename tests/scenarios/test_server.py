@@ -81,9 +81,7 @@ def perform_one(stage: ServerStage, words: list[str], options: dict[str, object]
             return stage.show(**options)  # type: ignore[arg-type]
         case ["push", who, keys, number, *values]:
             numbers = [float(value) for value in values if value != "pull"]
-            return stage.push(
-                rank_of(who), keys.split(","), numbers, int(number), pull="pull" in values
-            )
+            return stage.push(rank_of(who), keys.split(","), numbers, int(number), pull="pull" in values)
         case ["old", who, keys, number, *values]:
             rank = rank_of(who)
             (place,) = stage.places(keys)

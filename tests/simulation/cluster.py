@@ -190,8 +190,7 @@ class Store:
     def push_ids(self, key: str, ids: Ids, rows: torch.Tensor, servers: int) -> Script:
         """Push rows; return when they are copied."""
         parts = tuple(
-            (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)])
-            for some in split(ids, servers)
+            (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)]) for some in split(ids, servers)
         )
         call = calls.PushTableRows(self.name, (key,), True, rows.shape[1], parts)
         yield self._do(call, "copied")
@@ -353,9 +352,7 @@ class Cluster:
         self._servers: dict[int, Process] = {}
         self._pids = itertools.count(100)
         # One who stands still for minutes is to come back also where nobody else is left.
-        self.settings = Settings(
-            workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys
-        )
+        self.settings = Settings(workers, servers, persist=True, replace_max_s=240.0, has_keys=has_keys)
         self.disk = Disk()
         self.schedulers: list[Process] = []
         """All that were ever started."""
@@ -372,11 +369,7 @@ class Cluster:
         """Start the scheduler, from what the former one saved if it did."""
         now = self.network.time("scheduler")
         saved = self.disk.read("scheduler")
-        core = (
-            Scheduler.restore(self.settings, saved, now)
-            if saved
-            else Scheduler(self.settings, JOB, now)
-        )
+        core = Scheduler.restore(self.settings, saved, now) if saved else Scheduler(self.settings, JOB, now)
         keys = keys_of(Role.SCHEDULER, "") if self.has_keys else None
         if keys is not None:
             keys.ring.sessions = core.job.seats.sessions()

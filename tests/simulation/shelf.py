@@ -68,9 +68,7 @@ def _copies(parts: tuple[RowsSnapshot, ...]) -> tuple[RowsSnapshot, ...]:
             one,
             ids=one.ids.clone(),
             stamps=one.stamps.clone(),
-            columns={
-                name: tuple([row.clone() for row in rows]) for name, rows in one.columns.items()
-            },
+            columns={name: tuple([row.clone() for row in rows]) for name, rows in one.columns.items()},
             counts=one.counts.clone(),
         )
         for one in parts
@@ -155,10 +153,7 @@ class Shelves:
                 return None
             case FindCuts():
                 cuts = tuple(self._complete(folder, order))
-                held = [
-                    {one.store: one.highest for one in folder.manifests[cut][1].stores}
-                    for cut in cuts
-                ]
+                held = [{one.store: one.highest for one in folder.manifests[cut][1].stores} for cut in cuts]
                 versions = tuple(one.get(order.store, -1) + 1 for one in held if order.store)
                 highest = max(folder.images, default=0)
                 return FoundCuts(cuts, highest, order.for_whom, versions=versions)

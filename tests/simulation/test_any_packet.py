@@ -59,9 +59,7 @@ FEATURES = {
     "dense": Feature(test_cluster.small_job(), dies=(0, 1)),
     "host aggregation": Feature(test_neighbours.neighbourly_job(2, 2), spec=("R96",), dies=(0,)),
     "three of a host": Feature(test_neighbours.neighbourly_job(3, 1), spec=("R96",), dies=(2,)),
-    "rows": Feature(
-        test_rows.small(), (test_rows.train, test_rows.is_trained), ("R172",), dies=(1,)
-    ),
+    "rows": Feature(test_rows.small(), (test_rows.train, test_rows.is_trained), ("R172",), dies=(1,)),
     "embedding": Feature(
         test_embeddings.small_job(), (test_embeddings.train, test_embeddings.is_whole), dies=(1,)
     ),

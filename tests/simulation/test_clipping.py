@@ -56,10 +56,7 @@ class Clipped(Job):
                 weights[name].grad = 0.5 * sum(one[name] for one in ranks)  # type: ignore[assignment]
             torch.nn.utils.clip_grad_norm_(weights.values(), MAX_NORM)
             versions.append(
-                {
-                    name: one.detach() + (0 if one.grad is None else one.grad)
-                    for name, one in weights.items()
-                }
+                {name: one.detach() + (0 if one.grad is None else one.grad) for name, one in weights.items()}
             )
         return versions
 
@@ -115,9 +112,7 @@ def job_of(seed: int) -> Clipped:
     job = Clipped(seed, dice.randint(1, 4), dice.randint(1, 4), dice.randint(2, 8))
     for index in range(dice.randint(1, 6)):
         job.sizes[f"k{index}"] = dice.choice([1, 2, 30, 64, 65, 200, 500])
-    job.store = Store(
-        deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000])
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.faults = faults_of(dice)
     job.store.timeout_s = dice.choice([0.1 + 10 * job.faults.jitter_s, 10_000.0])
     for _ in range(dice.choice([0, 0, 1, 2])):
@@ -133,9 +128,7 @@ def job_of(seed: int) -> Clipped:
 
 @pytest.mark.spec("R439", "R440", "R441", "R442")
 @pytest.mark.parametrize("seed", FEWER)
-def test_weights_are_those_of_one_process_that_clips(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_weights_are_those_of_one_process_that_clips(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     with replayable(request, job):
         cluster = Cluster(
@@ -162,9 +155,7 @@ def small_job(workers: int = 2, servers: int = 2) -> Clipped:
 
 
 @pytest.mark.parametrize("seed", FEWER[::3])
-def test_a_job_ends_as_if_no_server_had_been_lost(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_a_job_ends_as_if_no_server_had_been_lost(seed: int, request: pytest.FixtureRequest) -> None:
     dice = random.Random(seed)
     job = small_job(servers=3)
     job.seed, job.steps, job.faults = seed, 60, Faults(jitter_s=dice.choice([0.002, 0.1]))

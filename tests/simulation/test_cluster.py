@@ -145,9 +145,7 @@ def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
 
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.parametrize("seed", FEWER)
-def test_each_element_is_pushed_to_once(
-    seed: int, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_each_element_is_pushed_to_once(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
     dice, job = draw(seed)
     job.store.mode, job.store.staleness = mode, dice.choice([0, 1, 5])
     job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
@@ -279,9 +277,7 @@ def meeting(job: Job, rank: int) -> Script:
 
 
 @pytest.mark.parametrize("seed", FEWER)
-def test_pushes_before_a_barrier_are_seen_after_it(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_pushes_before_a_barrier_are_seen_after_it(seed: int, request: pytest.FixtureRequest) -> None:
     _, job = draw(seed, kills=False)
     with replayable(request, job):
         play_script(job, lambda rank: meeting(job, rank))
@@ -397,9 +393,7 @@ def lose_one(
     """Run :func:`endless` on every rank, and after 1 s ``lose``; return what each rank noted."""
     logs: dict[int, list[tuple[float, KvpsError]]] = {rank: [] for rank in range(workers)}
     kv = Store(bigarray_bound=64, timeout_s=1_000.0, **options)
-    cluster = Cluster(
-        workers, servers, lambda rank: endless(kv, logs[rank], lambda: cluster.network.now - 1)
-    )
+    cluster = Cluster(workers, servers, lambda rank: endless(kv, logs[rank], lambda: cluster.network.now - 1))
     cluster.network.at(1.0, lambda: lose(cluster))
     cluster.run_for(400)
     return logs

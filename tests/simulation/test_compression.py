@@ -64,9 +64,7 @@ def reference(job: Compressed) -> list[Values]:
     """Return the values before the first step and after each."""
     versions = [job.initial()]
     rests = {
-        (name, rank): torch.zeros(size)
-        for name, size in job.sizes.items()
-        for rank in range(job.workers)
+        (name, rank): torch.zeros(size) for name, size in job.sizes.items() for rank in range(job.workers)
     }
     back = {name: torch.zeros(size) for name, size in job.sizes.items()}
     for step in range(job.steps):

@@ -52,9 +52,7 @@ class TableJob(Job):
 def recipe(optimizer: str = "sgd", admit: int = 1, **more: Any) -> EmbeddingSpec:
     evict = {name: more.pop(name) for name in ("age", "rows") if name in more}
     more = more or {"lr": 1.0}
-    return recipe_of(
-        "t", DIM, ("uniform", 0.5), optimizer, admit, evict or None, "float64", 1, **more
-    )
+    return recipe_of("t", DIM, ("uniform", 0.5), optimizer, admit, evict or None, "float64", 1, **more)
 
 
 def push_to(rows: EmbeddingRows, job: TableJob, step: int, version: int, *ranks: int) -> None:
@@ -147,9 +145,7 @@ def job_of(seed: int) -> TableJob:
 
 
 def play(job: TableJob, script: Any = train) -> Cluster:
-    cluster = Cluster(
-        job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults
-    )
+    cluster = Cluster(job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults)
     for at, rank, is_noticed in job.kills:
         cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
         cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]

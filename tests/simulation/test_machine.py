@@ -77,9 +77,7 @@ class Machine(RuleBasedStateMachine):
         self.rested: dict[str, float] = {}
         self.is_hurt = False
         """Somebody may have been taken for lost; nobody waits for the rest of that one's push."""
-        self.cluster = Cluster(
-            WORKERS, SERVERS, self.script, 0, Faults(in_order=in_order), machines
-        )
+        self.cluster = Cluster(WORKERS, SERVERS, self.script, 0, Faults(in_order=in_order), machines)
         self.network = self.cluster.network
         self.network.overhears = Witness()
         # The scheduler may be away for longer than that. It would give seats to those who had gone.
@@ -223,9 +221,7 @@ class Machine(RuleBasedStateMachine):
         s=seconds,
         is_held=st.booleans(),
     )
-    def cut(
-        self, worker: str, other: str, is_back: bool, both_ways: bool, s: float, is_held: bool
-    ) -> None:
+    def cut(self, worker: str, other: str, is_back: bool, both_ways: bool, s: float, is_held: bool) -> None:
         source, target = (other, worker) if is_back else (worker, other)
         self.is_hurt = True
         now = self.network.now

@@ -123,9 +123,7 @@ def test_workers_of_other_machines_push_for_themselves() -> None:
     ],
     ids=["not wanted", "beside the servers", "unknown", "apart"],
 )
-def test_where_nothing_is_won_everyone_pushes_for_itself(
-    store: Store, machines: tuple[int, ...]
-) -> None:
+def test_where_nothing_is_won_everyone_pushes_for_itself(store: Store, machines: tuple[int, ...]) -> None:
     job = neighbourly_job(2, 2)
     job.store = store
     traffic = Traffic()
@@ -150,9 +148,7 @@ def test_the_leaders_take_turns() -> None:
 
 @pytest.mark.spec("R96")
 @pytest.mark.parametrize("seed", FEWER)
-def test_a_worker_that_is_taken_for_lost_and_is_not(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_a_worker_that_is_taken_for_lost_and_is_not(seed: int, request: pytest.FixtureRequest) -> None:
     """The scheduler does not hear of it for a while. It leads on, for those who still ask it."""
     dice = random.Random(seed)
     job = neighbourly_job(dice.choice([2, 3]), dice.choice([1, 2]))
@@ -266,9 +262,7 @@ def test_nobody_reads_values_from_before_a_broadcast(
     dice = random.Random(seed)
     workers, servers = dice.choice([2, 3]), dice.choice([1, 2])
     faults = faults_of(dice)
-    pulls = {
-        (rank, step) for rank in range(workers) for step in range(STEPS) if dice.random() < 0.5
-    }
+    pulls = {(rank, step) for rank in range(workers) for step in range(STEPS) if dice.random() < 0.5}
     like = {"w": torch.zeros(200)}
 
     def script(rank: int) -> Script:
@@ -347,9 +341,7 @@ def test_a_chunk_that_is_cut_differently_is_not_waited_for() -> None:
         for step in range(STEPS):
             yield from kv.barrier()
             begun = clock.now
-            gradients = {
-                name: torch.full((size,), 10.0 * step + rank) for name, size in sizes.items()
-            }
+            gradients = {name: torch.full((size,), 10.0 * step + rank) for name, size in sizes.items()}
             for part in [gradients] if rank == 0 else [{one: gradients[one]} for one in gradients]:
                 yield from kv.push(part)
             pulled = yield from kv.pull(gradients)
@@ -365,9 +357,7 @@ def test_a_chunk_that_is_cut_differently_is_not_waited_for() -> None:
 @pytest.mark.spec("R97")
 @pytest.mark.parametrize("way", ["flush", "barrier", "push and wait"])
 @pytest.mark.parametrize("first", [0, 1, 2])
-def test_worker_that_waits_for_its_own_push_does_not_wait_for_other_pushes(
-    way: str, first: int
-) -> None:
+def test_worker_that_waits_for_its_own_push_does_not_wait_for_other_pushes(way: str, first: int) -> None:
     """They push when he has come back, and not before."""
     back: list[float] = []
     like = {"w": torch.zeros(200)}

@@ -218,9 +218,7 @@ def train_async(job: Flawed, rank: int) -> Script:
 @pytest.mark.spec("R102", "R103", "R104", "R106", "R107")
 @pytest.mark.parametrize("mode", ["async", "ssp"])
 @pytest.mark.parametrize("seed", FEWER)
-def test_all_servers_drop_a_push_or_none_does(
-    seed: int, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_all_servers_drop_a_push_or_none_does(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
     job = job_of(seed, mode)
     job.store.staleness = 3
     expected = job.initial()
@@ -261,9 +259,7 @@ def small_job() -> Flawed:
 
 def test_the_log_names_a_round_the_rank_and_the_key_once() -> None:
     cluster = play(small_job(), train)
-    notes = [
-        note for server in cluster.servers for note in server.notes if note.startswith("warning")
-    ]
+    notes = [note for server in cluster.servers for note in server.notes if note.startswith("warning")]
     begin = "warning: store 'kv': round 0 dropped: 1 value of key 'w' is not finite (from rank 1)"
     assert begin in notes
     assert len(notes) <= 2 * len(cluster.servers)

@@ -72,9 +72,7 @@ def judge(job: Job, values: Values) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_each_push_counts_once_or_late_or_not_at_all(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_each_push_counts_once_or_late_or_not_at_all(seed: int, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     with replayable(request, job):
         cluster = Cluster(job.workers, job.servers, lambda rank: train(job, rank), seed, job.faults)

@@ -28,8 +28,7 @@ def reference(job: Job) -> list[Values]:
     for step in range(job.steps):
         lr = rate_of(step)
         total = {
-            name: sum(job.gradients(rank, step)[name] for rank in range(job.workers))
-            for name in job.sizes
+            name: sum(job.gradients(rank, step)[name] for rank in range(job.workers)) for name in job.sizes
         }
         versions.append({name: row - lr * total[name] for name, row in versions[-1].items()})
     return versions
@@ -70,9 +69,7 @@ def small(order: str) -> Job:
 @pytest.mark.spec("R124", "R125", "R126")
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ranks_may_be_replaced_again_and_again(
-    seed: int, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_ranks_may_be_replaced_again_and_again(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
     dice = random.Random(seed)
     job = Job(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(2, 6), {"w": 100, "b": 3})
     job.store, job.faults = Store(mode=mode, bigarray_bound=64), faults_of(dice)

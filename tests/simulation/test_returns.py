@@ -84,9 +84,7 @@ def train(job: Job, rank: int, check: Check) -> Script:
             assert (yield from kv.versions(list(job.sizes))) == [step] * len(job.sizes)
             return weights
         except EpochChanged as error:
-            is_begun = error.has_optimizer == job.has_optimizer and set(error.after) == set(
-                job.sizes
-            )
+            is_begun = error.has_optimizer == job.has_optimizer and set(error.after) == set(job.sizes)
             if is_begun:
                 step = where(error)
 
@@ -235,18 +233,14 @@ def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
 
 
 @pytest.mark.parametrize("seed", FEWER)
-def test_a_job_ends_as_if_no_server_had_been_lost(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_a_job_ends_as_if_no_server_had_been_lost(seed: int, request: pytest.FixtureRequest) -> None:
     campaign = campaign_of(seed)
     with replayable(request, campaign):
         play(campaign)
 
 
 @pytest.mark.parametrize("seed", FEWER[::2])
-def test_pairs_that_are_killed_and_started_again_at_once(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_pairs_that_are_killed_and_started_again_at_once(seed: int, request: pytest.FixtureRequest) -> None:
     """Who comes finds its seat taken, by one who is dead; nobody may be refused for that."""
     campaign = campaign_of(seed)
     dice = random.Random(-seed - 1)

@@ -177,9 +177,7 @@ def job_of(seed: int) -> TableJob:
     for index in range(dice.randint(1, 3)):
         job.shapes[f"t{index}"] = dice.choice([(4, 1), (30, 2), (9, 7), (200, 3), (2, 40)])
     job.has_optimizer = dice.random() < 0.5
-    job.store = Store(
-        deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000])
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.store.bundles = not job.store.deterministic and dice.random() < 0.3
     job.machines = [dice.choice([1, 2, 2]) for _ in range(job.workers)]
     job.ways = [dice.choice(WAYS) for _ in range(job.steps)]
@@ -203,9 +201,7 @@ def test_training_by_rows_under_any_trouble(seed: int, request: pytest.FixtureRe
 @pytest.mark.spec("R172", "R176")
 @pytest.mark.parametrize("seed", SEEDS[::2])
 @pytest.mark.parametrize("mode", ["async", "ssp"])
-def test_each_push_of_rows_is_applied_once(
-    seed: int, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_each_push_of_rows_is_applied_once(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
     job = job_of(seed)
     job.store.mode, job.store.staleness = mode, 2
     job.store.bundles = False

@@ -104,9 +104,7 @@ def mistaken(
 @pytest.mark.spec("R435", "R436", "R437", "R438")
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("seed", SEEDS[::4])
-def test_standstill_is_told_to_all_workers(
-    seed: int, mistake: str, request: pytest.FixtureRequest
-) -> None:
+def test_standstill_is_told_to_all_workers(seed: int, mistake: str, request: pytest.FixtureRequest) -> None:
     dice = random.Random(seed)
     job = Job(seed, dice.randint(2, 4), dice.randint(1, 3), dice.randint(0, 3))
     job.store = Store(

@@ -47,9 +47,7 @@ MILD = {"lose", "double", "overtake", "far", "slow", "clocks"}
 """Kinds of fault by which nobody is taken for lost, not even one who will speak again."""
 
 
-def play(
-    job: Job, trouble: Trouble, script: Callable[[int], Script]
-) -> tuple[Cluster, list[Client]]:
+def play(job: Job, trouble: Trouble, script: Callable[[int], Script]) -> tuple[Cluster, list[Client]]:
     """Play a job under trouble; return it, and the workers that were replaced while they were stopped.
 
     Whatever the trouble is, everybody must end (I6).
@@ -109,9 +107,7 @@ def job_of(seed: int) -> tuple[Job, Trouble]:
     trouble = drawn(dice, job.workers, job.servers)
     for index in range(dice.randint(1, 5)):
         job.sizes[f"k{index}"] = dice.choice([1, 30, 65, 200, 500])
-    job.store = Store(
-        deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000])
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.has_optimizer = dice.random() < 0.5
     job.store.timeout_s = dice.choice([patience(trouble), 10_000.0, 10_000.0])
     job.ways = [dice.choice(WAYS) for _ in range(job.steps)]
@@ -123,9 +119,7 @@ def job_of(seed: int) -> tuple[Job, Trouble]:
 def patience(trouble: Trouble) -> float:
     """Return a short timeout after which a call may still be made again until it succeeds."""
     if trouble.silences_the_scheduler:
-        return (
-            10_000.0  # one whose call is late while the scheduler is silent is told that it is lost
-        )
+        return 10_000.0  # one whose call is late while the scheduler is silent is told that it is lost
     if trouble.slow:
         return 60.0  # what crosses a slow link must have the time for it
     return 3 + 10 * (trouble.faults.jitter_s + trouble.faults.latency_s)
@@ -184,9 +178,7 @@ def test_a_server_that_was_stopped_for_too_long(
 
 
 @pytest.mark.parametrize("seed", SIXTEENTH)
-def test_replaced_worker_wakes_while_others_train(
-    seed: int, request: pytest.FixtureRequest
-) -> None:
+def test_replaced_worker_wakes_while_others_train(seed: int, request: pytest.FixtureRequest) -> None:
     """I9, wherever it was stopped: another worker stands still for longer, so the job goes on."""
     dice = random.Random(seed)
     job = Job(seed, 3, 2, 3, sizes={"k0": 200}, ways=["push", "pushpull", "push, pull"])

@@ -88,8 +88,7 @@ class Job:
 
     def gradients(self, rank: int, step: int) -> Values:
         return {
-            name: (torch.arange(float(size)) * (rank + 2) + 3 * step) % 7
-            for name, size in self.sizes.items()
+            name: (torch.arange(float(size)) * (rank + 2) + 3 * step) % 7 for name, size in self.sizes.items()
         }
 
     @cached_property
@@ -167,9 +166,7 @@ def one_hot(job: Job, rank: int) -> Script:
             pulled = yield from kv.pull(zeros)
         if job.ways[step] != "push":
             # Nobody waits for the rest of a push whose worker is lost.
-            assert job.kills or job.is_hurt or len(pulled["even"].unique()) == 1, (
-                f"torn: {pulled['even']}"
-            )
+            assert job.kills or job.is_hurt or len(pulled["even"].unique()) == 1, f"torn: {pulled['even']}"
             assert pulled["hot"].max() <= 1, "an element was pushed to twice"
     # Barriers do not wait for the replacement of a lost worker here; this pull does.
     return (yield from kv.pull(zeros, min_version=job.workers * job.steps))
@@ -239,9 +236,7 @@ def play_with(
         count += 1
         return fault(cluster, count, source, target)
 
-    cluster = Cluster(
-        job.workers, job.servers, lambda rank: script(job, rank), 0, job.faults, job.machines
-    )
+    cluster = Cluster(job.workers, job.servers, lambda rank: script(job, rank), 0, job.faults, job.machines)
     cluster.network.delays = delays
     prepare(cluster)
     cluster.run(400)
@@ -268,9 +263,7 @@ def befall_each_packet(
     """Play a job as often as it has packets of today; each time, that is what becomes of another one."""
     for fatal in packets(play_with(job, lambda *_: ON_TIME, play)):
         with named(f"packet {fatal} has the copies {fate}"):
-            play_with(
-                job, lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME, play
-            )  # type: ignore[misc]
+            play_with(job, lambda _, count, *ends, fatal=fatal: fate if count == fatal else ON_TIME, play)  # type: ignore[misc]
 
 
 def end_at_each_packet(
@@ -295,9 +288,7 @@ def end_at_each_packet(
             play_with(job, die, play)
 
 
-def kill_at_each_packet(
-    job: Job, rank: int, play: Play = TRAINING, packets: Packets = of_today
-) -> None:
+def kill_at_each_packet(job: Job, rank: int, play: Play = TRAINING, packets: Packets = of_today) -> None:
     """Play a job as often as it has packets of today, and kill ``rank`` at another one that concerns it."""
 
     def kill(cluster: Cluster) -> None:

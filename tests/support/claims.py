@@ -34,8 +34,7 @@ EVERYDAY = {
         "tests/unit/net/test_descriptors.py::test_exhausted_descriptors_are_reported"
     ),
     "tests/integration/test_memory_pressure.py::test_a_server_that_is_short_of_memory_refuses_keys_and_lives": (
-        "tests/unit/core/server/test_memory_pressure.py"
-        "::test_new_work_is_refused_until_there_is_memory_again"
+        "tests/unit/core/server/test_memory_pressure.py::test_new_work_is_refused_until_there_is_memory_again"
     ),
 }
 """A test that a line names, and does not run every day -> an everyday test of the same rule."""
@@ -44,15 +43,10 @@ EVERYDAY = {
 def lines() -> list[str]:
     """Return all lines that say what holds."""
     guarantees, security = (
-        (ROOT / "docs" / page).read_text(encoding="utf-8")
-        for page in ("guarantees.md", "security.md")
+        (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("guarantees.md", "security.md")
     )
     shown = guarantees + security.partition("## Shown by")[2]
-    return [
-        line
-        for line in shown.splitlines()
-        if line.startswith("| ") and not line.startswith(HEADING)
-    ]
+    return [line for line in shown.splitlines() if line.startswith("| ") and not line.startswith(HEADING)]
 
 
 def faults(everyday: Iterable[str]) -> list[str]:
@@ -67,7 +61,6 @@ def faults(everyday: Iterable[str]) -> list[str]:
         if EVERYDAY.get(test, test) not in run
     ]
     found += [
-        f"tests/support/claims.py: no line of the docs names {test}"
-        for test in EVERYDAY.keys() - named
+        f"tests/support/claims.py: no line of the docs names {test}" for test in EVERYDAY.keys() - named
     ]
     return found

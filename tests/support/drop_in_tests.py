@@ -63,9 +63,7 @@ def provide() -> None:
         whole.torch = ours  # type: ignore[attr-defined]
         sys.modules |= {library: whole, f"{library}.torch": ours}
         for part in parts:
-            sys.modules[f"{library}.torch.{part}"] = importlib.import_module(
-                f"{ours.__name__}.{part}"
-            )
+            sys.modules[f"{library}.torch.{part}"] = importlib.import_module(f"{ours.__name__}.{part}")
     for part in ("common", "common.exceptions"):
         sys.modules[f"horovod.{part}"] = importlib.import_module(f"kvps.compat.horovod.{part}")
     common = ModuleType("common")

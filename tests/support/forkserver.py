@@ -137,9 +137,7 @@ class ForkServer:
             os.unlink(self.address)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(self.address)
-            listener.listen(
-                BACKLOG
-            )  # from here on it can be connected to, before it has imported anything
+            listener.listen(BACKLOG)  # from here on it can be connected to, before it has imported anything
             listener.set_inheritable(True)
             # Not by Popen, which warns of a process that outlives it, as this one may.
             os.posix_spawn(

@@ -33,9 +33,7 @@ def cover(cases: Sequence[Mapping[str, str]]) -> set[int]:
 
 def _pairs(case: Mapping[str, str]) -> set[Pair]:
     """Return the pairs of a case; its values alone where there is but one parameter."""
-    together = (
-        combinations(case.items(), 2) if len(case) > 1 else [[value] for value in case.items()]
-    )
+    together = combinations(case.items(), 2) if len(case) > 1 else [[value] for value in case.items()]
     return {frozenset(values) for values in together}
 
 

@@ -128,11 +128,7 @@ def program_of(
 
 def variables_at_import(env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a fork cannot be given any more."""
-    return {
-        name: value
-        for name, value in env.items()
-        if name.startswith(AT_IMPORT) and name not in HARMLESS
-    }
+    return {name: value for name, value in env.items() if name.startswith(AT_IMPORT) and name not in HARMLESS}
 
 
 def take_on(argv: Sequence[str], env: Mapping[str, str]) -> None:

@@ -179,9 +179,7 @@ class Stage:
 
     def states(self) -> dict[str, str]:
         """The state of each seat, by its name."""
-        return {
-            str(node): seat.state.value for node, seat in self.scheduler.job.seats.by_node.items()
-        }
+        return {str(node): seat.state.value for node, seat in self.scheduler.job.seats.by_node.items()}
 
     def form(self) -> None:
         """Fill every seat: ``s0`` …, then ``w0`` …"""
@@ -194,11 +192,7 @@ class Stage:
 
 def is_sent(effect: Effect, cls: type[Message], route: str | None = None) -> bool:
     """Whether ``effect`` sends such a message (along this route)."""
-    return (
-        isinstance(effect, Send)
-        and isinstance(effect.packet.message, cls)
-        and route in (None, effect.to)
-    )
+    return isinstance(effect, Send) and isinstance(effect.packet.message, cls) and route in (None, effect.to)
 
 
 def sent(effects: Iterable[Effect], cls: type[M], route: str | None = None) -> list[M]:

@@ -59,18 +59,14 @@ class Cluster:
             if self.rule is not None:
                 stage.optimizer(self.rule, **RULES[self.rule])
 
-    def push(
-        self, server: int, rank: int, number: int, whole: torch.Tensor | None = None
-    ) -> list[Said]:
+    def push(self, server: int, rank: int, number: int, whole: torch.Tensor | None = None) -> list[Said]:
         """One server gets its part of a push; what it tells others is posted."""
         part, stage = self.where[server], self.stages[server]
         whole = gradient(rank, number) if whole is None else whole
         row = whole[part.start : part.start + part.size]
         (piece,) = stage.pieces["w"]
         run = (Run(piece.start, piece.size, number),)
-        return self.hand_over(
-            server, stage.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row)
-        )
+        return self.hand_over(server, stage.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, run), row))
 
     def hand_over(self, server: int, said: list[Said]) -> list[Said]:
         assert not heard(said, Error), said

@@ -137,9 +137,7 @@ class ServerStage:
         ]
         for rank, seat in enumerate(servers or [Seat("held", 1 + r) for r in range(self.servers)]):
             endpoint = f"tcp://s{rank}:{seat.incarnation}"
-            listed.append(
-                Member(Role.SERVER, rank, seat.incarnation, seat.state, endpoint, "host", 0.0, "")
-            )
+            listed.append(Member(Role.SERVER, rank, seat.incarnation, seat.state, endpoint, "host", 0.0, ""))
         return self.scheduler(View(self.view, phase, "", tuple(listed), epoch, since))
 
     def replace(self, rank: int) -> list[Said]:
@@ -444,9 +442,7 @@ def optimizing(
     name: str, call: int = 1, create: bool = True, store: str = "kv", **numbers: object
 ) -> Optimize:
     hyper = resolve(name, numbers)
-    return Optimize(
-        store, call, create, name, dict(hyper.values), dict(hyper.lr_mult), dict(hyper.wd_mult)
-    )
+    return Optimize(store, call, create, name, dict(hyper.values), dict(hyper.lr_mult), dict(hyper.wd_mult))
 
 
 def as_row(values: Sequence[float] | torch.Tensor) -> torch.Tensor:
@@ -461,9 +457,7 @@ def zeros(count: int, dtype: str = "float32") -> torch.Tensor:
 
 def heard(said: Iterable[Said], cls: type[M], to: str | bytes | None = None) -> list[M]:
     """The messages of one class (to one route)."""
-    return [
-        item.message for item in said if isinstance(item.message, cls) and to in (None, item.to)
-    ]
+    return [item.message for item in said if isinstance(item.message, cls) and to in (None, item.to)]
 
 
 def pulled(said: Iterable[Said]) -> dict[int, list[float]]:

@@ -95,9 +95,7 @@ def image(
     return Snapshot(server, servers, (made, plain))
 
 
-def _portion(
-    weight: torch.Tensor, start: int, stop: int, version: int, cuts: Sequence[int]
-) -> SnapshotPart:
+def _portion(weight: torch.Tensor, start: int, stop: int, version: int, cuts: Sequence[int]) -> SnapshotPart:
     number = sum(cut <= start for cut in cuts)
     state = {}
     if weight.is_floating_point() and number != 1:  # of some elements there was no update yet
@@ -105,9 +103,7 @@ def _portion(
             "exp_avg": weight[start:stop].float() + 0.5,
             "exp_avg_sq": weight[start:stop] * 2,
         }
-    return SnapshotPart(
-        start, history(version + number, version, number, number), weight[start:stop], state
-    )
+    return SnapshotPart(start, history(version + number, version, number, number), weight[start:stop], state)
 
 
 def manifest_of(
@@ -122,9 +118,7 @@ def manifest_of(
         epoch=3,
         workers=4,
         version="0.1.0",
-        images=tuple(
-            ImageFile(image_name(server, servers), *one) for server, one in enumerate(written)
-        ),
+        images=tuple(ImageFile(image_name(server, servers), *one) for server, one in enumerate(written)),
         stores=together(map(holdings, images)),
         tag=tag,
     )

@@ -37,9 +37,7 @@ def write(path: Path, address: str) -> None:
         address: where the fork server listens, to which this process is connected.
     """
     root = os.path.abspath(f"{__file__}/../../..")
-    path.write_text(
-        TEXT.format(python=sys.executable, root=root, address=address, tests=os.getpid())
-    )
+    path.write_text(TEXT.format(python=sys.executable, root=root, address=address, tests=os.getpid()))
     path.chmod(0o755)
 
 

@@ -152,11 +152,7 @@ class Costs:
                 file: {"took_s": round(took, 1), "cost_s": round(self._cost[file], 1)}
                 for file, took in self._took.items()
             }
-            rows = {
-                file: row
-                for file, row in rows.items()
-                if row["took_s"] > 1 and (ROOT / file).exists()
-            }
+            rows = {file: row for file, row in rows.items() if row["took_s"] > 1 and (ROOT / file).exists()}
             rows = dict(sorted(rows.items(), key=lambda row: -row[1]["took_s"]))
             RECORD.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -82,9 +82,7 @@ class Browser:
         lines = self._ask("POST", f"{self._session}/se/log", {"type": "performance"})
         events = [json.loads(one["message"])["message"] for one in lines]
         return [
-            one["params"]["request"]["url"]
-            for one in events
-            if one["method"] == "Network.requestWillBeSent"
+            one["params"]["request"]["url"] for one in events if one["method"] == "Network.requestWillBeSent"
         ]
 
     def screenshot(self, path: Path) -> None:

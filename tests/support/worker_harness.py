@@ -165,9 +165,7 @@ class Bench:
         """Let a worker of this machine ask something, along a connection that it opened."""
         return self._from_worker(b"from %d" % rank, rank, message, payload, seq=seq, **more)
 
-    def leader(
-        self, rank: int, message: Message, *payload: torch.Tensor, **more: object
-    ) -> list[Effect]:
+    def leader(self, rank: int, message: Message, *payload: torch.Tensor, **more: object) -> list[Effect]:
         """Let a worker of this machine answer, along a connection that we opened."""
         return self._from_worker(f"worker {rank}", rank, message, payload, **more)
 

@@ -20,17 +20,13 @@ DMLC = {
 def test_no_sign_of_a_cluster():
     assert config.cluster({}) is None
     assert config.cluster({"SLURM_STEP_NUM_TASKS": "1", "OMPI_COMM_WORLD_SIZE": "1"}) is None
-    assert config.cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None, (
-        "a batch script is one process"
-    )
+    assert config.cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) is None, "a batch script is one process"
     assert config.cluster({"KVPS_SCHEDULER": ""}) is None
 
 
 def test_process_of_torchrun_is_not_alone():
     torchruns = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0"}
-    with pytest.raises(
-        ConfigError, match=r"torchrun started 2 processes .* KVPS_SCHEDULER is not set"
-    ):
+    with pytest.raises(ConfigError, match=r"torchrun started 2 processes .* KVPS_SCHEDULER is not set"):
         config.check_alone({**torchruns, "WORLD_SIZE": "2"})
     assert config.cluster({**torchruns, "WORLD_SIZE": "2"}) is None, "gloo needs no scheduler"
     config.check_alone({**torchruns, "WORLD_SIZE": "1"})

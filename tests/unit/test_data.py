@@ -97,9 +97,7 @@ def test_samplers_share_a_dataset_out() -> None:
 @pytest.mark.parametrize(("drop_last", "each"), [(False, 4), (True, 3)])
 def test_all_workers_get_equally_many_examples(drop_last: bool, each: int) -> None:
     dataset = TensorDataset(torch.arange(10))
-    samplers = [
-        kvps.data_sampler(dataset, Store(rank, 3), drop_last=drop_last) for rank in range(3)
-    ]
+    samplers = [kvps.data_sampler(dataset, Store(rank, 3), drop_last=drop_last) for rank in range(3)]
     assert [len(list(sampler)) for sampler in samplers] == [each] * 3
 
 

@@ -24,8 +24,7 @@ def locked(name: str) -> dict[str, str]:
     """Return package -> version; every line names the SHA-256 of a file."""
     lines = (ROOT / "deploy" / name).read_text().splitlines()
     found = [
-        re.fullmatch(r"([\w-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}", one)
-        for one in lines[1:]
+        re.fullmatch(r"([\w-]+)==([\w.]+)(?:\+cpu)? --hash=sha256:[0-9a-f]{64}", one) for one in lines[1:]
     ]
     assert all(found), lines
     return {one.group(1).replace("_", "-"): one.group(2) for one in found if one}
@@ -95,9 +94,7 @@ def lock_base(folder: Path, *base: str, pull: int = 0, digests: str) -> tuple[in
     docker.write_text(DOCKER.format(pull=pull, digests=digests))
     docker.chmod(0o755)
     env = {"PATH": f"{tools}:{os.environ['PATH']}"}
-    ran = subprocess.run(
-        ["bash", script, *base], env=env, capture_output=True, text=True, check=False
-    )
+    ran = subprocess.run(["bash", script, *base], env=env, capture_output=True, text=True, check=False)
     written = deploy / ".env"
     return ran.returncode, ran.stderr, written.read_text() if written.exists() else ""
 

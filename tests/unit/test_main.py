@@ -47,7 +47,5 @@ def test_kvps_runs_as_a_module_without_torch() -> None:
     code += "try: runpy.run_module('kvps', run_name='__main__')\n"
     code += "except SystemExit as end: assert end.code == 0\n"
     code += "assert 'torch' not in sys.modules"
-    told = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert "kvps-launch" in told.stdout

@@ -82,9 +82,7 @@ def test_a_command_that_fails_ends_it_with_what_it_printed() -> None:
         release.run(sys.executable, "-c", "import sys; print('broken'); sys.exit(3)", quiet=True)
 
 
-def test_pythons_that_do_not_start_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pythons_that_do_not_start_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, code in (("python3.12", 0), ("python3.13", 127)):
         (tmp_path / name).write_text(f"#!/bin/sh\nexit {code}\n")
         (tmp_path / name).chmod(0o755)

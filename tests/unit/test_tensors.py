@@ -153,8 +153,6 @@ def test_a_frame_that_may_not_be_written_is_copied() -> None:
 
 def test_a_frame_at_an_odd_address_is_copied() -> None:
     for odd in (1, 2, 3):
-        back = from_frame(
-            memoryview(bytearray(b"\0" * odd + bytes([0, 0, 128, 63])))[odd:], "float32"
-        )
+        back = from_frame(memoryview(bytearray(b"\0" * odd + bytes([0, 0, 128, 63])))[odd:], "float32")
         assert back.data_ptr() % 4 == 0
         assert back.tolist() == [1.0]

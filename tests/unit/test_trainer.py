@@ -34,9 +34,7 @@ PLACES = [
 
 def net(dtype: torch.dtype = torch.float32) -> torch.nn.Sequential:
     """A small model with the same weights each time."""
-    model = torch.nn.Sequential(
-        torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3, bias=False)
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3, bias=False))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
@@ -57,9 +55,7 @@ def train(model: torch.nn.Module, trainer: kvps.Trainer, steps: int = 5) -> None
         trainer.step(backward(model))
 
 
-def train_torch(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5
-) -> torch.nn.Module:
+def train_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) -> torch.nn.Module:
     for _ in range(steps):
         count = backward(model)
         for param in model.parameters():
@@ -69,9 +65,7 @@ def train_torch(
     return model
 
 
-def assert_same(
-    one: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6
-) -> None:
+def assert_same(one: torch.nn.Module, other: torch.nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
@@ -142,9 +136,7 @@ def test_rescale_grad_of_the_user_counts_too() -> None:
     model, reference = net(), net()
     train(
         model,
-        kvps.Trainer(
-            model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", update_on_kvstore=True
-        ),
+        kvps.Trainer(model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", update_on_kvstore=True),
     )
     train_torch(reference, torch.optim.SGD(reference.parameters(), lr=0.05))
     assert_same(model, reference)

@@ -296,8 +296,7 @@ def name_of(cls: type[Message]) -> str:
 
 
 PACKETS = {
-    name_of(type(message)): Packet(envelope, message, payload)
-    for envelope, message, payload in _all()
+    name_of(type(message)): Packet(envelope, message, payload) for envelope, message, payload in _all()
 }
 
 

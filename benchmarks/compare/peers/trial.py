@@ -29,9 +29,7 @@ def measure(system: System, case: Case, rounds: int, python: str, reaper: Reaper
         return trial_of(group.wait(), 1 if system.kind == "ray" else case.workers, system.name)
 
 
-def _start_mxnet(
-    group: Group, system: System, case: Case, rounds: int, python: str, folder: str
-) -> None:
+def _start_mxnet(group: Group, system: System, case: Case, rounds: int, python: str, folder: str) -> None:
     env = _foreign_environment(folder)
     env |= {"DMLC_PS_ROOT_URI": LOOPBACK, "DMLC_PS_ROOT_PORT": str(free_port())}
     env |= {"DMLC_NODE_HOST": LOOPBACK, "DMLC_NUM_WORKER": str(case.workers)}
@@ -46,9 +44,7 @@ def _start_mxnet(
         group.start(f"mxnet worker {rank}", argv, env_of_worker, cwd=folder, is_measured=True)
 
 
-def _start_ray(
-    group: Group, system: System, case: Case, rounds: int, python: str, folder: str
-) -> None:
+def _start_ray(group: Group, system: System, case: Case, rounds: int, python: str, folder: str) -> None:
     words = [case.workload, str(rounds), str(case.workers), str(case.servers)]
     argv = [python, "-m", "benchmarks.compare.peers.ray", *words]
     env = _foreign_environment(folder)

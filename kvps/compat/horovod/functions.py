@@ -189,9 +189,7 @@ def allgather_object(
     size = torch.tensor([-len(packed) if error is not None else len(packed)], device="cpu")
     sizes = [int(count) for count in allgather(size, f"{key}.size", process_set)]
     row = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    rows = torch.split(
-        allgather(row, f"{key}.bytes", process_set), [abs(length_of) for length_of in sizes]
-    )
+    rows = torch.split(allgather(row, f"{key}.bytes", process_set), [abs(length_of) for length_of in sizes])
     for rank, length, encoded in zip(process_set.ranks, sizes, rows, strict=True):
         if length < 0:
             text = encoded.numpy().tobytes().decode()

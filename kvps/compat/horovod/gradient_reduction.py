@@ -151,9 +151,7 @@ class Reduction:
             compressed, context = self._compression.compress(change)
             handle = allreduce_async_(compressed, name=self._names[param], op=Adasum)
             sent.append((handle, context))
-        return [
-            self._compression.decompress(synchronize(handle), context) for handle, context in sent
-        ]
+        return [self._compression.decompress(synchronize(handle), context) for handle, context in sent]
 
 
 def _put(param: torch.Tensor, reduced: torch.Tensor) -> None:

@@ -111,9 +111,7 @@ class DistributedAdasum(Distributed):
         Raises:
             AssertionError: always.
         """
-        raise AssertionError(
-            "Skipping synchronization is not supported when using Adasum optimizer."
-        )
+        raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     def synchronize(self) -> None:
@@ -130,9 +128,7 @@ class DistributedAdasum(Distributed):
         before = [param.detach().clone() for param in params]
         result = super(Distributed, self).step(closure)
         changes = [param - old for param, old in zip(params, before, strict=True)]
-        for param, old, change in zip(
-            params, before, self._reduction.combine(changes), strict=True
-        ):
+        for param, old, change in zip(params, before, self._reduction.combine(changes), strict=True):
             param.copy_(old + change)
         return result
 
@@ -238,8 +234,7 @@ def _named(
     counts = Counter(name for name, _ in named)
     if twice := sorted(str(name) for name, number in counts.items() if number > 1):
         raise ValueError(
-            "Parameter names in named_parameters must be unique. "
-            f"Found duplicates: {', '.join(twice)}"
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(twice)}"
         )
     known = {param for _, param in named}
     if unnamed := [number for number, param in enumerate(params) if param not in known]:
@@ -261,17 +256,13 @@ def _checked_groups(groups: Any, params: Sequence[torch.Tensor]) -> list[list[to
         return []
     if isinstance(groups, int):
         if groups < 0:
-            raise ValueError(
-                "groups should be a non-negative integer or a list of list of torch.Tensor."
-            )
+            raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
         wanted = [param for param in params if param.requires_grad]
         rows = even_rows(len(wanted), groups) if groups else []
         starts = [sum(rows[:place]) for place in range(len(rows))]
         return [wanted[start : start + size] for start, size in zip(starts, rows, strict=True)]
     if not isinstance(groups, list | tuple):
-        raise ValueError(
-            "groups should be a non-negative integer or a list of list of torch.Tensor."
-        )
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
     members = [param for group in groups for param in group]
     if any(not isinstance(member, torch.Tensor) for member in members):
         raise ValueError("groups must consist of torch.Tensor.")

@@ -63,9 +63,7 @@ class ProcessSet:
         return current().running().rank in self.ranks
 
     def __str__(self) -> str:
-        return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
-        )
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
 
     __repr__ = __str__
 
@@ -88,9 +86,7 @@ global_process_set: ProcessSet = _Global()
 """The set of all ranks."""
 
 
-def init(
-    comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None
-) -> None:
+def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Join the job, and wait until all ranks have called; nothing if it was called before.
 
     Args:

@@ -79,9 +79,7 @@ class KVStore(KVStoreBase):
             ValueError: for another capability than ``"optimizer"``.
         """
         if capability.lower() != KVStoreBase.OPTIMIZER:
-            raise ValueError(
-                f"unknown capability {capability!r}; there is {KVStoreBase.OPTIMIZER!r}"
-            )
+            raise ValueError(f"unknown capability {capability!r}; there is {KVStoreBase.OPTIMIZER!r}")
         return self.store.is_capable(capability.lower())
 
     # --- values -------------------------------------------------------------------------------------
@@ -105,9 +103,7 @@ class KVStore(KVStoreBase):
         else:
             self._update(self._updater, keys, values)
 
-    def pull(
-        self, key: object, out: object = None, priority: int = 0, ignore_sparse: bool = True
-    ) -> None:
+    def pull(self, key: object, out: object = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write values into ``out`` after this worker's pushes of these keys.
 
         Args:
@@ -156,9 +152,7 @@ class KVStore(KVStoreBase):
         outs = _values(_demand("row_sparse_pull", "out", out))
         ids = _values(_demand("row_sparse_pull", "row_ids", row_ids))
         names = list(key) if isinstance(key, list | tuple) else [key]
-        for name, devices in zip(
-            names, outs if isinstance(key, list | tuple) else [outs], strict=True
-        ):
+        for name, devices in zip(names, outs if isinstance(key, list | tuple) else [outs], strict=True):
             targets = devices if isinstance(devices, list) else [devices]
             wanted = ids if isinstance(ids, list) else [ids] * len(targets)
             if isinstance(key, list | tuple) and isinstance(ids, list):
@@ -219,9 +213,7 @@ class KVStore(KVStoreBase):
     def _update(self, updater: Updater, keys: object, values: object) -> None:
         for key, devices in _pairs(keys, values):
             target = devices if isinstance(devices, list) else [devices]
-            received = torch.stack(
-                [torch.as_tensor(value).to(target[0].device) for value in target]
-            ).sum(0)
+            received = torch.stack([torch.as_tensor(value).to(target[0].device) for value in target]).sum(0)
             stored = self.store.pull(key)
             number = int(key) if isinstance(key, int) else key
             updater(number, received.to(stored.dtype), stored)
@@ -360,8 +352,6 @@ def _grouped(key: object, values: Any) -> tuple[object, Any]:
 def _one_each(names: list[Any], ids: list[Any], name: object, outputs: int) -> list[Any]:
     """Return the row ids of one of several keys."""
     if len(ids) != len(names):
-        raise ConfigError(
-            f"row_sparse_pull: {len(ids)} row_ids for {len(names)} keys; give one for each key"
-        )
+        raise ConfigError(f"row_sparse_pull: {len(ids)} row_ids for {len(names)} keys; give one for each key")
     mine = ids[names.index(name)]
     return mine if isinstance(mine, list) else [mine] * outputs

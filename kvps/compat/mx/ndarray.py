@@ -112,9 +112,7 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     return torch.Tensor.as_subclass(value.detach(), torch.Tensor)
 
 
-def array(
-    source_array: object, ctx: torch.device | None = None, dtype: DType | None = None
-) -> NDArray:
+def array(source_array: object, ctx: torch.device | None = None, dtype: DType | None = None) -> NDArray:
     """Return a new array.
 
     Args:
@@ -136,9 +134,7 @@ def array(
     return _wrap(given.to(device=ctx or torch.device("cpu"), dtype=wanted, copy=True))
 
 
-def full(
-    shape: Shape, val: float, ctx: torch.device | None = None, dtype: DType = "float32"
-) -> NDArray:
+def full(shape: Shape, val: float, ctx: torch.device | None = None, dtype: DType = "float32") -> NDArray:
     """Return a new array, each element ``val``."""
     sizes = _sizes(shape)
     return _wrap(torch.full(sizes, val, dtype=_dtype(dtype), device=ctx or "cpu"))

@@ -132,9 +132,7 @@ class AdaDelta(Optimizer):
 class Ftrl(Optimizer):
     """Follow the regularised leader."""
 
-    rule = Rule(
-        "ftrl", {"lamda1": 0.01, "learning_rate": None, "beta": 1}, _same("lamda1", "beta"), 0.1
-    )
+    rule = Rule("ftrl", {"lamda1": 0.01, "learning_rate": None, "beta": 1}, _same("lamda1", "beta"), 0.1)
 
 
 class Adamax(Optimizer):

@@ -68,8 +68,7 @@ class Arenas:
             size = max(ARENA_BYTES_MIN, min(size, ARENA_BYTES_MAX))
             count = max(1, size // self._row_bytes)
             columns = {
-                name: torch.empty((count, self.dim), dtype=dtype)
-                for name, dtype in self.dtypes.items()
+                name: torch.empty((count, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
             }
             self._starts.append(self.room)
             self._arenas.append(Arena(self.room, count, columns))
@@ -78,9 +77,7 @@ class Arenas:
     def read(self, slots: Slots) -> Columns:
         """Return copies of the rows at ``slots``: of each column one tensor [len(slots), dim]."""
         if not len(slots):
-            return {
-                name: torch.empty((0, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
-            }
+            return {name: torch.empty((0, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()}
         parts = [
             (places, {name: column[at] for name, column in arena.columns.items()})
             for arena, places, at in self._cut(slots)
@@ -88,8 +85,7 @@ class Arenas:
         if len(parts) == 1:
             return parts[0][1]
         found = {
-            name: torch.empty((len(slots), self.dim), dtype=dtype)
-            for name, dtype in self.dtypes.items()
+            name: torch.empty((len(slots), self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
         }
         for places, part in parts:
             for name, rows in part.items():

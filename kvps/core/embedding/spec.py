@@ -58,8 +58,7 @@ class Admission:
         """Count one push of each id, named once each; return which of them are admitted by it."""
         width = self.counts.shape[1]
         places = [
-            (hashes(ids, COUNT_SALT + row) & np.uint64(width - 1)).view(np.int64)
-            for row in range(DEPTH)
+            (hashes(ids, COUNT_SALT + row) & np.uint64(width - 1)).view(np.int64) for row in range(DEPTH)
         ]
         pairs = list(zip(self.counts, places, strict=True))
         seen = np.minimum.reduce([counts[at] for counts, at in pairs])
@@ -116,9 +115,7 @@ class EmbeddingSpec:
         if not 1 <= self.dim <= DIM_MAX:
             raise ConfigError(f"dim={self.dim}: a row has 1 to {DIM_MAX} elements")
         if self.dtype not in BY_NAME or BY_NAME[self.dtype].kind == "int":
-            raise ConfigError(
-                f"dtype={self.dtype!r:.40}: rows are float32, float64, float16 or bfloat16"
-            )
+            raise ConfigError(f"dtype={self.dtype!r:.40}: rows are float32, float64, float16 or bfloat16")
         self.first.check()
         if not 1 <= self.admit <= ADMIT_MAX:
             raise ConfigError(
@@ -133,9 +130,7 @@ class EmbeddingSpec:
             if not 0 <= value <= WHOLE_MAX:
                 raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
         if self.hyper.lr_mult or self.hyper.wd_mult:
-            raise ConfigError(
-                "lr_mult and wd_mult apply to keys, and a table is a single key; omit them"
-            )
+            raise ConfigError("lr_mult and wd_mult apply to keys, and a table is a single key; omit them")
         if self.hyper.optional("clip_global_norm") is not None:
             raise ConfigError(
                 "clip_global_norm: the rows of a table are pushed by themselves, and have no part "
@@ -193,9 +188,7 @@ def recipe_of(
         rule = resolve(optimizer, hyper)
     bounds = {} if evict is None else evict
     if not isinstance(bounds, dict) or bounds.keys() - {"age", "rows"}:
-        raise ConfigError(
-            f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': number}}, or both"
-        )
+        raise ConfigError(f"evict={evict!r:.80}: give None, {{'age': versions}}, {{'rows': number}}, or both")
     if seed is None:
         digest = blake2b(name.encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") >> 1

@@ -79,9 +79,7 @@ class EmbeddingRows:
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
         fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
-        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {
-            name: tensor.dtype for name, tensor in fresh.items()
-        }
+        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: tensor.dtype for name, tensor in fresh.items()}
         self._arenas = Arenas(recipe.dim, dtypes)
         self._index = IdIndex()
         self._stamps = np.zeros(0, np.int64)
@@ -219,9 +217,7 @@ class EmbeddingRows:
 
     # --- exports and images -----------------------------------------------------------------------
 
-    def block(
-        self, start: int, count: int, since: int = 0, *, with_state: bool = False
-    ) -> ExportBatch:
+    def block(self, start: int, count: int, since: int = 0, *, with_state: bool = False) -> ExportBatch:
         """Return rows from slot ``start`` on: ``count`` at most, and some blocks have none.
 
         A row keeps its slot as long as it is there: of the rows that are there all the time, an export
@@ -261,9 +257,7 @@ class EmbeddingRows:
         slots = self._add(ids)
         self._stamps[slots] = stamps
         fresh = self._arenas.read(slots)
-        self._arenas.write(
-            slots, fresh | {name: columns[name] for name in fresh if name in columns}
-        )
+        self._arenas.write(slots, fresh | {name: columns[name] for name in fresh if name in columns})
 
     def count_in(self, counts: npt.NDArray[np.uint8], counted: int) -> None:
         """Take in how often ids without a row were pushed, as an image has it."""

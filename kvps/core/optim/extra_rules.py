@@ -92,9 +92,7 @@ class Lamb(Updater):
 
     def _norms(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> Tensor:
         mean = state["exp_avg"].lerp(gradient, 1 - self._beta1)
-        square = (state["exp_avg_sq"] * self._beta2).addcmul_(
-            gradient, gradient, value=1 - self._beta2
-        )
+        square = (state["exp_avg_sq"] * self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
         direction = self._direction(weight, mean, square, terms)
         return torch.stack((sum_of_squares(weight), sum_of_squares(direction)))
 

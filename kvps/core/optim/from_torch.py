@@ -34,9 +34,7 @@ _MANNER = frozenset({"foreach", "fused", "capturable"})
 """Options that choose how torch computes, not what; servers choose for themselves."""
 
 
-def describe(
-    optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | None = None
-) -> HyperParams:
+def describe(optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | None = None) -> HyperParams:
     """Return the name and hyper-parameters of a torch optimizer, as they are now.
 
     Its state (momenta, step counts) is not carried over.
@@ -79,9 +77,7 @@ def describe(
     return resolve(name, {**_carried(name, first), **factors})
 
 
-def _factors(
-    option: str, groups: list[dict[str, object]], keys: list[list[str]]
-) -> dict[str, float]:
+def _factors(option: str, groups: list[dict[str, object]], keys: list[list[str]]) -> dict[str, float]:
     """Give all groups one value of ``option``; return the factors that make up for it."""
     values = [cast("float", group[option]) for group in groups]
     common = next((value for value in values if value), values[0])
@@ -100,11 +96,7 @@ def _options(group: Mapping[str, object], declared: Mapping[str, object]) -> dic
         group: it also holds the parameters, and what schedulers note there (``initial_lr``, ...).
         declared: the options that the optimizer's class declares.
     """
-    return {
-        name: _plain(value)
-        for name, value in group.items()
-        if name in declared and name not in _MANNER
-    }
+    return {name: _plain(value) for name, value in group.items() if name in declared and name not in _MANNER}
 
 
 def _plain(value: object) -> object:
@@ -116,9 +108,7 @@ def _plain(value: object) -> object:
     return value
 
 
-def _check_same(
-    name: str, number: int, first: Mapping[str, object], other: Mapping[str, object]
-) -> None:
+def _check_same(name: str, number: int, first: Mapping[str, object], other: Mapping[str, object]) -> None:
     different = [option for option in first if other.get(option) != first[option]]
     if different:
         option = different[0]

@@ -100,9 +100,7 @@ class HyperParams:
             return
         wrong = ""
         if mode != "sync":
-            wrong = (
-                f"is dist_{mode}, which applies the push of each worker by itself; use dist_sync"
-            )
+            wrong = f"is dist_{mode}, which applies the push of each worker by itself; use dist_sync"
         elif quorum:
             wrong = (
                 f"closes rounds at {quorum} workers, so that keys of one step have other workers; "
@@ -230,15 +228,13 @@ def _multipliers(optimizer: str, which: str, factors: object) -> dict[str, float
     """Return key -> factor, checked; an int key is its decimal name, as everywhere in kvps."""
     if not isinstance(factors, Mapping):
         raise ConfigError(
-            f"optimizer '{optimizer}': {which}={reprlib.repr(factors)} is not a map; "
-            "give {key: factor}"
+            f"optimizer '{optimizer}': {which}={reprlib.repr(factors)} is not a map; give {{key: factor}}"
         )
     checked: dict[str, float] = {}
     for key, factor in factors.items():
         if isinstance(key, bool) or not isinstance(key, str | int):
             raise ConfigError(
-                f"optimizer '{optimizer}': {which} has the key {reprlib.repr(key)}; "
-                "keys are str or int"
+                f"optimizer '{optimizer}': {which} has the key {reprlib.repr(key)}; keys are str or int"
             )
         number = as_float(factor)
         if number is None or not 0 <= number <= FLOAT_MAX:
@@ -264,9 +260,7 @@ def register_schema(schema: Schema) -> None:
     if schema.name in SCHEMAS:
         raise ConfigError(f"optimizer '{schema.name}' is already registered; choose another name")
     if not schema.name.isidentifier() or schema.name != schema.name.lower():
-        raise ConfigError(
-            f"{schema.name!r} cannot name an optimizer; use lower-case letters, digits and _"
-        )
+        raise ConfigError(f"{schema.name!r} cannot name an optimizer; use lower-case letters, digits and _")
     SCHEMAS[schema.name] = schema
 
 
@@ -396,9 +390,7 @@ SCHEMAS: dict[str, Schema] = {
         Schema.of(
             "delayed_nesterov",
             _rate("momentum", 0.9, "share of the last momentum in this one"),
-            Parameter(
-                "period", 1, kind=int, low=1, doc="pushes from one step of the momentum to the next"
-            ),
+            Parameter("period", 1, kind=int, low=1, doc="pushes from one step of the momentum to the next"),
             lr=0.7,
         ),
         Schema.of("test", lr=1.0),

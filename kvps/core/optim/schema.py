@@ -65,9 +65,7 @@ class Parameter:
         bounds = ""
         if self.low is not None or self.high is not None:
             left = "(-inf" if self.low is None else f"{'(' if self.low_open else '['}{self.low:g}"
-            right = (
-                "inf)" if self.high is None else f"{self.high:g}{')' if self.high_open else ']'}"
-            )
+            right = "inf)" if self.high is None else f"{self.high:g}{')' if self.high_open else ']'}"
             bounds = f" in {left}, {right}"
         return noun + bounds + (" or None" if self.default is None else "")
 
@@ -96,9 +94,7 @@ class Parameter:
     def _contains(self, number: float) -> bool:
         if abs(number) > FLOAT_MAX:
             return False
-        if self.low is not None and not (
-            number > self.low if self.low_open else number >= self.low
-        ):
+        if self.low is not None and not (number > self.low if self.low_open else number >= self.low):
             return False
         return self.high is None or (number < self.high if self.high_open else number <= self.high)
 

@@ -71,9 +71,7 @@ TORCH_RULES: Mapping[str, TorchRule] = {
     "adamw": TorchRule(adam, _ADAM, fuses=True, fixed={"decoupled_weight_decay": True}),
     "adagrad": TorchRule(adagrad, {"sum": ""}, fuses=True, initial="initial_accumulator_value"),
     "adadelta": TorchRule(adadelta, {"square_avg": "", "acc_delta": ""}),
-    "rmsprop": TorchRule(
-        rmsprop, {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"}
-    ),
+    "rmsprop": TorchRule(rmsprop, {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"}),
     "nadam": TorchRule(nadam, _MOMENTS),
     "radam": TorchRule(radam, _MOMENTS),
     "adamax": TorchRule(adamax, {"exp_avg": "", "exp_inf": ""}),
@@ -113,8 +111,7 @@ class TorchUpdater(Updater):
         rule = self._rule = TORCH_RULES[hyper.name]
         self._initial = hyper.number(rule.initial) if rule.initial else 0.0
         self._states = [
-            name if not option or hyper.values[option] else None
-            for name, option in rule.states.items()
+            name if not option or hyper.values[option] else None for name, option in rule.states.items()
         ]
         own = {
             name: value
@@ -248,9 +245,7 @@ def register(name: str, cls: type[Updater], schema: Schema) -> None:
         register("half", Half, Schema.of("half", lr=0.1))
     """
     if schema.name != name:
-        raise ConfigError(
-            f"optimizer '{name}' has the schema of '{schema.name}'; use the same name for both"
-        )
+        raise ConfigError(f"optimizer '{name}' has the schema of '{schema.name}'; use the same name for both")
     register_schema(schema)
     UPDATERS[name] = cls
 

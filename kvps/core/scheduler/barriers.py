@@ -104,9 +104,7 @@ Standing = dict[int, Waiter | None]
 class Barriers:
     """The ranks at each barrier, and the barriers that were passed."""
 
-    def __init__(
-        self, required: Iterable[int], names_max: int = TABLE["barrier_names"].default
-    ) -> None:
+    def __init__(self, required: Iterable[int], names_max: int = TABLE["barrier_names"].default) -> None:
         self.required = set(required)
         self._names_max = names_max
         self.lost: set[int] = set()
@@ -225,17 +223,12 @@ class Barriers:
                     pass
             if name not in self.open.keys() | self.released.keys():
                 self.hasty.discard(name)
-        return [
-            RoutedMessage(answered.route, Error(answered.seq, code, text))
-            for _, answered in waiters
-        ]
+        return [RoutedMessage(answered.route, Error(answered.seq, code, text)) for _, answered in waiters]
 
     def resume(self, rank: int, store: str, pushed: int) -> list[RoutedMessage]:
         """A rank goes on after so many rounds of a store; return the answers that are due by that."""
         self.resumed[store, rank] = pushed
-        return [
-            answer for name in list(self.open) if name[0] == store for answer in self._look_at(name)
-        ]
+        return [answer for name in list(self.open) if name[0] == store for answer in self._look_at(name)]
 
     def close(self, rank: int, stores: Iterable[str]) -> None:
         """A rank has closed stores. Their barriers are forgotten when there is no room for others."""
@@ -326,8 +319,7 @@ class Barriers:
             raise ConfigError(f"the name of a barrier has at most {NAME_MAX} characters")
         if numbers >= OPEN_MAX:
             raise Overload(
-                f"barrier {_shown(*name)} already has {OPEN_MAX} open waits; wait for these "
-                "before the next",
+                f"barrier {_shown(*name)} already has {OPEN_MAX} open waits; wait for these before the next",
                 limit="barriers",
             )
         known = self._known()
@@ -422,9 +414,7 @@ class Barriers:
     @property
     def passed(self) -> dict[Name, Passed]:
         """The passed barriers, kept across a restart: a worker that asks again is let through."""
-        return {
-            name: Passed(number, self.after[name][number]) for name, number in self.released.items()
-        }
+        return {name: Passed(number, self.after[name][number]) for name, number in self.released.items()}
 
     def restore(self, passed: dict[Name, Passed], resumed: dict[tuple[str, int], int]) -> None:
         """Continue from the state of an earlier scheduler; waiting ranks ask again."""

@@ -142,9 +142,7 @@ class CheckpointCoordinator:
 
     # --- who is there -------------------------------------------------------------------------
 
-    def meet(
-        self, workers: Iterable[int], servers: Iterable[int], is_running: bool, now: float
-    ) -> None:
+    def meet(self, workers: Iterable[int], servers: Iterable[int], is_running: bool, now: float) -> None:
         """These members are alive now; ``is_running`` while the job may have cuts."""
         if is_running and not self._is_running:
             self._next_at = now + self._pause_s
@@ -172,9 +170,7 @@ class CheckpointCoordinator:
         self._granted.clear()
         self._refused.clear()
         self._outbox.append(
-            Note(
-                "warning", f"server {rank} was replaced: epoch {self.epoch} begins with a rollback"
-            )
+            Note("warning", f"server {rank} was replaced: epoch {self.epoch} begins with a rollback")
         )
         self._again_at = now  # it has to be welcomed before it hears anything else
         return True
@@ -251,9 +247,7 @@ class CheckpointCoordinator:
         before = recovery.cut
         recovery.hear(node.rank, message)
         if isinstance(message, Restored) and message.error:
-            self._outbox.append(
-                Note("error", f"server {node.rank} cannot roll back: {shown(message.error)}")
-            )
+            self._outbox.append(Note("error", f"server {node.rank} cannot roll back: {shown(message.error)}"))
         if recovery.failure:
             self.failure = _hopeless(recovery.failure)
             self._outbox.append(Note("error", self.failure))
@@ -277,8 +271,7 @@ class CheckpointCoordinator:
         if self._is_unpushed and self.concluded is None and now >= self._unpushed_at:
             self.concluded = 0
             text = (
-                "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays "
-                "as it is"
+                "no last checkpoint: no worker has pushed yet; what earlier jobs have written stays as it is"
             )
             self._outbox.append(Note("warning", text))
         self._go_on(now)
@@ -381,23 +374,17 @@ class CheckpointCoordinator:
             if cut.is_over:
                 self._cut = None
                 self._next_at = now + min(self._every_s or RETRY_S, RETRY_S)
-                self._outbox.append(
-                    Note("warning", f"checkpoint {cut.number} was abandoned: {cut.reason}")
-                )
+                self._outbox.append(Note("warning", f"checkpoint {cut.number} was abandoned: {cut.reason}"))
 
     def _grant(self, cut: Cut) -> None:
         for asked in self._take_served():
             _keep(self._granted, asked.store, (asked.number, cut.number))
             for waiter in asked.waiters.values():
-                self._outbox.append(
-                    RoutedMessage(waiter.route, Checkpointed(waiter.seq, cut.number))
-                )
+                self._outbox.append(RoutedMessage(waiter.route, Checkpointed(waiter.seq, cut.number)))
 
     def _take_served(self) -> list[CheckpointRequest]:
         """Return the requests that the cut was begun for and that still stand; they stand no more."""
-        served = [
-            asked for store, asked in self._served.items() if self._requests.get(store) is asked
-        ]
+        served = [asked for store, asked in self._served.items() if self._requests.get(store) is asked]
         for request in served:
             del self._requests[request.store]
         self._served = {}
@@ -411,9 +398,7 @@ class CheckpointCoordinator:
     def _refuse(self, asked: CheckpointRequest, error: KvpsError) -> None:
         _keep(self._refused, asked.store, (asked.number, error))
         for waiter in asked.waiters.values():
-            self._outbox.append(
-                RoutedMessage(waiter.route, Error(waiter.seq, error.code, str(error)))
-            )
+            self._outbox.append(RoutedMessage(waiter.route, Error(waiter.seq, error.code, str(error))))
 
     def _say_again(self, now: float) -> None:
         self._again_at = now + AGAIN_S

@@ -205,19 +205,14 @@ class Cut:
     def commit(self) -> p.Commit:
         """Return what the manifest has to say."""
         images = tuple(
-            p.ImageSum(self.kept[rank].size, self.kept[rank].sha256)
-            for rank in sorted(self.servers)
+            p.ImageSum(self.kept[rank].size, self.kept[rank].sha256) for rank in sorted(self.servers)
         )
         stores: dict[str, p.StoreSum] = {}
         for kept in self.kept.values():
             for store_sum in kept.stores:
                 known = stores.get(store_sum.store)
-                stores[store_sum.store] = (
-                    store_sum if known is None else _together(known, store_sum)
-                )
-        return p.Commit(
-            self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last
-        )
+                stores[store_sum.store] = store_sum if known is None else _together(known, store_sum)
+        return p.Commit(self.number, self.tag, self.epoch, images, tuple(stores.values()), self.last)
 
 
 def _together(total: p.StoreSum, other: p.StoreSum) -> p.StoreSum:

@@ -116,9 +116,7 @@ class Job:
         """Something that a restart must know is not saved yet."""
         self._is_deserted = False
         """No worker is present any more; the log names the ranks that the job waits for."""
-        self._patience_until = (
-            None if settings.forming_max_s is None else now + settings.forming_max_s
-        )
+        self._patience_until = None if settings.forming_max_s is None else now + settings.forming_max_s
         """When a job that forms, or that cannot go on, is ended with workers in it."""
         self._trusted: dict[str, str] = {}
         """The session keys that connections are made by."""
@@ -239,9 +237,7 @@ class Job:
             self.apply_changes(now)
         self._schedule()
 
-    def ask_for_checkpoint(
-        self, rank: int, waiter: Waiter, request: Checkpoint, now: float
-    ) -> None:
+    def ask_for_checkpoint(self, rank: int, waiter: Waiter, request: Checkpoint, now: float) -> None:
         """A worker wants a cut."""
         self.checkpoints.ask(rank, waiter, request, now)
         self._perform_checkpoints()
@@ -431,9 +427,7 @@ class Job:
         if seat.node.role is Role.WORKER:
             place = (self.places() if places is None else places)[rank]
         master = self.seats.by_node[Node(Role.WORKER, 0)].master
-        return Welcome(
-            rank, seat.incarnation, self.settings.workers, self.settings.servers, *place, master
-        )
+        return Welcome(rank, seat.incarnation, self.settings.workers, self.settings.servers, *place, master)
 
     def places(self) -> dict[int, Place]:
         """Return for each worker's rank where it stands among the workers of its host."""

@@ -189,9 +189,7 @@ class Membership:
         seat.software = shortened(hello.software)
         is_supervisor = seat.is_guarded and hello.guardian
         if seat.is_guarded and not is_supervisor:
-            if (hello.host, hello.pid) not in [
-                (known.host, known.pid) for known in seat.links.values()
-            ]:
+            if (hello.host, hello.pid) not in [(known.host, known.pid) for known in seat.links.values()]:
                 seat.begin_script(now)
             for at in [at for at, earlier in seat.links.items() if earlier.is_supervisor is False]:
                 self.drop(at, now)
@@ -219,9 +217,7 @@ class Membership:
     def recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         """Return the seat that a packet speaks for; its route is bound to that seat by now."""
         seat = self.routes.get(route)
-        if seat is None or (
-            envelope.incarnation and (seat.node, seat.incarnation) != _named(envelope)
-        ):
+        if seat is None or (envelope.incarnation and (seat.node, seat.incarnation) != _named(envelope)):
             seat = self.holder(*_named(envelope))
             self._bind(route, seat, SeatLink(seat.host, seat.pid, None, now), now)
         seat.links[route].heard_at = seat.heard_at = now
@@ -332,9 +328,7 @@ class Membership:
     def workers(self, *states: State) -> list[Seat]:
         """Return the worker seats in any of these states, by rank."""
         return [
-            seat
-            for seat in self.by_node.values()
-            if seat.node.role is Role.WORKER and seat.state in states
+            seat for seat in self.by_node.values() if seat.node.role is Role.WORKER and seat.state in states
         ]
 
     @property

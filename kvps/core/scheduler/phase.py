@@ -28,9 +28,7 @@ class Phase(enum.Enum):
     """It cannot go on, or is over; it ends as soon as no worker is here."""
 
 
-def assess(
-    seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: float
-) -> tuple[Phase, str]:
+def assess(seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: float) -> tuple[Phase, str]:
     """Decide how the job stands, and say why. ``formed``: all seats have been taken once."""
     workers = [seat for seat in seats.values() if seat.node.role is Role.WORKER]
     absent = [seat for seat in seats.values() if seat.state in (State.LOST, State.GONE)]
@@ -57,9 +55,7 @@ def assess(
 
 def told(seats: list[Seat]) -> str:
     """Say what became of these seats, and why."""
-    return some_of(
-        [f"{seat.node} is {seat.state.value} ({seat.reason})" for seat in seats], _NAMED_MAX
-    )
+    return some_of([f"{seat.node} is {seat.state.value} ({seat.reason})" for seat in seats], _NAMED_MAX)
 
 
 def _waiting(missing: list[Node], settings: Settings) -> str:

@@ -286,9 +286,7 @@ class Scheduler:
         """Say in the log that a newcomer was refused, unless that was said of many just now."""
         unsaid = self._refusals.exceeded
         if self._refusals.is_within(now):
-            more = (
-                f" ({unsaid} more were refused before, without a line in the log)" if unsaid else ""
-            )
+            more = f" ({unsaid} more were refused before, without a line in the log)" if unsaid else ""
             self.job.note("warning", f"refused {who}: {error}{more}")
 
     def _greet(self, route: Route, seat: Seat, now: float) -> None:
@@ -393,9 +391,7 @@ class Scheduler:
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:
             how = "is not a member of this job" if seat is None else f"is {seat.state.value}"
-            raise ConfigError(
-                f"{Node(Role(message.role), message.rank)} {how}: there is no member to evict"
-            )
+            raise ConfigError(f"{Node(Role(message.role), message.rank)} {how}: there is no member to evict")
         why = "evicted by the operator"
         fenced = Fenced(f"{seat.node} was {why}: stop")
         for at in list(seat.links):
@@ -411,18 +407,14 @@ class Scheduler:
         self.job.send(route, self.job.rendezvous.answer(seq, request))
         self.job.has_changed |= self.job.rendezvous.issued != before
 
-    def _on_cut(
-        self, route: Route, envelope: Envelope, message: Message, role: Role, now: float
-    ) -> None:
+    def _on_cut(self, route: Route, envelope: Envelope, message: Message, role: Role, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not role:
             raise ProtocolError(f"{seat.node} sent {type(message).__name__}; only a {role} may")
         self.job.revive(seat, now)
         self.job.hear_of_cut(seat.node, message, now)
 
-    def _on_checkpoint(
-        self, route: Route, envelope: Envelope, request: p.Checkpoint, now: float
-    ) -> None:
+    def _on_checkpoint(self, route: Route, envelope: Envelope, request: p.Checkpoint, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER:
             raise ProtocolError(f"{seat.node} asked for a checkpoint; only workers may")
@@ -460,9 +452,7 @@ class Scheduler:
     def _on_resume(self, route: Route, envelope: Envelope, resume: p.Resume, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.WORKER or not seat.is_alive:
-            raise ProtocolError(
-                f"{seat.node} ({seat.state.value}) asked to resume; only workers may"
-            )
+            raise ProtocolError(f"{seat.node} ({seat.state.value}) asked to resume; only workers may")
         self.job.revive(seat, now)
         barriers, rank = self.job.barriers, seat.node.rank
         if not seat.is_replacement:
@@ -474,9 +464,7 @@ class Scheduler:
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, p.Resumed(envelope.seq, True, numbers))
 
-    def _on_measured(
-        self, route: Route, envelope: Envelope, measured: p.Measured, now: float
-    ) -> None:
+    def _on_measured(self, route: Route, envelope: Envelope, measured: p.Measured, now: float) -> None:
         seat = self._recognise(route, envelope, now)
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} sent figures; only servers may")
@@ -517,9 +505,7 @@ class Scheduler:
         if hello.role != envelope.role:
             raise ProtocolError(f"a {envelope.role} asked for the seat of a {Role(hello.role)}")
         if hello.role not in (Role.SERVER, Role.WORKER):
-            raise ProtocolError(
-                f"role {hello.role} cannot take a seat; only servers and workers can"
-            )
+            raise ProtocolError(f"role {hello.role} cannot take a seat; only servers and workers can")
         for name in ("host", "endpoint", "master"):
             text = getattr(hello, name)
             if len(text.encode()) > NAME_MAX:

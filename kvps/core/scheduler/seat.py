@@ -215,9 +215,7 @@ class Seat:
 
     # --- changes ----------------------------------------------------------------------------
 
-    def begin(
-        self, incarnation: int, hello: Hello, now: float, keys: tuple[str, str] = ("", "")
-    ) -> None:
+    def begin(self, incarnation: int, hello: Hello, now: float, keys: tuple[str, str] = ("", "")) -> None:
         """Begin a new life in this seat."""
         self.keys = keys
         self.state, self.incarnation = State.HELD, incarnation
@@ -342,9 +340,7 @@ class Claims:
         """Return what number a challenge must exceed to prove something to this newcomer."""
         if route not in self._since:
             if len(self._since) >= SEATS_MAX:
-                del self._since[
-                    next(iter(self._since))
-                ]  # the next HELLO of the oldest is a new claim
+                del self._since[next(iter(self._since))]  # the next HELLO of the oldest is a new claim
             self._since[route] = self._newest
         return self._since[route]
 

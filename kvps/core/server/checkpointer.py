@@ -202,9 +202,7 @@ class Checkpointer:
             self.taking.release()
             self.taking.release = None
 
-    def _look(
-        self, job: bytes | None, tag: str = "", for_whom: object = None, store: str = ""
-    ) -> FindCuts:
+    def _look(self, job: bytes | None, tag: str = "", for_whom: object = None, store: str = "") -> FindCuts:
         seat = self._member.seat
         return FindCuts(seat.rank, seat.servers, job, tag, for_whom, store)
 

@@ -103,9 +103,7 @@ class RequestContext:
 
     def members(self, store: ServerStore) -> frozenset[int]:
         """Return the ranks that a join of a store waits for."""
-        return self.member.quorum().members(
-            store.opened.on_worker_lost if store.ordered else "shrink"
-        )
+        return self.member.quorum().members(store.opened.on_worker_lost if store.ordered else "shrink")
 
     # --- sessions ---------------------------------------------------------------------------
 
@@ -159,9 +157,7 @@ class RequestContext:
 
     def greet(self, route: Route, envelope: Envelope) -> None:
         """Let in the worker that ``envelope`` names, of the incarnation that the view names."""
-        session = self.sessions.setdefault(
-            envelope.rank, Session(envelope.rank, route, envelope.incarnation)
-        )
+        session = self.sessions.setdefault(envelope.rank, Session(envelope.rank, route, envelope.incarnation))
         session.route = route
 
     def check_worker(self, envelope: Envelope) -> None:
@@ -247,9 +243,7 @@ class RequestContext:
         """Return the incarnation of a server in the newest view; 0 if the view does not name it."""
         members = self.member.view.members if self.member.view else ()
         lives = [
-            member.incarnation
-            for member in members
-            if (member.role, member.rank) == (Role.SERVER, rank)
+            member.incarnation for member in members if (member.role, member.rank) == (Role.SERVER, rank)
         ]
         return max(lives, default=0)
 
@@ -334,9 +328,7 @@ class RequestContext:
         """Say something to a worker; ``hold`` is released once ``payload`` has been read."""
         packet = Packet(self.member.envelope(), message, payload)
         if payload:
-            self.counts.add(
-                "kvps_payload_bytes_total", "out", sum([frame.nbytes for frame in payload])
-            )
+            self.counts.add("kvps_payload_bytes_total", "out", sum([frame.nbytes for frame in payload]))
         self.outbox.append(Send(session.route, packet, hold))
         link = session.link
         if payload and link is not None and link.sent_values(self.counts.now):

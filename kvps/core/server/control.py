@@ -59,9 +59,7 @@ class Control:
         memory_limit: bytes that values may take, with all that belongs to them; None for any number.
     """
 
-    def __init__(
-        self, context: RequestContext, push_pull: PushPull, memory_limit: int | None
-    ) -> None:
+    def __init__(self, context: RequestContext, push_pull: PushPull, memory_limit: int | None) -> None:
         self._context = context
         self._chunks = context.chunks
         self._push_pull = push_pull
@@ -107,9 +105,7 @@ class Control:
         """Return the contents of all stores, and a function that releases them."""
         chunks = self._chunks
         releases = [chunk.keep() for chunk in chunks.by_number.values()]
-        stores = tuple(
-            [capture.snapshot_of(store, chunks) for store in self._context.stores.values()]
-        )
+        stores = tuple([capture.snapshot_of(store, chunks) for store in self._context.stores.values()])
 
         def release() -> None:
             for let_go in releases:
@@ -140,8 +136,7 @@ class Control:
         if saved is None:
             names = ", ".join(repr(store.name) for store in snapshot.stores) or "none"
             raise StorageError(
-                f"the checkpoint has no store {name!r}; it has {names}. Create the store with that "
-                "name="
+                f"the checkpoint has no store {name!r}; it has {names}. Create the store with that name="
             )
         store = self._context.store(name)
         pieces = capture.revive(store, self._chunks, saved)
@@ -196,9 +191,7 @@ class Control:
             for shard in replaced:
                 for reading in self._aggregator.replace(store, shard):
                     if self._context.is_pending(reading):
-                        gone = KeyNotFound(
-                            f"key {shard.key!r} was replaced by another shape; read it again"
-                        )
+                        gone = KeyNotFound(f"key {shard.key!r} was replaced by another shape; read it again")
                         self._context.refuse(reading.session, reading.seq, gone)
             self._context.send(session, p.Declared(seq, places))
             self._context.retry()  # a key without elements needs no LOAD
@@ -221,9 +214,7 @@ class Control:
             reason = _of(message.creator, "has not loaded a value")(describe)
             return f"key {key[:64]!r}{and_more(left)}: {reason}"
 
-        self._context.attempt(
-            session, seq, PendingRequest(retry, why, len(message.entries), store.name)
-        )
+        self._context.attempt(session, seq, PendingRequest(retry, why, len(message.entries), store.name))
 
     def optimize(self, session: Session, seq: int, message: p.Optimize) -> None:
         """Set the optimizer, or wait until rank 0 has."""
@@ -433,9 +424,7 @@ class Control:
 
     def drop_old(self, now: float) -> None:
         """Drop the stores that ended a while ago."""
-        for store in [
-            candidate for candidate in self._context.stores.values() if self._has_ended(candidate)
-        ]:
+        for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
             if self._ended.is_due(store.name, now):
                 self._drop(store)
 
@@ -451,9 +440,7 @@ class Control:
 
     def _drop_ended(self) -> None:
         """Drop all stores that have ended: another is made."""
-        for store in [
-            candidate for candidate in self._context.stores.values() if self._has_ended(candidate)
-        ]:
+        for store in [candidate for candidate in self._context.stores.values() if self._has_ended(candidate)]:
             self._drop(store)
 
     def _drop(self, store: ServerStore) -> None:

@@ -43,12 +43,8 @@ def gauges(
         ("kvps_view", ""): member.number,
         ("kvps_round_age_seconds", ""): oldest_round_s,
         ("kvps_stores", ""): len(context.stores),
-        ("kvps_pending_requests", ""): sum(
-            [len(session.pending) for session in context.sessions.values()]
-        ),
-        ("kvps_memory_limit_bytes", ""): (
-            math.inf if budget.limit_bytes is None else budget.limit_bytes
-        ),
+        ("kvps_pending_requests", ""): sum([len(session.pending) for session in context.sessions.values()]),
+        ("kvps_memory_limit_bytes", ""): (math.inf if budget.limit_bytes is None else budget.limit_bytes),
         ("kvps_memory_used_ratio", ""): budget.pressure.used_share,
     }
     for kind, size in budget.reserved()._asdict().items():
@@ -83,9 +79,7 @@ def measure(
         oldest_round_s = max([stalled.age_s for stalled in rounds], default=0.0)
     counted = {**gauges(context, control, epoch, oldest_round_s), **context.counts.values()}
     counts = [
-        Count(name, label, float(value))
-        for (name, label), value in counted.items()
-        if math.isfinite(value)
+        Count(name, label, float(value)) for (name, label), value in counted.items() if math.isfinite(value)
     ]
     histograms = [
         Histogram(name, duration.buckets, float(duration.total_s))

@@ -12,9 +12,7 @@ from kvps.protocol.stores import Open
 MODES = ("sync", "async", "ssp")
 POLICIES = ("wait", "shrink", "fail")
 LATE = ("drop", "next")
-AGREED = tuple(
-    [field.name for field in fields(Open) if field.name not in ("store", "chunk_bytes", "life")]
-)
+AGREED = tuple([field.name for field in fields(Open) if field.name not in ("store", "chunk_bytes", "life")])
 """Options of a store that must be the same on every worker."""
 CHUNK_BYTES_MIN, CHUNK_BYTES_MAX = 64 << 10, 32 << 20
 """Bytes of a chunk. Twice the most must fit a frame: sums of halves travel as float32."""
@@ -36,8 +34,7 @@ def check_options(opened: Open) -> None:
         choice = getattr(opened, option)
         if choice not in choices:
             raise ConfigError(
-                f"store {opened.store!r}: {option} {choice!r:.40} must be one of "
-                f"{', '.join(choices)}"
+                f"store {opened.store!r}: {option} {choice!r:.40} must be one of {', '.join(choices)}"
             )
     if opened.average and opened.mode != "sync":
         raise ConfigError(

@@ -105,9 +105,7 @@ class PushPull:
             if not self._context.is_pending(reading) or is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
-            span.version
-            for run in message.runs
-            for span in chunk.spans_in(run.start, run.start + run.size)
+            span.version for run in message.runs for span in chunk.spans_in(run.start, run.start + run.size)
         )
         self._acknowledge(session, seq, version)
 
@@ -123,9 +121,7 @@ class PushPull:
             return DenseGradient.of(packet.payload, message.dtype)
         chunk.validate(message.runs)  # a few octets may say very many elements
         if chunk.dtype != "float32":
-            raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed"
-            )
+            raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, and only float32 is compressed")
         octets = DenseGradient.of(packet.payload, BY_NAME["uint8"].id).joined()
         gradient = torch.empty(sum([run.size for run in message.runs]), dtype=torch.float32)
         begin = at = 0
@@ -216,9 +212,7 @@ class PushPull:
                 ids = target.ids(packet.payload)
         self._wait(PendingRowRead.of(session, seq, store, message, target, ids))
 
-    def _rows(
-        self, message: p.PushRows | p.PullRows | p.PullChanged
-    ) -> tuple[KeyRows, ServerStore]:
+    def _rows(self, message: p.PushRows | p.PullRows | p.PullChanged) -> tuple[KeyRows, ServerStore]:
         store = self._context.store(message.store)
         return KeyRows.of(store, message.key), store
 

@@ -117,8 +117,7 @@ def why_unreadable(
     if ahead > store.opened.staleness:
         slowest = ranks_in_words([span.slowest(quorum.live)], describe)
         return (
-            f"rank {rank} is {ahead} pushes ahead of {slowest}, and "
-            f"staleness allows {store.opened.staleness}"
+            f"rank {rank} is {ahead} pushes ahead of {slowest}, and staleness allows {store.opened.staleness}"
         )
     return ""
 
@@ -226,9 +225,7 @@ class PendingRowRead(PendingRead):
     ) -> PendingRowRead:
         """Return what ``message`` asks for; ``ids`` are those that it names, if it names any."""
         pieces = target.pieces
-        asks = tuple(
-            [p.Ask(piece.start, piece.size, message.after, message.least) for piece in pieces]
-        )
+        asks = tuple([p.Ask(piece.start, piece.size, message.after, message.least) for piece in pieces])
         since = message.since if isinstance(message, p.PullChanged) else 0
         first = pieces[0].chunk
         return cls(session, seq, store.name, first, True, asks, target=target, ids=ids, since=since)
@@ -291,9 +288,7 @@ def _rows(
     return torch.split(target.read(chunks, ids), each) if len(ids) else ()
 
 
-def _note(
-    store: ServerStore, chunks: Chunks, target: KeyRows, ids: torch.Tensor, rank: int
-) -> None:
+def _note(store: ServerStore, chunks: Chunks, target: KeyRows, ids: torch.Tensor, rank: int) -> None:
     """Report the rows that are read to a rule that tracks pulls."""
     updater, width = store.updater, target.width
     if updater is None or not updater.tracks_pulls or BY_NAME[target.dtype].kind == "int":

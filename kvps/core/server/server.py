@@ -307,9 +307,7 @@ class Server:
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
         self._tally.forget()
         chunks = Chunks(self._memory, server, servers)
-        self.context = RequestContext(
-            self.member, chunks, self._outbox, lives, self._tally, self._limits
-        )
+        self.context = RequestContext(self.member, chunks, self._outbox, lives, self._tally, self._limits)
         self.push_pull = PushPull(self.context, workers, self._threads)
         self.control = Control(self.context, self.push_pull, self._memory_limit)
 
@@ -331,9 +329,7 @@ class Server:
         view = self.member.view
         if self.checkpointer.is_returning:
             return False
-        if view is not None and (
-            view.phase == "returning" or view.epoch != self.checkpointer.epoch
-        ):
+        if view is not None and (view.phase == "returning" or view.epoch != self.checkpointer.epoch):
             return False
         is_hello = issubclass(kind, p.Hello)  # it knows no view
         return is_hello or view is None or envelope.view >= view.since
@@ -464,9 +460,7 @@ class Server:
         if seq in session.pending:
             return  # it is being read
         order = self.checkpointer.ask(message, Reviving(session, seq, message))
-        session.pending[seq] = PendingRequest(
-            lambda: None, lambda _: "it is being read from the disk"
-        )
+        session.pending[seq] = PendingRequest(lambda: None, lambda _: "it is being read from the disk")
         self._outbox.append(order)
 
     def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:

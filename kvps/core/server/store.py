@@ -184,9 +184,7 @@ class ServerStore:
             raise ProtocolError("a DECLARE names a key twice")
         table = next((entry.key for entry in entries if entry.key.startswith(EMBEDDING)), None)
         if table is not None:
-            raise ProtocolError(
-                f"key {table!r:.60} is the key of a table, which only EMBED can create"
-            )
+            raise ProtocolError(f"key {table!r:.60} is the key of a table, which only EMBED can create")
         gone = {entry.key for entry in entries if call and self._lies_elsewhere(entry)}
         new = [entry for entry in entries if entry.key not in gone and self._is_new(entry, call)]
         if self.updater is not None and self.updater.max_norm is not None:
@@ -212,9 +210,7 @@ class ServerStore:
                 replaced.append(self.shards[entry.key])
             self._place(entry, call)
         places = [
-            Place(False, ())
-            if entry.key in gone
-            else self._expect(self.shards[entry.key], call, life)
+            Place(False, ()) if entry.key in gone else self._expect(self.shards[entry.key], call, life)
             for entry in entries
         ]
         return tuple(places), replaced
@@ -257,8 +253,7 @@ class ServerStore:
                     )
                 if rank != shard.loading[1][0]:
                     raise ProtocolError(
-                        f"rank {rank} may not load values of key {key!r}; only "
-                        f"rank {shard.loading[1][0]} may"
+                        f"rank {rank} may not load values of key {key!r}; only rank {shard.loading[1][0]} may"
                     )
                 piece = Piece(chunk.number, start, stop - start)
                 known = reached.get(piece, start + shard.empty.get(piece, piece.size))
@@ -412,9 +407,7 @@ class ServerStore:
         if hyper.number("lr") <= self.hyper.number("lr"):
             updater.take_over(self.updater)
         for dtype in {
-            TORCH[chunk.dtype]
-            for chunk in self._chunks.of_store(self.name)
-            if chunk.embedding is None
+            TORCH[chunk.dtype] for chunk in self._chunks.of_store(self.name) if chunk.embedding is None
         }:
             # Integers that no optimizer updates, such as a count of batches, are refused when they
             # are pushed.
@@ -434,9 +427,7 @@ class ServerStore:
             state = chunk.state = self.updater.new_state(chunk.buffer.tensor)
         return state
 
-    def restore(
-        self, chunk: Chunk, start: int, stop: int, step: int, rows: dict[str, torch.Tensor]
-    ) -> None:
+    def restore(self, chunk: Chunk, start: int, stop: int, step: int, rows: dict[str, torch.Tensor]) -> None:
         """Put an optimizer's state, which it had after ``step`` updates, from ``start`` to
         ``stop``.
 

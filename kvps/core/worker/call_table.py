@@ -151,15 +151,11 @@ class CallTable:
                     return
         values = list(call.values())
         operation = call.run(self._stores[call.store], values)
-        pending = PendingCall(
-            ticket, call, operation, values, deadline, on_end, limit_s=deadline - now
-        )
+        pending = PendingCall(ticket, call, operation, values, deadline, on_end, limit_s=deadline - now)
         self.pending[ticket] = pending
         yield from self._advance(pending, None, now)
 
-    def _advance(
-        self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float
-    ) -> Effects:
+    def _advance(self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float) -> Effects:
         """Let an operation go on until it waits for an answer, or ends."""
         while True:
             try:
@@ -244,8 +240,7 @@ class CallTable:
             sent += link.outstanding.values()
         known = set(sent)
         return all(request.confirmed_at >= since for request in sent) and all(
-            pending.waiting and known.issuperset(pending.waiting)
-            for pending in self.pending.values()
+            pending.waiting and known.issuperset(pending.waiting) for pending in self.pending.values()
         )
 
     def connections(self) -> Iterator[Connection]:
@@ -300,9 +295,7 @@ class CallTable:
                     link.refusal = str(error)
                 elif link.has_sent(message.seq):
                     # Its call is over, for instance since another server refused it for the same reason.
-                    yield Note(
-                        "debug", f"a call that is over was refused by {link.route!r}: {error}"
-                    )
+                    yield Note("debug", f"a call that is over was refused by {link.route!r}: {error}")
                 else:
                     yield Note("warning", str(error))
             case p.Answer():
@@ -327,9 +320,7 @@ class CallTable:
                 yield from self.taken_in(request, now)
                 if isinstance(request.owner, MergedRequest):
                     is_for_workers = stand.seq in for_workers
-                    yield from self.neighbours.waits(
-                        request.owner, stand.reason, is_for_workers, now
-                    )
+                    yield from self.neighbours.waits(request.owner, stand.reason, is_for_workers, now)
         _confirm(link.outstanding, message, now)
         for seq in message.missing:
             request = link.miss(seq)

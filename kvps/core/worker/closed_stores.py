@@ -87,8 +87,7 @@ class ClosedStores:
         """Take in an answer."""
         untold = self._untold.get(server, {})
         known = {
-            label_of(name, life) if server == self.SCHEDULER else name: name
-            for name, life in untold.items()
+            label_of(name, life) if server == self.SCHEDULER else name: name for name, life in untold.items()
         }
         for closed in stores:
             name = known.get(closed.store)

@@ -349,9 +349,7 @@ class Connection:
     def abandon(self) -> list[Request]:
         """Forget all requests without an answer; return them as if they were not sent, in the
         order of each lane."""
-        queued = [
-            request for lane in self._lanes.values() for request in lane if not request.dropped
-        ]
+        queued = [request for lane in self._lanes.values() for request in lane if not request.dropped]
         left = [*self.outstanding.values(), *queued]
         for request in left:
             request.seq, request.received, request.link = 0, False, None

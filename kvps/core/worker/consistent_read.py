@@ -298,17 +298,12 @@ class ReadTracker:
             if len({owed for _, owed in parts.values()}) > 1:
                 continue  # torn by a push that this rank owes to some parts only
             least[index] = max(version for version, _ in parts.values())
-            behind[index] = tuple(
-                piece for piece, (version, _) in parts.items() if version < least[index]
-            )
+            behind[index] = tuple(piece for piece, (version, _) in parts.items() if version < least[index])
         self._torn = [index for index, pieces in behind.items() if pieces]
         if not self._torn:
             return []
         # A plan of the same keys, so that what is noted of a key is noted at the same index.
-        keys = [
-            Key(key.name, key.spec, behind.get(index, ()))
-            for index, key in enumerate(self.plan.keys)
-        ]
+        keys = [Key(key.name, key.spec, behind.get(index, ())) for index, key in enumerate(self.plan.keys)]
         return self.ask(store, make(keys).shares, least)
 
 

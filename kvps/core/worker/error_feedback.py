@@ -133,9 +133,7 @@ class ErrorFeedback:
         if message.pull and setting.back is not None:
             held = self._held(share, keys)
         message = replace(message, runs=runs, code=code, back=setting.back, held=held)
-        request = Request(
-            share.server, message, payload_bytes=message.payload_sizes()[0], lane=share.chunk
-        )
+        request = Request(share.server, message, payload_bytes=message.payload_sizes()[0], lane=share.chunk)
 
         unencoded = self._unencoded.setdefault(share.chunk, deque())
         unencoded.append(request)
@@ -145,8 +143,7 @@ class ErrorFeedback:
                 unencoded[0].freeze()
             unencoded.popleft()
             parts = [
-                (keys[segment.key], segment, _part(rows[segment.key], segment))
-                for segment in share.segments
+                (keys[segment.key], segment, _part(rows[segment.key], segment)) for segment in share.segments
             ]
             if torch.isfinite(sum([part.sum() for _, _, part in parts], torch.tensor(0.0))):
                 return (self._encoded(parts, message, memory, setting.decay),)
@@ -260,9 +257,7 @@ class ErrorFeedback:
         missing = -1 if cached is None else version - cached.version
         if cached is None or not 0 <= missing <= len(deltas):
             had = "none" if cached is None else f"version {cached.version}"
-            raise ProtocolError(
-                f"{len(deltas)} steps to version {version}, and the values here are of {had}"
-            )
+            raise ProtocolError(f"{len(deltas)} steps to version {version}, and the values here are of {had}")
         for code, encoded in deltas[len(deltas) - missing :]:
             cached.values.add_(decode(code, encoded, torch.empty(len(out), dtype=torch.float32)))
         cached.version = version

@@ -154,9 +154,7 @@ def _worker_lost(store: WorkerStore, lost: LostWorker, now: float) -> WorkerLost
     )
 
 
-def complain(
-    store: str, is_ordered: bool, keys: Mapping[str, Key], found: Mapping[str, Dropped]
-) -> None:
+def complain(store: str, is_ordered: bool, keys: Mapping[str, Key], found: Mapping[str, Dropped]) -> None:
     """Tell the script of dropped updates of which it was not told before.
 
     Args:

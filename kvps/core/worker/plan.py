@@ -171,9 +171,7 @@ class ChunkSlice:
 
     def runs_by_key(self, numbers: Numbers) -> tuple[Run, ...]:
         """Return the runs of a push with these numbers, each of one key."""
-        return tuple(
-            [Run(start, size, of_key(numbers, key)) for start, size, key, _ in self.segments]
-        )
+        return tuple([Run(start, size, of_key(numbers, key)) for start, size, key, _ in self.segments])
 
     def numbers_by_key(self, numbers: Numbers) -> tuple[int, ...]:
         """Return the number of each of :meth:`runs_by_key`."""
@@ -359,10 +357,7 @@ class TransferPlan:
         for share in self.shares:
             sizes[share.server] = sizes.get(share.server, 0) + share.size
         holders = tuple(sorted(sizes))
-        return {
-            server: StepPart(self._digest[1], number, size, holders)
-            for server, size in sizes.items()
-        }
+        return {server: StepPart(self._digest[1], number, size, holders) for server, size in sizes.items()}
 
     @property
     def sizes(self) -> Sizes:
@@ -461,6 +456,4 @@ def make(keys: Sequence[Key], first: int = 0) -> TransferPlan:
     for (server, _), share in sorted(shares.items()):
         rank_in_server[server] = rank_in_server.get(server, -1) + 1
         order.append((rank_in_server[server], (server - first) % servers, share))
-    return TransferPlan(
-        tuple(keys), [share for _, _, share in sorted(order, key=lambda entry: entry[:2])]
-    )
+    return TransferPlan(tuple(keys), [share for _, _, share in sorted(order, key=lambda entry: entry[:2])])

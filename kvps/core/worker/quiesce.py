@@ -77,9 +77,7 @@ class Quiesce:
         """Synchronous store -> how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(
-        self, order: Halt, stores: Mapping[str, WorkerStore], now: float
-    ) -> list[DeferredCall]:
+    def halt(self, order: Halt, stores: Mapping[str, WorkerStore], now: float) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
         Returns:
@@ -197,8 +195,7 @@ class StoreResync:
 def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochChanged:
     """Return the error by which the user is told."""
     moved = [
-        f"{name!r} {version} -> {resync.after.get(name, 'absent')}"
-        for name, version in resync.before.items()
+        f"{name!r} {version} -> {resync.after.get(name, 'absent')}" for name, version in resync.before.items()
     ]
     return EpochChanged(
         f"a server was lost, and all servers rolled back to the last checkpoint (epoch {epoch}): "

@@ -213,17 +213,13 @@ class WorkerStore:
 
     def versions(self) -> dict[str, int]:
         """Return the highest version of each key that this rank knows of."""
-        return {
-            key.name: key.applied if self.ordered else key.version for key in self.keys.values()
-        }
+        return {key.name: key.applied if self.ordered else key.version for key in self.keys.values()}
 
     def pushed_versions(self) -> dict[str, float]:
         """Return the version of each key that holds all pushes of this rank; infinity where none
         is known to."""
         return {
-            key.name: key.number if self.ordered else math.inf
-            for key in self.keys.values()
-            if key.number
+            key.name: key.number if self.ordered else math.inf for key in self.keys.values() if key.number
         }
 
     def forget(self) -> None:

@@ -184,9 +184,7 @@ class Worker:
             elif (link := self.table.links[server]).ready:  # else it says CLOSE again
                 yield Send(link.route, self.member.packet(message))
 
-    def leave(
-        self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True
-    ) -> Effects:
+    def leave(self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True) -> Effects:
         """The process ends: say so, and if it failed, whether another can take its place."""
         yield from self.member.leave(done, exit_code, replaceable, reason)
         if self.member.welcome is None:
@@ -268,9 +266,7 @@ class Worker:
         for ticket in self._standstill.tickets:
             if ticket in self.table.pending:
                 yield self.table.pending[ticket].call
-        for deferred in chain(
-            self._quiesce.held, *(store.held for store in self._rejoins.values())
-        ):
+        for deferred in chain(self._quiesce.held, *(store.held for store in self._rejoins.values())):
             yield deferred.call
         for pending in self.table.pending.values():
             if not pending.finished:
@@ -357,9 +353,7 @@ class Worker:
     def _on_scheduler(self, packet: Packet, now: float) -> Effects:
         message = packet.message
         self.member.heard_at = now
-        is_fenced = (
-            isinstance(message, p.Error) and message.code == Fenced.code
-        )  # and not just a call
+        is_fenced = isinstance(message, p.Error) and message.code == Fenced.code  # and not just a call
         is_asked = isinstance(message, p.Error) and message.seq in self.table.asked
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
             yield from self.table.on_scheduler(packet, now)
@@ -586,9 +580,7 @@ class Worker:
                     "(kvps-scheduler with "
                     "--servers), or use the store 'allreduce', which needs none"
                 )
-            return ConfigError(
-                f"{call.title}: no server has joined yet. Wait until the cluster is complete"
-            )
+            return ConfigError(f"{call.title}: no server has joined yet. Wait until the cluster is complete")
         if not self.losses.is_any:
             return None
         return self.losses.error(self.stores.get(call.store), now)

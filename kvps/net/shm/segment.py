@@ -98,9 +98,7 @@ class Segment:
             fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         except (OSError, ValueError) as error:
             self.close()
-            raise Unshared(
-                f"cannot create a segment of {self.size_bytes} bytes: {error}"
-            ) from error
+            raise Unshared(f"cannot create a segment of {self.size_bytes} bytes: {error}") from error
         self._map[:NONCE_BYTES] = self.nonce.to_bytes(NONCE_BYTES, "big")
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data)
         self.postings = Postings(memoryview(self._map)[:PAGE_BYTES])

@@ -83,9 +83,7 @@ class JobDescription:
                 )
         for name in self.env:
             if not _VARIABLE.fullmatch(name):
-                raise ConfigError(
-                    f"--env {name!r} is not the name of a variable: use letters, digits and _"
-                )
+                raise ConfigError(f"--env {name!r} is not the name of a variable: use letters, digits and _")
             if name in OWN_VARIABLES:
                 raise ConfigError(
                     f"--env {name} contradicts the manifest, which sets the place of each process: omit it"

@@ -43,9 +43,7 @@ def manifests(job: JobDescription, kind: str) -> list[dict[str, Data]]:
 # --- the objects of every kind --------------------------------------------------------------------
 
 
-def _object(
-    job: JobDescription, api: str, kind: str, spec: Data, name: str = ""
-) -> dict[str, Data]:
+def _object(job: JobDescription, api: str, kind: str, spec: Data, name: str = "") -> dict[str, Data]:
     metadata: dict[str, Data] = {"name": name or job.name}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
@@ -113,9 +111,7 @@ def _job_spec(job: JobDescription, role: str, pod: Data, container: str) -> dict
     }
 
 
-def _indexed(
-    job: JobDescription, role: str, count: int, pod: Data, container: str
-) -> dict[str, Data]:
+def _indexed(job: JobDescription, role: str, count: int, pod: Data, container: str) -> dict[str, Data]:
     """Return a Job of ``count`` pods, each of which is recreated by itself."""
     spec = _job_spec(job, role, pod, container)
     del spec["backoffLimit"]
@@ -140,23 +136,15 @@ def _jobset(job: JobDescription) -> list[dict[str, Data]]:
     for role, count in _roles(job).items():
         pod = template(job, role, scheduler=where, rank_label=JOB_INDEX)
         spec = _job_spec(job, role, pod, "kvps")
-        jobs.append(
-            {"name": role, "replicas": count, **_after(job, role), "template": {"spec": spec}}
-        )
+        jobs.append({"name": role, "replicas": count, **_after(job, role), "template": {"spec": spec}})
     wrong: list[Data] = ["PodFailurePolicy"]
-    rules: list[Data] = [
-        {"name": "wrongConfiguration", "action": "FailJobSet", "onJobFailureReasons": wrong}
-    ]
+    rules: list[Data] = [{"name": "wrongConfiguration", "action": "FailJobSet", "onJobFailureReasons": wrong}]
     returning: list[Data] = [role for role in _roles(job) if _restarts(job, role)]
     if returning:  # none would mean all
-        rules.append(
-            {"name": "startAgain", "action": "RestartJob", "targetReplicatedJobs": returning}
-        )
+        rules.append({"name": "startAgain", "action": "RestartJob", "targetReplicatedJobs": returning})
     rules.append({"name": "lost", "action": "FailJobSet"})
     policy: Data = {"maxRestarts": job.max_restarts, "rules": rules}
-    return [
-        _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", _jobset_spec(jobs, policy, "worker"))
-    ]
+    return [_object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", _jobset_spec(jobs, policy, "worker"))]
 
 
 def _jobset_spec(jobs: list[Data], failure_policy: Data, worker: str) -> dict[str, Data]:

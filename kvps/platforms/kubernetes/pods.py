@@ -169,9 +169,7 @@ def _resources(wanted: Resources) -> dict[str, Data]:
 
 
 def _volumes(job: JobDescription, role: str, place: str) -> tuple[list[Data], list[Data]]:
-    items: list[Data] = [
-        {"key": path.removeprefix("public/"), "path": path} for path in secret_files(role)
-    ]
+    items: list[Data] = [{"key": path.removeprefix("public/"), "path": path} for path in secret_files(role)]
     volumes: list[Data] = [
         {
             "name": "keys",

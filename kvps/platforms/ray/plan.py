@@ -163,9 +163,7 @@ def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
     return options | ({"resources": custom} if custom else {})
 
 
-def shortage(
-    plan: RayPlan, unplaced: int, total: Mapping[str, float], free: Mapping[str, float]
-) -> str:
+def shortage(plan: RayPlan, unplaced: int, total: Mapping[str, float], free: Mapping[str, float]) -> str:
     """Return why servers found no place; empty if the Ray cluster has what they need, and may only be slow.
 
     Args:
@@ -212,9 +210,7 @@ def no_room(each: Mapping[str, float], workers: int, nodes: Sequence[Mapping[str
     if not lacks and needs:
         room = sum([min([node.get(name, 0.0) // needs[name] for name in needs]) for node in nodes])
         if room < workers:
-            lacks = [
-                f"the nodes have room for {room:g} of them, since a worker needs all on one node"
-            ]
+            lacks = [f"the nodes have room for {room:g} of them, since a worker needs all on one node"]
     if not lacks:
         return ""
     return f"{workers} workers find no place. Each needs {_amounts(needs)}: {'; '.join(lacks)}"

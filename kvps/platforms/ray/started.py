@@ -117,9 +117,7 @@ class StartedCluster:
 
     def _run(self, plan: RayPlan, nodes: list[str], folder: str | None) -> None:
         common = (self.settings, plan.log_level)
-        scheduler_keys, server_keys = (
-            keys_text(self._sections, role) for role in ("scheduler", "server")
-        )
+        scheduler_keys, server_keys = (keys_text(self._sections, role) for role in ("scheduler", "server"))
         sizes = (self.scheduler, self.workers, plan.servers)
         state = self._foothold.state_paths
         self._runs = [self._scheduler.run.remote(*sizes, scheduler_keys, *common, state)]

@@ -161,9 +161,7 @@ def create(params: RendezvousParameters) -> Handler:
 def _create(params: RendezvousParameters) -> Handler:
     scheduler = scheduler_of(params.endpoint)
     if not (0 < len(params.run_id) <= KEY_MAX and params.run_id.isprintable()):
-        raise ConfigError(
-            f"--rdzv-id {params.run_id!r:.80}: use 1 to {KEY_MAX} printable characters"
-        )
+        raise ConfigError(f"--rdzv-id {params.run_id!r:.80}: use 1 to {KEY_MAX} printable characters")
     patience_s = params.get_as_int("read_timeout", PATIENCE_S) or PATIENCE_S
     keys = load_if_any(config.keys_path(), "worker")
     ask = partial(_ask, scheduler, keys)
@@ -176,9 +174,7 @@ def _create(params: RendezvousParameters) -> Handler:
 
 def _settings(params: RendezvousParameters) -> RendezvousSettings:
     limits = [
-        None
-        if (given := params.get_as_int(f"{name}_timeout")) is None
-        else timedelta(seconds=given)
+        None if (given := params.get_as_int(f"{name}_timeout")) is None else timedelta(seconds=given)
         for name in ("join", "last_call", "close", "heartbeat")
     ]
     return RendezvousSettings(

@@ -79,9 +79,7 @@ def _node(state: _RendezvousState, node: _NodeDesc) -> list[object]:
     ]
 
 
-def decode(
-    lines: Sequence[str], alive_at: datetime | None = None
-) -> tuple[_RendezvousState, Meeting | None]:
+def decode(lines: Sequence[str], alive_at: datetime | None = None) -> tuple[_RendezvousState, Meeting | None]:
     """Return what :func:`encode` was given.
 
     Args:

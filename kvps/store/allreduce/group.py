@@ -59,9 +59,7 @@ class CollectiveGroup:
             gloo: Any = dist.ProcessGroupGloo  # its options have no types
             options = gloo._Options()
             options._devices = [
-                gloo.create_device(hostname=meeting.host)
-                if meeting.host
-                else gloo.create_default_device()
+                gloo.create_device(hostname=meeting.host) if meeting.host else gloo.create_default_device()
             ]
             options._timeout = FOREVER
             self._group = gloo(meeting.board, self.rank, self.size, options)
@@ -122,8 +120,7 @@ class CollectiveGroup:
         rows = self._gathered(torch.frombuffer(padded, dtype=torch.uint8))
         other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[0]))
         found = [
-            dict(msgpack.unpackb(rows[rank].numpy().tobytes()[: int(sizes[rank])])[1:])
-            for rank in (0, other)
+            dict(msgpack.unpackb(rows[rank].numpy().tobytes()[: int(sizes[rank])])[1:]) for rank in (0, other)
         ]
         raise Mismatch(not_the_same(self._name, what, 0, found[0], other, found[1]))
 
@@ -254,10 +251,7 @@ class CollectiveGroup:
             card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
             text = bytearray(card.encode()[:CARD_BYTES].ljust(CARD_BYTES))
             cards = self._gathered(torch.frombuffer(text, dtype=torch.uint8))
-            if (
-                dist.is_nccl_available()
-                and len({told.numpy().tobytes() for told in cards}) == self.size
-            ):
+            if dist.is_nccl_available() and len({told.numpy().tobytes() for told in cards}) == self.size:
                 assert self._board is not None
                 torch.cuda.set_device(device)  # of this thread
                 nccl: Any = dist.ProcessGroupNCCL

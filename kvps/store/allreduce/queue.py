@@ -29,9 +29,7 @@ PENDING_MAX = 64
 class Collective(Future[list[torch.Tensor]]):
     """One call that all ranks make together; its result is a row for each key, which never changes."""
 
-    def __init__(
-        self, title: str, run: Callable[[], list[torch.Tensor]], names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, title: str, run: Callable[[], list[torch.Tensor]], names: Sequence[str] = ()) -> None:
         """Describe a call that has not been begun.
 
         Args:

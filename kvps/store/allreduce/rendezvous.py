@@ -81,9 +81,7 @@ class Ranks:
         self._unnamed: Counter[str] = Counter()
         self._is_told = False
 
-    def meet(
-        self, name: str | None, prefix: str, taken: Collection[str], timeout_s: float
-    ) -> Rendezvous:
+    def meet(self, name: str | None, prefix: str, taken: Collection[str], timeout_s: float) -> Rendezvous:
         """Return the rendezvous of one store.
 
         Args:

@@ -77,9 +77,7 @@ UNSUPPORTED: dict[type[calls.Call], tuple[str, str]] = {
 class AllreduceStore(KVStore):
     """One store of ranks that add up among themselves; make it with :func:`kvps.create`."""
 
-    def __init__(
-        self, kind: Kind, meeting: Rendezvous, endings: OpenStores, timeout_s: float
-    ) -> None:
+    def __init__(self, kind: Kind, meeting: Rendezvous, endings: OpenStores, timeout_s: float) -> None:
         """Connect; ``endings`` is told, so that the store ends with what it is part of."""
         super().__init__(kind, meeting.name, timeout_s)
         self._requests = AllreduceRequests(meeting.name, self._keys, kind.on_device, False)
@@ -128,10 +126,7 @@ class AllreduceStore(KVStore):
         if collective is None:
             return []
         age_s = time.monotonic() - since
-        return [
-            Straggler(rank, collective.title, self._ring.number, age_s)
-            for rank in self._ring.missing()
-        ]
+        return [Straggler(rank, collective.title, self._ring.number, age_s) for rank in self._ring.missing()]
 
     # --- what a kind of store does --------------------------------------------------------------------
 
@@ -161,10 +156,7 @@ class AllreduceStore(KVStore):
             case calls.Allocate():
                 specs = [self._specs[name] for name in call.keys]
                 return finished(
-                    [
-                        torch.empty(spec.shape, dtype=TORCH[spec.dtype], device="cpu")
-                        for spec in specs
-                    ]
+                    [torch.empty(spec.shape, dtype=TORCH[spec.dtype], device="cpu") for spec in specs]
                 )
             case calls.Lookup() | calls.SaveResiduals():
                 return finished({})
@@ -200,8 +192,7 @@ class AllreduceStore(KVStore):
             known = self._specs.get(name)
             if known is not None and known != spec:
                 raise Mismatch(
-                    f"key {name!r} is {known} and cannot be initialised as {spec}; broadcast() "
-                    "replaces a key"
+                    f"key {name!r} is {known} and cannot be initialised as {spec}; broadcast() replaces a key"
                 )
         new = [index for index, (name, _) in enumerate(call.keys) if name not in self._specs]
         if new:
@@ -233,9 +224,7 @@ class AllreduceStore(KVStore):
             self._ring.agree(plan.digest, plan.words)
             return []
 
-        self._together(
-            plan, lambda: self._queue.add(Collective(plan.words, make), limit_s), limit_s
-        )
+        self._together(plan, lambda: self._queue.add(Collective(plan.words, make), limit_s), limit_s)
 
     def _spread(
         self,
@@ -246,10 +235,7 @@ class AllreduceStore(KVStore):
     ) -> Collective:
         """Have rank 0's rows become the values of ``keys``."""
         if self._rank == 0:  # not in the type that sums are taken in, but bit by bit
-            flats = [
-                torch.cat([rows[index].view(-1) for index in bucket.indices])
-                for bucket in plan.buckets
-            ]
+            flats = [torch.cat([rows[index].view(-1) for index in bucket.indices]) for bucket in plan.buckets]
         else:
             flats = [bucket.blank() for bucket in plan.buckets]
 

@@ -34,9 +34,7 @@ class Gloo:
         self._parts = buckets_of([math.prod(shape) for shape in shapes])
         self._buckets = [torch.empty(sum(sizes)) for sizes in self._parts]
         self._gradients = [[torch.empty(size) for size in sizes] for sizes in self._parts]
-        held = (
-            self._buckets if is_in_place else [array for many in self._gradients for array in many]
-        )
+        held = self._buckets if is_in_place else [array for many in self._gradients for array in many]
         self._rows = [array.numpy() for array in held]
 
     def gradients(self) -> Sequence[Row]:

@@ -76,9 +76,7 @@ def _start_gloo(group: Group, system: System, case: Case, rounds: int) -> None:
 def gloo_environment(rank: int, workers: int, master: str, port: int) -> dict[str, str]:
     """Return the environment of a worker of gloo."""
     place = {"RANK": rank, "WORLD_SIZE": workers, "MASTER_ADDR": master, "MASTER_PORT": port}
-    return config.environment(
-        {**THREADS, **{name: str(setting) for name, setting in place.items()}}, {}
-    )
+    return config.environment({**THREADS, **{name: str(setting) for name, setting in place.items()}}, {})
 
 
 def free_port() -> int:

@@ -134,14 +134,10 @@ class Group:
         Raises:
             KvpsError: if a process failed, or the trial takes too long.
         """
-        self._turn_until(
-            lambda: not any(child.is_measured for child in self._children), self._limit_s
-        )
+        self._turn_until(lambda: not any(child.is_measured for child in self._children), self._limit_s)
         if any(child.is_measured for child in self._children):
             names = ", ".join(child.name for child in self._children)
-            raise KvpsError(
-                f"after {self._limit_s:g} s still running: {names}; measure fewer rounds"
-            )
+            raise KvpsError(f"after {self._limit_s:g} s still running: {names}; measure fewer rounds")
         with suppress(KvpsError):  # the output of a server after the end of all workers is no news
             self._turn_until(lambda: not self._children, SERVERS_MAX_S)
         return [times for output in self._outputs for times in times_in(output)]
@@ -161,9 +157,7 @@ class Group:
         Raises:
             KvpsError: if it did not end well.
         """
-        with suppress(
-            ProcessLookupError
-        ):  # the processes that it left running; its number is still its own
+        with suppress(ProcessLookupError):  # the processes that it left running; its number is still its own
             os.killpg(child.popen.pid, signal.SIGKILL)
         code = child.popen.wait()
         self._forget(child)

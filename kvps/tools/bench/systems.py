@@ -48,9 +48,7 @@ _ALL = (
         "as kvps, through sockets, without encryption, as gloo",
         env={"KVPS_TRANSPORT": "tcp", "KVPS_INSECURE": "1"},
     ),
-    System(
-        "kvps tcp keys", "kvps", "as kvps tcp, encrypted (CURVE)", env={"KVPS_TRANSPORT": "tcp"}
-    ),
+    System("kvps tcp keys", "kvps", "as kvps tcp, encrypted (CURVE)", env={"KVPS_TRANSPORT": "tcp"}),
     System("kvps no keys", "kvps", "as kvps, without keys", env={"KVPS_INSECURE": "1"}),
     *[
         System(f"kvps {codec}", "kvps", f"as kvps, compressed by {codec} both ways", how=codec)

@@ -32,9 +32,7 @@ def resnet50() -> Shapes:
     return [*shapes, (1000, channels), (1000,)]
 
 
-def transformer(
-    layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024
-) -> Shapes:
+def transformer(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> Shapes:
     """The arrays of a decoder-only transformer; by default 148 with 124,439,808 numbers.
 
     The hyper-parameters are those of the smallest GPT-2 (Radford et al., 2019, "Language Models are

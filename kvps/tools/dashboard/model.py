@@ -111,9 +111,7 @@ class JobModel:
             "rounds_per_s": [line["rounds_per_s"] for line in lines],
             "p50_s": [line["p50_s"] for line in lines],
             "p99_s": [line["p99_s"] for line in lines],
-            "servers": {
-                str(rank): [line["servers"].get(rank) for line in lines] for rank in servers
-            },
+            "servers": {str(rank): [line["servers"].get(rank) for line in lines] for rank in servers},
         }
 
     # --- the parts of the document ----------------------------------------------------------
@@ -133,9 +131,7 @@ class JobModel:
         track = self._tracks[figures.rank]
         last = track.last
         buckets = track.grown_buckets(LATENCY)
-        memory = {
-            kind: size for (of, kind), size in last.values.items() if of == "kvps_memory_bytes"
-        }
+        memory = {kind: size for (of, kind), size in last.values.items() if of == "kvps_memory_bytes"}
         limit = last.values.get(("kvps_memory_limit_bytes", ""))
         used = sum(memory.values())
         return {
@@ -154,9 +150,7 @@ class JobModel:
             "memory_limit_bytes": limit,
             "memory_share": used / limit if limit else None,
             "memory_used_ratio": last.value("kvps_memory_used_ratio"),
-            "link_share": _median(
-                [min(1.0, sum(shares)) for shares in links[figures.rank].values()]
-            ),
+            "link_share": _median([min(1.0, sum(shares)) for shares in links[figures.rank].values()]),
             "pending_requests": last.value("kvps_pending_requests"),
             "short_rounds": last.value("kvps_short_rounds_total"),
             "duplicates": last.value("kvps_pushes_total", "duplicate"),
@@ -195,12 +189,8 @@ class JobModel:
                     "lateness_s": late / pushes if pushes else None,
                     "waited_s": waits.get(rank),
                     "link": busiest(links, rank),
-                    "bytes_per_s": sum(
-                        [track.rate("kvps_worker_bytes_total", label) for track in tracks]
-                    ),
-                    "pushes_per_s": sum(
-                        [track.rate("kvps_worker_pushes_total", label) for track in tracks]
-                    ),
+                    "bytes_per_s": sum([track.rate("kvps_worker_bytes_total", label) for track in tracks]),
+                    "pushes_per_s": sum([track.rate("kvps_worker_pushes_total", label) for track in tracks]),
                 }
             )
         return found
@@ -221,9 +211,7 @@ class JobModel:
         for server, each in zip(servers, moved, strict=True):
             server["traffic_share"] = each / sum(moved) if sum(moved) else None  # type: ignore[index]
         return {
-            "has_rounds": any(
-                store["mode"] == "sync" for server in servers for store in server["stores"]
-            ),
+            "has_rounds": any(store["mode"] == "sync" for server in servers for store in server["stores"]),
             "rounds_per_s": max([member["rounds_per_s"] for member in counted], default=0.0),
             "in_bytes_per_s": in_s,
             "out_bytes_per_s": out_s,

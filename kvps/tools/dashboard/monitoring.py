@@ -163,11 +163,7 @@ def files() -> dict[Path, str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Write or check the files; return the exit code."""
-    old = [
-        path
-        for path, text in files().items()
-        if not path.exists() or path.read_text("utf-8") != text
-    ]
+    old = [path for path, text in files().items() if not path.exists() or path.read_text("utf-8") != text]
     if "--write" not in arguments:
         for path in old:
             sys.stderr.write(f"{path} is not up to date; run it with --write\n")

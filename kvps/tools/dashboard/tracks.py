@@ -77,18 +77,13 @@ class Track:
 
     def mean_rate(self, name: str) -> float:
         """Return by how much a counter grows per second in the window."""
-        return self._rate(
-            [(moment.at, moment.value(name)) for moment in (self.moments[0], self.last)]
-        )
+        return self._rate([(moment.at, moment.value(name)) for moment in (self.moments[0], self.last)])
 
     def rounds_rate(self) -> float:
         """Return how many versions the stores advance per second: those with rounds, or all if none has."""
-        kept = [figure.store for figure in self.stores if figure.mode == "sync"] or list(
-            self.last.versions
-        )
+        kept = [figure.store for figure in self.stores if figure.mode == "sync"] or list(self.last.versions)
         points = [
-            (moment.at, sum([moment.versions.get(store, 0) for store in kept]))
-            for moment in self._pair
+            (moment.at, sum([moment.versions.get(store, 0) for store in kept])) for moment in self._pair
         ]
         return self._rate(points)
 
@@ -126,9 +121,7 @@ class Track:
         return max(0.0, after - before) / (end - begin) if end > begin else 0.0
 
 
-def track_of(
-    tracks: dict[K, Track], member: K, incarnation: int, window_s: float = WINDOW_S
-) -> Track:
+def track_of(tracks: dict[K, Track], member: K, incarnation: int, window_s: float = WINDOW_S) -> Track:
     """Return the track of a member, a new one if its process was replaced."""
     track = tracks.get(member)
     if track is None or track.incarnation != incarnation:

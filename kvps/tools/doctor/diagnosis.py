@@ -167,8 +167,7 @@ def _keys(m: Measurements) -> Results:
     needs = m.mechanism == "CURVE"
     if needs and not m.has_keys:
         advice = (
-            "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info "
-            "shows it"
+            "give --keys DIR (KVPS_KEYS) the directory of this job; kvps-launch --log-level info shows it"
         )
         return [(Level.FAIL, "the scheduler has keys, and this command none", advice)]
     if m.has_keys and not needs:
@@ -213,8 +212,7 @@ def _versions(m: Measurements) -> Results:
     if others:
         figure = f"{ours}; {some_of(others, MEMBERS_SHOWN)}"
         advice = (
-            "install one version of kvps on all hosts (pip install kvps==VERSION), and start the "
-            "job again"
+            "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again"
         )
         return [(Level.WARN, figure, advice)]
     return [(Level.OK, f"kvps {m.software} everywhere", "")]
@@ -226,9 +224,7 @@ def _members(m: Measurements) -> Results:
     found = []
     lost = [member for member in m.seen.members if member.state in ("lost", "gone")]
     silent = [
-        member
-        for member in m.seen.members
-        if member.state == "held" and member.heard_s >= SILENT_AFTER_S
+        member for member in m.seen.members if member.state == "held" and member.heard_s >= SILENT_AFTER_S
     ]
     empty = [member for member in m.seen.members if member.state == "empty"]
     servers = [member for member in lost if member.role == Role.SERVER]
@@ -249,10 +245,7 @@ def _members(m: Measurements) -> Results:
             told = [f"{_node(member)} ({member.host}) is {member.presence}" for member in bad]
             found.append((Level.FAIL, some_of(told, MEMBERS_SHOWN), advice))
     if silent:
-        told = [
-            f"{_node(member)} ({member.host}:{member.pid}) is {member.presence}"
-            for member in silent
-        ]
+        told = [f"{_node(member)} ({member.host}:{member.pid}) is {member.presence}" for member in silent]
         advice = "its process is stopped, its host overloaded, or the network between them cut: look there"
         found.append((Level.WARN, some_of(told, MEMBERS_SHOWN), advice))
     if empty:
@@ -377,9 +370,7 @@ def _bind(m: Measurements) -> Results:
     holder = f", held by {m.bind_holder}" if m.bind_holder else ""
     advice = "end that process, choose another port with --bind, or port 0 for a free one"
     if "in use" not in m.bind_error:
-        advice = (
-            "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them"
-        )
+        advice = "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them"
     return [(Level.FAIL, f"{m.bind}: {m.bind_error}{holder}", advice)]
 
 

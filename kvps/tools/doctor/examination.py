@@ -181,9 +181,7 @@ def _holder(port: int) -> str:
     return ""
 
 
-def with_keys(
-    found: Measurements, load: Callable[[], Keys | None]
-) -> tuple[Measurements, Keys | None]:
+def with_keys(found: Measurements, load: Callable[[], Keys | None]) -> tuple[Measurements, Keys | None]:
     """Add whether there are keys; return them, too."""
     try:
         keys = load()

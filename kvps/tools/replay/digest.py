@@ -81,9 +81,7 @@ class _Walk:
         if isinstance(value, float):
             self.hash.update(b"float" + struct.pack("<d", value))
             return None
-        if isinstance(value, enum.Enum | type) or (
-            callable(value) and hasattr(value, "__qualname__")
-        ):
+        if isinstance(value, enum.Enum | type) or (callable(value) and hasattr(value, "__qualname__")):
             self._say(
                 "name",
                 getattr(value, "__qualname__", type(value).__qualname__),

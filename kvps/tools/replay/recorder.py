@@ -94,9 +94,7 @@ class RingLens(Lens):
         self.ring.add((What.BARE_PACKET, now, route, packet.envelope, packet.message))
         return self._noting(core, core.on_packet(route, packet, now), now)
 
-    def failure(
-        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
-    ) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet was refused, or caused an unexpected error: then the ring goes to a file, once."""
         self.ring.add((What.FAILURE, now, failure_parts(route, envelope, error), None, None))
         effects = core.on_failure(route, envelope, error, now)
@@ -178,9 +176,7 @@ class RingLens(Lens):
 def _event(entry: Entry) -> Event:
     what, at, subject, envelope, message = entry
     if envelope is not None and message is not None:
-        return Event(
-            what, at, [route_bytes(subject), *bare_packet_parts(Packet(envelope, message))]
-        )
+        return Event(what, at, [route_bytes(subject), *bare_packet_parts(Packet(envelope, message))])
     if what is What.DROP:
         return Event(what, at, [route_bytes(subject)])
     return Event(what, at, list(subject or ()))
@@ -286,9 +282,7 @@ class FullLens(RingLens):
         self.note(What.PACKET, now, route_bytes(route), *packet_parts(packet))
         return super().packet(core, route, packet, now)
 
-    def failure(
-        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
-    ) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet was refused, or caused an unexpected error."""
         self.note(What.FAILURE, now, *failure_parts(route, envelope, error))
         return super().failure(core, route, envelope, error, now)
@@ -360,9 +354,7 @@ class FullLens(RingLens):
 class RecordedMemory:
     """A memory whose answers are recorded, as the core decides by them."""
 
-    def __init__(
-        self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, inner: Any, lens: FullLens, clock: Callable[[], float] = time.monotonic) -> None:
         self._inner, self._lens, self._clock = inner, lens, clock
 
     def empty(self, count: int, dtype: str) -> Any:

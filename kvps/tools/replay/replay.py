@@ -132,9 +132,7 @@ def core_of(header: dict[str, Any], memory: ReplayedMemory) -> Any:
             state = bytes.fromhex(header["state"])
             if state:
                 return Scheduler.restore(settings, state, now, ProcessInfo(header["software"]))
-            return Scheduler(
-                settings, bytes.fromhex(header["job"]), now, ProcessInfo(header["software"])
-            )
+            return Scheduler(settings, bytes.fromhex(header["job"]), now, ProcessInfo(header["software"]))
         described = dict(header["identity"])
         described["role"] = Role(described["role"])
         described["job"] = bytes.fromhex(described["job"])

@@ -118,9 +118,7 @@ class Encoder:
             return [self._plain(element, depth) for element in values]
 
         if dataclasses.is_dataclass(value):
-            fields = [
-                getattr(value, field.name) for field in dataclasses.fields(value) if field.init
-            ]
+            fields = [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
             return ["c", self._name(type(value)), inner(fields)]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["c", self._name(type(value)), inner(value)]

@@ -98,9 +98,7 @@ def request_of(process: Process, span: TimeSpan) -> RequestId | None:
         return None
     ours, theirs = (int(process.node.role), process.node.rank), (span.role, span.rank)
     is_asker = span.kind in (SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND, SpanKind.SCATTER) or (
-        span.kind is SpanKind.SERVE
-        and process.node.role is Role.WORKER
-        and span.role != Role.WORKER
+        span.kind is SpanKind.SERVE and process.node.role is Role.WORKER and span.role != Role.WORKER
     )
     return (*ours, *theirs, span.seq) if is_asker else (*theirs, *ours, span.seq)
 
@@ -133,9 +131,7 @@ def _arrows(trace: MergedTrace, zero: int) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def _waits(
-    steps: list[tuple[Process, TimeSpan]], number: int, zero: int
-) -> Iterator[dict[str, Any]]:
+def _waits(steps: list[tuple[Process, TimeSpan]], number: int, zero: int) -> Iterator[dict[str, Any]]:
     """Yield *queue* at the receiver: from when a request was sent until it is looked at."""
     for (sender, before), (receiver, after) in itertools.pairwise(steps):
         if sender is receiver or after.begin <= before.end:

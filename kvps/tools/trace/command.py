@@ -52,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
     flags.add_scheduler(parser)
-    parser.add_argument(
-        "--seconds", metavar="S", help=f"how long to record, at most 600 ({SECONDS:g})"
-    )
+    parser.add_argument("--seconds", metavar="S", help=f"how long to record, at most 600 ({SECONDS:g})")
     parser.add_argument("--out", metavar="FILE", help="write the timeline there (it is not kept)")
     parser.add_argument("--explain", metavar="FILE", help="explain this timeline; record nothing")
     flags.add_timeout(parser, TIMEOUT_S)

@@ -145,9 +145,7 @@ class TraceCoordinator:
             batch.payload += payload
             batch.count, batch.lost = batch.count + message.count, message.lost
             return
-        batch = Batch(
-            who, message.host, message.pid, message.count, bytearray(payload), message.lost
-        )
+        batch = Batch(who, message.host, message.pid, message.count, bytearray(payload), message.lost)
         current.newest[who] = batch
         current.batches.append(batch)
 

@@ -91,17 +91,11 @@ class CriticalPath:
         self._begin = trace.begin
         """Before that, not all workers were recorded."""
         for process in trace.processes:
-            computing = [
-                computed.begin for computed in process.spans if computed.kind is SpanKind.COMPUTE
-            ]
+            computing = [computed.begin for computed in process.spans if computed.kind is SpanKind.COMPUTE]
             self._begin = max(self._begin, min(computing, default=0))
             self._by_node[process.node] = process
-            self._scripts[process.node] = ProcessTrack(
-                [s for s in process.spans if s.kind in SCRIPT]
-            )
-            self._loops[process.node] = ProcessTrack(
-                [s for s in process.spans if s.kind not in SCRIPT]
-            )
+            self._scripts[process.node] = ProcessTrack([s for s in process.spans if s.kind in SCRIPT])
+            self._loops[process.node] = ProcessTrack([s for s in process.spans if s.kind not in SCRIPT])
             for span in process.spans:
                 request = request_of(process, span)
                 if request is not None and span.kind in (SpanKind.SEND, SpanKind.REPLY):
@@ -179,9 +173,7 @@ class CriticalPath:
         if request is None or span.role == NOBODY:
             return None
         peer = Node(Role(span.role), span.rank)
-        sent = [
-            earlier for earlier in self._sent.get((request, peer), ()) if earlier.begin < span.begin
-        ]
+        sent = [earlier for earlier in self._sent.get((request, peer), ()) if earlier.begin < span.begin]
         return (peer, sent[-1]) if sent else None
 
     def _way(self, sender: Node, sent: int, receiver: Node, looked_at: int) -> Iterator[Stretch]:

@@ -242,10 +242,7 @@ def advice(finding: BoundingCause) -> str:
         case "compute":
             return "the training itself takes the time; kvps hides behind it"
         case "copies":
-            return (
-                "use kv.empty_like() for gradients without a copy, fewer and larger keys, or "
-                "compression"
-            )
+            return "use kv.empty_like() for gradients without a copy, fewer and larger keys, or compression"
         case "server":
             return "add servers (-s), or threads (KVPS_THREADS); its share falls with their number"
         case "link":

@@ -60,9 +60,7 @@ class TimelineLens(Lens):
         effects = self._below.packet(core, route, packet, now)
         return self._watched((route, packet), began, effects, now)
 
-    def failure(
-        self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float
-    ) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
         """A packet was refused, or caused an unexpected error."""
         return self._below.failure(core, route, envelope, error, now)
 
@@ -192,9 +190,7 @@ class SchedulerLens(TimelineLens):
         try:
             match message:
                 case p.Trace():
-                    answer = self.coordinator.on_trace(
-                        envelope.seq, message, now, clock, self._wall_clock()
-                    )
+                    answer = self.coordinator.on_trace(envelope.seq, message, now, clock, self._wall_clock())
                     yield Send(route, _ours(answer))
                     yield from self.tick(now)
                 case p.Fetch():

@@ -47,9 +47,7 @@ class MergedTrace:
     @property
     def begin(self) -> int:
         """When the first span begins."""
-        return min(
-            [process.spans[0].begin for process in self.processes if process.spans], default=0
-        )
+        return min([process.spans[0].begin for process in self.processes if process.spans], default=0)
 
     @property
     def end(self) -> int:

@@ -101,9 +101,7 @@ class Tracer:
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def watch(
-        self, came: tuple[Route, Packet] | None, began: int, effects: Effects
-    ) -> Iterator[Effect]:
+    def watch(self, came: tuple[Route, Packet] | None, began: int, effects: Effects) -> Iterator[Effect]:
         """Yield ``effects``, and note how long each took.
 
         Args:
@@ -184,9 +182,7 @@ class Tracer:
         chunk: int = 0,
         octets: int = 0,
     ) -> None:
-        self.member.spans.append(
-            TimeSpan(kind, *peer, begin, end - begin, seq, number, chunk, octets)
-        )
+        self.member.spans.append(TimeSpan(kind, *peer, begin, end - begin, seq, number, chunk, octets))
 
 
 def _has_payload(effect: Effect) -> bool:

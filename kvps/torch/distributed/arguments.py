@@ -32,9 +32,7 @@ def demand_same(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
         Mismatch: naming both.
     """
     if not is_same(tensor, other):
-        raise Mismatch(
-            f"{what}: {shape_of(tensor)} and {shape_of(other)} must have the same size and type"
-        )
+        raise Mismatch(f"{what}: {shape_of(tensor)} and {shape_of(other)} must have the same size and type")
 
 
 def is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -77,9 +77,7 @@ class Board:
         self._made.update(name for name, _ in new)
         is_mine = self.rank == 0
         rows = [
-            torch.zeros(
-                spec.count if is_mine else 0, dtype=getattr(torch, spec.dtype), device="cpu"
-            )
+            torch.zeros(spec.count if is_mine else 0, dtype=getattr(torch, spec.dtype), device="cpu")
             for _, spec in new
         ]
         call = calls.Init(self._sums.name, tuple(new), tuple(rows))
@@ -124,21 +122,15 @@ class Board:
         """The number of keys of the mailbox that were used so far."""
         return len(self._uses)
 
-    def make_posts(
-        self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float
-    ) -> Ticket:
+    def make_posts(self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float) -> Ticket:
         """Make posts of this rank; ``rows`` are their version 0."""
         specs = tuple([(key, _spec(row)) for key, row in zip(keys, rows, strict=True)])
         call = calls.Init(self._posts.name, specs, tuple(rows), self.rank)
         return self._session.call(call, limit_s)
 
-    def expect(
-        self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
-    ) -> Ticket:
+    def expect(self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float) -> Ticket:
         """Wait until ``writer`` has made these posts, of so many bytes."""
-        specs = tuple(
-            [(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)]
-        )
+        specs = tuple([(key, Spec("uint8", (size,))) for key, size in zip(keys, sizes, strict=True)])
         nothing = tuple([torch.empty(0, dtype=torch.uint8, device="cpu")] * len(keys))
         call = calls.Init(self._posts.name, specs, nothing, writer)
         return self._session.call(call, limit_s)

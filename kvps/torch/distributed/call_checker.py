@@ -174,9 +174,7 @@ class CallChecker:
         title = f"Rank {ends[0]} sends to rank {ends[1]} what is not received there ({name})"
         return self._calls(name, title, group, ends, rank)
 
-    def _calls(
-        self, name: str, title: str, group: str, ranks: Sequence[int], rank: int
-    ) -> CheckedCalls:
+    def _calls(self, name: str, title: str, group: str, ranks: Sequence[int], rank: int) -> CheckedCalls:
         with self._lock:
             found = self._checked.get(name)
             if found is None:
@@ -317,9 +315,7 @@ class CallChecker:
         since, text = self._heard[group]
         calls = self._checked[group]
         is_known = self._heard_by(group) >= len(calls.ranks)
-        if (
-            is_known and calls.is_first
-        ):  # torch's store may end with this process, and others still read it
+        if is_known and calls.is_first:  # torch's store may end with this process, and others still read it
             self._closing.wait(3 * HASTE_S)
         if is_known or now - since >= HEARD_MAX_S:
             self._fail(group, text)

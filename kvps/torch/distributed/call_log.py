@@ -75,16 +75,12 @@ class CallLog:
         self._add(f"a call that was refused ({str(error)[:TEXT_MAX]})", REFUSED)
         self.last_refused = self.count
 
-    def _add(
-        self, text: str, digested: str, sends: Sequence[int] = (), receives: Sequence[int] = ()
-    ) -> None:
+    def _add(self, text: str, digested: str, sends: Sequence[int] = (), receives: Sequence[int] = ()) -> None:
         with self._lock:
             self.count += 1
             chained = f"{self._digest} {digested}".encode()
             self._digest = hashlib.blake2b(chained, digest_size=8).hexdigest()
-            self._calls.append(
-                LoggedCall(self.count, self._digest, text, list(sends), list(receives))
-            )
+            self._calls.append(LoggedCall(self.count, self._digest, text, list(sends), list(receives)))
 
     def calls(self) -> list[LoggedCall]:
         """Return the calls that are remembered."""

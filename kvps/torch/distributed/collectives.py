@@ -187,9 +187,7 @@ class Collectives:
         sent = padded(mine.values().reshape(-1), len(values[0]))
         yield from self._gathered(f"{kind}.values", Staged(sent), values)
         parts = []
-        for number, where, what in zip(
-            [int(count) for count in every], indices, values, strict=True
-        ):
+        for number, where, what in zip([int(count) for count in every], indices, values, strict=True):
             at = where.view(most, mine.sparse_dim())[:number].t()
             rows = what.view(most, *mine.shape[mine.sparse_dim() :])[:number]
             parts.append((at, rows.float() if mine.dtype in HALF else rows))
@@ -231,9 +229,7 @@ class Collectives:
         tickets = [self._board.add([name], [rows[mine]], [sink], self._timeout_s)]
         if others:
             names = [keys[index][0] for index in others]
-            tickets.append(
-                self._board.add(names, [rows[index] for index in others], None, self._timeout_s)
-            )
+            tickets.append(self._board.add(names, [rows[index] for index in others], None, self._timeout_s))
         yield tickets
         self._deliver(sink[: len(output.row)], output, op)
 
@@ -271,15 +267,11 @@ class Collectives:
         names = [f"{post}/{rank}" for rank in self._ranks]
         yield from self._exchanged(names, given.row, rows)
 
-    def _exchanged(
-        self, names: Sequence[str], row: torch.Tensor, rows: Sequence[torch.Tensor]
-    ) -> Steps:
+    def _exchanged(self, names: Sequence[str], row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Steps:
         """Write ``row`` to this member's post, and fill ``rows`` with what is in the posts of all."""
         mine = self.rank
         theirs = [
-            (names[index], rank, rows[index])
-            for index, rank in enumerate(self._ranks)
-            if index != mine
+            (names[index], rank, rows[index]) for index, rank in enumerate(self._ranks) if index != mine
         ]
         yield from mailbox.swap(self._board, self._timeout_s, [(names[mine], row)], theirs)
         rows[mine].copy_(row)
@@ -290,16 +282,12 @@ class Collectives:
         return self._track("pair"), self._all_to_all(outputs, inputs)
 
     def _all_to_all(self, outputs: Sequence[Staged], inputs: Sequence[Staged]) -> Steps:
-        rows = [
-            blank(len(staged.row), staged.row.dtype) for staged in outputs
-        ]  # both may be one tensor
+        rows = [blank(len(staged.row), staged.row.dtype) for staged in outputs]  # both may be one tensor
         yield from self._swapped("all_to_all", [staged.row for staged in inputs], rows)
         for output, row in zip(outputs, rows, strict=True):
             output.deliver(row)
 
-    def _swapped(
-        self, kind: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
-    ) -> Steps:
+    def _swapped(self, kind: str, given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Steps:
         """Fill ``rows[r]`` with what member r has ``given`` this one."""
         me, mine, theirs = self._board.rank, [], []
         for rank, sent, row in zip(self._ranks, given, rows, strict=True):
@@ -320,9 +308,7 @@ class Collectives:
             return track, self._tell([(name, staged.row)], len(self._others))
         return track, self._hear([(name, self._ranks[src], staged)])
 
-    def gather(
-        self, outputs: Sequence[Staged], given: Staged, dst: int, kind: str = "gather"
-    ) -> Plan:
+    def gather(self, outputs: Sequence[Staged], given: Staged, dst: int, kind: str = "gather") -> Plan:
         """Give the member of rank ``dst`` the tensors of all."""
         track, post = self._track(f"gather/{dst}"), self._post(f"{kind}/{dst}", given)
         if dst != self.rank:

@@ -70,11 +70,7 @@ class Staged:
             self.row = staged.view(-1)
         elif is_read:
             with torch.inference_mode(False), torch.no_grad():
-                self.row = (
-                    torch.empty(staged.shape, dtype=staged.dtype, device="cpu")
-                    .copy_(staged)
-                    .view(-1)
-                )
+                self.row = torch.empty(staged.shape, dtype=staged.dtype, device="cpu").copy_(staged).view(-1)
         else:
             self.row = blank(staged.numel(), staged.dtype)
 

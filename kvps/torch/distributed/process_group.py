@@ -48,9 +48,7 @@ def noted(
     @functools.wraps(method)
     def wrapped(self: ProcessGroup, /, *args: P.args, **kwargs: P.kwargs) -> Work:
         try:
-            with (
-                DisableTorchFunction()
-            ):  # a default device of the script's is not that of our tensors
+            with DisableTorchFunction():  # a default device of the script's is not that of our tensors
                 return method(self, *args, **kwargs)
         except Exception as error:
             self._calls.add_refused(error)
@@ -192,9 +190,7 @@ class ProcessGroup(dist.ProcessGroup):
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
         if len({tensor.dtype for tensor in tensors}) > 1:
-            raise Mismatch(
-                "all_reduce_coalesced: the tensors have different types; make one call per type"
-            )
+            raise Mismatch("all_reduce_coalesced: the tensors have different types; make one call per type")
         parts = [Staged(tensor) for tensor in tensors]
         joined = torch.cat([part.row for part in parts])
         whole = Staged(joined)
@@ -203,9 +199,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         def apart() -> Any:
             yield from steps
-            for part, row in zip(
-                parts, joined.split([len(part.row) for part in parts]), strict=True
-            ):
+            for part, row in zip(parts, joined.split([len(part.row) for part in parts]), strict=True):
                 part.deliver(row)
 
         call = f"all_reduce_coalesced({op_of(opts)}) of {described(tensors)}"
@@ -221,9 +215,7 @@ class ProcessGroup(dist.ProcessGroup):
         staged = Staged(tensor)
         plan = self._collectives.reduce(what, staged, reduction_of(opts, [staged]), dst)
         root = "" if dst is None else f", dst={self._ranks[dst]}"
-        return self._begin(
-            what, f"{what}({op_of(opts)}{root}) of {described(tensors)}", plan, tensors
-        )
+        return self._begin(what, f"{what}({op_of(opts)}{root}) of {described(tensors)}", plan, tensors)
 
     @noted
     def reduce_scatter(
@@ -243,9 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin("reduce_scatter", call, plan, outputs)
 
     @noted
-    def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> Work:
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """Reduce one tensor over all ranks; rank r gets the r-th part of it."""
         parts = self._parts("reduce_scatter_single", output, given)
         return self.reduce_scatter([output], [parts], opts)
@@ -268,9 +258,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Wait until all ranks have called."""
         return self._begin("barrier", "barrier", self._collectives.barrier(), [])
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait until all ranks have called; name those that have not.
 
         torch.distributed.monitored_barrier refuses every backend but gloo, so this is called as a
@@ -311,9 +299,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin("all_gather", call, plan, output)
 
     @noted
-    def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
-    ) -> Work:
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """Give every rank the tensors of all, side by side in one."""
         parts = self._parts("all_gather_single", given, output)
         staged = Staged(given)
@@ -355,9 +341,7 @@ class ProcessGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @noted
-    def alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Give rank r the r-th input, and take the r-th output from it."""
         self._demand_all("all_to_all", outputs)
         self._demand_all("all_to_all", inputs)
@@ -396,9 +380,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._begin("broadcast", call, self._collectives.broadcast(staged, root), tensors)
 
     @noted
-    def gather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
-    ) -> Work:
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
         """Give the root the tensors of all."""
         (given,), root = single("gather", inputs), root_of("gather", opts, self._size)
         staged: list[Staged] = []
@@ -410,9 +392,7 @@ class ProcessGroup(dist.ProcessGroup):
             staged = [Staged(tensor, is_read=False) for tensor in output]
         plan = self._collectives.gather(staged, Staged(given), root)
         call = f"gather(dst={self._ranks[root]}) of {described(inputs)}"
-        return self._begin(
-            "gather", call, plan, [tensor for output in outputs for tensor in output]
-        )
+        return self._begin("gather", call, plan, [tensor for output in outputs for tensor in output])
 
     @noted
     def scatter(
@@ -478,15 +458,12 @@ class ProcessGroup(dist.ProcessGroup):
         flat = whole.detach().reshape(-1)
         return list(flat.split([part.numel()] * self._size))
 
-    def _split(
-        self, what: str, tensor: torch.Tensor, sizes: list[int] | None
-    ) -> list[torch.Tensor]:
+    def _split(self, what: str, tensor: torch.Tensor, sizes: list[int] | None) -> list[torch.Tensor]:
         """Return ``tensor`` cut along its first dimension, one part per rank."""
         if not sizes:
             if len(tensor) % self._size:
                 raise Mismatch(
-                    f"{what}: {len(tensor)} rows are not divisible by {self._size} ranks; give split "
-                    "sizes"
+                    f"{what}: {len(tensor)} rows are not divisible by {self._size} ranks; give split sizes"
                 )
             sizes = [len(tensor) // self._size] * self._size
         if len(sizes) != self._size or sum(sizes) != len(tensor):

@@ -123,9 +123,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
     if workers == 1:
         return HashStore(), session.rank, 1
     scheduler = session.scheduler
-    host = (
-        "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, config.join_max_s())
-    )
+    host = "127.0.0.1" if config.is_loopback(scheduler) else own_host(scheduler, config.join_max_s())
     limit = timedelta(seconds=timeout_s)
     store: Store | None = None
     row = torch.zeros(ADDRESS_MAX, dtype=torch.uint8, device="cpu")
@@ -147,9 +145,7 @@ def _meet(query: str, timeout_s: float) -> tuple[Store, int, int]:
         kv.broadcast("address", row, out=row)
         if store is None:
             host, _, port_text = bytes(row.tolist()).rstrip(b"\0").decode().rpartition(":")
-            store = TCPStore(
-                host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False
-            )
+            store = TCPStore(host, int(port_text), is_master=False, timeout=limit, wait_for_workers=False)
         kv.barrier()  # torch may refuse an argument now, and then nobody would serve the store
     return store, session.rank, workers
 
@@ -227,9 +223,7 @@ def _made(options: Any, more: Any) -> ProcessGroup:
         calls = own_connection(options.store, prefix) if size > 1 else None
         _shared.served.append(_Served(options.store, calls, session))
         atexit.unregister(_serve_to_the_end)
-        atexit.register(
-            _serve_to_the_end
-        )  # while threads can still end, and before the job is left
+        atexit.register(_serve_to_the_end)  # while threads can still end, and before the job is left
         board = Board(timeout_s, generation)
         checker = CallChecker(calls, tracks, lambda: _is_there(session, 0), rank)
         _shared.world = board, tracks, checker

@@ -50,9 +50,7 @@ def outer_of(outer: object, lr: float, momentum: float, mode: str = "sync") -> H
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{name}={value!r:.40}: use a number")
     if outer == "nesterov" and not momentum > 0:
-        raise ConfigError(
-            f"outer='nesterov' needs a momentum above 0, not {momentum}; use outer='sgd'"
-        )
+        raise ConfigError(f"outer='nesterov' needs a momentum above 0, not {momentum}; use outer='sgd'")
     if outer == DELAYED:
         return resolve(DELAYED, {"lr": lr, "momentum": momentum})
     return resolve("sgd", {"lr": lr, "momentum": momentum, "nesterov": outer == "nesterov"})
@@ -71,11 +69,7 @@ class OuterNumbers:
         Raises:
             ConfigError: if the script, perhaps by a scheduler, has changed them since.
         """
-        if (
-            self._given is None
-            or self._read is None
-            or (now := describe(self._given)) == self._read
-        ):
+        if self._given is None or self._read is None or (now := describe(self._given)) == self._read:
             return
         raise ConfigError(
             f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, "

@@ -228,9 +228,7 @@ class StepTimer:
             return 0.0
         if self._device.type == "cuda":
             newest[-1][1].synchronize()
-            return (
-                float(statistics.median([begun.elapsed_time(end) for begun, end in newest])) / 1e3
-            )
+            return float(statistics.median([begun.elapsed_time(end) for begun, end in newest])) / 1e3
         return float(statistics.median([end - begun for begun, end in newest]))
 
     def _stamp(self) -> Any:

@@ -142,9 +142,7 @@ class Sharded(Resumable):
         demand_same(kv, "shard", params, buffers, optimizer_state=in_words(optimizer))
         self._kv = kv
         self._rule = RemoteOptimizer(kv, params, optimizer, hyper)
-        self._forms = {
-            name: torch.empty_like(param, device="meta") for name, param in params.items()
-        }
+        self._forms = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
         self._weights = Residency(kv, params, self._forms, self._give_up, self._check)
         where = torch.get_default_device() if device is None else torch.device(device)
         upload(kv, self._blocks, params, self._weights, init, where)  # before there are any hooks
@@ -154,9 +152,7 @@ class Sharded(Resumable):
         """The store for buffers, if there are any."""
         self._begin()
         self._steps = self._rule.steps
-        self._steps.choose(
-            Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget()
-        )
+        self._steps.choose(Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget())
         sender = ReplayingSender if self._steps.is_behind else GradientSender
         self._gradients = GradientHooks(
             self._rule,
@@ -317,9 +313,7 @@ class Sharded(Resumable):
             ConfigError: in the middle of a step. Mismatch: if a name is missing or unexpected.
         """
         if self._gradients.is_begun:
-            raise ConfigError(
-                "load_state_dict() was called in the middle of a step: call step() first"
-            )
+            raise ConfigError("load_state_dict() was called in the middle of a step: call step() first")
         if self._kv.rank == 0 or state_dict:
             self._check_names(state_dict)
         self._weights.forget()

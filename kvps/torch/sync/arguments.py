@@ -62,9 +62,7 @@ def check_norms(given: object, owner: str) -> None:
             )
 
 
-def check_clipping(
-    max_norm: float | None, on_store: bool, overlaps: bool, here: str, option: str
-) -> None:
+def check_clipping(max_norm: float | None, on_store: bool, overlaps: bool, here: str, option: str) -> None:
     """Check that the servers can clip gradients by their global norm, if that is wanted.
 
     Args:
@@ -102,9 +100,7 @@ def divisor_of(kv: Store, op: str) -> int:
         return 1
     takes_means = isinstance(kv, KVStore) and kv.average
     if takes_means and op == "sum":
-        raise Mismatch(
-            f"op='sum', but store {kv.name!r} computes means; create it without average=True"
-        )
+        raise Mismatch(f"op='sum', but store {kv.name!r} computes means; create it without average=True")
     if op == "sum" or takes_means:
         return 1
     if str(kv.type).startswith("dist"):

@@ -52,9 +52,7 @@ class Buckets:
 
     def __init__(self, sizes: Mapping[str, int], limit_bytes: int) -> None:
         if type(limit_bytes) is not int or limit_bytes < 1:
-            raise ConfigError(
-                f"bucket_bytes={limit_bytes!r}: use a whole number of bytes, 1 or more"
-            )
+            raise ConfigError(f"bucket_bytes={limit_bytes!r}: use a whole number of bytes, 1 or more")
         self._sizes = dict(sizes)
         self._place = {name: place for place, name in enumerate(sizes)}
         self._limit_bytes = limit_bytes
@@ -82,9 +80,7 @@ class Buckets:
             chunks: by name, the chunks that a gradient lies in; of all gradients that may come.
         """
         self._chunks = {
-            name: own
-            for name, own in chunks.items()
-            if self._sizes[name] * SMALL >= self._limit_bytes
+            name: own for name, own in chunks.items() if self._sizes[name] * SMALL >= self._limit_bytes
         }
         self._members = Counter(chunk for own in self._chunks.values() for chunk in own)
 

@@ -233,9 +233,7 @@ class GradientSync:
             return
         number = self._buckets.number
         sparse = {name for name in names if self.gradient(name).layout is not torch.strided}
-        tables = {
-            name for name in sparse if self._tables is not None and has_rows(self.gradient(name))
-        }
+        tables = {name for name in sparse if self._tables is not None and has_rows(self.gradient(name))}
         try:
             if tables and self._is_whole:
                 raise ConfigError(
@@ -275,9 +273,7 @@ class GradientSync:
         if self._holder is not None and all(is_row(self._model.params[name]) for name in names):
             bucket = HeldBucket(by_name, self._holder.pushpull_held(names, values, number))
         else:
-            handle = self._model.kv.pushpull(
-                names, values, out=values, priority=number, async_op=True
-            )
+            handle = self._model.kv.pushpull(names, values, out=values, priority=number, async_op=True)
             bucket = GradientBucket(
                 by_name,
                 cast("Handle", handle),
@@ -404,9 +400,7 @@ class GradientSync:
             except KvpsError as error:
                 self._memory.give_up(bucket.values)
                 self._arranged = []
-                is_graver = isinstance(failure, EpochChanged) and not isinstance(
-                    error, EpochChanged
-                )
+                is_graver = isinstance(failure, EpochChanged) and not isinstance(error, EpochChanged)
                 failure = error if failure is None or is_graver else failure
             for name in bucket.values:
                 self._away.pop(name, None)

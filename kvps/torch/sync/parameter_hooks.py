@@ -130,9 +130,7 @@ class ParameterHooks:
 
     def __init__(self, model: Trainable, passes: int, on_gradient: Callable[[str], None]) -> None:
         if type(passes) is not int or passes < 1:
-            raise ConfigError(
-                f"backward_passes_per_step={passes!r}: use a whole number of passes, 1 or more"
-            )
+            raise ConfigError(f"backward_passes_per_step={passes!r}: use a whole number of passes, 1 or more")
         self._model = model
         self._passes_per_step = passes
         self._on_gradient = on_gradient
@@ -186,9 +184,7 @@ class ParameterHooks:
     def missing(self, left: Container[str]) -> list[str]:
         """Return the trained parameters without a gradient, except those whose gradients have ``left``."""
         return [
-            name
-            for name in self._model.trained
-            if name not in left and self._model.params[name].grad is None
+            name for name in self._model.trained if name not in left and self._model.params[name].grad is None
         ]
 
     def no_gradient(self, missing: list[str], since: str, instead: str) -> ConfigError:

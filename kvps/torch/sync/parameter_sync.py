@@ -247,9 +247,7 @@ def named(params: object) -> dict[str, torch.Tensor]:
             seen.add(tensor)
             found[name] = tensor
     if not any(tensor.requires_grad for tensor in found.values()):
-        raise ConfigError(
-            "params: no parameter has requires_grad=True, so there is nothing to train"
-        )
+        raise ConfigError("params: no parameter has requires_grad=True, so there is nothing to train")
     return found
 
 
@@ -310,9 +308,7 @@ def store_of(
         )
     if kvstore is None or isinstance(kvstore, KVStoreBase):
         return cast("Store | None", kvstore)  # a plug-in has the methods of what it is capable of
-    raise ConfigError(
-        f"kvstore: give the name of a store, a store or None, got {type(kvstore).__name__}"
-    )
+    raise ConfigError(f"kvstore: give the name of a store, a store or None, got {type(kvstore).__name__}")
 
 
 def runs_in_store(kv: Store | None, wanted: bool | None) -> bool:
@@ -323,9 +319,7 @@ def runs_in_store(kv: Store | None, wanted: bool | None) -> bool:
     """
     if kv is None:
         if wanted:
-            raise Mismatch(
-                "update_on_kvstore=True needs a store; give one, such as kvstore='device'"
-            )
+            raise Mismatch("update_on_kvstore=True needs a store; give one, such as kvstore='device'")
         return False
     is_capable = bool(kv.is_capable(KVStoreBase.OPTIMIZER))
     if wanted and not is_capable:

@@ -31,9 +31,7 @@ class Steps:
         keys: returns the keys of each store that a step pushes.
     """
 
-    def __init__(
-        self, stores: Sequence[Store | None], keys: Callable[[], Sequence[Sequence[str]]]
-    ) -> None:
+    def __init__(self, stores: Sequence[Store | None], keys: Callable[[], Sequence[Sequence[str]]]) -> None:
         self._stores = stores
         self._keys = keys
         self._unit = "steps"
@@ -108,9 +106,7 @@ class Steps:
     def _catch_up(self, front: object, rate: float | None) -> None:
         """End the replay behind its last step."""
         waiting = {
-            kv: kv.catch_up
-            for kv in self._stores
-            if isinstance(kv, DistStore) and kv.catch_up is not None
+            kv: kv.catch_up for kv in self._stores if isinstance(kv, DistStore) and kv.catch_up is not None
         }
         if not all(catch_up.is_over for catch_up in waiting.values()):
             return

@@ -99,9 +99,7 @@ def test_wrong_calls(two: Run, monkeypatch: pytest.MonkeyPatch) -> None:
             bps.parallel.DistributedDataParallel("x")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="give a name"):
             bps.declare("")
-        with pytest.raises(
-            hvd.HorovodInternalError, match=r"shapes differ: rank 0 has float32\[1\]"
-        ):
+        with pytest.raises(hvd.HorovodInternalError, match=r"shapes differ: rank 0 has float32\[1\]"):
             bps.push_pull(torch.ones(1 + rank), name="x")
         with pytest.raises(hvd.HorovodInternalError, match="reductions differ"):
             bps.push_pull(torch.ones(1), average=rank == 0, name="x")
@@ -123,9 +121,7 @@ def test_broadcasts_and_the_optimizer(two: Run) -> None:
     def work(rank: int) -> torch.nn.Module:
         model = net(rank)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1), momentum=0.9)
-        wrapped = bps.DistributedOptimizer(
-            optimizer, model.named_parameters(), backward_passes_per_step=2
-        )
+        wrapped = bps.DistributedOptimizer(optimizer, model.named_parameters(), backward_passes_per_step=2)
         bps.broadcast_parameters(model.state_dict(), root_rank=0)
         bps.broadcast_optimizer_state(wrapped, root_rank=0)
         assert wrapped.param_groups[0]["lr"] == 0.1
@@ -215,9 +211,7 @@ def test_cross_barrier_overlaps_the_forward_pass(
 ) -> None:
     def work(rank: int) -> list[torch.Tensor]:
         model = net(rank)
-        optimizer = CrossBarrier(
-            model, make(model.parameters(), lr=0.1), model.named_parameters(), 3
-        )
+        optimizer = CrossBarrier(model, make(model.parameters(), lr=0.1), model.named_parameters(), 3)
         for step in range(3):
             optimizer.zero_grad()
             model(batch(rank, step)).square()[:, 0].sum().backward()

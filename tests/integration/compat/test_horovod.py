@@ -239,9 +239,7 @@ def test_a_name_whose_operation_is_not_over_is_refused_and_the_first_goes_on(two
             handle = begin(torch.ones(2))
             if rank == 0:
                 for _ in range(3):
-                    with pytest.raises(
-                        ValueError, match="'twice': an operation of this name is no"
-                    ):
+                    with pytest.raises(ValueError, match="'twice': an operation of this name is no"):
                         begin(torch.ones(2))
                 hvd.barrier()
             assert hvd.synchronize(handle) is not None

@@ -63,9 +63,7 @@ def test_process_sets(three: Run) -> None:
         assert gathered.tolist() == ([1] if rank == 1 else [0, 2])
         root = 1 if rank == 1 else 2
         assert hvd.broadcast(torch.tensor([rank]), root, process_set=mine).tolist() == [root]
-        swapped, _ = hvd.alltoall(
-            torch.tensor([rank, rank]), [1, 1] if rank != 1 else [2], "x", mine
-        )
+        swapped, _ = hvd.alltoall(torch.tensor([rank, rank]), [1, 1] if rank != 1 else [2], "x", mine)
         assert swapped.tolist() == ([1, 1] if rank == 1 else [0, 2])
         part = hvd.reducescatter(torch.arange(4.0), op=hvd.Sum, process_set=mine)
         assert part.tolist() == ([0, 2], [0, 1, 2, 3], [4, 6])[rank]
@@ -96,9 +94,7 @@ def test_ranks_that_are_late_are_named_in_the_log_and_then_fail(
             assert time.monotonic() < until
         with pytest.raises(hvd.HorovodInternalError) as caught:
             hvd.synchronize(late)
-        told = (
-            r"rank \d has left: allreduce '(slow|other)' has waited \d s for ranks? [012, ]+, which"
-        )
+        told = r"rank \d has left: allreduce '(slow|other)' has waited \d s for ranks? [012, ]+, which"
         assert re.search(told, str(caught.value))
         assert "has waited" in caplog.text
 

@@ -25,9 +25,7 @@ def trained(rank: int, steps: int = 3, **arguments: Any) -> torch.nn.Module:
     """Return what a rank learns, from other first weights than the other."""
     model = net(rank)
     passes = arguments.get("backward_passes_per_step", 1)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model), named_parameters=model.named_parameters(), **arguments
-    )
+    optimizer = hvd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), **arguments)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(steps):
         optimizer.zero_grad()

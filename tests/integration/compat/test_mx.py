@@ -85,8 +85,7 @@ def test_a_single_script_takes_its_role_from_mxnets_variables(processes: Process
     script, port = processes.script(SCRIPT), str(free_port())
     roles = ("server", "worker", "scheduler", "worker", "server")
     started = [
-        processes.python(script, "dist_sync", **variables(role), DMLC_PS_ROOT_PORT=port)
-        for role in roles
+        processes.python(script, "dist_sync", **variables(role), DMLC_PS_ROOT_PORT=port) for role in roles
     ]
     assert [one.wait(120.0) for one in started] == [0] * 5, started
     for role, one in zip(roles, started, strict=True):

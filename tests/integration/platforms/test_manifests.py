@@ -58,9 +58,7 @@ class Pods:
         self._port = free_port()
         (jobset,) = [one for one in manifests(job, "jobset") if one["kind"] == "JobSet"]
         spec: Any = jobset["spec"]
-        self.pods = {
-            one["name"]: one["template"]["spec"]["template"] for one in spec["replicatedJobs"]
-        }
+        self.pods = {one["name"]: one["template"]["spec"]["template"] for one in spec["replicatedJobs"]}
 
     def start(self, role: str, index: int) -> Process:
         """Start the container of a pod."""
@@ -78,9 +76,7 @@ class Pods:
         (container,) = self.pods["scheduler"]["spec"]["containers"]
         command, *words = container["livenessProbe"]["exec"]["command"]
         words = [self._here(one, "scheduler") for one in words]
-        return self._processes.start(
-            "probe", BIN / command, *words, **self._variables("scheduler", 0)
-        )
+        return self._processes.start("probe", BIN / command, *words, **self._variables("scheduler", 0))
 
     def _variables(self, role: str, index: int) -> dict[str, str]:
         (container,) = self.pods[role]["spec"]["containers"]

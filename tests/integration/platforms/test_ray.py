@@ -243,9 +243,7 @@ threading.Thread(target=lose, args=cut, daemon=True).start()
     run += "ray.shutdown()\ncluster.shutdown()\n"
     # Ray may place the replacement on the lost node once more, before it knows of the loss.
     strategy = TRAINER.replace(", controller_failure_limit=0", "")
-    strategy = strategy.replace(
-        "num_workers=workers", "num_workers=workers, placement_strategy='SPREAD'"
-    )
+    strategy = strategy.replace("num_workers=workers", "num_workers=workers, placement_strategy='SPREAD'")
     where = "address=cluster.address"
     out = done(driver(processes, strategy, COUNT, begin, run, where=where, before=NODES))
     assert "servers on 2 nodes, workers on 2" in out, out
@@ -391,7 +389,5 @@ def train(config):
 @pytest.mark.parametrize(("block", "text"), [(0, "-50000.0"), (1, "[3.0, 3.0]")])
 def test_the_blocks_of_the_page_run(processes: Processes, block: int, text: str) -> None:
     assert len(BLOCKS) == 2
-    process = processes.python(
-        processes.script(BLOCKS[block], "page.py"), HOME=str(processes.folder)
-    )
+    process = processes.python(processes.script(BLOCKS[block], "page.py"), HOME=str(processes.folder))
     assert text in done(process), process

@@ -108,9 +108,7 @@ print(f"rank {rank} began at {start}\\n", end="", flush=True)
 @pytest.mark.thorough
 @pytest.mark.parametrize("dies", ["0", "1"])
 @pytest.mark.parametrize("backend", ["kvps", "static"])
-def test_a_group_is_started_again_by_torchrun(
-    processes: Processes, dies: str, backend: str
-) -> None:
+def test_a_group_is_started_again_by_torchrun(processes: Processes, dies: str, backend: str) -> None:
     """The ranks are new processes, and no sum holds a value of their predecessors.
 
     Without the backend kvps, KVPS_SCHEDULER is the only variable that a script needs.
@@ -316,9 +314,7 @@ def test_other_keys(processes: Processes) -> None:
         torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=other),
         "the process at .* is not the scheduler whose public key is in --keys",
     )
-    refused(
-        torchrun(processes, locked.endpoint, "1", script), "the scheduler at .* has keys, and this"
-    )
+    refused(torchrun(processes, locked.endpoint, "1", script), "the scheduler at .* has keys, and this")
     missing = processes.folder / "missing"
     refused(
         torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=str(missing)),

@@ -42,9 +42,7 @@ def told(process: Process, code: int, limit_s: float = 60.0) -> dict[str, tuple[
     return {one["topic"]: (one["level"], one["text"], one["advice"]) for one in findings}
 
 
-def examined(
-    processes: Processes, code: int, *flags: object, **env: str
-) -> dict[str, tuple[str, str, str]]:
+def examined(processes: Processes, code: int, *flags: object, **env: str) -> dict[str, tuple[str, str, str]]:
     return told(doctor(processes, "--json", *flags, **env), code)
 
 
@@ -61,9 +59,7 @@ def test_a_job_that_is_well(processes: Processes) -> None:
     for name in ("address", "connection", "keys", "answer", "versions", "shared memory", "clock"):
         assert found[name][0] == "ok", found[name]
     assert re.match(r"[\d.]+ ms \(median of 7", found["round trip"][1])
-    assert re.search(
-        r"[MG]bit/s to the scheduler \(\d+ KiB there and back\)", found["bandwidth"][1]
-    )
+    assert re.search(r"[MG]bit/s to the scheduler \(\d+ KiB there and back\)", found["bandwidth"][1])
     assert "a worker of this job needs" in found["file descriptors"][1]
     shown = doctor(processes, "--scheduler", cluster.endpoint)
     assert shown.wait() == 0
@@ -83,9 +79,7 @@ def test_wrong_address(processes: Processes) -> None:
     assert "start kvps-scheduler" in advice
     assert refused["answer"][0] == "skip"
     # A resolver may wait for name servers that do not answer.
-    unknown = told(
-        doctor(processes, "--json", "--scheduler", "tcp://no-such-host.invalid:9091"), 1, 120.0
-    )
+    unknown = told(doctor(processes, "--json", "--scheduler", "tcp://no-such-host.invalid:9091"), 1, 120.0)
     assert unknown["address"][0] == "fail"
     assert "DNS" in unknown["address"][2]
 
@@ -144,9 +138,7 @@ def test_no_shared_memory(processes: Processes) -> None:
 @pytest.mark.parametrize(
     ("limit", "workers", "answers"), [(24, 1, False), (64, 40, True)], ids=["any", "this-job"]
 )
-def test_low_descriptor_limit(
-    processes: Processes, limit: int, workers: int, answers: bool
-) -> None:
+def test_low_descriptor_limit(processes: Processes, limit: int, workers: int, answers: bool) -> None:
     cluster = processes.scheduler(workers, 0)
     line = f"ulimit -n {limit}; exec {BIN}/kvps doctor --json --scheduler {cluster.endpoint}"
     found = told(processes.start("doctor", "bash", "-c", line), 1)

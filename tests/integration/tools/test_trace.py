@@ -51,9 +51,7 @@ def trace(processes: Processes, *flags: object, **env: str) -> Process:
 
 def explained(processes: Processes, endpoint: str, seconds: float, *flags: object) -> str:
     """Record for so long; return the explanation."""
-    asked = trace(
-        processes, "--scheduler", endpoint, "--seconds", seconds, *flags, KVPS_INSECURE="1"
-    )
+    asked = trace(processes, "--scheduler", endpoint, "--seconds", seconds, *flags, KVPS_INSECURE="1")
     assert asked.wait(120.0) == 0, asked
     return asked.out
 
@@ -188,9 +186,7 @@ def test_a_slow_link_is_named(processes: Processes, has_namespaces: None) -> Non
         ]
         script = processes.script(TRAIN)
         env = {"COUNT": "50000", "PAUSE": "0.02,0.02"}
-        workers = [
-            start(1 + rank, sys.executable, script, KVPS_RANK=str(rank), **env) for rank in range(2)
-        ]
+        workers = [start(1 + rank, sys.executable, script, KVPS_RANK=str(rank), **env) for rank in range(2)]
         for one in workers:
             one.expect("ready", 60.0)
         asked = start(0, BIN / "kvps", "trace", "--seconds", 8, "--timeout", 30)

@@ -59,9 +59,7 @@ def model_image(model: nn.Module, server: int, servers: int, name: str = "defaul
             if part.server == server:
                 flat = value.flatten()[part.start : part.start + part.size]
                 keys.append(
-                    KeySnapshot(
-                        key, spec, 0, (SnapshotPart(part.start, snapshots.history(), flat, {}),)
-                    )
+                    KeySnapshot(key, spec, 0, (SnapshotPart(part.start, snapshots.history(), flat, {}),))
                 )
     store = StoreSnapshot(snapshots.opened(name), None, None, 0.0, 0, 0, tuple(keys))
     return Snapshot(server, servers, (store,))
@@ -115,9 +113,7 @@ def test_folders_of_two_jobs(tmp_path: Path, capsys: Output) -> None:
     assert f"{NAME} differ" in capsys.readouterr().out
 
 
-def test_the_variable_says_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
-) -> None:
+def test_the_variable_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     snapshots.put(tmp_path, 12)
     monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
     assert called("verify") == 0
@@ -200,16 +196,12 @@ def test_a_model_comes_out_as_it_was(tmp_path: Path, capsys: Output) -> None:
     torch.manual_seed(0)
 
     def made() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5)
-        ).eval()
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 5)).eval()
 
     model, other = made(), made()
     images = torch.rand(4, 3, 8, 8)
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(3)]
-    manifest = snapshots.manifest_of(
-        4, shelves, [model_image(model, n, 3) for n in range(3)], "best"
-    )
+    manifest = snapshots.manifest_of(4, shelves, [model_image(model, n, 3) for n in range(3)], "best")
     shelves[0].commit(manifest)
     assert not torch.equal(model(images), other(images))
     file = tmp_path / "model.safetensors"
@@ -247,9 +239,7 @@ def test_several_stores_must_be_told_apart(tmp_path: Path, capsys: Output) -> No
     shelves[0].commit(snapshots.manifest_of(1, shelves, both))
     file = tmp_path / "model"
     assert called("export", tmp_path, file) == EXIT_CONFIG
-    assert "name one of the stores with --store NAME; there is: default, second" in (
-        capsys.readouterr().err
-    )
+    assert "name one of the stores with --store NAME; there is: default, second" in (capsys.readouterr().err)
     assert called("export", tmp_path, file, "--store", "third") == EXIT_CONFIG
     assert "--store='third'" in capsys.readouterr().err
     assert called("export", tmp_path, file, "--store", "second") == 0

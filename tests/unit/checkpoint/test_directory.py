@@ -187,9 +187,7 @@ def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 def test_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     """A shelf that commits one cut while it writes the next."""
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
-    manifest = snapshots.manifest_of(
-        1, shelves, [snapshots.image(server, 2) for server in range(2)]
-    )
+    manifest = snapshots.manifest_of(1, shelves, [snapshots.image(server, 2) for server in range(2)])
     target = tmp_path / "cut-00000001" / "other"
     shelves[0]._put(target, lambda sink: shelves[0].commit(manifest))
     assert target.exists()
@@ -202,9 +200,7 @@ def test_a_shelf_of_nobody_is_for_reading(tmp_path: Path) -> None:
 
 def test_no_manifest_without_the_image(tmp_path: Path) -> None:
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
-    manifest = snapshots.manifest_of(
-        1, shelves, [snapshots.image(server, 2) for server in range(2)]
-    )
+    manifest = snapshots.manifest_of(1, shelves, [snapshots.image(server, 2) for server in range(2)])
     (tmp_path / "cut-00000001" / FIRST).write_bytes(b"short")
     with pytest.raises(StorageError, match="checkpoint 1 not completed: the snapshot of server 0"):
         shelves[0].commit(manifest)
@@ -264,9 +260,7 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
         count = len(images)
         other = replace(
             manifest,
-            images=tuple(
-                one._replace(name=image_name(server, count)) for server, one in enumerate(images)
-            ),
+            images=tuple(one._replace(name=image_name(server, count)) for server, one in enumerate(images)),
         )
         (tmp_path / "cut-00000001" / NAME).write_text(other.to_json())
         assert CheckpointDirectory(tmp_path).complete() == []
@@ -276,9 +270,7 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
         for one, renamed in zip(images, other.images, strict=True):
             shutil.copy(tmp_path / "cut-00000001" / one.name, tmp_path / renamed.name)
             shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
-        with pytest.raises(
-            StorageError, match=f"snapshot of server 0 of 2, and .* of 0 of {count}"
-        ):
+        with pytest.raises(StorageError, match=f"snapshot of server 0 of 2, and .* of 0 of {count}"):
             CheckpointDirectory(tmp_path).load(other, 0, count)
 
 
@@ -367,9 +359,7 @@ def test_a_fault_at_each_step_of_a_write(
 ) -> None:
     image = snapshots.image(0, 2)
     snapshots.put(tmp_path / "probe", 11)
-    steps = steps_of(
-        lambda: CheckpointDirectory(tmp_path / "probe", 0).write(12, image), monkeypatch
-    )
+    steps = steps_of(lambda: CheckpointDirectory(tmp_path / "probe", 0).write(12, image), monkeypatch)
     assert set(STEPS) <= set(steps)
     for index, name in enumerate(steps):
         folder = tmp_path / str(index)
@@ -623,17 +613,13 @@ def test_a_link_in_place_of_a_cut_is_no_cut(tmp_path: Path) -> None:
     snapshots.put(shelf, 10)
     snapshots.put(shelf, 11)
     assert [one.cut for one in directory.complete()] == [10, 11]
-    assert len(list((tmp_path / "elsewhere" / "cut-00000003").iterdir())) == 3, (
-        "nothing was removed"
-    )
+    assert len(list((tmp_path / "elsewhere" / "cut-00000003").iterdir())) == 3, "nothing was removed"
 
 
 def test_a_disk_is_not_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr("kvps.checkpoint.directory.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(
-        StorageError, match=r"checkpoint 1 not written: No space left.*free 0.977 KiB"
-    ):
+    with pytest.raises(StorageError, match=r"checkpoint 1 not written: No space left.*free 0.977 KiB"):
         CheckpointDirectory(tmp_path, 0).write(1, snapshots.image(0, 1))
     assert not list(tmp_path.iterdir())
 
@@ -641,9 +627,7 @@ def test_a_disk_is_not_filled_to_the_brim(tmp_path: Path, monkeypatch: pytest.Mo
 # --- the cuts of earlier jobs -------------------------------------------------------------------
 
 
-def commit(
-    folder: Path, cut: int, job: int, version: int, common: int = 0, store: str = "default"
-) -> None:
+def commit(folder: Path, cut: int, job: int, version: int, common: int = 0, store: str = "default") -> None:
     """Write a cut of a job, whose only server has one store with keys."""
     shelf = CheckpointDirectory(folder, 0)
     image = snapshots.image(0, 1, version=version, store=store)

@@ -93,7 +93,7 @@ def test_text_that_is_none(text: str) -> None:
 def test_holdings_of_all_servers_add_up(servers: int) -> None:
     some = [snapshots.holdings(snapshots.image(server, servers)) for server in range(servers)]
     assert snapshots.together(some) == {"default": StoreVersions(len(snapshots.KEYS), 5, 7)}
-    assert snapshots.together(
-        [*some, snapshots.holdings(Snapshot(0, 1, ()))]
-    ) == snapshots.together(reversed(some))
+    assert snapshots.together([*some, snapshots.holdings(Snapshot(0, 1, ()))]) == snapshots.together(
+        reversed(some)
+    )
     assert snapshots.together([]) == {}

@@ -37,9 +37,7 @@ def test_every_element_is_where_it_belongs(before: int, after: int) -> None:
 
 
 @given(
-    counts=st.dictionaries(
-        st.text("abcdef", min_size=1, max_size=4), st.integers(0, 300), max_size=6
-    ),
+    counts=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 300), max_size=6),
     inner=st.sets(st.integers(1, 299), max_size=4),
     before=st.integers(1, 5),
     after=st.integers(1, 5),
@@ -176,9 +174,7 @@ def without(name: str) -> Change:
     return lambda store: replace(store, keys=tuple(key for key in store.keys if key.name != name))
 
 
-PORTIONS = next(
-    key.portions for key in snapshots.image(1, 2).stores[0].keys if key.name == "layer1.weight"
-)
+PORTIONS = next(key.portions for key in snapshots.image(1, 2).stores[0].keys if key.name == "layer1.weight")
 """Of elements 60 to 119: 48 to 74, and 75 to 119."""
 
 

@@ -183,9 +183,7 @@ def with_portion(portion: SnapshotPart) -> Snapshot:
         SnapshotPart(0, snapshots.history(), torch.zeros(2, 2), {}),
         SnapshotPart(0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(3)}),
         SnapshotPart(0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(2, 2)}),
-        SnapshotPart(
-            0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(4, dtype=torch.bool)}
-        ),
+        SnapshotPart(0, snapshots.history(), torch.zeros(4), {"m": torch.zeros(4, dtype=torch.bool)}),
     ],
 )
 def test_tensors_that_do_not_fit_are_not_written(portion: SnapshotPart) -> None:
@@ -402,9 +400,7 @@ FILES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_files_that_are_no_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_files_that_are_no_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "image"
     written(path, snapshots.image(0, 2))
@@ -430,9 +426,7 @@ def test_every_truncation_is_found_out(tmp_path: Path) -> None:
             snapshot_writer.read(path)
 
 
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     """Whatever the header says, it is an image or a StorageError."""

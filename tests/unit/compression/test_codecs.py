@@ -121,12 +121,12 @@ def test_the_bits_follow_mxnets_rules(codec, rule, threshold, shape) -> None:  #
 
 def test_a_scale_multiplies_thresholds_and_what_is_said() -> None:
     values = torch.tensor([0.06, 0.04, -0.06, -0.04])
-    assert read(
-        CodecSpec(BIT2, 0.5, 0.1), encode(CodecSpec(BIT2, 0.5, 0.1), values.clone()), 4
-    ).tolist() == (pytest.approx([0.05, 0.0, -0.05, 0.0]))
-    assert read(
-        CodecSpec(BIT1, 0.5, 0.1), encode(CodecSpec(BIT1, 0.5, 0.1), values.clone()), 4
-    ).tolist() == (pytest.approx([0.1, -0.1, -0.1, -0.1]))
+    assert read(CodecSpec(BIT2, 0.5, 0.1), encode(CodecSpec(BIT2, 0.5, 0.1), values.clone()), 4).tolist() == (
+        pytest.approx([0.05, 0.0, -0.05, 0.0])
+    )
+    assert read(CodecSpec(BIT1, 0.5, 0.1), encode(CodecSpec(BIT1, 0.5, 0.1), values.clone()), 4).tolist() == (
+        pytest.approx([0.1, -0.1, -0.1, -0.1])
+    )
 
 
 @pytest.mark.spec("R152")

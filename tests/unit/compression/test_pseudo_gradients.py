@@ -67,10 +67,7 @@ def test_means_of_e3m0_have_no_bias_that_matters() -> None:
 def test_a_group_of_tiny_values_is_left_whole(most: float) -> None:
     values = torch.full((300,), most)
     rest = values.clone()
-    assert (
-        decode(CodecSpec(E3M0), encode(CodecSpec(E3M0), rest), values.clone()).tolist()
-        == [0.0] * 300
-    )
+    assert decode(CodecSpec(E3M0), encode(CodecSpec(E3M0), rest), values.clone()).tolist() == [0.0] * 300
     assert torch.equal(rest, values)
 
 
@@ -131,9 +128,7 @@ def test_equal_values_have_one_magnitude() -> None:
 @pytest.mark.parametrize("indices", [(1, 1), (3, 1), (1, 5)])
 def test_indices_that_cannot_be_meant_are_refused(indices: tuple[int, int]) -> None:
     octets = torch.tensor([0, 0, 0, 0, *indices, 0, 0], dtype=torch.uint8)
-    with pytest.raises(
-        ProtocolError, match="topk2bit names elements out of order, or beyond the 5"
-    ):
+    with pytest.raises(ProtocolError, match="topk2bit names elements out of order, or beyond the 5"):
         decode(CodecSpec(TOPK2BIT, 0.4), octets, torch.empty(5))
 
 

@@ -90,6 +90,4 @@ def test_the_table_of_limits_names_their_metrics() -> None:
                 assert word in BY_NAME[name].labels, row
                 named.append((name, word))
     limits = BY_NAME["kvps_overloads_total"].labels
-    assert sorted(label for name, label in named if name == "kvps_overloads_total") == sorted(
-        limits
-    )
+    assert sorted(label for name, label in named if name == "kvps_overloads_total") == sorted(limits)

@@ -57,18 +57,14 @@ def test_half_types_are_added_up_in_float32(dtype: torch.dtype) -> None:
     total = GradientSum((*parts, parts[1]))
     assert total.whole().dtype is torch.float32
     assert total.whole().tolist() == [big + 2] * 2
-    begun = GradientSum(
-        (DenseGradient([torch.full((2,), big)]), parts[1])
-    )  # what is added up so far is wide
+    begun = GradientSum((DenseGradient([torch.full((2,), big)]), parts[1]))  # what is added up so far is wide
     assert begun.whole().tolist() == [big + 1] * 2
 
 
 def test_a_sum_is_taken_in_the_order_of_its_parts() -> None:
     values = ([1e8], [1.0], [-1e8])
     assert GradientSum(tuple(strip(one) for one in values)).whole().tolist() == [0.0]
-    assert GradientSum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [
-        1.0
-    ]
+    assert GradientSum(tuple(strip(one) for one in (*values[::2], values[1]))).whole().tolist() == [1.0]
 
 
 def test_the_sum_of_one_is_a_copy() -> None:
@@ -82,14 +78,10 @@ CUTS = st.lists(st.integers(1, 19), max_size=4, unique=True).map(sorted)
 
 
 @given(cuts=st.lists(CUTS, min_size=1, max_size=4), data=st.data())
-def test_where_the_edges_are_makes_no_difference(
-    cuts: list[list[int]], data: st.DataObject
-) -> None:
+def test_where_the_edges_are_makes_no_difference(cuts: list[list[int]], data: st.DataObject) -> None:
     """A sum is that of the elements, in any range, cut anywhere, and its parts are only read."""
     rows = [torch.arange(20) * 10**index for index in range(len(cuts))]
-    strips = [
-        DenseGradient(torch.tensor_split(row, at)) for row, at in zip(rows, cuts, strict=True)
-    ]
+    strips = [DenseGradient(torch.tensor_split(row, at)) for row, at in zip(rows, cuts, strict=True)]
     expected = torch.stack(rows).sum(0)
     start = data.draw(st.integers(0, 19))
     stop = data.draw(st.integers(start + 1, 20))

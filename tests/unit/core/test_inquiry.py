@@ -63,9 +63,7 @@ def test_inquiry_is_repeated_and_given_up() -> None:
 
 def test_the_job_is_over() -> None:
     inquiry = begun(Evict(2, 3), Done)
-    assert hear(inquiry, Stop(0, "every worker left")) == [
-        Exit(75, "the job is over: every worker left")
-    ]
+    assert hear(inquiry, Stop(0, "every worker left")) == [Exit(75, "the job is over: every worker left")]
     assert isinstance(inquiry.error, SchedulerLost)
 
 

@@ -61,9 +61,7 @@ def test_help_names_the_limits_of_a_command(
 
 
 @pytest.mark.parametrize("command", [scheduler, server])
-def test_a_command_refuses_what_is_no_limit(
-    command: object, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_refuses_what_is_no_limit(command: object, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--workers", "1", "--servers", "1"] if command is scheduler else []
     assert command.main([*sizes, "--limit", "nonsense=1"]) == 78  # type: ignore[attr-defined]
     assert "--limit='nonsense=1' is not a limit" in capsys.readouterr().err
@@ -83,9 +81,7 @@ def test_the_page_has_each_limit_with_its_default() -> None:
 def test_all_are_in_the_table() -> None:
     assert [one.name for one in fields(Limits)] == list(TABLE)
     assert {name for role in ("scheduler", "server") for name in limits_of_role(role)} == set(TABLE)
-    assert all(
-        f"kvps-{one.roles[0]} --limit {name}=" in remedy(name) for name, one in TABLE.items()
-    )
+    assert all(f"kvps-{one.roles[0]} --limit {name}=" in remedy(name) for name, one in TABLE.items())
 
 
 def test_a_cluster_without_others_is_not_bounded() -> None:

@@ -43,10 +43,7 @@ def test_silent_process_of_a_live_supervisor_hangs() -> None:
     script = Progress(0, 0.0)
     script.beat(7, "barrier()", 1.0)
     assert script.words(3.0) == "alive, last call 2 s ago"  # a busy one is in some call, too
-    assert (
-        script.words(43.0)
-        == "hangs: its kvps-worker is alive, its process has been silent for 42 s"
-    )
+    assert script.words(43.0) == "hangs: its kvps-worker is alive, its process has been silent for 42 s"
 
 
 def test_a_beat_with_fewer_calls_is_not_the_scripts() -> None:

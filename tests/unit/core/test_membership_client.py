@@ -44,9 +44,7 @@ class Talk:
     """A membership, its clock, and what it has said."""
 
     identity: Identity = field(
-        default_factory=lambda: Identity(
-            Role.WORKER, "tcp://sched:1", "here", 7, "kvps 0.1", master="here:2"
-        )
+        default_factory=lambda: Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps 0.1", master="here:2")
     )
     now: float = 100.0
 
@@ -96,9 +94,7 @@ class TestJoining:
         assert talk.effects[0] == Connect("scheduler", "tcp://sched:1")
         hello = Hello(*PROTOCOL, "kvps 0.1", 0, Role.WORKER, None, "here", 7, "", False, "here:2")
         assert talk.said(Hello) == [hello]
-        assert sends(talk.effects, Hello)[0].packet.envelope == Envelope(
-            bytes(16), 0, Role.WORKER, 0, 0, 0
-        )
+        assert sends(talk.effects, Hello)[0].packet.envelope == Envelope(bytes(16), 0, Role.WORKER, 0, 0, 0)
         talk.wait(3.0)
         assert talk.said(Hello) == [hello] * 4
 
@@ -139,9 +135,7 @@ class TestJoining:
         talk.wait(29.0)
         assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
         talk.wait(100.0)
-        said = [
-            one.text for one in talk.effects if isinstance(one, Note) and one.level == "warning"
-        ]
+        said = [one.text for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
         assert said == [
             f"this worker has waited {waited} s for its place in the job: {missing}; 'kvps doctor' finds out why"
             for waited in (30, 60, 120)

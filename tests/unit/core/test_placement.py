@@ -121,9 +121,7 @@ def test_resnet50_on_4_servers_is_balanced(naming: str) -> None:
         (2, 60_000, 3, [0, 39_936, 79_872]),  # fewer rows than servers: cut within them
     ],
 )
-def test_tables_are_cut_between_rows(
-    rows: int, width: int, servers: int, starts: list[int]
-) -> None:
+def test_tables_are_cut_between_rows(rows: int, width: int, servers: int, starts: list[int]) -> None:
     got = parts("w", rows * width, servers, width=width)
     assert [one.start for one in got] == starts
     assert sum(one.size for one in got) == rows * width
@@ -137,9 +135,7 @@ def test_tables_are_cut_between_rows(
     width=st.integers(1, 300),
     servers=st.integers(1, 8),
 )
-def test_parts_of_any_table_are_whole_rows_and_none_is_empty(
-    rows: int, width: int, servers: int
-) -> None:
+def test_parts_of_any_table_are_whole_rows_and_none_is_empty(rows: int, width: int, servers: int) -> None:
     got = parts("w", rows * width, servers, 0, width)
     assert [one.start for one in got] == [sum(p.size for p in got[:i]) for i in range(len(got))]
     assert sum(one.size for one in got) == rows * width

@@ -228,9 +228,7 @@ class TestServer:
 
     def setting(self, create: bool, refused: int = 0, **numbers: object) -> Message:
         made = optimizing("sgd", 1, create, **numbers)
-        return Optimize(
-            made.store, made.call, create, made.name, made.numbers, {}, {}, refused=refused
-        )
+        return Optimize(made.store, made.call, create, made.name, made.numbers, {}, {}, refused=refused)
 
     @pytest.mark.spec("R231")
     def test_an_optimizer_that_cannot_be(self) -> None:
@@ -307,9 +305,7 @@ class TestWorker:
             self.refuse(one, Rate, ConfigError("no optimizer"))
             assert isinstance(one.error(ticket), ConfigError)
         for turn in range(3):
-            ticket = one.call(
-                calls.StandAtBarrier("kv", "b", StorageError("no file") if turn else None)
-            )
+            ticket = one.call(calls.StandAtBarrier("kv", "b", StorageError("no file") if turn else None))
             sent = one.sent(Barrier)[-1]
             assert (sent.number, sent.refused) == (0, turn)
             assert (sent.code, sent.text) == ((15, "no file") if turn else (0, ""))

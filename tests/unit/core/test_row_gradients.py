@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from kvps.core.row_gradients import RowGradient, added, coalesce, numbered
 
 
-def sparse(
-    rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32
-) -> RowGradient:
+def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32) -> RowGradient:
     width = len(next(iter(rows.values()), [0.0, 0.0]))
     ids = torch.tensor(sorted(rows), dtype=torch.int64)
     values = torch.tensor([rows[one] for one in sorted(rows)], dtype=dtype).view(-1, width)

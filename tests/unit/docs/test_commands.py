@@ -22,9 +22,7 @@ from benchmarks.compare.systems import SYSTEMS as MEASURED
 from kvps.cli.main import COMMANDS, module_of
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = sorted(
-    [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("**/*.md")]
-)
+PAGES = sorted([ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("**/*.md")])
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 OURS = re.compile(r"(?:KVPS_\w+=\S* )*(?:kvps(?:-\w+)?|python|make) +[-\w./]")

@@ -48,11 +48,7 @@ def test_nothing_leaves_the_picture(diagrams: ModuleType) -> None:
 
 def test_every_diagram_is_in_a_page(diagrams: ModuleType) -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")]
-    shown = {
-        name
-        for page in pages
-        for name in re.findall(r"images/([\w-]+)\.svg", page.read_text("utf-8"))
-    }
+    shown = {name for page in pages for name in re.findall(r"images/([\w-]+)\.svg", page.read_text("utf-8"))}
     assert shown == set(diagrams.PICTURES)
 
 

@@ -40,9 +40,7 @@ OF_MXNET = (
 
 def named(section: str) -> dict[str, str]:
     """Return what the first column of a table names, and the rest of its row."""
-    rows = [
-        line.strip("| ").split(" | ", 1) for line in section.splitlines() if line.startswith("| `")
-    ]
+    rows = [line.strip("| ").split(" | ", 1) for line in section.splitlines() if line.startswith("| `")]
     return {name: rest for first, rest in rows for name in re.findall(r"`([^`]+)`", first)}
 
 
@@ -56,13 +54,8 @@ def test_every_method_has_a_row_with_its_arguments() -> None:
             assert "(" not in found[0]
             continue
         given = [one.strip() for one in found[0].partition("(")[2].rstrip(")").split(",") if one]
-        arguments = [
-            one for one in inspect.signature(ours).parameters.values() if one.name != "self"
-        ]
-        shown = [
-            one.name if one.default is one.empty else f"{one.name}={one.default!r}"
-            for one in arguments
-        ]
+        arguments = [one for one in inspect.signature(ours).parameters.values() if one.name != "self"]
+        shown = [one.name if one.default is one.empty else f"{one.name}={one.default!r}" for one in arguments]
         assert shown == given, method
 
 

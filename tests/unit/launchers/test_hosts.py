@@ -98,7 +98,5 @@ def test_workers_fill_slots_and_servers_go_round() -> None:
 
 
 def test_too_few_slots() -> None:
-    with pytest.raises(
-        ConfigError, match=r"-n 4 needs 4 slots, but the 2 hosts have 3 \(a: 2, b: 1\)"
-    ):
+    with pytest.raises(ConfigError, match=r"-n 4 needs 4 slots, but the 2 hosts have 3 \(a: 2, b: 1\)"):
         Placement([Host("a", 2), Host("b", 1)], 4, 0)

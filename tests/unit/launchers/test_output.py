@@ -35,9 +35,7 @@ class TestLines:
     def test_windows_ends(self) -> None:
         assert LineBuffer().feed(b"one\r\ntwo\r\n") == [b"one", b"two"]
 
-    @pytest.mark.parametrize(
-        "parts", [[b"\r10 %", b"\r20", b" %", b"\n"], [b"10 %\r", b"20 %\r", b"\n"]]
-    )
+    @pytest.mark.parametrize("parts", [[b"\r10 %", b"\r20", b" %", b"\n"], [b"10 %\r", b"20 %\r", b"\n"]])
     def test_overwritten_text_is_not_kept(self, parts: list[bytes]) -> None:
         lines = LineBuffer()
         seen = [(lines.feed(part), lines.unfinished) for part in parts]

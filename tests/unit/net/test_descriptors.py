@@ -47,9 +47,7 @@ def test_descriptor_limit_is_raised_where_needed(
 
 def test_a_hard_limit_that_is_too_low_is_named(limits: Limits) -> None:
     limits.now = (20, 39)
-    with pytest.raises(
-        ConfigError, match=r"somebody needs 30 .* besides the 10 .* have 39 .*-n 40"
-    ):
+    with pytest.raises(ConfigError, match=r"somebody needs 30 .* besides the 10 .* have 39 .*-n 40"):
         descriptors.demand("somebody", 30)
     assert limits.now == (20, 39)
 
@@ -72,9 +70,7 @@ def test_room_is_made_as_far_as_may_be(
     assert limits.now == after
 
 
-def test_where_it_cannot_be_seen_what_is_open(
-    limits: Limits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_cannot_be_seen_what_is_open(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(error: OSError) -> None:
         def listdir(_: str) -> list[str]:
             raise error
@@ -113,7 +109,5 @@ def test_exhausted_descriptors_are_reported(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         transport.close(0.0)
     assert transport.refused.connections["no_descriptor"] == 3
-    assert [
-        one for one in caplog.messages if "all file descriptors of this process are in use" in one
-    ]
+    assert [one for one in caplog.messages if "all file descriptors of this process are in use" in one]
     assert len(caplog.messages) == 1

@@ -122,9 +122,7 @@ class Script:
 
 
 def run(script: Script, inbox: Inbox[Script] | None = None, listens: bool = True) -> Exit:
-    return drive(
-        script, script, inbox or Inbox(script), script if listens else None, lambda: script.now
-    )
+    return drive(script, script, inbox or Inbox(script), script if listens else None, lambda: script.now)
 
 
 def test_every_effect_is_performed_in_order() -> None:
@@ -265,9 +263,7 @@ class TestNet:
         assert ("send", "b", PACKET, None) in script.diary
 
     @pytest.mark.spec("R200")
-    def test_an_effect_that_fails_does_not_hold_up_the_others(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_an_effect_that_fails_does_not_hold_up_the_others(self, caplog: pytest.LogCaptureFixture) -> None:
         class Deaf(Script):
             def connect(self, *way: object) -> None:
                 raise ConfigError("'x' is not an address")
@@ -315,9 +311,7 @@ class TestNet:
             def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
                 raise ValueError("an answer to a call")
 
-            def on_failure(
-                self, route: Route, envelope: Envelope, error: Exception, now: float
-            ) -> Effects:
+            def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
                 raise error
 
         with pytest.raises(ValueError, match="an answer to a call"):
@@ -343,6 +337,4 @@ def test_notes_are_logged(level: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "kvps")
     script = Script([[("a", PACKET)]], answers={"packet of 'a' at 0": [Note(level, "100 %"), END]})
     run(script)
-    assert [(one.levelname.lower(), one.getMessage()) for one in caplog.records] == [
-        (level, "100 %")
-    ]
+    assert [(one.levelname.lower(), one.getMessage()) for one in caplog.records] == [(level, "100 %")]

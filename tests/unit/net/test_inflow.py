@@ -69,9 +69,7 @@ def is_open(theirs: socket.socket) -> bool:
 
 
 @pytest.mark.spec("R203")
-def test_unread_bytes_over_the_limit_end_the_connection(
-    port: Port, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unread_bytes_over_the_limit_end_the_connection(port: Port, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ours = port.connection()
     send(theirs, ours, 100_000)
     port.look()

@@ -93,9 +93,7 @@ def test_a_peer_that_stops_to_read_costs_no_more_than_that() -> None:
         for _ in range(20):
             listening.send(route, answer, None)
         dropped = listening.refused.packets["unread"]
-        assert (
-            dropped >= 20 - UNREAD_MAX_BYTES // rows.nbytes - 2
-        )  # some lie in the kernel's buffers
+        assert dropped >= 20 - UNREAD_MAX_BYTES // rows.nbytes - 2  # some lie in the kernel's buffers
         assert dropped < 20
         counts: Counter[str] = Counter()
 

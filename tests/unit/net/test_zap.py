@@ -98,9 +98,7 @@ def test_nobody_is_let_in_where_nothing_answers_libzmq(door: Door) -> None:
 
 
 @pytest.mark.spec("R245")
-def test_an_unknown_key_is_refused_and_told_of_once(
-    door: Door, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_key_is_refused_and_told_of_once(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     for _ in range(3):
         door.come(new_pair())
@@ -169,9 +167,7 @@ class TestHandshakes:
         assert [bool(answer[1]) for answer in answers] == [False] * (2 * FAILURES_MAX - 1) + [True]
         assert "is not the scheduler whose public key" in answers[-1][1]
 
-    def test_a_relay_and_one_that_stands_still_are_no_other(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_relay_and_one_that_stands_still_are_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         one = Handshakes(self.KEYS)
         for _ in range(9):
             assert one.failed(ENDPOINT, NO_DETAIL, 32, 0.01) == (False, ""), "nobody greets there"

@@ -75,9 +75,7 @@ def test_waits_and_open_rounds_are_named_from_ten_seconds_on(
         ([wait(0, 1), wait(1, 2), wait(3, 1)], ()),
     ],
 )
-def test_a_circle_is_found_however_long_it_is(
-    waits: Sequence[Wait], ranks: tuple[int, ...]
-) -> None:
+def test_a_circle_is_found_however_long_it_is(waits: Sequence[Wait], ranks: tuple[int, ...]) -> None:
     (first, *others) = judge(waits, [opened(1)])
     assert first.level is (Level.FAIL if ranks else Level.WARN)
     if ranks:

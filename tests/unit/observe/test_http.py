@@ -42,9 +42,7 @@ class Loop:
         self._items: list[Callable[[Any, float], Iterator[Any]]] = []
         self.sampler: Sampler[Any] = Sampler(
             self,
-            lambda core, now: Sample(
-                {("kvps_epoch", ""): 3.0}, {}, self.is_ready, "", {"phase": "new"}
-            ),
+            lambda core, now: Sample({("kvps_epoch", ""): 3.0}, {}, self.is_ready, "", {"phase": "new"}),
             lambda core: self.counts,
             lambda: network_values(
                 Refusals(Counter(bytes=2, refused=1, unread=4), Counter(no_key=5), Counter(idle=3))
@@ -65,9 +63,7 @@ class Loop:
         return len(items)
 
 
-def served(
-    loop: Loop, path: str, token: str = "", place: Place | None = None
-) -> tuple[int, str, bytes]:
+def served(loop: Loop, path: str, token: str = "", place: Place | None = None) -> tuple[int, str, bytes]:
     server = HttpServer(place or Place("127.0.0.1", 0), "server", loop.sampler)
     try:
         return server.answer(path, token)
@@ -201,9 +197,7 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert as_place("--http", "[::1]:80") == Place("::1", 80, "abc")
     assert as_place("KVPS_HTTP", "[::1]:80") == Place("::1", 80, "abc", is_shared=True)
     for bad in ("", "9000", "host", "host:x", "http://host:80", "host:80/metrics"):
-        with pytest.raises(
-            ConfigError, match=r"--http=.* is not an address; write it as HOST:PORT"
-        ):
+        with pytest.raises(ConfigError, match=r"--http=.* is not an address; write it as HOST:PORT"):
             as_place("--http", bad)
 
 
@@ -291,9 +285,7 @@ def test_the_page_asks_no_other_host_and_has_no_inline_script() -> None:
     page = assets.read("/")[1].decode()
     assert not re.search(r"<script(?![^>]*src=\"/)|<style|style=|\son\w+=|https?:", page)
     own = b"".join([assets.read(path)[1] for path in ("/page.js", "/format.js", "/page.css")])
-    assert not re.search(
-        rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:|url\(", own
-    )
+    assert not re.search(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:|url\(", own)
     files = {name for name, _ in assets.FILES.values()} | {"LICENSE.uplot"}
     folder = Path(assets.__file__).parent / "page"
     assert {one.name for one in folder.iterdir()} == files
@@ -392,9 +384,7 @@ def test_a_stream_is_not_cut_off_by_many_other_clients() -> None:
 def test_every_answer_forbids_other_hosts_and_inline_scripts() -> None:
     with serving(Place("127.0.0.1", 0), "scheduler", Loop().sampler, Dashboard()) as server:
         assert server is not None
-        with urllib.request.urlopen(
-            f"http://127.0.0.1:{server.server_port}/", timeout=10
-        ) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/", timeout=10) as answer:
             policy = answer.headers["Content-Security-Policy"]
             assert "default-src 'self'" in policy
             assert "unsafe" not in policy

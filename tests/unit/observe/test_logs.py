@@ -152,9 +152,7 @@ def test_a_scripts_log_is_json_if_the_variable_says_so(
     assert json.loads(text)["event"] == "joined"
 
 
-def test_a_level_that_is_none_is_refused(
-    script_log: logging.Logger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_level_that_is_none_is_refused(script_log: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVPS_LOG_FORMAT", "json")
     monkeypatch.setenv("KVPS_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="KVPS_LOG_LEVEL='loud'"):

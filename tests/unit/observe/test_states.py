@@ -13,9 +13,7 @@ from kvps.runtime import server_process
 from tests.support.scheduler_harness import Stage
 from tests.support.server_harness import ServerStage
 
-MADE_BY_THE_SAMPLER = {
-    *("kvps_up_info", "kvps_ready", "kvps_loop_lag_seconds", "kvps_loop_lag_max_seconds")
-}
+MADE_BY_THE_SAMPLER = {*("kvps_up_info", "kvps_ready", "kvps_loop_lag_seconds", "kvps_loop_lag_max_seconds")}
 
 
 def gauges(role: str) -> set[str]:

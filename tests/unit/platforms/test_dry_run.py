@@ -110,9 +110,7 @@ def test_a_job_without_servers_needs_no_secret_for_them(
         (["--dry-run=compose"], "invalid choice"),
     ],
 )
-def test_a_wrong_flag_is_refused(
-    capsys: pytest.CaptureFixture[str], more: list[str], told: str
-) -> None:
+def test_a_wrong_flag_is_refused(capsys: pytest.CaptureFixture[str], more: list[str], told: str) -> None:
     assert told in refused(capsys, *ARGUMENTS, "--dry-run=jobset", *more, *COMMAND)
 
 
@@ -122,12 +120,8 @@ def test_an_image_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "docker build" in told
 
 
-@pytest.mark.parametrize(
-    "flag", ["--image", "--name", "--namespace", "--gpu", "--checkpoint-claim"]
-)
-def test_a_flag_for_kubernetes_does_nothing_else(
-    capsys: pytest.CaptureFixture[str], flag: str
-) -> None:
+@pytest.mark.parametrize("flag", ["--image", "--name", "--namespace", "--gpu", "--checkpoint-claim"])
+def test_a_flag_for_kubernetes_does_nothing_else(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     assert f"{flag} needs --dry-run" in refused(capsys, "-n", "1", flag, "1", "--", "true")
 
 

@@ -83,9 +83,7 @@ def test_a_grace_for_the_last_checkpoint_is_the_default(
 def test_other_flags_are_those_of_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--rsh", "srun --mem=4G", "--python", "/opt/python", "--log-level", "info")
     text = printed(capsys, *FLAGS, *more, "--env-server", "A=1", "--insecure", *COMMAND)
-    words = (
-        "--log-level info --rsh 'srun --mem=4G' --python /opt/python --env-server A=1 --insecure"
-    )
+    words = "--log-level info --rsh 'srun --mem=4G' --python /opt/python --env-server A=1 --insecure"
     assert f" {words} " in text
 
 

@@ -26,9 +26,7 @@ def documented() -> dict[tuple[Place, Role], set[str]]:
     """The table of section 12."""
     text = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
     found: dict[tuple[Place, Role], set[str]] = {}
-    for at, roles, names in re.findall(
-        r"^\| (\w+) \| ([\w, ]+) \| ([A-Z-]+(?:, [A-Z-]+)*) \|$", text, re.M
-    ):
+    for at, roles, names in re.findall(r"^\| (\w+) \| ([\w, ]+) \| ([A-Z-]+(?:, [A-Z-]+)*) \|$", text, re.M):
         for role in roles.split(", "):
             found.setdefault((PLACES[at], Role[role.upper()]), set()).update(names.split(", "))
     return found
@@ -68,9 +66,7 @@ def test_a_long_head_is_for_messages_with_many_entries() -> None:
         check(Place.SCHEDULER, sender(Role.WORKER), m.Beat, HEAD_BYTES + 1)
     check(Place.SERVER, sender(Role.WORKER), m.Declare, 1 << 20)
     for kind in LONG:
-        assert any(
-            "tuple" in str(one) or "dict" in str(one) for one in kind.__annotations__.values()
-        )
+        assert any("tuple" in str(one) or "dict" in str(one) for one in kind.__annotations__.values())
 
 
 @pytest.mark.spec("R240")
@@ -143,9 +139,7 @@ def test_permitted_names_pass(name: str, place: Place, said: Envelope, kind: typ
         ("nobody", Place.SERVER, envelope(), m.Push),
     ],
 )
-def test_forbidden_names_are_refused(
-    name: str, place: Place, said: Envelope, kind: type[Message]
-) -> None:
+def test_forbidden_names_are_refused(name: str, place: Place, said: Envelope, kind: type[Message]) -> None:
     with pytest.raises(Unauthorized):
         permissions.check_name(name, place, said, kind)
 

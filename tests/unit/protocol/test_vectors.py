@@ -131,19 +131,13 @@ def test_document_has_every_record_with_its_fields() -> None:
 
 
 def is_record(thing: object) -> bool:
-    return (
-        inspect.isclass(thing)
-        and issubclass(thing, tuple)
-        and thing not in (NamedTuple, messages.Node)
-    )
+    return inspect.isclass(thing) and issubclass(thing, tuple) and thing not in (NamedTuple, messages.Node)
 
 
 @pytest.mark.spec("R11", "R72")
 def test_document_has_every_element_type_and_every_error_code() -> None:
     rows = re.findall(r"\b(\d+) \| (\w+?) \| (\d+) \|", section(5))
-    assert {tuple(row) for row in rows} == {
-        (str(one.id), one.name, str(one.itemsize)) for one in DTYPES
-    }
+    assert {tuple(row) for row in rows} == {(str(one.id), one.name, str(one.itemsize)) for one in DTYPES}
     codes = dict(re.findall(r"^\| (\d+) \| (\w+) \|", section(10), re.MULTILINE))
     assert codes == {str(code): cls.__name__ for code, cls in BY_CODE.items()}
 

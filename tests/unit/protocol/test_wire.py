@@ -144,9 +144,7 @@ def test_the_largest_messages_come_through() -> None:
     runs = tuple(m.Run(i, 1, 2**63 - 1) for i in range(m.RUNS_MAX))
     packet = Packet(WORKER, m.Push(0, 5, (0,), 1.0, True, runs), (memoryview(bytes(len(runs))),))
     assert decode(encode(packet)) == packet
-    entries = tuple(
-        m.Entry(f"{i:0>{m.KEY_MAX}}", 1, (2**30,), 0, 2**30) for i in range(m.ENTRIES_MAX)
-    )
+    entries = tuple(m.Entry(f"{i:0>{m.KEY_MAX}}", 1, (2**30,), 0, 2**30) for i in range(m.ENTRIES_MAX))
     packet = Packet(WORKER, m.Declare("s", True, 0, entries))
     assert decode(encode(packet)) == packet
     packet = Packet(WORKER, m.Error(1, 1, "x" * m.TEXT_MAX))
@@ -647,9 +645,7 @@ def test_element_types(dtype: object, name: str) -> None:
 @pytest.mark.spec("R11")
 @pytest.mark.parametrize("dtype", [10, 255, False, 0.0, None])
 def test_element_types_of_found(dtype: object) -> None:
-    assert decode(with_fields("FOUND-ALL", 1, [(0, (), 0)])).message == m.FoundAll(
-        1, (m.Found(0, ()),)
-    )
+    assert decode(with_fields("FOUND-ALL", 1, [(0, (), 0)])).message == m.FoundAll(1, (m.Found(0, ()),))
     refused(with_fields("FOUND-ALL", 1, [(dtype, (), 0)]), "number of an element type")
 
 

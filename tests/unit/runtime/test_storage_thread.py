@@ -140,9 +140,7 @@ def test_the_cut_that_all_servers_have_stays_while_others_fail(tmp_path: Path) -
 
 
 class TestFailure:
-    def test_a_full_disk_is_the_answer(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_disk_is_the_answer(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         sums = write(tmp_path)
         no_space(monkeypatch)
         written = carry_out(str(tmp_path), Write(6, snapshots.image(0, 2)))

@@ -67,8 +67,7 @@ class TestTicket:
     def test_all_who_wait_go_on_at_the_end(self) -> None:
         ticket, results = Ticket(), list[object]()
         waiting = [
-            threading.Thread(target=lambda: results.append(ticket.wait()), daemon=True)
-            for _ in range(3)
+            threading.Thread(target=lambda: results.append(ticket.wait()), daemon=True) for _ in range(3)
         ]
         for thread in waiting:
             thread.start()
@@ -190,9 +189,7 @@ def test_a_thread_of_a_pool_that_has_no_work_makes_no_call(
     pool.shutdown()
 
 
-def test_a_thread_that_hands_data_on_makes_no_call(
-    monkeypatch: pytest.MonkeyPatch, threads: Threads
-) -> None:
+def test_a_thread_that_hands_data_on_makes_no_call(monkeypatch: pytest.MonkeyPatch, threads: Threads) -> None:
     def feed() -> None:
         threads.gate.wait()
 

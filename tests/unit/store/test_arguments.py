@@ -263,9 +263,7 @@ def test_a_form_is_forgotten_when_a_key_becomes_another(keys: KnownKeys) -> None
     assert not changed.fits([torch.zeros(3)])
 
 
-def test_lists_are_remembered_up_to_a_number(
-    keys: KnownKeys, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lists_are_remembered_up_to_a_number(keys: KnownKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arguments, "LISTS_MAX", 1)
     for names in (["a", 3], ["t"], ["a", 3]):
         assert keys.names_of(names) == (tuple(map(str, names)), True)

@@ -115,9 +115,7 @@ def test_a_sum_knows_no_weights() -> None:
 def test_a_weight_is_above_0(weight: float) -> None:
     one = stage(2)
     one.push(0, "w", torch.ones(3), 0)
-    assert "ProtocolError: a push of weight" in refusal(
-        one.push(1, "w", torch.ones(3), 0, weight=weight)
-    )
+    assert "ProtocolError: a push of weight" in refusal(one.push(1, "w", torch.ones(3), 0, weight=weight))
     assert one.values("w") == [0.0] * 3, "nothing was applied"
 
 
@@ -139,8 +137,6 @@ def test_the_order_of_weights_does_not_change_a_bit() -> None:
     for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
         one = stage(4, deterministic=True)
         for rank in order:
-            one.push(
-                rank, "w", torch.full((3,), 1.0 + rank) * weights[rank], 0, weight=weights[rank]
-            )
+            one.push(rank, "w", torch.full((3,), 1.0 + rank) * weights[rank], 0, weight=weights[rank])
         found.append(one.values("w"))
     assert found[0] == found[1]

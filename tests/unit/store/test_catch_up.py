@@ -51,9 +51,7 @@ def test_a_schedule_that_follows_the_loss_is_refused() -> None:
     catch_up = CatchUp(PLACE._replace(rate=0.1), epoch=0)
     catch_up.check_rate(0.1)
     CatchUp(PLACE, epoch=0).check_rate(0.3)  # the servers' rate is of another step, or unknown
-    with pytest.raises(
-        ConfigError, match=r"come to the learning rate 0\.3, and the job is at 0\.1"
-    ):
+    with pytest.raises(ConfigError, match=r"come to the learning rate 0\.3, and the job is at 0\.1"):
         catch_up.check_rate(0.3)
 
 

@@ -103,9 +103,7 @@ def test_a_trainer_clips_as_torch_does(by_name: bool) -> None:
     model = net()
     optimizer = "sgd" if by_name else sgd(model)
     numbers = {"lr": 0.1, "momentum": 0.9} if by_name else None
-    trainer = kvps.Trainer(
-        model, optimizer, numbers, "local", update_on_kvstore=True, clip_global_norm=LIMIT
-    )
+    trainer = kvps.Trainer(model, optimizer, numbers, "local", update_on_kvstore=True, clip_global_norm=LIMIT)
     for _ in range(4):
         model.zero_grad()
         model(BATCH).square().sum().backward()

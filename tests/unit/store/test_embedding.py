@@ -70,17 +70,13 @@ def test_ids_that_are_none_are_refused(table: kvps.EmbeddingTable, ids: object) 
     "gradients",
     [torch.ones(2, 2), torch.ones(1, 3), torch.ones(2), torch.ones(1, 2, dtype=torch.int64), [[1]]],
 )
-def test_gradients_that_do_not_fit_are_refused(
-    table: kvps.EmbeddingTable, gradients: object
-) -> None:
+def test_gradients_that_do_not_fit_are_refused(table: kvps.EmbeddingTable, gradients: object) -> None:
     with pytest.raises(Mismatch, match="table 't'"):
         table.push([1], gradients)
     assert table.version() == 0
 
 
-def test_a_table_is_asked_for_again_with_the_same_arguments(
-    kv: Any, table: kvps.EmbeddingTable
-) -> None:
+def test_a_table_is_asked_for_again_with_the_same_arguments(kv: Any, table: kvps.EmbeddingTable) -> None:
     assert kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=1.0) is table
     with pytest.raises(Mismatch, match="another dim"):
         kv.embedding("t", 3, init="zeros", optimizer="sgd", lr=1.0)
@@ -115,9 +111,7 @@ def test_a_closed_store_has_no_tables(kv: Any, table: kvps.EmbeddingTable) -> No
         len(table)
 
 
-def test_an_export_comes_in_blocks(
-    table: kvps.EmbeddingTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_comes_in_blocks(table: kvps.EmbeddingTable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_BYTES", 24)  # three rows
     table.push(range(10), torch.ones(10, 2))
     table.push([4], torch.ones(1, 2))

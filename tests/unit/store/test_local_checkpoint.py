@@ -151,9 +151,7 @@ class TestRefused:
         other = kvps.create("local")
         other.init("b", torch.ones(3, dtype=torch.float64))
         other.init("w", torch.ones(4))
-        with pytest.raises(
-            Mismatch, match=r"'w' of store 'local' is float32\[4\], and float32\[2,2\]"
-        ):
+        with pytest.raises(Mismatch, match=r"'w' of store 'local' is float32\[4\], and float32\[2,2\]"):
             other.restore()
         assert torch.equal(pulled(other, "b"), torch.ones(3, dtype=torch.float64))
 
@@ -164,9 +162,7 @@ class TestRefused:
         with pytest.raises(Mismatch, match="has optimizer 'adam', and the checkpoint 'sgd'"):
             other.restore()
 
-    def test_on_a_full_disk_training_goes_on(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_a_full_disk_training_goes_on(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = store()
         kv.checkpoint()
         with monkeypatch.context() as patched:
@@ -177,9 +173,7 @@ class TestRefused:
         assert [manifest.cut for manifest in CheckpointDirectory(folder).complete()] == [1]
         assert kv.checkpoint() > 1
 
-    def test_without_room_for_the_manifest(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_room_for_the_manifest(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kv = store()
 
         def refuse(self: CheckpointDirectory, *commit: object) -> None:

@@ -81,9 +81,7 @@ def test_the_wait_for_a_handle_counts_and_the_time_before_it_does_not() -> None:
 
 
 def test_the_answers_of_servers_are_summed_up() -> None:
-    one = StatusIs(
-        1, (OpenRound("w", 3, (1,), 2.5),), (Clock("w", {"0": 3}),), {"w": 2}, {"0": 0.5}
-    )
+    one = StatusIs(1, (OpenRound("w", 3, (1,), 2.5),), (Clock("w", {"0": 3}),), {"w": 2}, {"0": 0.5})
     other = StatusIs(1, (OpenRound("w", 3, (1,), 2.0),), (), {"w": 2, "b": 1}, {"1": 4.0})
     assert of_servers([one, other], 0, {"w": 1, "b": 0}) == {
         "staleness": 1,
@@ -144,8 +142,6 @@ def test_the_numbers_outlive_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SERVER_NAMES])
-def test_the_document_has_each_name_with_its_meaning(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_document_has_each_name_with_its_meaning(name: str, request: pytest.FixtureRequest) -> None:
     text = (request.config.rootpath / "docs" / "observability.md").read_text(encoding="utf-8")
     assert f"| `{name}` | {({**NAMES, **SERVER_NAMES})[name]} |" in text

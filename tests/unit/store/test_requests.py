@@ -65,9 +65,7 @@ def test_no_call_is_made_of_a_value_that_does_not_fit(keys: KnownKeys) -> None:
 
 
 @pytest.mark.parametrize("knows_changes", [False, True])
-def test_where_changes_are_not_known_all_rows_are_pulled(
-    keys: KnownKeys, knows_changes: bool
-) -> None:
+def test_where_changes_are_not_known_all_rows_are_pulled(keys: KnownKeys, knows_changes: bool) -> None:
     request = requests(keys, knows_changes).pull_changed(("table",), False, None, 0)
     if knows_changes:
         assert isinstance(request.call, calls.Refresh)

@@ -9,9 +9,7 @@ from tests.support.summary import Summary, expected, time_in_words
 
 def report(nodeid: str, when: str, outcome: str, why: str = "") -> pytest.TestReport:
     longrepr = ("file.py", 1, f"Skipped: {why}") if why else None
-    return pytest.TestReport(
-        nodeid, ("file.py", 1, "test"), {}, outcome, longrepr, when, duration=0.5
-    )
+    return pytest.TestReport(nodeid, ("file.py", 1, "test"), {}, outcome, longrepr, when, duration=0.5)
 
 
 def test_the_time_that_a_run_takes() -> None:
@@ -23,9 +21,7 @@ def test_the_time_that_a_run_takes() -> None:
 def test_a_line_per_folder_and_per_reason() -> None:
     summary = Summary()
     for when in ("setup", "call", "teardown"):
-        summary.pytest_runtest_logreport(
-            report("tests/unit/core/test_a.py::test_a", when, "passed")
-        )
+        summary.pytest_runtest_logreport(report("tests/unit/core/test_a.py::test_a", when, "passed"))
     summary.pytest_runtest_logreport(report("tests/unit/test_b.py::test_b", "call", "failed"))
     for name in ("a", "b"):
         skipped = report(f"tests/faults/test_c.py::{name}", "setup", "skipped", "no CUDA device")

@@ -91,9 +91,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "numpy": lambda model: torch.from_numpy(model.weight.detach().numpy()),
     "item": lambda model: torch.full((2, 2), model.weight[0, 0].item()),
     "state_dict": lambda model: model.state_dict()["weight"],
-    "state_dict of what is around": lambda model: torch.nn.Sequential(model).state_dict()[
-        "0.weight"
-    ],
+    "state_dict of what is around": lambda model: torch.nn.Sequential(model).state_dict()["0.weight"],
     "compiled model's state_dict": lambda model: torch.compile(model, backend="eager").state_dict()[
         "_orig_mod.weight"
     ],

@@ -133,9 +133,7 @@ def test_put_aside_tensors_are_made_blank_and_filled_in_place():
         b"\xc1",
         pickle.dumps([1]),
         msgpack.packb(msgpack.ExtType(99, b"")),
-        msgpack.packb(
-            msgpack.ExtType(serialization.TENSOR, msgpack.packb(["float32", [3], b"1234"]))
-        ),
+        msgpack.packb(msgpack.ExtType(serialization.TENSOR, msgpack.packb(["float32", [3], b"1234"]))),
         msgpack.packb(msgpack.ExtType(serialization.TENSOR, msgpack.packb(["nn", [1], b"1234"]))),
         msgpack.packb(msgpack.ExtType(serialization.TENSOR, msgpack.packb(["nowhere", [1], b""]))),
         msgpack.packb(msgpack.ExtType(serialization.ARRAY, msgpack.packb(["O", [1], b"12345678"]))),

@@ -63,17 +63,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
     def reset(self) -> None:
         """Deal out what was not processed; each rank gets equally many, and some indices twice if need be."""
         engine = current().running()
-        rest = [
-            sample for sample in range(len(self.dataset)) if sample not in self.processed_indices
-        ]
+        rest = [sample for sample in range(len(self.dataset)) if sample not in self.processed_indices]
         if self.shuffle:
             random.Random(f"{self.seed}.{self.epoch}").shuffle(rest)
         share = math.ceil(len(rest) / engine.size)
         whole = (
             rest
-            + (rest * math.ceil(share * engine.size / max(1, len(rest))))[
-                : share * engine.size - len(rest)
-            ]
+            + (rest * math.ceil(share * engine.size / max(1, len(rest))))[: share * engine.size - len(rest)]
         )
         self.indices = whole[engine.rank : share * engine.size : engine.size]
 

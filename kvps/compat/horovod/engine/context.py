@@ -125,10 +125,7 @@ class Context:
     def machines(self) -> list[list[int]]:
         """Return the ranks of each machine; machines are in the order of their first rank."""
         homes = self._homes()
-        return [
-            [rank for rank, other in enumerate(homes) if other == home]
-            for home in dict.fromkeys(homes)
-        ]
+        return [[rank for rank, other in enumerate(homes) if other == home] for home in dict.fromkeys(homes)]
 
     def _homes(self) -> list[tuple[str, int]]:
         self.running()
@@ -164,9 +161,7 @@ class Context:
         """
         operation = self.handles.get(handle)
         if operation is None:
-            raise ValueError(
-                f"Handle {handle} was not created or has been cleared: synchronize() clears it"
-            )
+            raise ValueError(f"Handle {handle} was not created or has been cleared: synchronize() clears it")
         return operation.is_over
 
     def synchronize(self, handle: int) -> object:

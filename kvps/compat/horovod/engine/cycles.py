@@ -42,9 +42,7 @@ class Cycles:
         wake: called from another thread when a message has come.
     """
 
-    def __init__(
-        self, board: Board, name: str, timeout_s: float, wake: Callable[[], object]
-    ) -> None:
+    def __init__(self, board: Board, name: str, timeout_s: float, wake: Callable[[], object]) -> None:
         self._board, self._name, self._timeout_s, self._wake = board, name, timeout_s, wake
         self._others = [rank for rank in range(board.workers) if rank != board.rank]
         self._count = 0

@@ -108,9 +108,7 @@ class Engine:
         self._coordinator = Coordinator(self.size)
         self._executor = OrderedExecutor()
         self._cycles = Cycles(board, "negotiation", limits.timeout_s, self._wake.set)
-        self._planner = Executor(
-            Transfers(board, "collectives", limits.timeout_s), self.rank, self.size
-        )
+        self._planner = Executor(Transfers(board, "collectives", limits.timeout_s), self.rank, self.size)
         self._thread = threading.Thread(target=self._run, name="kvps negotiation", daemon=True)
         self._thread.start()
 
@@ -207,9 +205,7 @@ class Engine:
                 self._take(self._coordinator.take(list(enumerate(map(unpack, turns)))))
         except KvpsError as error:  # a rank or a server is lost, which the other ranks find, too
             self._fail(error)
-        except (
-            BaseException
-        ) as error:  # every operation must hear of it, here and on the other ranks
+        except BaseException as error:  # every operation must hear of it, here and on the other ranks
             log.exception("the negotiation of collectives failed")
             self._fail(error)
             with suppress(KvpsError):
@@ -277,9 +273,7 @@ class Engine:
         for track, steps in execution.plans:
             self._executor.begin(track, steps, _Transfer(ended))
 
-    def _ending(
-        self, execution: Execution, keys: Sequence[Key]
-    ) -> Callable[[BaseException | None], None]:
+    def _ending(self, execution: Execution, keys: Sequence[Key]) -> Callable[[BaseException | None], None]:
         """Return what each transfer of a bucket calls when it has ended."""
         left = len(execution.plans)
         failure: BaseException | None = None
@@ -302,9 +296,7 @@ class Engine:
             ended(None)
         return ended
 
-    def _deliver(
-        self, execution: Execution, keys: Sequence[Key], error: BaseException | None
-    ) -> None:
+    def _deliver(self, execution: Execution, keys: Sequence[Key], error: BaseException | None) -> None:
         if error is None:
             try:
                 for deliver in execution.deliver:

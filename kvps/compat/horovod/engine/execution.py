@@ -86,9 +86,7 @@ class Executor:
 
     # --- reductions -----------------------------------------------------------------------------
 
-    def _reduce(
-        self, execution: Execution, bucket: Sequence[Execute], mine: Mapping[Key, Operation]
-    ) -> None:
+    def _reduce(self, execution: Execution, bucket: Sequence[Execute], mine: Mapping[Key, Operation]) -> None:
         """Reduce the tensors of one element type as one row."""
         by_type: dict[torch.dtype, list[_Row]] = {}
         for run in bucket:
@@ -100,11 +98,7 @@ class Executor:
                     by_type.setdefault(row.dtype, []).append(_Row(row, request, staged))
         run = bucket[0]
         for rows in by_type.values():
-            flat = (
-                rows[0].row
-                if len(rows) == 1
-                else torch.cat([member_row.row for member_row in rows])
-            )
+            flat = rows[0].row if len(rows) == 1 else torch.cat([member_row.row for member_row in rows])
             if run.first.op in SUMMING and self._is_round(run, flat.dtype):
                 execution.plans.append(self._transfers.total(flat))
                 execution.deliver.append(partial(_give_sums, flat, rows, len(run.ranks)))
@@ -197,9 +191,7 @@ class Executor:
             shape = (sum(rows), *part.shape[1:])
             execution.deliver.append(partial(_put, outcome, index, whole, shape, operation))
             received.append(torch.tensor(rows, dtype=torch.int32, device="cpu"))
-        execution.deliver.append(
-            lambda: operation.deliver(list(zip(outcome, received, strict=True)))
-        )
+        execution.deliver.append(lambda: operation.deliver(list(zip(outcome, received, strict=True))))
 
 
 def even_rows(rows: int, ranks: int) -> list[int]:
@@ -214,9 +206,7 @@ def even_rows(rows: int, ranks: int) -> list[int]:
 
 
 def _give_sums(flat: torch.Tensor, rows: Sequence[_Row], ranks: int) -> None:
-    for member_row, row in zip(
-        rows, torch.split(flat, [len(entry.row) for entry in rows]), strict=True
-    ):
+    for member_row, row in zip(rows, torch.split(flat, [len(entry.row) for entry in rows]), strict=True):
         if member_row.staged is not None:
             finish(row, member_row.request.op, ranks, member_row.request.postscale)
             if row.data_ptr() != member_row.row.data_ptr():

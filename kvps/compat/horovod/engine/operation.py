@@ -77,6 +77,4 @@ class Operation:
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> tuple[Part, ...]:
     """Return the types and shapes of tensors."""
-    return tuple(
-        [Part(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors]
-    )
+    return tuple([Part(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for tensor in tensors])

@@ -72,8 +72,7 @@ class Transfers:
             yield self._board.make_sums(keys, self._timeout_s)
             pieces = torch.split(row, SUM_PIECE)
             filled = [
-                padded(padded_piece, spec.count)
-                for padded_piece, (_, spec) in zip(pieces, keys, strict=True)
+                padded(padded_piece, spec.count) for padded_piece, (_, spec) in zip(pieces, keys, strict=True)
             ]
             yield [self._board.add([key for key, _ in keys], filled, filled, self._timeout_s)]
             if filled[-1] is not pieces[-1]:
@@ -94,9 +93,7 @@ class Transfers:
                 theirs.append((name, rank, room))
         return track, mailbox.swap(self._board, self._timeout_s, mine, theirs)
 
-    def swap(
-        self, ranks: Sequence[int], given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]
-    ) -> Plan:
+    def swap(self, ranks: Sequence[int], given: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> Plan:
         """Give the rank at place p ``given[p]``, and take ``rows[p]`` from it."""
         track, me = f"{self._name}/pair/{_tag(ranks)}", self._board.rank
         mine, theirs = [], []

@@ -77,9 +77,7 @@ class CollectiveRequest:
         return self.process_set, self.name
 
 
-def difference(
-    first: int, request: CollectiveRequest, second: int, other: CollectiveRequest
-) -> str:
+def difference(first: int, request: CollectiveRequest, second: int, other: CollectiveRequest) -> str:
     """Return how the requests of two ranks differ, in words; empty if they fit together.
 
     Example:

@@ -55,9 +55,7 @@ def begin(
     demand_set(process_set)
     number = process_set.process_set_id
     if number is None:
-        raise ValueError(
-            f"{process_set} is not registered; give it to hvd.init() or hvd.add_process_set()"
-        )
+        raise ValueError(f"{process_set} is not registered; give it to hvd.init() or hvd.add_process_set()")
     if not process_set.included():
         raise ValueError(f"{kind}: rank {rank} is not in {process_set}; see included()")
     request = CollectiveRequest(mine.name(name, kind), kind, number, parts_of(tensors), **more)
@@ -91,9 +89,7 @@ def refuse(kind: str, name: str | None, process_set: ProcessSet, text: str) -> I
     return error
 
 
-def demand_tensors(
-    kind: str, name: str | None, tensors: Sequence[Any], process_set: ProcessSet
-) -> None:
+def demand_tensors(kind: str, name: str | None, tensors: Sequence[Any], process_set: ProcessSet) -> None:
     """Check that all are dense tensors, and have rows if the operation needs them.
 
     Raises:
@@ -101,9 +97,7 @@ def demand_tensors(
     """
     current().running()
     demand_set(process_set)
-    if wrong := [
-        type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)
-    ]:
+    if wrong := [type(tensor).__name__ for tensor in tensors if not isinstance(tensor, torch.Tensor)]:
         raise refuse(kind, name, process_set, f"{kind} needs a torch.Tensor, got {wrong[0]}")
     if any(tensor.is_meta for tensor in tensors):
         text = f"{kind}: a tensor on the device meta has no values to send"

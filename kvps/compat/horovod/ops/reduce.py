@@ -151,9 +151,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Replace a tensor by its reduction over the ranks, and return it; see :func:`allreduce`."""
-    synchronize(
-        allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    )
+    synchronize(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set))
     return tensor
 
 
@@ -224,8 +222,7 @@ def grouped_allreduce(
         *[tensor for tensor, _ in pairs],
     )
     return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, pairs, strict=True)
+        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
     ]
 
 

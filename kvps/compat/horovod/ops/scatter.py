@@ -111,8 +111,7 @@ def grouped_reducescatter(
         *[tensor for tensor, _ in pairs],
     )
     return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, pairs, strict=True)
+        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
     ]
 
 

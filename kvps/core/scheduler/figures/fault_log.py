@@ -105,9 +105,7 @@ class FaultLog:
 
     def _step(self, node: Node, text: str, now: float, is_over: float | None = None) -> None:
         """Add a step to the newest fault of a member; ``is_over`` None opens it again."""
-        fault = next(
-            (candidate for candidate in reversed(self.faults) if candidate.node == node), None
-        )
+        fault = next((candidate for candidate in reversed(self.faults) if candidate.node == node), None)
         if fault is not None:
             self._add(fault, text, now)
             fault.over_at = is_over

@@ -48,9 +48,7 @@ class StatusReport:
                     oldest[round_.store] = round_
         return tuple(sorted(oldest.values(), key=lambda round_: -round_.age_s))
 
-    def _valid(
-        self, seats: Mapping[Node, Seat], now: float
-    ) -> Iterator[tuple[int, float, Measured]]:
+    def _valid(self, seats: Mapping[Node, Seat], now: float) -> Iterator[tuple[int, float, Measured]]:
         """Yield each server that is held and has told its figures of late, when, and the figures."""
         for server, (at, measured) in self._told.items():
             if now - at <= TOLD_MAX_S and seats[Node(Role.SERVER, server)].state is State.HELD:

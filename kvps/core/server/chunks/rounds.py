@@ -237,9 +237,7 @@ class Span:
         waiting = [update.number for update in self.due if rank in update.ranks]
         return min(waiting, default=self.pushed.get(rank, 0))
 
-    def judge(
-        self, ranks: tuple[int, ...], number: int, ordered: bool, since: int | None = None
-    ) -> Verdict:
+    def judge(self, ranks: tuple[int, ...], number: int, ordered: bool, since: int | None = None) -> Verdict:
         """Decide about push ``number`` of ``ranks``; ``ordered`` where numbers are rounds.
 
         So much may wait for other servers, and no more: they remember what they told of the last
@@ -320,9 +318,7 @@ class Span:
         clocks = [self._clock(other) for other in live if self.pushed.get(other)]
         # A head start keeps the others from waiting for what a replacement has still to push
         # again; it does not make the replacement wait for them.
-        return (
-            self.pushed.get(rank, 0) - self.clock_from.get(rank, 0) - min(clocks) if clocks else 0
-        )
+        return self.pushed.get(rank, 0) - self.clock_from.get(rank, 0) - min(clocks) if clocks else 0
 
     def slowest(self, live: frozenset[int]) -> int:
         """Return the live rank with the fewest pushes, of those that have pushed."""

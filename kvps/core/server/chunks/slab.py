@@ -66,9 +66,7 @@ class Buffer:
 class Chunk:
     """Some MiB of weights, their optimizer state, and the history of each part."""
 
-    def __init__(
-        self, number: int, store: str, dtype: str, capacity: int, memory: Memory = PRIVATE
-    ) -> None:
+    def __init__(self, number: int, store: str, dtype: str, capacity: int, memory: Memory = PRIVATE) -> None:
         self.number = number
         self.store = store
         self.dtype = dtype
@@ -483,9 +481,7 @@ class Slab:
         """Announce how many elements will be placed next."""
         self._before, self._expected = self._count, self._count + count
 
-    def place(
-        self, key: str, count: int, sizes: Sequence[int] = (), width: int = 1
-    ) -> tuple[Piece, ...]:
+    def place(self, key: str, count: int, sizes: Sequence[int] = (), width: int = 1) -> tuple[Piece, ...]:
         """Give ``count`` elements to ``key``: one piece, or several if it is larger than a chunk.
 
         With ``sizes``, several of these sizes, none of which is larger than a chunk. Several are

@@ -36,9 +36,7 @@ class NonFiniteLog:
         self._is_quiet = False
         """A line was logged since the last :meth:`look`."""
 
-    def add(
-        self, key: str, pieces: Iterable[Piece], rank: int | None, number: int, flaw: Flaw
-    ) -> None:
+    def add(self, key: str, pieces: Iterable[Piece], rank: int | None, number: int, flaw: Flaw) -> None:
         """Remember that an update of ``key``, whose ``pieces`` are here, was dropped.
 
         Args:
@@ -91,6 +89,4 @@ class NonFiniteLog:
         self._news = []
         what = f"round {number}" if rank is None else f"push {number} of rank {rank}"
         others = f"; and {more} more" if more else ""
-        return Note(
-            "warning", f"store {self._store!r}: {what} dropped: {describe(key, flaw)}{others}"
-        )
+        return Note("warning", f"store {self._store!r}: {what} dropped: {describe(key, flaw)}{others}")

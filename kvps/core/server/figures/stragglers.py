@@ -37,9 +37,7 @@ class StragglerLog:
 
     def look(self, oldest: Iterable[Stall]) -> Iterator[Note]:
         """Log what is new about the oldest open rounds, one for each store that has any."""
-        now = {
-            stall.store: stall for stall in oldest if stall.age_s >= STALL_AFTER_S and stall.missing
-        }
+        now = {stall.store: stall for stall in oldest if stall.age_s >= STALL_AFTER_S and stall.missing}
         told = {}
         for store, stall in now.items():
             before = told[store] = self._told.get(store, stall)

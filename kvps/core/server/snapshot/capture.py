@@ -62,9 +62,7 @@ def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
     )
 
 
-def _portions(
-    shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]
-) -> tuple[SnapshotPart, ...]:
+def _portions(shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]) -> tuple[SnapshotPart, ...]:
     portions = []
     offset = shard.start
     for piece in shard.pieces:
@@ -118,9 +116,7 @@ def revive(store: ServerStore, chunks: Chunks, snapshot: StoreSnapshot) -> list[
 
 def _check(store: ServerStore, key: KeySnapshot) -> None:
     residuals = [part.state[REST] for part in key.portions if REST in part.state]
-    if any(
-        key.spec.dtype != "float32" or residual.dtype != torch.float32 for residual in residuals
-    ):
+    if any(key.spec.dtype != "float32" or residual.dtype != torch.float32 for residual in residuals):
         raise StorageError(
             f"key {key.name!r} of store {store.name!r}: the checkpoint has rests for it ({REST}), which "
             "only float32 values have. The image was not written by kvps"
@@ -151,9 +147,7 @@ def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
     assert snapshot.hyper is not None
     if store.hyper is None:
         store.hyper = snapshot.hyper
-        store.sent_optimizer = Setting(
-            snapshot.sent_hyper, snapshot.optimize_calls, snapshot.optimize_after
-        )
+        store.sent_optimizer = Setting(snapshot.sent_hyper, snapshot.optimize_calls, snapshot.optimize_after)
         store.sent_rate = Setting(snapshot.sent_lr, snapshot.rate_calls, snapshot.rate_after)
         store.updater = create(snapshot.hyper)
     elif store.hyper.name != snapshot.hyper.name:

@@ -57,11 +57,7 @@ def rows_of(rows: EmbeddingRows, kept: TableState) -> RowsSnapshot:
         torch.from_numpy(kept.stamps),
         {
             name: tuple(
-                [
-                    arena.columns[name][: used - arena.start]
-                    for arena in kept.arenas
-                    if arena.start < used
-                ]
+                [arena.columns[name][: used - arena.start] for arena in kept.arenas if arena.start < used]
             )
             for name in rows.columns
         },
@@ -119,9 +115,7 @@ def _put(rows: EmbeddingRows, part: RowsSnapshot, server: int, servers: int) -> 
         ids, stamps = part.ids[begin:stop].numpy(), part.stamps[begin:stop].numpy()
         is_mine = (stamps > 0) & (servers_of(ids, servers) == server)
         mask = torch.from_numpy(is_mine)
-        columns = {
-            name: _within(column, begin, stop)[mask] for name, column in part.columns.items()
-        }
+        columns = {name: _within(column, begin, stop)[mask] for name, column in part.columns.items()}
         rows.put(ids[is_mine], stamps[is_mine], columns)
 
 

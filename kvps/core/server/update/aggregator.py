@@ -153,14 +153,10 @@ class Aggregator:
                 f"{store.name!r} counts late pushes and needs one for each"
             )
         if chunk.embedding is not None:
-            raise ProtocolError(
-                f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS"
-            )
+            raise ProtocolError(f"chunk {chunk.number} is an embedding table: push rows by PUSH-IDS")
         dtype = BY_ID[message.dtype].name
         if TORCH[dtype] not in (TORCH[chunk.dtype], chunk.summed_in):
-            raise Mismatch(
-                f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}"
-            )
+            raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}")
         self._admit(store, chunk.dtype, message.ranks)
         chunk.validate(message.runs)
         chunk.check_filled(message.runs)
@@ -298,9 +294,7 @@ class Aggregator:
 
     def _demand_ranks(self, ranks: tuple[int, ...]) -> None:
         if not ranks or max(ranks) >= self.workers:
-            raise ProtocolError(
-                f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}"
-            )
+            raise ProtocolError(f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.workers}")
 
     # --- applying ---------------------------------------------------------------------------
 
@@ -345,9 +339,7 @@ class Aggregator:
             self._apart[chunk.number] = len(chunk.keys), apart
         return apart
 
-    def _take(
-        self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: Quorum, now: float
-    ) -> None:
+    def _take(self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: Quorum, now: float) -> None:
         """Take in what is pushed to one span."""
         store, chunk, number = judged.store, pushed.chunk, pushed.number
         span.take(judged.ranks, number)  # not before its turn: who is woken would think it applied
@@ -401,9 +393,7 @@ class Aggregator:
             self.is_torn = False
             raise
 
-    def close(
-        self, store: ServerStore, chunk: Chunk, span: Span, quorum: Quorum, now: float
-    ) -> None:
+    def close(self, store: ServerStore, chunk: Chunk, span: Span, quorum: Quorum, now: float) -> None:
         """Close the rounds of ``span`` that are complete, or whose grace is over."""
         required = quorum.required(store.opened.on_worker_lost)
         while required and span.rounds:
@@ -425,9 +415,7 @@ class Aggregator:
         """When :meth:`close_overdue` may have something to close; infinite for never."""
         return min(self._closing.values(), default=math.inf)
 
-    def close_overdue(
-        self, quorum_of: Callable[[str], tuple[ServerStore, Quorum]], now: float
-    ) -> None:
+    def close_overdue(self, quorum_of: Callable[[str], tuple[ServerStore, Quorum]], now: float) -> None:
         """Close the rounds whose quorum is in and whose grace is over.
 
         Args:

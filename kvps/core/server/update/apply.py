@@ -244,9 +244,7 @@ class Updates:
             due.sum, due.is_own = GradientSum((DenseGradient([whole]),)), True
         return flaw
 
-    def add_up(
-        self, store: ServerStore, chunk: Chunk, due: PendingUpdate, *, by_rows: bool
-    ) -> None:
+    def add_up(self, store: ServerStore, chunk: Chunk, due: PendingUpdate, *, by_rows: bool) -> None:
         """Sum a gradient in memory of its own, and note its flaw, if the store checks.
 
         One of which only rows are there stays so, if it may be applied ``by_rows``.
@@ -255,9 +253,7 @@ class Updates:
             due.flaw, rows = _gathered(store, chunk, due)
             due.sum, due.is_own = GradientSum((rows,)), True
             return
-        whole = torch.empty(
-            len(due.sum), dtype=chunk.summed_in
-        )  # it may be lent, and is used twice
+        whole = torch.empty(len(due.sum), dtype=chunk.summed_in)  # it may be lent, and is used twice
         if store.may_drop(chunk.dtype):
             due.flaw = self._added(store, chunk, due, whole)
         else:
@@ -284,9 +280,7 @@ class Updates:
         return _flaw_of(due, count)
 
 
-def segments(
-    store: ServerStore, chunk: Chunk, span: Span
-) -> Iterator[tuple[int, int, tuple[float, float]]]:
+def segments(store: ServerStore, chunk: Chunk, span: Span) -> Iterator[tuple[int, int, tuple[float, float]]]:
     """Yield (start, stop, (lr, weight decay)) of the parts of ``span`` that have them equal."""
     assert store.updater is not None
     hyper = store.updater.hyper
@@ -305,9 +299,7 @@ def _densify(due: PendingUpdate) -> None:
         due.sum, due.is_own = GradientSum((DenseGradient([due.sum.whole()]),)), True
 
 
-def _gathered(
-    store: ServerStore, chunk: Chunk, due: PendingUpdate
-) -> tuple[Flaw | None, RowGradient]:
+def _gathered(store: ServerStore, chunk: Chunk, due: PendingUpdate) -> tuple[Flaw | None, RowGradient]:
     """Sum row gradients; return the flaw and the sum."""
     rows = due.sum.gathered()
     return _flaw_of(due, count_nonfinite(rows.joined().to(_kept_as(store, chunk)))), rows

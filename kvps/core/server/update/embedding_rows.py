@@ -245,9 +245,7 @@ def exported(seq: int, chunk: Chunk, message: Export) -> tuple[Exported, tuple[m
     block = rows.block(message.start, limit, message.since, with_state=message.state)
     count = len(block.ids)
     columns = {name: column.reshape(-1) for name, column in block.columns.items()}
-    fields = tuple(
-        [Field(name, dtype_of(column).id, column.numel()) for name, column in columns.items()]
-    )
+    fields = tuple([Field(name, dtype_of(column).id, column.numel()) for name, column in columns.items()])
     answer = Exported(seq, block.next, count, fields)
     if not count:
         return answer, ()

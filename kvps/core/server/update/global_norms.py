@@ -205,9 +205,7 @@ class GlobalNorms:
 
     # --- the others' parts ------------------------------------------------------------------
 
-    def hear(
-        self, store: ServerStore, number: NormId, server: int, told: PartialSums
-    ) -> PartialNorms | None:
+    def hear(self, store: ServerStore, number: NormId, server: int, told: PartialSums) -> PartialNorms | None:
         """Take in another server's sums for an update; return the norms to settle, if any.
 
         Raises:

@@ -82,9 +82,7 @@ class KeyRows:
                 f"to {self.stop - 1} of this server"
             )
         if not bool((ids[1:] > ids[:-1]).all()):
-            raise ProtocolError(
-                f"key {self.shard.key!r}: row numbers must ascend, without duplicates"
-            )
+            raise ProtocolError(f"key {self.shard.key!r}: row numbers must ascend, without duplicates")
         return ids.sub_(self.first)
 
     def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> RowGradient:
@@ -169,14 +167,10 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
     sparse_update.assign_rows(weights, total.ids, total.rows, before)
     chunk.filled_rows[span.start] = total.ids
     if before is not None:
-        chunk.add_change(
-            span, len(weights), numbered(torch.cat((before, total.ids)), are_runs=True)[0]
-        )
+        chunk.add_change(span, len(weights), numbered(torch.cat((before, total.ids)), are_runs=True)[0])
 
 
-def update(
-    store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, due: PendingUpdate
-) -> None:
+def update(store: ServerStore, chunk: Chunk, span: Span, total: RowGradient, due: PendingUpdate) -> None:
     """Update the rows of ``span``, which is one piece, that ``total``, the sum of ``due``, has. It
     is used up."""
     assert store.updater is not None

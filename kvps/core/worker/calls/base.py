@@ -181,9 +181,7 @@ def _demand_presence(store: WorkerStore) -> None:
         )
 
 
-def numbered(
-    store: WorkerStore, names: tuple[str, ...]
-) -> Generator[Step, list[Packet], TransferPlan]:
+def numbered(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list[Packet], TransferPlan]:
     """Return the plan of ``names``, whose push numbers can be relied on.
 
     The number of a push that was refused is free again, so it has to be asked which are owed.

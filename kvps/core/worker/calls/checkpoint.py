@@ -112,9 +112,7 @@ class RestoreCheckpoint(Call):
             return _told(store.name, cut, there, damaged)
 
 
-def recount(
-    store: WorkerStore, names: tuple[str, ...]
-) -> Generator[Step, list[Packet], dict[str, int]]:
+def recount(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list[Packet], dict[str, int]]:
     """Find these keys as if for the first time; return their versions.
 
     Pushes are numbered from what this rank owes, and calls of all ranks from what the servers know. A key
@@ -168,11 +166,7 @@ def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tu
     """Return a line on the choice of ``cut``, and whether there is something odd about it."""
     text = f"store {store!r} continues from checkpoint {cut}, at version {there[cut]}"
     newer = [number for number in there if number > cut and number not in damaged]
-    higher = [
-        number
-        for number, version in there.items()
-        if version > there[cut] and number not in damaged
-    ]
+    higher = [number for number, version in there.items() if version > there[cut] and number not in damaged]
     if damaged:
         text += f"; checkpoints {damaged} could not be read"
     if newer:
@@ -183,9 +177,7 @@ def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tu
             f"; an older checkpoint is further: {versions}. Give it a tag, or remove the newer "
             "ones, to take it"
         )
-    older = [
-        number for number in there if number < cut and number not in higher and there[number] >= 0
-    ]
+    older = [number for number in there if number < cut and number not in higher and there[number] >= 0]
     if older:
         text += f"; older checkpoints: {older[-4:]}"
     return text, bool(damaged or newer or higher)

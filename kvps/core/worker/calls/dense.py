@@ -151,14 +151,10 @@ class PushValues(PushCall):
                 if sink is not None:
                     tracker.sink = own_sink(group, sink)
                     tracker.after = alike([number + 1 for number in own])
-                requests += self._pushed(
-                    store, group, group.rows(values), alike(own), since, tracker
-                )
+                requests += self._pushed(store, group, group.rows(values), alike(own), since, tracker)
                 reads.append(tracker)
             self._tagged(store, plan, numbers, requests)
-            store.traffic.encoded(
-                plan.payload_bytes, [request.payload_bytes for request in requests]
-            )
+            store.traffic.encoded(plan.payload_bytes, [request.payload_bytes for request in requests])
             yield requests
         store.was_pushed_to = True
         if sink is not None:
@@ -194,15 +190,11 @@ class PushValues(PushCall):
             runs = share.runs(numbers)
             message = p.Push(share.chunk, dtype, (store.rank,), self.weight, is_pull, runs)
             if since is not None:  # a run for each key, in the order of the elements
-                message = replace(
-                    message, runs=share.runs_by_key(numbers), since=share.numbers_by_key(since)
-                )
+                message = replace(message, runs=share.runs_by_key(numbers), since=share.numbers_by_key(since))
             if group.setting is None:
                 request = bulk(store, share, message, gradients, tracker.priority)
             else:
-                request = store.feedback.push(
-                    group, share, message, gradients, store.memory, numbers
-                )
+                request = store.feedback.push(group, share, message, gradients, store.memory, numbers)
                 request.priority = share.highest(tracker.priority)
             if self.eager:
                 request.freeze()
@@ -298,10 +290,7 @@ class Locate(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield []
-        return [
-            {(piece.server, piece.chunk) for piece in key.pieces}
-            for key in store.plan(self.keys).keys
-        ]
+        return [{(piece.server, piece.chunk) for piece in key.pieces} for key in store.plan(self.keys).keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +305,4 @@ class Versions(Call):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
         read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)
-        return [
-            min((version for version, _ in parts.values()), default=0) for parts in read.by_key()
-        ]
+        return [min((version for version, _ in parts.values()), default=0) for parts in read.by_key()]

@@ -107,10 +107,7 @@ class PushTableRows(PushCall):
         plan, (number,), _ = yield from number_push(store, self.keys)
         (key,) = plan.keys
         with RefusalMarker(plan):
-            yield [
-                _push(store, piece, number, *self.parts[piece.server], self.dim)
-                for piece in key.pieces
-            ]
+            yield [_push(store, piece, number, *self.parts[piece.server], self.dim) for piece in key.pieces]
         return None
 
 

@@ -326,9 +326,7 @@ def lookup(
                 specs.append((name, Spec(BY_ID[found.dtype].name, found.shape)))
                 made[name] = found.call
     declared = yield from _declare(store, specs, [0] * len(specs), create=False)
-    store.place(
-        (name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True)
-    )
+    store.place((name, spec, held) for (name, spec), held in zip(specs, declared.placed, strict=True))
     for name, call in made.items():
         store.keys[name].broadcasts = call
     return {name: store.keys[name].spec if name in store.keys else None for name in names}

@@ -110,8 +110,7 @@ class SaveState(Call):
         keys = [key for key in store.keys.values() if not key.name.startswith(EMBEDDING)]
         where = [(key, piece) for key in keys for piece in key.pieces]
         answers = yield [
-            Request(piece.server, p.GetState(piece.chunk, piece.start, piece.size))
-            for _, piece in where
+            Request(piece.server, p.GetState(piece.chunk, piece.start, piece.size)) for _, piece in where
         ]
         steps: dict[str, list[int]] = {}
         parts: dict[tuple[str, str], list[tuple[PieceLocation, torch.Tensor]]] = {}
@@ -149,8 +148,7 @@ class LoadState(Call):
             for piece in store.key(name).pieces:
                 cut = [row[piece.offset : piece.offset + piece.size] for row in rows.values()]
                 fields = tuple(
-                    p.Field(title, dtype_of(row).id, piece.size)
-                    for title, row in zip(rows, cut, strict=True)
+                    p.Field(title, dtype_of(row).id, piece.size) for title, row in zip(rows, cut, strict=True)
                 )
                 message = p.SetState(piece.chunk, piece.start, piece.size, step, fields)
                 requests.append(Request(piece.server, message, payload=tuple(cut)))
@@ -184,10 +182,7 @@ class SaveResiduals(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield AwaitAcks()
-        return {
-            name: residual.to("cpu", copy=True)
-            for name, residual in store.feedback.residuals.items()
-        }
+        return {name: residual.to("cpu", copy=True) for name, residual in store.feedback.residuals.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +195,5 @@ class LoadResiduals(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield AwaitAcks()
-        store.feedback.residuals = {
-            name: residual.clone() for name, residual in self.residuals.items()
-        }
+        store.feedback.residuals = {name: residual.clone() for name, residual in self.residuals.items()}
         return None

@@ -106,11 +106,7 @@ class Refresh(Call):
             yield [request for copy in asked for request in copy.asked(store)]
         known = [copy for copy in asked if _is_known(copy)]
         yield from settle_reads(store, known)
-        fresh = {
-            index: _fresh(copy, pieces[index])
-            for index, copy in enumerate(copies)
-            if _is_known(copy)
-        }
+        fresh = {index: _fresh(copy, pieces[index]) for index, copy in enumerate(copies) if _is_known(copy)}
         unknown = [index for index in range(len(copies)) if index not in fresh]
         if unknown:
             wholes, versions = yield from _read_whole(
@@ -157,9 +153,7 @@ def _read_whole(
     plan = store.plan(tuple([copy.key.name for copy in copies]))
     after = [copy.after for copy in copies]
     priority = [copy.priority for copy in copies]
-    reads = yield from consistent_read.read(
-        store, plan, consistent_read.RowSink(wholes), after, 0, priority
-    )
+    reads = yield from consistent_read.read(store, plan, consistent_read.RowSink(wholes), after, 0, priority)
     known: dict[str, int] = {}
     for read in reads:
         for key, parts in zip(read.plan.keys, read.by_key(), strict=True):

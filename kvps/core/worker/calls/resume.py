@@ -117,9 +117,7 @@ def _take_place(
     return (yield from _history(store, place, replays))
 
 
-def _history(
-    store: WorkerStore, place: Place, replays: bool
-) -> Generator[Step, list[Packet], Place]:
+def _history(store: WorkerStore, place: Place, replays: bool) -> Generator[Step, list[Packet], Place]:
     """Go on with the calls of all ranks where this rank's predecessor stopped, if it had one."""
     pushed = store.pushed if store.ordered and store.pushed > 0 else None
     (answer,) = yield [Request(None, p.Resume(store.label, pushed))]

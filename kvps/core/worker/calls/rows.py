@@ -79,9 +79,7 @@ class PushKeyRows(PushCall):
         with RefusalMarker(plan):
             for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):
                 rows = values[3 * index : 3 * index + 3]
-                pushed = _pushes(store, key, number, *rows) or _whole_pushes(
-                    store, key, number, *rows
-                )
+                pushed = _pushes(store, key, number, *rows) or _whole_pushes(store, key, number, *rows)
                 for request in pushed:
                     request.priority = of_key(self.priority, index)
                     if self.eager:

@@ -71,9 +71,7 @@ class Own(Protocol):
 class HostGroup:
     """This worker among the workers of its machine."""
 
-    def __init__(
-        self, member: MembershipClient, memory: Memory, servers: list[Connection], own: Own
-    ) -> None:
+    def __init__(self, member: MembershipClient, memory: Memory, servers: list[Connection], own: Own) -> None:
         self.links: dict[int, Connection] = {}
         """Rank -> the connection to a worker that may lead."""
         self._member = member
@@ -113,11 +111,7 @@ class HostGroup:
             for member in everybody
             if member.role == Role.SERVER and (member.machine != machine or not machine)
         )
-        here = [
-            member
-            for member in everybody
-            if member.role == Role.WORKER and member.machine == machine
-        ]
+        here = [member for member in everybody if member.role == Role.WORKER and member.machine == machine]
         for rank in self.links.keys() - {member.rank for member in here}:
             self._part(rank)  # its seat is taken by one of another machine
         if not machine or not self._far:
@@ -394,9 +388,7 @@ class HostGroup:
         if told and merged.is_asked_after and is_answered_later and request.link is not None:
             yield from self._own.probe(request.link)  # the participant wants to know why
 
-    def waits(
-        self, merged: MergedRequest, reason: str, is_for_workers: bool, now: float
-    ) -> Effects:
+    def waits(self, merged: MergedRequest, reason: str, is_for_workers: bool, now: float) -> Effects:
         """Tell the participants what ``bundle`` waits for, as the server said."""
         for participant in merged.participants.values():
             if isinstance(participant.who, Request):
@@ -436,9 +428,7 @@ class HostGroup:
         again = self._merged.refused(merged)
         self._post(again)
         if again:
-            yield Note(
-                "debug", f"a merged push was refused, and its pushes are sent separately: {error}"
-            )
+            yield Note("debug", f"a merged push was refused, and its pushes are sent separately: {error}")
             return
         for participant in merged.participants.values():
             if merged.is_taken_in and not wants_values(participant.message):

@@ -168,9 +168,7 @@ class ChunkQueue:
         number, start, stop = _edge(run)
         index = bisect_left(self._edges, (number, start))
         before, after = self._edges[index - 1 : index], self._edges[index : index + 1]
-        return any(
-            edge[0] == number and edge[1] < stop and start < edge[2] for edge in (*before, *after)
-        )
+        return any(edge[0] == number and edge[1] < stop and start < edge[2] for edge in (*before, *after))
 
     def leaves(self, merged: MergedRequest) -> None:
         """Remove a push that waits no more."""
@@ -198,8 +196,7 @@ class ChunkQueue:
         numbers = [run.number for run in push.runs]
         pushed = self._pushed.get(_shape(push.runs), {})
         return all(
-            rank in pushed
-            and all(last >= number for last, number in zip(pushed[rank], numbers, strict=True))
+            rank in pushed and all(last >= number for last, number in zip(pushed[rank], numbers, strict=True))
             for rank in merged.waits_for(expected)
         )
 
@@ -419,9 +416,7 @@ def wants_values(message: Message) -> bool:
 
 
 def _sum(participants: list[Participant]) -> tuple[torch.Tensor, ...]:
-    gradients = [
-        participant.gradient() for participant in participants if participant.gradient is not None
-    ]
+    gradients = [participant.gradient() for participant in participants if participant.gradient is not None]
     assert len(gradients) == len(participants), "a gradient is kept until the server has it"
     if len(gradients) > 1:
         return (GradientSum(tuple(gradients)).whole(),)
@@ -457,9 +452,5 @@ def _versions(shape: Shape, stands: tuple[Stand, ...]) -> tuple[int, ...]:
 
 def _traffic_of(participants: Iterable[Participant]) -> Traffic | None:
     """Return the counters of the store that a merged request is of; None if this worker has no part in it."""
-    own = [
-        participant.who.traffic
-        for participant in participants
-        if isinstance(participant.who, Request)
-    ]
+    own = [participant.who.traffic for participant in participants if isinstance(participant.who, Request)]
     return own[0] if own else None

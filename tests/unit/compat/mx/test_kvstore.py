@@ -120,9 +120,7 @@ def test_rows_of_several_keys(kv: mx.kv.KVStore) -> None:
     ids = [mx.nd.array([0]), mx.nd.array([1])]
     kv.row_sparse_pull([3, "x"], out=[outs[0], outs[1]], row_ids=ids)
     assert [one.asnumpy()[:, 0].tolist() for one in outs[:2]] == [[0, 9, 9, 9], [9, 1, 9, 9]]
-    kv.row_sparse_pull(
-        [3, "x"], out=[[outs[0]], [outs[1], outs[2]]], row_ids=[ids[1], [ids[0]] * 2]
-    )
+    kv.row_sparse_pull([3, "x"], out=[[outs[0]], [outs[1], outs[2]]], row_ids=[ids[1], [ids[0]] * 2])
     assert outs[2].asnumpy()[:, 0].tolist() == [1, 9, 9, 9]
     with pytest.raises(ConfigError, match="1 row_ids for 2 keys"):
         kv.row_sparse_pull([3, "x"], out=outs[:2], row_ids=ids[:1])
@@ -280,9 +278,7 @@ def test_a_trainer_compresses_keys_of_any_size() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     params = {"learning_rate": 1.0}
-    trainer = mx.gluon.Trainer(
-        model, "sgd", params, "device", {"type": "2bit", "threshold": 0.5}, True
-    )
+    trainer = mx.gluon.Trainer(model, "sgd", params, "device", {"type": "2bit", "threshold": 0.5}, True)
     model(torch.full((1, 3), 3.0)).sum().backward()
     trainer.step(1)
     assert model.weight.tolist() == [[-0.5, -0.5, -0.5]]

@@ -15,9 +15,7 @@ import kvps.compat.mx as mx
 from kvps.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    "name", ["", ".elsewhere", ".gluon", ".kvstore", ".ndarray", ".optimizer", ".rule"]
-)
+@pytest.mark.parametrize("name", ["", ".elsewhere", ".gluon", ".kvstore", ".ndarray", ".optimizer", ".rule"])
 def test_examples_of_docstrings(name: str) -> None:
     assert doctest.testmod(importlib.import_module(f"kvps.compat.mx{name}")).failed == 0
 

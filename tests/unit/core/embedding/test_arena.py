@@ -65,9 +65,7 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     small.write(everywhere, rows(16))
     kept, release = small.keep()
     second, release_second = small.keep()
-    small.write(
-        np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()}
-    )
+    small.write(np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()})
     assert kept[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert second[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert small.weights(np.array([0])).tolist() == [[9.0, 9.0]]
@@ -75,9 +73,7 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     theirs = [one.columns["weight"].data_ptr() for one in kept]
     assert [a == b for a, b in zip(mine, theirs, strict=True)] == [False, True, True]
     release()
-    small.write(
-        np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()}
-    )
+    small.write(np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()})
     assert second[1].columns["weight"][1].tolist() == [10.0, 11.0]
     release_second()
     before = [one.columns["weight"].data_ptr() for one in small]

@@ -77,9 +77,7 @@ def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
         ({"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1), "lr": 1.0}, "omit lr="),
     ],
 )
-def test_impossible_table_is_refused_by_the_name_of_the_argument(
-    given: dict[str, Any], match: str
-) -> None:
+def test_impossible_table_is_refused_by_the_name_of_the_argument(given: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         made(**given)
 

@@ -208,9 +208,7 @@ def test_float32_differs_by_rounding_only(
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_weights_keep_their_dtype_and_a_master_follows_float32(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_half_weights_keep_their_dtype_and_a_master_follows_float32(name: str, dtype: torch.dtype) -> None:
     start = numbers(0, dtype)
 
     plain = start.clone()
@@ -232,9 +230,7 @@ def test_half_weights_keep_their_dtype_and_a_master_follows_float32(
 @pytest.mark.parametrize("name", ["lars", "lamb"])
 def test_partial_norms_change_nothing_and_add_up(name: str) -> None:
     rule = updater(name, momentum=0.9) if name == "lars" else updater(name)
-    rule = RULES[name](
-        resolve(name, {**rule.hyper.to_wire(), "rescale_grad": 0.5, "clip_gradient": 0.3})
-    )
+    rule = RULES[name](resolve(name, {**rule.hyper.to_wire(), "rescale_grad": 0.5, "clip_gradient": 0.3}))
     weight, grad = numbers(0), numbers(1)
     state = rule.new_state(weight)
     for index, tensor in enumerate(state.values()):
@@ -243,9 +239,7 @@ def test_partial_norms_change_nothing_and_add_up(name: str) -> None:
 
     whole = rule.partial_norms(weight, grad, state, Terms(step=3, lr=0.1, weight_decay=0.1))
     shares = [
-        rule.partial_norms(
-            weight[a:b], grad[a:b], part(state, a, b), Terms(step=3, lr=0.1, weight_decay=0.1)
-        )
+        rule.partial_norms(weight[a:b], grad[a:b], part(state, a, b), Terms(step=3, lr=0.1, weight_decay=0.1))
         for a, b in itertools.pairwise(CUTS)
     ]
 
@@ -262,9 +256,7 @@ def test_norms_must_be_given(name: str) -> None:
     weight = numbers(0)
     rule = updater(name)
     with pytest.raises(ValueError, match=f"{name} needs norms of the whole tensor; add up partial"):
-        rule.apply(
-            weight, numbers(1), rule.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.0)
-        )
+        rule.apply(weight, numbers(1), rule.new_state(weight), Terms(step=1, lr=0.1, weight_decay=0.0))
     assert torch.equal(weight, numbers(0))
 
 
@@ -426,9 +418,7 @@ def test_integers_want_whole_numbers(given: dict[str, object], text: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
 def test_other_rules_refuse_integer_weights(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"'{name}' cannot update a weight of torch.int64; use a float"
-    ):
+    with pytest.raises(ConfigError, match=f"'{name}' cannot update a weight of torch.int64; use a float"):
         updater(name).new_state(torch.zeros(3, dtype=torch.int64))
 
 

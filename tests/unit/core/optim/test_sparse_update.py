@@ -44,8 +44,7 @@ def steps(count: int, touched: int = 5) -> list[tuple[torch.Tensor, torch.Tensor
     """Return so many sparse gradients, each of other rows."""
     torch.manual_seed(1)
     return [
-        (torch.randperm(COUNT)[:touched].sort().values, torch.randn(touched, WIDTH))
-        for _ in range(count)
+        (torch.randperm(COUNT)[:touched].sort().values, torch.randn(touched, WIDTH)) for _ in range(count)
     ]
 
 
@@ -209,9 +208,7 @@ def test_a_given_row_of_zeros_can_be_told_from_a_row_that_is_not_given(dtype: to
     sparse_update.assign_rows(weights, torch.tensor([0, 2, 3]), rows, None)
     assert weights.tolist() == [[0.0, 0.0], [0.0, 0.0], [0.0, 3.0], [0.0, 0.0]]
     assert weights[:, 0].signbit().tolist() == [True, False, True, True]
-    sparse_update.assign_rows(
-        weights, torch.tensor([1]), torch.zeros(1, 2), torch.tensor([0, 2, 3])
-    )
+    sparse_update.assign_rows(weights, torch.tensor([1]), torch.zeros(1, 2), torch.tensor([0, 2, 3]))
     assert weights[:, 0].signbit().tolist() == [False, True, False, False]
 
 

@@ -206,9 +206,7 @@ def test_a_half_weight_with_a_master_trains_as_float32(name: str, dtype: torch.d
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_a_master_state_has_the_weights_dtype_and_length(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_without_a_master_state_has_the_weights_dtype_and_length(name: str, dtype: torch.dtype) -> None:
     weight = numbers(0, dtype)
     state = create(resolve(name, {})).new_state(weight)
     assert all(tensor.dtype == dtype and tensor.shape == (TOTAL,) for tensor in state.values())
@@ -269,9 +267,7 @@ def test_multipliers_are_torchs_parameter_groups(name: str) -> None:
             param.grad = grad[span].clone()
             lr, decay = updater.hyper.for_key(key)
             piece = {entry: tensor[span] for entry, tensor in state.items()}
-            updater.apply(
-                weight[span], grad[span], piece, Terms(step=step, lr=lr, weight_decay=decay)
-            )
+            updater.apply(weight[span], grad[span], piece, Terms(step=step, lr=lr, weight_decay=decay))
         optimizer.step()
     assert torch.equal(weight, torch.cat([param.detach() for param in params]))
     assert torch.equal(weight[ranges()[2]], start[ranges()[2]])

@@ -97,9 +97,7 @@ def test_strangers_are_not_told_the_name_of_the_job() -> None:
 def test_looks_are_answered_so_many_times_a_second() -> None:
     one = stage(Limits(looks=3))
     one.peers["x"] = one.peers["w0"]
-    answers = [
-        bool(sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)) for _ in range(4)
-    ]
+    answers = [bool(sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)) for _ in range(4)]
     assert answers == [True] * 3 + [False]
     one.now += 1.0
     assert sent(one.say("x", Look(), envelope=envelope(NOBODY, 0, 0)), Seen)

@@ -231,9 +231,7 @@ class TestResuming:
         assert barriers.resume(1, "kv", 2) == []
         assert barriers.resume(1, "kv", 3) == [RoutedMessage("w0", Released(5))]
         assert self.stand(barriers, 0, 6, after=3) == [RoutedMessage("w0", Released(6))]
-        assert self.stand(barriers, 1, 0, after=3, resumed=True) == [
-            RoutedMessage("w1", Released(10))
-        ]
+        assert self.stand(barriers, 1, 0, after=3, resumed=True) == [RoutedMessage("w1", Released(10))]
         assert self.stand(barriers, 0, 7, after=4) == []
 
     @pytest.mark.spec("R124")
@@ -245,9 +243,7 @@ class TestResuming:
             RoutedMessage("w0", Released(7)),
             RoutedMessage("w1", Released(10, 7)),
         ]
-        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
-            RoutedMessage("w1", Released(10, 7))
-        ]
+        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [RoutedMessage("w1", Released(10, 7))]
 
     @pytest.mark.spec("R124")
     def test_barrier_of_a_resumed_worker_floats_until_another_arrives(self) -> None:

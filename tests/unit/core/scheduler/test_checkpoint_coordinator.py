@@ -47,9 +47,7 @@ E = TypeVar("E")
 class Desk:
     """Checkpoints, a clock, and what was said since the last look."""
 
-    def __init__(
-        self, every_s: float = EVERY_S, shelves: bool = True, has_pushed: bool = True
-    ) -> None:
+    def __init__(self, every_s: float = EVERY_S, shelves: bool = True, has_pushed: bool = True) -> None:
         self.core = CheckpointCoordinator(WORKERS, SERVERS)
         self.effects: list[CheckpointEffect] = []
         self.now = 100.0
@@ -95,9 +93,7 @@ class Desk:
     def notes(self) -> list[str]:
         return [note.text for note in self.taken(Note)]
 
-    def ask(
-        self, rank: int, number: int = 1, tag: str = "", store: str = "kv", seq: int = 9
-    ) -> None:
+    def ask(self, rank: int, number: int = 1, tag: str = "", store: str = "kv", seq: int = 9) -> None:
         waiter = Waiter(b"w%d" % rank, seq)
         self.core.ask(rank, waiter, Checkpoint(store, tag, number), self.now)
 
@@ -376,9 +372,7 @@ class TestByWish:
             desk.ask(0, number=7, seq=seq)
         assert (desk.outgoing(), desk.answers()) == ([], [])
         (told,) = desk.notes()
-        assert told.startswith(
-            "a checkpoint of store 'kv' begins in 54 s: workers have asked for 6"
-        )
+        assert told.startswith("a checkpoint of store 'kv' begins in 54 s: workers have asked for 6")
         assert "kvps-scheduler --limit checkpoints=NUMBER" in told
         assert desk.core._counts.values() == {("kvps_overloads_total", "checkpoints"): 1}
         assert desk.core.due == desk.now + 54.0

@@ -130,9 +130,7 @@ def test_an_image_that_is_on_the_disk_was_taken() -> None:
         (S0, Committed(7, "disk full"), "server 0: disk full", False),
     ],
 )
-def test_any_failure_ends_the_cut(
-    node: Node, message: Message, reason: str, by_worker: bool
-) -> None:
+def test_any_failure_ends_the_cut(node: Node, message: Message, reason: str, by_worker: bool) -> None:
     cut = hear(to_writing(cut_of()), (node, message))
     assert cut.stage is CutStage.GIVEN_UP
     assert (cut.reason, cut.by_worker) == (reason, by_worker)

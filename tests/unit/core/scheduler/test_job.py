@@ -339,13 +339,9 @@ class TestWelcome:
     def test_a_guardian_is_welcomed_when_all_workers_are_here(self) -> None:
         stage = Stage(3, 1)
         for route, host in (("w0", "a"), ("w1", "b")):
-            assert not sent(
-                stage.hello(route, guardian=True, host=host, master=f"{host}:1"), Welcome
-            )
+            assert not sent(stage.hello(route, guardian=True, host=host, master=f"{host}:1"), Welcome)
         effects = stage.hello("w2", guardian=True, host="a")
-        assert [
-            (one.rank, one.local_rank, one.local_size, one.master) for one in sent(effects, Welcome)
-        ] == [
+        assert [(one.rank, one.local_rank, one.local_size, one.master) for one in sent(effects, Welcome)] == [
             (0, 0, 2, "a:1"),
             (1, 0, 1, "a:1"),
             (2, 1, 2, "a:1"),
@@ -380,8 +376,7 @@ def test_barriers_hear_of_changes() -> None:
     assert sent(stage.barrier("w1", seq=6), Released) == []
     effects = stage.leave("w2", done=False, code=9, replaceable=False)
     assert {
-        (route, error.code)
-        for route, error in zip(told(effects, Error), sent(effects, Error), strict=True)
+        (route, error.code) for route, error in zip(told(effects, Error), sent(effects, Error), strict=True)
     } == {
         ("w0", WorkerLost.code),
         ("w1", WorkerLost.code),
@@ -405,9 +400,7 @@ class TestNextJob:
         effects = stage.leave("w1")
         assert not exits(effects)
         assert set(told(effects, Stop)) == {"w0", "w1"}
-        stop = next(
-            one for one in effects if isinstance(one, Send) and isinstance(one.packet.message, Stop)
-        )
+        stop = next(one for one in effects if isinstance(one, Send) and isinstance(one.packet.message, Stop))
         assert stop.packet.envelope.job == JOB
         (view,) = [
             one
@@ -476,9 +469,7 @@ def test_the_largest_view_fits_into_a_head() -> None:
     workers = SEATS_MAX - 500
     job = Job(Settings(workers, 500), JOB, 0.0)
     for index, seat in enumerate(job.seats.by_node.values()):
-        seat.begin(
-            2**40 + index, Hello(1, 0, "", 0, 2, None, "h" * NAME_MAX, 1, "e" * NAME_MAX), 0.0
-        )
+        seat.begin(2**40 + index, Hello(1, 0, "", 0, 2, None, "h" * NAME_MAX, 1, "e" * NAME_MAX), 0.0)
         seat.lose("r" * NAME_MAX, 1.0)
     packet = Packet(Envelope(JOB, 1, Role.SCHEDULER, 0, 0, 0), job.view(1e6 / 3))
     assert decode(encode(packet)) == packet  # type: ignore[arg-type]

@@ -17,9 +17,7 @@ def seats(workers: int = 2, servers: int = 1) -> Membership:
     return Membership(Settings(workers, servers))
 
 
-def hello(
-    rank: int | None = None, role: Role = Role.WORKER, pid: int = 7, guardian: bool = False
-) -> Hello:
+def hello(rank: int | None = None, role: Role = Role.WORKER, pid: int = 7, guardian: bool = False) -> Hello:
     return Hello(1, 0, "kvps", 0, role, rank, "host", pid, "", guardian)
 
 

@@ -55,9 +55,7 @@ def test_round_trip() -> None:
 
 def test_refuses_a_cluster_of_another_size() -> None:
     state = dump(snapshot_of(Stage(2, 1)))
-    with pytest.raises(
-        ConfigError, match="2 workers and 1 servers, and now there are to be 3 and 1"
-    ):
+    with pytest.raises(ConfigError, match="2 workers and 1 servers, and now there are to be 3 and 1"):
         load(state, Settings(3, 1), 0.0)
 
 

@@ -34,9 +34,7 @@ def held(guardian: bool = False) -> Seat:
         (1, 1, {"forming_max_s": -1.0}),
     ],
 )
-def test_refuses_settings_that_cannot_be(
-    workers: int, servers: int, limits: dict[str, float]
-) -> None:
+def test_refuses_settings_that_cannot_be(workers: int, servers: int, limits: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=r"in all|must be above 0"):
         Settings(workers, servers, **limits)  # type: ignore[arg-type]
 

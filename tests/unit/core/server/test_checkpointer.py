@@ -94,9 +94,7 @@ class TestRecall:
     def test_a_disk_that_cannot_be_read_has_none(self) -> None:
         one = stage(every_s=0.0)
         order(one, Recall(2))
-        assert done(one, FoundCuts(error=StorageError("cannot read /ckpt"))) == [
-            Shelf(2, True, 0.0, (), 0)
-        ]
+        assert done(one, FoundCuts(error=StorageError("cannot read /ckpt"))) == [Shelf(2, True, 0.0, (), 0)]
         assert Note("warning", "cannot read /ckpt") in one.notes
 
 

@@ -105,9 +105,7 @@ def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> Non
     (pending,) = heard(stage.say(0, Probe((50,))), Probed)[0].pending
     assert "rank 1" in pending.reason
     assert "has not loaded a value" in pending.reason
-    assert "rank 0 may not create keys of rank 1" in refusal(
-        stage.say(0, Declare("kv", True, 0, entries, 1))
-    )
+    assert "rank 0 may not create keys of rank 1" in refusal(stage.say(0, Declare("kv", True, 0, entries, 1)))
     stage.say(1, Declare("kv", True, 0, entries, 1))
     load = Load(1, 1, (Run(0, 2, 0),))
     assert "rank 0 may not load values of key 'a'; only rank 1 may" in refusal(
@@ -126,9 +124,7 @@ def test_a_wrong_shape_is_told_to_who_asked_for_it_and_to_nobody_else(stage: Ser
     (error,) = to(said, 1)
     assert isinstance(error, Error)
     assert error.seq == 50
-    assert (
-        "key 'a' of store 'kv' is float32[2] and cannot be initialised as float32[3]" in error.text
-    )
+    assert "key 'a' of store 'kv' is float32[2] and cannot be initialised as float32[3]" in error.text
     assert heard(stage.say(1, Probe((50,))), Probed) == [Probed((50,), ())]
 
 
@@ -265,8 +261,7 @@ def test_a_replaced_key_is_gone(stage: ServerStage) -> None:
     said = stage.declare("a", row, call=1)
     assert [one.seq for one in heard(said, Error)] == [50, 51, 52]
     assert all(
-        "key 'a' was replaced by another shape; read it again" in one.text
-        for one in heard(said, Error)
+        "key 'a' was replaced by another shape; read it again" in one.text for one in heard(said, Error)
     )
     stage.load("a", row, call=1)
     run = Run(old[0].start, old[0].size, 1)

@@ -34,9 +34,7 @@ def close(one: ServerStage, *ranks: int, life: int = 0, store: str = "kv") -> li
     return [each for rank in ranks for each in one.say(rank, message, seq=0)]
 
 
-def create(
-    one: ServerStage, rank: int, life: int = 0, seq: int = 70, store: str = "kv"
-) -> list[object]:
+def create(one: ServerStage, rank: int, life: int = 0, seq: int = 70, store: str = "kv") -> list[object]:
     return list(to(one.say(rank, replace(opening(store=store), life=life), seq=seq), rank))
 
 
@@ -105,8 +103,7 @@ def test_a_replacement_is_refused_where_all_have_gone_on() -> None:
     (error,) = create(one, 1)
     assert isinstance(error, Error)
     assert (
-        "every worker has closed store 'kv', and its values are gone: worker 1 takes the place"
-        in error.text
+        "every worker has closed store 'kv', and its values are gone: worker 1 takes the place" in error.text
     )
 
 

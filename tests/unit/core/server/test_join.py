@@ -191,9 +191,7 @@ def test_clocks_start_anew_where_a_join_ends(server: int) -> None:
     stage.say(0, Join("kv", 1, server == 0))
     for rank in (0, 1):
         stage.say(rank, Return("kv", 1))
-    assert pulled(stage.pull(0, "w", seq=51)) == {51: [7.0]}, (
-        "rank 1 owes no push of the last epoch"
-    )
+    assert pulled(stage.pull(0, "w", seq=51)) == {51: [7.0]}, "rank 1 owes no push of the last epoch"
     for number in (1, 2):
         stage.push(1, "w", [1.0], number)
     assert stage.pull(1, "w", seq=52) == [], "2 ahead, though it has pushed less in all"

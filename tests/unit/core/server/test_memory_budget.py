@@ -116,9 +116,7 @@ def test_residuals_are_reserved_once() -> None:
     budget.terms["other"] = budget.terms["kv"]
     budget.demand_residuals("kv")
     budget.terms["kv"] = MemoryTerms(1, create(resolve("sgd", {"momentum": 0.9})))
-    with pytest.raises(
-        Overload, match=r"no room for residuals of store 'kv': .* residuals 40 B = "
-    ):
+    with pytest.raises(Overload, match=r"no room for residuals of store 'kv': .* residuals 40 B = "):
         budget.demand_residuals("kv")
     assert not budget.terms["kv"].has_residuals
 
@@ -127,7 +125,5 @@ def test_a_server_holds_a_million_keys() -> None:
     budget = holding(None, float32=10)
     budget.keys["other"] = range(TABLE["keys"].default - 2)  # type: ignore[assignment]  # as many as that
     budget.demand_keys("kv", ["a", "b"], {})
-    with pytest.raises(
-        Overload, match="3 keys of store 'kv' are too many: a server holds 1,000,000"
-    ):
+    with pytest.raises(Overload, match="3 keys of store 'kv' are too many: a server holds 1,000,000"):
         budget.demand_keys("kv", ["a", "b", "c"], {})

@@ -24,9 +24,7 @@ def test_pressure_begins_at_the_limit_and_ends_below_it() -> None:
     pressure = MemoryPressure(80)
     assert (pressure.used_share, pressure.is_high) == (0.0, False)
     assert not pressure.take_in(79, 100)
-    assert pressure.take_in(80, 100).startswith(
-        "is short of memory: 80 B of 100 B are in use (80 %)"
-    )
+    assert pressure.take_in(80, 100).startswith("is short of memory: 80 B of 100 B are in use (80 %)")
     assert not pressure.take_in(77, 100)
     assert pressure.is_high
     assert pressure.take_in(75, 100).startswith("has memory again: 75 B of 100 B are in use (75 %)")

@@ -73,9 +73,7 @@ def test_waiting_requests_of_a_worker_are_bounded() -> None:
     one.init("a", [0.0, 0.0])
     for _ in range(3):
         assert one.pull(0, "a", after=1) == []
-    assert refusal(one.pull(0, "a", after=1)).startswith(
-        "Overload: 3 requests of worker 0 already wait"
-    )
+    assert refusal(one.pull(0, "a", after=1)).startswith("Overload: 3 requests of worker 0 already wait")
     assert one.pull(1, "a", after=1) == []
     one.push(0, "a", torch.ones(2), 0)
 

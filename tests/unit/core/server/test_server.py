@@ -141,17 +141,12 @@ def test_another_job() -> None:
     assert one.snapshot() == before
 
 
-@pytest.mark.parametrize(
-    ("role", "rank"), [(Role.WORKER, 2), (Role.SERVER, 1), (Role.SCHEDULER, 0)]
-)
+@pytest.mark.parametrize(("role", "rank"), [(Role.WORKER, 2), (Role.SERVER, 1), (Role.SCHEDULER, 0)])
 def test_a_place_that_this_job_does_not_have(role: Role, rank: int) -> None:
     one = stage()
     for message in (greeting(role=int(role)), opening()):
         text = refusal(one.say(rank, message, role=role, incarnation=99, seq=1))
-        assert (
-            f"ProtocolError: there is no {role} {rank} of this job that may talk to server 0"
-            in text
-        )
+        assert f"ProtocolError: there is no {role} {rank} of this job that may talk to server 0" in text
 
 
 def test_before_it_is_a_member_it_serves_nobody() -> None:
@@ -264,9 +259,7 @@ def test_another_server_may_tell_norms_and_nothing_else() -> None:
 def test_before_the_first_view_it_knows_no_other_server() -> None:
     one = stage(servers=2)
     one.server.member.view = None
-    assert "does not know this server 1 yet" in refusal(
-        one.other(1, Norms("kv", "a", None, 0, (), True))
-    )
+    assert "does not know this server 1 yet" in refusal(one.other(1, Norms("kv", "a", None, 0, (), True)))
 
 
 # --- the scheduler ----------------------------------------------------------------------------------
@@ -382,9 +375,7 @@ def test_the_next_job_begins_with_nothing() -> None:
     one.seats = [Seat("held", 1), Seat("held", 2)]  # even if incarnations began anew
     said = one.show()
     assert said == []
-    assert one.notes == [
-        Note("info", "the next job begins; the stores of the last one are dropped")
-    ]
+    assert one.notes == [Note("info", "the next job begins; the stores of the last one are dropped")]
     assert "Mismatch" in refusal(one.say(0, Status("kv"), job=JOB, incarnation=10))
     assert "Fenced" in refusal(one.say(0, Status("kv"), incarnation=0))
     assert "expects HELLO first" in refusal(one.say(0, Status("kv")))
@@ -467,9 +458,7 @@ def test_other_ranks_may_not_and_without_a_place_nobody_can() -> None:
         (FoundCuts(error=StorageError("cannot read")), "StorageError: cannot read"),
     ],
 )
-def test_unreadable_snapshot_is_reported_and_changes_nothing(
-    answer: Loaded | FoundCuts, match: str
-) -> None:
+def test_unreadable_snapshot_is_reported_and_changes_nothing(answer: Loaded | FoundCuts, match: str) -> None:
     one = with_shelf()
     before = one.snapshot()
     one.say(0, REVIVE)
@@ -497,9 +486,7 @@ def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> N
     keys = tuple([f"{number}".ljust(40, "k") for number, _ in enumerate(view.members)])
     members = tuple(
         [
-            each._replace(incarnation=7, endpoint="tcp://new:1")
-            if tuple(each[:2]) == (1, 1)
-            else each
+            each._replace(incarnation=7, endpoint="tcp://new:1") if tuple(each[:2]) == (1, 1) else each
             for each in view.members
         ]
     )

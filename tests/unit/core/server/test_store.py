@@ -33,18 +33,14 @@ def entry(key: str, *shape: int, dtype: str = "float32", start: int = 0, size: i
     return Entry(key, BY_NAME[dtype].id, shape, start, count)
 
 
-def create(
-    store: ServerStore, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE
-) -> list[Place]:
+def create(store: ServerStore, *entries: Entry, call: int = 0, life: tuple[int, int] = LIFE) -> list[Place]:
     places, replaced = store.create(entries, call, life)
     for old in replaced:
         store._chunks.retire(old.pieces)
     return list(places)
 
 
-def load(
-    store: ServerStore, key: str, value: float, call: int = 0, pieces: slice = slice(None)
-) -> bool:
+def load(store: ServerStore, key: str, value: float, call: int = 0, pieces: slice = slice(None)) -> bool:
     """Load ``value`` into all elements of ``key``; say whether that made it ready."""
     ready = False
     for piece in store.shards[key].pieces[pieces]:
@@ -194,9 +190,7 @@ def test_a_value_that_nobody_declared() -> None:
     load(store, "w", 1.0)
     both = Load(1, 1, (Run(0, 4, 1), Run(4, 4, 0)))
     for call in (1, 2):
-        with pytest.raises(
-            ProtocolError, match=f"key 'w': value {call} was loaded, declared was 0"
-        ):
+        with pytest.raises(ProtocolError, match=f"key 'w': value {call} was loaded, declared was 0"):
             load(store, "w", 5.0, call)
     with pytest.raises(ProtocolError):
         store.load(store._chunks.by_number[1], both, torch.ones(8))

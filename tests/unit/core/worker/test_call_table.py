@@ -215,9 +215,7 @@ class TestCallsOfAllRanks:
             one.server(0, Done(seq))
 
     @pytest.mark.parametrize(("call", "cls"), CALLS)
-    def test_repeated_call_waits_again(
-        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
-    ) -> None:
+    def test_repeated_call_waits_again(self, call: calls.Call, cls: type[Barrier | Optimize | Rate]) -> None:
         one = small()
         first = one.call(call, 1.0)
         one.wait(1.0)
@@ -229,9 +227,7 @@ class TestCallsOfAllRanks:
         assert one.is_done(second)
 
     @pytest.mark.parametrize(("call", "cls"), CALLS)
-    def test_or_was_passed_meanwhile(
-        self, call: calls.Call, cls: type[Barrier | Optimize | Rate]
-    ) -> None:
+    def test_or_was_passed_meanwhile(self, call: calls.Call, cls: type[Barrier | Optimize | Rate]) -> None:
         one = small()
         one.call(call, 1.0)
         one.wait(1.0)

@@ -196,6 +196,4 @@ def test_a_server_says_so_in_parts() -> None:
     known.close("a", 0, 1)
     known.close("b", 0, 1)
     known.hear(0, (StoreLife("a", 0),))
-    assert [message.stores for server, message in known.letters(0.0) if server == 0] == [
-        (StoreLife("b", 0),)
-    ]
+    assert [message.stores for server, message in known.letters(0.0) if server == 0] == [(StoreLife("b", 0),)]

@@ -33,9 +33,7 @@ def test_info_is_that_of_the_newest_view() -> None:
 
 def test_the_incarnation_is_that_of_the_newest_view() -> None:
     bench = Bench(workers=2)
-    known = {
-        seat.rank: seat.incarnation for seat in bench.core.info.members if seat.role == Role.WORKER
-    }
+    known = {seat.rank: seat.incarnation for seat in bench.core.info.members if seat.role == Role.WORKER}
     assert {rank: bench.core.info.incarnation(rank) for rank in (0, 1)} == known
     assert bench.core.info.incarnation(7) == 0
 

@@ -237,9 +237,7 @@ def test_only_float32_is_compressed() -> None:
 
 
 @pytest.mark.spec("R157", "R158")
-@pytest.mark.parametrize(
-    "code", [TWO, CodecSpec(BIT1, 0.2), CodecSpec(FP16)], ids=["2bit", "1bit", "fp16"]
-)
+@pytest.mark.parametrize("code", [TWO, CodecSpec(BIT1, 0.2), CodecSpec(FP16)], ids=["2bit", "1bit", "fp16"])
 def test_a_sum_comes_back_as_it_was_written(code: CodecSpec) -> None:
     one = stage()
     workers = [Worker(one, rank, code, code) for rank in range(2)]

@@ -397,9 +397,7 @@ class TestMiss:
     def test_request_to_be_repeated_leaves_the_window(self) -> None:
         """The peer may want another one before it."""
         one = ready()
-        (lost, _) = queued(
-            one, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1)
-        )
+        (lost, _) = queued(one, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1))
         assert names(one) == ["lost"]
         assert one.miss(1) is lost
         assert names(one) == ["next"]

@@ -78,8 +78,7 @@ def answer(request: Request, *versions: int, wanted: bool = True, owed: int = 0)
     message = request.message
     assert isinstance(message, Pull)
     runs = tuple(
-        Stand(ask.start, ask.size, version, owed)
-        for ask, version in zip(message.runs, versions, strict=True)
+        Stand(ask.start, ask.size, version, owed) for ask, version in zip(message.runs, versions, strict=True)
     )
     packet = Packet(ENVELOPE, Pulled(1, message.chunk, BY_NAME["float32"].id, message.values, runs))
     if message.values:
@@ -282,8 +281,7 @@ class TestAge:
         assert isinstance(step, list)
         one.is_short = True  # torn parts are taken as they are
         answers = [
-            answer(request, version, owed=owed)
-            for request, (version, owed) in zip(step, stands, strict=True)
+            answer(request, version, owed=owed) for request, (version, owed) in zip(step, stands, strict=True)
         ]
         assert ends(steps, answers)
         return one.key(name).age
@@ -347,9 +345,7 @@ class TestViews:
         one, memory = new_store(), Readable(shares=shares)
         seen: list[list[list[float]]] = []
         beside = memory.side_by_side
-        memory.side_by_side = lambda parts: (
-            seen.append([p.tolist() for p in parts]) or beside(parts)
-        )  # type: ignore[method-assign,func-returns-value]
+        memory.side_by_side = lambda parts: seen.append([p.tolist() for p in parts]) or beside(parts)  # type: ignore[method-assign,func-returns-value]
         steps, sink = self.read(one, "big", "a")
         step = next(steps)
         assert isinstance(step, list)
@@ -399,9 +395,7 @@ class TestViews:
             step = next(steps)
             assert isinstance(step, list)
             flags = [*wanted, False]
-            answers = [
-                answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)
-            ]
+            answers = [answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)]
             assert ends(steps, answers)
             assert sink.views(one.plan(names).keys, PRIVATE) == []
         sink = PieceSink(range(1))

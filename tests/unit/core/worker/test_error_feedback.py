@@ -139,9 +139,7 @@ def test_of_many_keys_each_has_its_own_rows_and_numbers() -> None:
     coded = [send for send in one.sends(Push) if send.packet.message.code == TWO]  # type: ignore[attr-defined]
     (b,) = coded
     assert [run.number for run in b.packet.message.runs] == [0]  # type: ignore[attr-defined]
-    assert torch.equal(
-        from_frame(b.packet.payload[0], "uint8"), encode(TWO, torch.zeros(30), random(3, 30))
-    )
+    assert torch.equal(from_frame(b.packet.payload[0], "uint8"), encode(TWO, torch.zeros(30), random(3, 30)))
     plain = one.sends(Push)[-1] if one.sends(Push)[-1] is not b else one.sends(Push)[-2]
     assert [run.number for run in plain.packet.message.runs] == [1]  # type: ignore[attr-defined]
 
@@ -455,9 +453,7 @@ def test_steps_of_other_pieces() -> None:
     pull(one)
     asked, _, seq = last(one, Pull)
     assert isinstance(asked, Pull)
-    message = Pulled(
-        seq, asked.chunk, 1, True, stands(one, (0, 10), (10, 10)), (), (WHOLE, WHOLE), True
-    )
+    message = Pulled(seq, asked.chunk, 1, True, stands(one, (0, 10), (10, 10)), (), (WHOLE, WHOLE), True)
     with pytest.raises(ProtocolError, match="other pieces than requested"):
         one.server(0, message, torch.zeros(20))
 

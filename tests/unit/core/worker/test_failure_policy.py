@@ -92,9 +92,7 @@ class TestWorker:
         error = learn(FailurePolicy(), lost(W1, state="gone")).error(new_store(), 100.0)
         assert "no replacement can come. Earlier pushes are kept. Start the job again" in str(error)
 
-    @pytest.mark.parametrize(
-        "options", [{"on_worker_lost": "shrink"}, {"mode": "async"}, {"mode": "ssp"}]
-    )
+    @pytest.mark.parametrize("options", [{"on_worker_lost": "shrink"}, {"mode": "async"}, {"mode": "ssp"}])
     def test_is_not_missed_where_nobody_waits_for_it(self, options: dict[str, str]) -> None:
         losses = learn(FailurePolicy(), lost(W1, state="gone"))
         assert losses.error(new_store(**options), 1e9) is None

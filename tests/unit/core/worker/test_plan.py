@@ -104,9 +104,7 @@ def test_a_step_is_the_same_for_all_calls_of_the_same_keys() -> None:
         ((7, 7, 8), (Run(0, 4, 7), Run(4, 6, 8), Run(12, 3, 7))),
     ],
 )
-def test_neighbours_with_one_number_are_one_run(
-    numbers: tuple[int, ...], runs: tuple[Run, ...]
-) -> None:
+def test_neighbours_with_one_number_are_one_run(numbers: tuple[int, ...], runs: tuple[Run, ...]) -> None:
     (share,) = neighbours().shares
     assert share.runs(alike(numbers)) == runs
 
@@ -418,9 +416,7 @@ def test_a_plan_is_cut_into_shares_of_so_many_bytes() -> None:
 
 
 def test_shares_of_several_chunks_are_cut_one_by_one() -> None:
-    plan = make(
-        [key("a", PieceLocation(0, 1, 0, 5, 0), PieceLocation(1, 2, 0, 3, 5), dtype="float64")]
-    )
+    plan = make([key("a", PieceLocation(0, 1, 0, 5, 0), PieceLocation(1, 2, 0, 3, 5), dtype="float64")])
     parts = cut(plan, 16).shares
     assert [(one.server, one.chunk, one.blocks) for one in parts] == [
         (0, 1, [(0, 2)]),

@@ -85,8 +85,7 @@ def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
 
 def test_a_chunk_has_the_highest_priority_of_its_keys() -> None:
     keys = [
-        Key(name, Spec("float32", (4,)), (PieceLocation(0, 1, 4 * i, 4, 0),))
-        for i, name in enumerate("ab")
+        Key(name, Spec("float32", (4,)), (PieceLocation(0, 1, 4 * i, 4, 0),)) for i, name in enumerate("ab")
     ]
     (share,) = make(keys).shares
     assert (share.highest(3), share.highest((1, 2)), share.highest((-1, -2))) == (3, 2, -1)

@@ -44,9 +44,7 @@ def test_limit_counts_from_the_last_step_that_a_replacement_passed_over() -> Non
 
 
 @pytest.mark.spec("R452")
-@pytest.mark.parametrize(
-    ("limit_s", "replayed"), [(LIMIT_S, ()), (LIMIT_S, (0, 0, 0)), (10.0, (1, 2, 3))]
-)
+@pytest.mark.parametrize(("limit_s", "replayed"), [(LIMIT_S, ()), (LIMIT_S, (0, 0, 0)), (10.0, (1, 2, 3))])
 def test_other_limits_hold(limit_s: float, replayed: tuple[int, ...]) -> None:
     """Where nobody replays, and where the user gave a call less time than the store's."""
     one, ticket = waiting(limit_s)

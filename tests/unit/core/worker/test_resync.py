@@ -411,9 +411,7 @@ def test_the_text_names_some_keys_and_counts_the_others() -> None:
 @pytest.mark.parametrize(
     ("rank", "is_resumed", "known"), [(0, False, 3), (0, True, 3), (1, False, 3), (1, True, 1)]
 )
-def test_a_replacement_knows_only_that_there_is_an_optimizer(
-    rank: int, is_resumed: bool, known: int
-) -> None:
+def test_a_replacement_knows_only_that_there_is_an_optimizer(rank: int, is_resumed: bool, known: int) -> None:
     store = WorkerStore(opened(), rank, 1, 1.0, is_resumed=is_resumed)
     assert store.optimizer_calls == 0
     store.optimized = Made(3)

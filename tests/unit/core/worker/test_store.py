@@ -15,9 +15,7 @@ def new_store(**options: object) -> WorkerStore:
 
 
 def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
-    one.place(
-        (name, spec(4), [PieceLocation(0, chunk, 4 * at, 4, 0)]) for at, name in enumerate(names)
-    )
+    one.place((name, spec(4), [PieceLocation(0, chunk, 4 * at, 4, 0)]) for at, name in enumerate(names))
 
 
 @pytest.mark.parametrize(
@@ -32,9 +30,7 @@ def place(one: WorkerStore, *names: str, chunk: int = 1) -> None:
         ("async", "shrink", False, False),
     ],
 )
-def test_options_set_order_and_waiting(
-    mode: str, on_worker_lost: str, ordered: bool, waits: bool
-) -> None:
+def test_options_set_order_and_waiting(mode: str, on_worker_lost: str, ordered: bool, waits: bool) -> None:
     one = new_store(mode=mode, on_worker_lost=on_worker_lost)
     assert (one.ordered, one.waits_for_lost) == (ordered, waits)
 

@@ -444,18 +444,16 @@ class TestScheduler:
         one = small()
         ticket = one.call(calls.ResumeKeys("kv", ()), 1.0)
         one.wait(1.0)
-        assert "resume() of store 'kv' is not done: the scheduler has not answered" in str(
-            one.error(ticket)
-        )
+        assert "resume() of store 'kv' is not done: the scheduler has not answered" in str(one.error(ticket))
 
     def test_a_barrier_without_a_scheduler_is_its_loss(self) -> None:
         one = small()
         ticket = one.call(calls.StandAtBarrier("kv", None), 20.0)
         one.wait(20.0)
         assert isinstance(one.error(ticket), SchedulerLost)
-        assert (
-            "the scheduler at tcp://sched:1 has been silent for 20 s. Pushes and pulls continue"
-        ) in str(one.error(ticket))
+        assert ("the scheduler at tcp://sched:1 has been silent for 20 s. Pushes and pulls continue") in str(
+            one.error(ticket)
+        )
 
     @pytest.mark.spec("R100")
     def test_when_it_is_silent_the_servers_are_told_that_the_worker_lives(self) -> None:
@@ -571,9 +569,7 @@ def test_a_job_without_servers_is_complete_and_refuses_calls() -> None:
     assert bench.is_done(bench.join())
     assert bench.core.deadline() == bench.now + 1.0, "the next beat, and no HELLO"
     ticket = bench.call(calls.OpenStore("kv", opened(), 60.0))
-    assert "create(): this job has no servers. Start kvps-launch with -s 1" in str(
-        bench.error(ticket)
-    )
+    assert "create(): this job has no servers. Start kvps-launch with -s 1" in str(bench.error(ticket))
 
 
 @pytest.mark.spec("R390")

@@ -121,9 +121,7 @@ def test_unmappable_ranges_are_not_mapped_side_by_side(lent: list[Lent]) -> None
     assert one.beside(((address, PAGE_BYTES + 64), other), None) is None  # ends within one
     assert one.beside(((own.ctypes.data, PAGE_BYTES), other), None) is None  # is nobody's
     beyond = PAGES * PAGE_BYTES
-    assert (
-        one.beside(((first.mapping.address, beyond + 1), other), None) is None
-    )  # is not all there
+    assert one.beside(((first.mapping.address, beyond + 1), other), None) is None  # is not all there
     assert numbers(one.beside(((address, size_bytes), other), None)) == [1, 2, 3]
 
 

@@ -99,9 +99,7 @@ def test_memory_is_there_before_it_is_used() -> None:
     segment.close()
 
 
-def test_where_no_memory_is_left_there_is_no_block(
-    segment: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_no_memory_is_left_there_is_no_block(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -314,9 +312,7 @@ def test_a_mapping_can_only_be_read() -> None:
         (PAGE_BYTES, 2**63 - 1),
     ],
 )
-def test_range_outside_the_segment_is_not_read(
-    segment: Segment, offset: int, size_bytes: int
-) -> None:
+def test_range_outside_the_segment_is_not_read(segment: Segment, offset: int, size_bytes: int) -> None:
     with pytest.raises(ProtocolError, match=r"are outside a segment of"):
         Mapping(segment.offer).read(offset, size_bytes, None)
 

@@ -88,9 +88,7 @@ class Process:
         self.heard: list[tuple[Route, Packet | Disconnected]] = []
         self.refused: list[str] = []
 
-    def say(
-        self, route: Route, message: Message, *payload: memoryview, hold: Hold | None = None
-    ) -> None:
+    def say(self, route: Route, message: Message, *payload: memoryview, hold: Hold | None = None) -> None:
         self.transport.send(route, Packet(self.envelope, message, payload), hold)
 
     def listen(self) -> list[Message | Disconnected]:
@@ -101,9 +99,7 @@ class Process:
             self.heard += arrivals
         except ProtocolError as error:
             self.refused.append(str(error))
-        return [
-            one if isinstance(one, Disconnected) else one.message for _, one in self.heard[before:]
-        ]
+        return [one if isinstance(one, Disconnected) else one.message for _, one in self.heard[before:]]
 
     def idle(self) -> None:
         """Have nothing to do for a moment: what was given back is told."""
@@ -157,9 +153,7 @@ def carried(network: MemoryNetwork) -> list[Packet]:
     return seen
 
 
-def greet(
-    server: Process, worker: Process, name: str = "server 0", is_near: bool | None = True
-) -> Route:
+def greet(server: Process, worker: Process, name: str = "server 0", is_near: bool | None = True) -> Route:
     """Let ``worker`` connect, and both agree; return the server's route to it."""
     is_near = None if name == "scheduler" else is_near
     worker.transport.connect(Connect(name, server.inner.endpoint, is_near))
@@ -188,9 +182,7 @@ def pair(network: MemoryNetwork) -> tuple[Process, Process, Route]:
 
 
 @pytest.mark.spec("R77", "R82", "R83")
-def test_the_one_who_connected_offers_and_both_map(
-    network: MemoryNetwork, carried: list[Packet]
-) -> None:
+def test_the_one_who_connected_offers_and_both_map(network: MemoryNetwork, carried: list[Packet]) -> None:
     server, worker, route = pair(network)
     assert server.segment
     assert worker.segment
@@ -215,9 +207,7 @@ def test_nothing_is_offered_to_a_scheduler(network: MemoryNetwork, carried: list
     assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
 
 
-def test_nothing_is_offered_to_another_machine(
-    network: MemoryNetwork, carried: list[Packet]
-) -> None:
+def test_nothing_is_offered_to_another_machine(network: MemoryNetwork, carried: list[Packet]) -> None:
     server, worker = Process(network, SERVER, "mem://s"), Process(network, WORKER)
     greet(server, worker, is_near=False)
     assert [type(one.message) for one in carried] == [m.Hello, m.Welcome]
@@ -246,9 +236,7 @@ def test_a_second_welcome_changes_nothing(network: MemoryNetwork) -> None:
 
 
 @pytest.mark.spec("R84")
-def test_payload_travels_by_reference_both_ways(
-    network: MemoryNetwork, carried: list[Packet]
-) -> None:
+def test_payload_travels_by_reference_both_ways(network: MemoryNetwork, carried: list[Packet]) -> None:
     server, worker, route = pair(network)
     assert server.segment
     assert worker.segment
@@ -341,9 +329,7 @@ def test_memory_is_held_until_the_reader_drops_it(network: MemoryNetwork) -> Non
 
 
 @pytest.mark.spec("R260", "R261")
-def test_leases_are_returned_without_a_packet(
-    network: MemoryNetwork, carried: list[Packet]
-) -> None:
+def test_leases_are_returned_without_a_packet(network: MemoryNetwork, carried: list[Packet]) -> None:
     """The one who lent looks before it serves what comes next, and when it wakes."""
     server, worker, route = pair(network)
     before = len(carried)
@@ -391,9 +377,7 @@ def test_release_that_a_posting_cannot_hold_travels_as_a_message(
 
 @pytest.mark.spec("R86")
 @pytest.mark.usefixtures("full_pages")
-def test_a_busy_reader_tells_of_several_at_once(
-    network: MemoryNetwork, carried: list[Packet]
-) -> None:
+def test_a_busy_reader_tells_of_several_at_once(network: MemoryNetwork, carried: list[Packet]) -> None:
     server, worker, _ = pair(network)
     block = worker.take(PAGE_BYTES)
     for count in range(1, transport.RELEASE_EVERY + 1):

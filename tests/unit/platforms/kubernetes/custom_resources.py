@@ -65,9 +65,7 @@ def faults(found: Any, shape: Any, place: str) -> list[str]:
         ]
     fields = {name.removesuffix("!"): inner for name, inner in shape.items()}
     missing = [
-        f"{place}.{name[:-1]} is missing"
-        for name in shape
-        if name.endswith("!") and name[:-1] not in found
+        f"{place}.{name[:-1]} is missing" for name in shape if name.endswith("!") and name[:-1] not in found
     ]
     unknown = [f"{place}.{name} is no field" for name in found if name not in fields]
     known = [

@@ -27,9 +27,7 @@ def test_an_rfc_1123_label_is_a_name(name: str) -> None:
     assert made(name=name, namespace=name).name == name
 
 
-@pytest.mark.parametrize(
-    "name", ["", "A", "1a", "-a", "a-", "a_b", "a.b", "a b", "é", "a\n", "a" * 41]
-)
+@pytest.mark.parametrize("name", ["", "A", "1a", "-a", "a-", "a_b", "a.b", "a b", "é", "a\n", "a" * 41])
 def test_another_text_is_no_name(name: str) -> None:
     with pytest.raises(ConfigError, match=r"--name .* RFC 1123 label.*40 characters"):
         made(name=name)

@@ -197,9 +197,7 @@ def test_a_server_whose_model_nobody_keeps_is_not_recreated() -> None:
     job = replace(FULL, checkpoint_claim=None, checkpoint_every=0.0)
     rules = jobset_of(job, "jobset")["failurePolicy"]["rules"]
     assert rules[1]["targetReplicatedJobs"] == ["worker"]
-    limits = {
-        role: spec["backoffLimitPerIndex"] for role, spec in job_specs(job, "trainjob").items()
-    }
+    limits = {role: spec["backoffLimitPerIndex"] for role, spec in job_specs(job, "trainjob").items()}
     assert limits == {"scheduler": 0, "server": 0, "worker": 3}
     for kind in JOBSETS:
         for role, spec in job_specs(job, kind).items():

@@ -111,7 +111,4 @@ def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "mine.Callback")
     KvpsConfig()
     KvpsConfig()
-    assert (
-        os.environ["RAY_TRAIN_CALLBACKS"]
-        == "mine.Callback,kvps.platforms.ray.backend.DemandResources"
-    )
+    assert os.environ["RAY_TRAIN_CALLBACKS"] == "mine.Callback,kvps.platforms.ray.backend.DemandResources"

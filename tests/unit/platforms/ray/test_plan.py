@@ -61,9 +61,7 @@ def test_a_newer_ray_is_taken(found: str) -> None:
 
 @pytest.mark.parametrize("found", ["2.59.1", "1.13.0", "", "unknown"])
 def test_an_older_ray_is_refused(found: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"Ray {found} is installed, and kvps.platforms.ray needs 2.60"
-    ):
+    with pytest.raises(ConfigError, match=f"Ray {found} is installed, and kvps.platforms.ray needs 2.60"):
         demand_version(found)
 
 

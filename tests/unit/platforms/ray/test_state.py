@@ -68,7 +68,9 @@ def test_nothing_is_left_when_the_job_is_over(memory: StateMemory) -> None:
 
 
 def test_another_process_reads_and_writes_it(memory: StateMemory) -> None:
-    text = "import sys; from kvps.platforms.ray.state import KeptState; KeptState(sys.argv[1:]).save(b'there')"
+    text = (
+        "import sys; from kvps.platforms.ray.state import KeptState; KeptState(sys.argv[1:]).save(b'there')"
+    )
     subprocess.run([sys.executable, "-c", text, *memory.paths], check=True)
     assert read(memory) == b"there"
 

@@ -19,9 +19,7 @@ from kvps.runtime.keys import generate, load
 def named(prefix: str) -> dict[str, str]:
     """Return variables of this process, without that of pytest itself."""
     own = "PYTEST_CURRENT_TEST"
-    return {
-        name: one for name, one in os.environ.items() if name.startswith(prefix) and name != own
-    }
+    return {name: one for name, one in os.environ.items() if name.startswith(prefix) and name != own}
 
 
 @pytest.fixture(autouse=True)

@@ -105,9 +105,7 @@ def test_a_closed_run_is_closed_for_its_agents_and_open_for_the_next_run() -> No
 
     for run, (token, lines) in scheduler.table.runs.items():
         state, meeting = decode(lines)
-        state.last_heartbeats = dict.fromkeys(
-            state.last_heartbeats, datetime(2026, 1, 1, tzinfo=UTC)
-        )
+        state.last_heartbeats = dict.fromkeys(state.last_heartbeats, datetime(2026, 1, 1, tzinfo=UTC))
         scheduler.table.runs[run] = RunState(token, encode(state, meeting))
     again = scheduler.agent()
     assert again.next_rendezvous().world_size == 1

@@ -45,10 +45,7 @@ def held(gate, begun=None):
 
 def test_queue_are_made_in_order_and_gradients_are_not_tracked(queue):
     seen = []
-    some = [
-        Collective(str(i), lambda i=i: seen.append((i, torch.is_grad_enabled())) or [])
-        for i in range(9)
-    ]
+    some = [Collective(str(i), lambda i=i: seen.append((i, torch.is_grad_enabled())) or []) for i in range(9)]
     for one in some:
         queue.add(one, WAIT_S)
     assert queue.flush(WAIT_S)

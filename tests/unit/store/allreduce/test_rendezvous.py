@@ -87,10 +87,7 @@ def test_a_job_with_keys_leaves_no_host_without_them(monkeypatch, boards):
 
 def test_an_address_that_is_not_this_hosts_is_left_to_torch(caplog):
     assert module._listen(config.World(0, 2, "192.0.2.1", 29500)) is None
-    assert (
-        "192.0.2.1 (MASTER_ADDR) is not an address of this host: port 29500 is open on all"
-        in caplog.text
-    )
+    assert "192.0.2.1 (MASTER_ADDR) is not an address of this host: port 29500 is open on all" in caplog.text
 
 
 def test_a_port_that_torch_listens_at_is_left_to_it(caplog):
@@ -102,9 +99,7 @@ def test_a_port_that_torch_listens_at_is_left_to_it(caplog):
 def test_ranks_gather_or_say_who_does_not_come():
     board = HashStore()
     board.add("here/0", 1)
-    with pytest.raises(
-        Timeout, match=r"'mine': ranks 2, 3 did not create it in 0\.05 s, and rank 1"
-    ):
+    with pytest.raises(Timeout, match=r"'mine': ranks 2, 3 did not create it in 0\.05 s, and rank 1"):
         Rendezvous("mine", 1, 4, board, "").gather(0.05)
     board.add("here/2", 1)
     Rendezvous("mine", 3, 4, board, "").gather(5.0)

@@ -83,9 +83,7 @@ def test_a_flag_that_has_moved_answers_with_its_command(flag: str) -> None:
 
 def test_a_system_that_has_moved_answers_with_its_command() -> None:
     argv = ["--systems", "kvps", "mxnet sgd"]
-    with pytest.raises(
-        ConfigError, match=r"'mxnet sgd' is not .*compare --systems kvps 'mxnet sgd'"
-    ):
+    with pytest.raises(ConfigError, match=r"'mxnet sgd' is not .*compare --systems kvps 'mxnet sgd'"):
         demand_own(parser().parse_args(argv), argv)
     demand_own(parser().parse_args([]), [])
 

@@ -84,10 +84,7 @@ class Feed:
 
 def counters(seconds: int, **rates: float) -> dict[tuple[str, str], float]:
     """Return counters that grow at these rates; a name is a metric without its prefix, and a label."""
-    return {
-        ("kvps_" + at.split("__")[0], at.split("__")[1]): rate * seconds
-        for at, rate in rates.items()
-    }
+    return {("kvps_" + at.split("__")[0], at.split("__")[1]): rate * seconds for at, rate in rates.items()}
 
 
 def test_rates_are_those_between_the_last_two_answers() -> None:
@@ -126,9 +123,7 @@ def test_pushes_are_counted_where_no_store_has_rounds() -> None:
     assert (found["totals"]["rounds_per_s"], found["totals"]["has_rounds"]) == (900, False)
 
 
-def test_an_answer_that_is_shown_again_changes_nothing_and_a_counter_that_falls_is_no_rate() -> (
-    None
-):
+def test_an_answer_that_is_shown_again_changes_nothing_and_a_counter_that_falls_is_no_rate() -> None:
     feed = Feed()
     first = feed.figures(0, {("kvps_payload_bytes_total", "in"): 50.0})
     feed.show(first)
@@ -281,9 +276,7 @@ def linked(
         for server in (0, 1):
             counts = {(LINK_WATCHED, str(rank)): float(second) for rank in (0, 1)}
             counts |= {(LINK_WATCHED, "no rank"): float(second)}
-            counts |= {
-                (LINK_BUSY, at): share * second for at, share in busy.get(server, {}).items()
-            }
+            counts |= {(LINK_BUSY, at): share * second for at, share in busy.get(server, {}).items()}
             late = {"straggler_seconds_total__1": late_s * rate, "straggler_pushes_total__1": rate}
             answers.append(feed.figures(server, counts | counters(second, **late), stores=stores))
         found = feed.show(*[one._replace(**more) for one in answers])
@@ -342,9 +335,7 @@ def test_a_server_that_is_full_slow_or_refuses() -> None:
         ("kvps_overloads_total", "memory"): 3.0,
     }
     texts = feed.texts(feed.figures(0), feed.figures(1, counts))
-    assert texts[0].startswith(
-        "Server 1 is full: 950 MiB of its limit of 0.977 GiB are reserved (95%)"
-    )
+    assert texts[0].startswith("Server 1 is full: 950 MiB of its limit of 0.977 GiB are reserved (95%)")
     assert texts[1].startswith("Server 1 has refused 3 requests at a limit")
     short = feed.figures(1, {("kvps_memory_used_ratio", ""): 0.96})
     (text,) = feed.texts(feed.figures(0), short)
@@ -376,9 +367,7 @@ def test_faults_until_they_are_old() -> None:
         "is_over": False,
         "lasted_s": 5.0,
     }
-    assert feed.texts(faults=[fault]) == [
-        "Worker 1 is lost: its connection broke; nothing was done yet."
-    ]
+    assert feed.texts(faults=[fault]) == ["Worker 1 is lost: its connection broke; nothing was done yet."]
     fault = {**fault, "is_over": True, "lasted_s": 2.0, "steps": [{"text": "replaced by b:7"}]}
     assert feed.texts(faults=[fault]) == [
         "Worker 1 was lost for 2.0 s (its connection broke): replaced by b:7."
@@ -402,6 +391,4 @@ def test_checkpoints_that_fail_or_are_late() -> None:
 def test_a_slow_scheduler() -> None:
     feed = Feed()
     found = feed.show(lag_s=2.0)["findings"]
-    assert [one["text"] for one in found] == [
-        "The scheduler itself is slow: its loop is 2.0 s late."
-    ]
+    assert [one["text"] for one in found] == ["The scheduler itself is slow: its loop is 2.0 s late."]

@@ -130,9 +130,7 @@ def test_files_do_not_pile_up(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == recorder.FILES_MAX
 
 
-def test_two_processes_may_remove_the_same_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_may_remove_the_same_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone.record"
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
     path, file = new_file(tmp_path, "server")
@@ -181,9 +179,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     view = p.View(1, "running", "", (p.Member(2, 0, 5, "held", "", "h", 0.0, ""),))
     worker = Envelope(bytes(range(16)), 1, Role.WORKER, 0, 5, 0)
 
-    def hear(
-        route: str | bytes, envelope: Envelope, message: p.Message, *rows: torch.Tensor
-    ) -> list[Effect]:
+    def hear(route: str | bytes, envelope: Envelope, message: p.Message, *rows: torch.Tensor) -> list[Effect]:
         payload = tuple([memoryview(bytearray(row.numpy().tobytes())) for row in rows])
         return list(lens.packet(core, route, Packet(envelope, message, payload), 2.0))
 

@@ -121,9 +121,7 @@ def test_a_barrier_leads_to_the_rank_that_came_last() -> None:
             TimeSpan(SpanKind.COMPUTE, NOBODY, 0, MS, compute * MS),
             TimeSpan(SpanKind.SEND, of_scheduler, 0, (1 + compute) * MS, MS // 10, 5),
             TimeSpan(SpanKind.SERVE, of_scheduler, 0, 95 * MS, MS // 10, 5),
-            TimeSpan(
-                SpanKind.WAIT, NOBODY, 0, (1 + compute) * MS, (95 - 1 - compute) * MS + MS // 5
-            ),
+            TimeSpan(SpanKind.WAIT, NOBODY, 0, (1 + compute) * MS, (95 - 1 - compute) * MS + MS // 5),
         ]
     for rank, at in ((0, 12), (1, 92)):
         scheduler.spans.append(TimeSpan(SpanKind.SERVE, 2, rank, at * MS, MS // 10, 5))

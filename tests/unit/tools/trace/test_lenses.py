@@ -99,9 +99,7 @@ def with_payload(envelope: Envelope, message: Message) -> Packet:
 
 
 def numbered(envelope: Envelope, seq: int) -> Envelope:
-    return Envelope(
-        envelope.job, envelope.view, envelope.role, envelope.rank, envelope.incarnation, seq
-    )
+    return Envelope(envelope.job, envelope.view, envelope.role, envelope.rank, envelope.incarnation, seq)
 
 
 def kinds(lens: MemberLens) -> list[SpanKind]:
@@ -161,9 +159,7 @@ def test_a_stranger_starts_no_trace() -> None:
     lens, core, _ = member()
     packet = Packet(WORKER, p.AskClock(7, 55))
     assert list(lens.packet(core, b"route", packet, 1.0)) == []
-    assert (
-        list(lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
-    )
+    assert list(lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
     assert not lens.tracer.is_on
 
 
@@ -235,9 +231,7 @@ def test_the_loop_of_a_server() -> None:
         clock.now += 5_000_000
         lap()
         answer = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
-        return iter(
-            [Send(b"w", with_payload(SERVER, answer)), Send("server 1", Packet(SERVER, p.Done(0)))]
-        )
+        return iter([Send(b"w", with_payload(SERVER, answer)), Send("server 1", Packet(SERVER, p.Done(0)))])
 
     core.on_packet = step  # type: ignore[method-assign]
     list(lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0))
@@ -316,9 +310,7 @@ def test_a_whole_trace() -> None:
     assert (done.left_s, done.parts) == (0.0, 2)
     parts = []
     for number in range(2):
-        packets = lens.packet(
-            core, b"op", Packet(numbered(operator, 1 + number), p.Fetch(7, number)), 4.7
-        )
+        packets = lens.packet(core, b"op", Packet(numbered(operator, 1 + number), p.Fetch(7, number)), 4.7)
         (effect,) = packets
         assert isinstance(effect, Send)
         assert effect.packet.envelope.job == bytes(16)

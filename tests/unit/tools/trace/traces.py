@@ -31,12 +31,8 @@ class Job:
 
     def trace(self) -> MergedTrace:
         """Play all rounds."""
-        workers = [
-            Process(Node(Role.WORKER, rank), 1, "a", 10 + rank) for rank in range(len(self.compute))
-        ]
-        servers = [
-            Process(Node(Role.SERVER, rank), 1, "b", 20 + rank) for rank in range(self.servers)
-        ]
+        workers = [Process(Node(Role.WORKER, rank), 1, "a", 10 + rank) for rank in range(len(self.compute))]
+        servers = [Process(Node(Role.SERVER, rank), 1, "b", 20 + rank) for rank in range(self.servers)]
         for worker in workers:
             worker.spans.append(TimeSpan(SpanKind.WAIT, NOBODY, 0, 0, MS // 2))
         ready = [MS // 2] * len(workers)
@@ -58,15 +54,11 @@ class Job:
         asked = []
         for rank, worker in enumerate(workers):
             at = ready[rank] + self.compute[rank] * MS
-            worker.spans.append(
-                TimeSpan(SpanKind.COMPUTE, NOBODY, 0, ready[rank], self.compute[rank] * MS)
-            )
+            worker.spans.append(TimeSpan(SpanKind.COMPUTE, NOBODY, 0, ready[rank], self.compute[rank] * MS))
             asked.append(at)
             for server in range(self.servers):
                 ids = (seq, number, server, 4096)
-                worker.spans.append(
-                    TimeSpan(SpanKind.COPY, SERVER, server, at, self.copy * MS, *ids)
-                )
+                worker.spans.append(TimeSpan(SpanKind.COPY, SERVER, server, at, self.copy * MS, *ids))
                 at += self.copy * MS
                 worker.spans.append(TimeSpan(SpanKind.SEND, SERVER, server, at, MS // 10, *ids))
                 at += MS // 10
@@ -93,7 +85,5 @@ class Job:
                         workers[to].spans.append(scatter)
                         answered[to] = scatter.end
         for rank, worker in enumerate(workers):
-            worker.spans.append(
-                TimeSpan(SpanKind.WAIT, NOBODY, 0, asked[rank], answered[rank] - asked[rank])
-            )
+            worker.spans.append(TimeSpan(SpanKind.WAIT, NOBODY, 0, asked[rank], answered[rank] - asked[rank]))
         return answered

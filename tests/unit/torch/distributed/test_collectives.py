@@ -52,9 +52,7 @@ def test_calls_that_differ_use_different_keys() -> None:
     square = Staged(torch.zeros(2, 2))
     names = [reduced(one, square, "SUM"), reduced(one, staged(), "SUM"), one.barrier()[0]]
     names += [one.reduce("reduce", staged(), "SUM", dst)[0] for dst in (0, 1)]
-    names += [
-        one._post(f"broadcast/{src}", given) for src in (0, 1) for given in (square, staged())
-    ]
+    names += [one._post(f"broadcast/{src}", given) for src in (0, 1) for given in (square, staged())]
     assert len(set(names)) == len(names)
 
 

@@ -60,9 +60,7 @@ class Desk:
         self.uses[name] = count + 1
         return f"{name}/{count % 2}", count // 2
 
-    def make_posts(
-        self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float
-    ) -> Ticket:
+    def make_posts(self, keys: Sequence[str], rows: Sequence[torch.Tensor], limit_s: float) -> Ticket:
         def make() -> None:
             for key, row in zip(keys, rows, strict=True):
                 assert key not in self.servers.values, "made twice"
@@ -70,9 +68,7 @@ class Desk:
 
         return self.servers.ask(lambda: True, make)
 
-    def expect(
-        self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float
-    ) -> Ticket:
+    def expect(self, keys: Sequence[str], sizes: Sequence[int], writer: int, limit_s: float) -> Ticket:
         def look() -> None:
             assert [len(self.servers.values[key]) for key in keys] == list(sizes)
 

@@ -65,9 +65,7 @@ def test_modes_and_shares() -> None:
         store_type(None)
     assert [share_of(0), share_of(0.5), share_of(1)] == [0.0, 0.5, 1.0]
     for bad in (-0.1, 1.1, math.nan, True, "half"):
-        with pytest.raises(
-            ConfigError, match=r"alpha=.*: use a number from 0 \(global\) to 1 \(local\)"
-        ):
+        with pytest.raises(ConfigError, match=r"alpha=.*: use a number from 0 \(global\) to 1 \(local\)"):
             share_of(bad)
 
 
@@ -96,9 +94,7 @@ def test_tokens_are_counted_for_each_fragment_since_it_left() -> None:
     weight.add(5)
     assert [weight.of(0), weight.of(1)] == [5, 125]
     weight.left(1)
-    with pytest.raises(
-        ConfigError, match=r"weight='tokens', but add_tokens\(\) was not called since"
-    ):
+    with pytest.raises(ConfigError, match=r"weight='tokens', but add_tokens\(\) was not called since"):
         weight.of(1)
 
 
@@ -114,9 +110,7 @@ def test_weights_where_there_are_no_means() -> None:
     with pytest.raises(ConfigError, match=r"add_tokens\(\) needs weight='tokens'"):
         Weight(2, 1, is_mean=True).add(3)
     for bad in (-1, math.inf, math.nan):
-        with pytest.raises(
-            ConfigError, match=r"add_tokens\(.*\): use a number of tokens, 0 or more"
-        ):
+        with pytest.raises(ConfigError, match=r"add_tokens\(.*\): use a number of tokens, 0 or more"):
             Weight("tokens", 1, is_mean=True).add(bad)
 
 
@@ -133,9 +127,7 @@ def test_the_weight_of_all_fragments_together() -> None:
 def test_where_steps_may_follow_the_speed() -> None:
     assert is_dynamic(True, "async", 1)
     assert not is_dynamic(False, "sync", 3)
-    with pytest.raises(
-        ConfigError, match="dynamic_sync_every=True needs mode='async': with mode='sync' all"
-    ):
+    with pytest.raises(ConfigError, match="dynamic_sync_every=True needs mode='async': with mode='sync' all"):
         is_dynamic(True, "sync", 1)
     with pytest.raises(ConfigError, match="dynamic_sync_every=True needs one fragment, not 2"):
         is_dynamic(True, "async", 2)

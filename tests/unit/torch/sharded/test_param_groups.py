@@ -20,9 +20,7 @@ def model() -> torch.nn.Module:
     return whole
 
 
-def found(
-    module: torch.nn.Module, chosen: list[torch.nn.Module] | None = None
-) -> dict[str, list[str]]:
+def found(module: torch.nn.Module, chosen: list[torch.nn.Module] | None = None) -> dict[str, list[str]]:
     return {one.path: one.names for one in cut(module, dict(module.named_parameters()), chosen)}
 
 

@@ -78,9 +78,7 @@ def test_parameters_without_a_gradient_are_named() -> None:
     assert str(hooks.no_gradient(["b"], "zero_grad()", "Use them")) == (
         "no gradient for 'b', of 2 parameters: no backward() has reached them since zero_grad(). Use them"
     )
-    assert "'a' got another gradient after the first was pushed" in str(
-        second_gradient("a", "call step()")
-    )
+    assert "'a' got another gradient after the first was pushed" in str(second_gradient("a", "call step()"))
 
 
 class Seen:

@@ -89,9 +89,7 @@ def test_a_mismatch_is_told_at_once_and_to_late_ranks_when_they_come() -> None:
     (told,) = job.say(r1=[sum_of("a", 3)])
     assert isinstance(told, Refuse)
     assert told.ranks == (0, 1)
-    assert (
-        "allreduce 'a': shapes differ: rank 0 has float32[2], rank 1 has float32[3]" in told.reason
-    )
+    assert "allreduce 'a': shapes differ: rank 0 has float32[2], rank 1 has float32[3]" in told.reason
     assert job.coordinator.missing() == []
     assert job.say(r2=[sum_of("a")]) == [Refuse((0, "a"), (2,), told.reason)]
     assert names(job.say(r0=[sum_of("a")], r1=[sum_of("a")], r2=[sum_of("a")])) == ["a"]

@@ -12,9 +12,7 @@ from kvps.compat.horovod.negotiation.request import (
 )
 
 
-def run(
-    name: str, kind: str = ALLREDUCE, dtypes: tuple[str, ...] = ("float32",), **more: object
-) -> Execute:
+def run(name: str, kind: str = ALLREDUCE, dtypes: tuple[str, ...] = ("float32",), **more: object) -> Execute:
     joined = more.pop("joined", ())
     op = more.pop("op", "sum" if kind == ALLREDUCE else "")
     parts = tuple([Part(one, (1,)) for one in dtypes])

@@ -136,10 +136,7 @@ def test_figures_come_from_beats_hellos_and_what_servers_tell() -> None:
     stage.say("s0", Beat(0, "", 0, 50, 100, 4096, 8192))
     stage.say("s0", told((), {"1": 0.25, "0": 0.0}))
     seen = look(stage)
-    by_node = {
-        (one.role, one.rank): figures
-        for one, figures in zip(seen.members, seen.figures, strict=True)
-    }
+    by_node = {(one.role, one.rank): figures for one, figures in zip(seen.members, seen.figures, strict=True)}
     version = "kvps 0.1"
     assert by_node[Role.WORKER, 1] == Figures(version, 7, 100, 50, 0, 0, 0.25)
     assert by_node[Role.WORKER, 0] == Figures(version, 0, 0, 0, 0, 0, 0.0)
@@ -163,9 +160,7 @@ def test_a_seat_that_is_not_held_has_no_figures_and_old_lateness_is_not_shown() 
 @pytest.mark.spec("R331")
 def test_a_ping_comes_back_with_its_octets_and_the_time() -> None:
     stage = Stage(workers=1, servers=0)
-    stage.scheduler = Scheduler(
-        stage.settings, bytes(16), stage.now, ProcessInfo("1.0", lambda: 1.8e9)
-    )
+    stage.scheduler = Scheduler(stage.settings, bytes(16), stage.now, ProcessInfo("1.0", lambda: 1.8e9))
     payload = memoryview(b"12345678")
     packet = Packet(NOBODY, Ping(8), (payload,))
     effects = list(stage.scheduler.on_packet(b"x", packet, stage.now))

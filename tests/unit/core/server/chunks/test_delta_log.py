@@ -20,9 +20,7 @@ class Piece:
         self.back = CompressedHistory(16)
         self.version = 0
 
-    def move(
-        self, by: list[float], code: CodecSpec | None = TWO, *, adds: bool = True
-    ) -> list[float]:
+    def move(self, by: list[float], code: CodecSpec | None = TWO, *, adds: bool = True) -> list[float]:
         """Let the values lack ``by`` more, and publish them; return them."""
         self.version += 1
         self.back.own_residual()[4:12] += torch.tensor(by)

@@ -87,8 +87,7 @@ def test_the_first_is_logged_at_once_and_the_next_ones_together() -> None:
     assert texts(one.report()) == texts(one.look()) == []
     one.add("fc.w", [], None, 118, Flaw(12, (3,)))
     assert texts(one.report()) == [
-        "warning: store 'kv': round 118 dropped: 12 values of key 'fc.w' are not finite (from "
-        "rank 3)"
+        "warning: store 'kv': round 118 dropped: 12 values of key 'fc.w' are not finite (from rank 3)"
     ]
     for number in range(119, 124):
         one.add("fc.w", [], None, number, Flaw(1, ()))

@@ -105,8 +105,7 @@ def test_a_server_tells_the_scheduler_of_rounds_that_are_open_and_when_there_are
         said = one.take(one.server.on_timer(one.now))
         figures = [each.message for each in said if isinstance(each.message, Measured)]
         assert all(
-            message == Measured(0, (), (), (), (), message.rounds, message.late)
-            for message in figures
+            message == Measured(0, (), (), (), (), message.rounds, message.late) for message in figures
         )
         return [(message.rounds, message.late) for message in figures]
 

@@ -175,9 +175,7 @@ def test_measure_is_answered_at_once_with_gauges_counters_and_rounds() -> None:
     gauges = gauges_of(stage.server)
     assert answer.number == 7
     assert values == {
-        at: value
-        for at, value in {**stage.server.counts.values(), **gauges}.items()
-        if math.isfinite(value)
+        at: value for at, value in {**stage.server.counts.values(), **gauges}.items() if math.isfinite(value)
     }
     assert math.isinf(gauges["kvps_memory_limit_bytes", ""])  # is left out
     assert values["kvps_memory_bytes", "weights"] == 16

@@ -149,8 +149,7 @@ def test_parts_of_a_key_with_different_histories_get_pieces_of_their_own() -> No
         images.append(image_of(one))
     whole = fresh(regroup(images, 0, 1))
     spans = [
-        next(whole.chunk(piece.chunk).spans_in(piece.start, piece.start + 1))
-        for piece in whole.pieces["big"]
+        next(whole.chunk(piece.chunk).spans_in(piece.start, piece.start + 1)) for piece in whole.pieces["big"]
     ]
     assert {span.version for span in spans} == {2, 3}
     assert elements([image_of(whole)])["kv", "big"] == elements(images)["kv", "big"]
@@ -172,9 +171,7 @@ def test_a_part_that_lacks_something_beside_one_that_lacks_nothing() -> None:
             row = torch.linspace(0.1, 1, part.size)
             one.say(rank, Push(piece.chunk, 1, (rank,), 1.0, False, runs, None, back), row)
         images.append(image_of(one))
-        lacks = (
-            one.chunk().back.residual[: part.size] if back is not None else torch.zeros(part.size)
-        )  # type: ignore[union-attr]
+        lacks = one.chunk().back.residual[: part.size] if back is not None else torch.zeros(part.size)  # type: ignore[union-attr]
         rests.append(lacks)
     assert rests[0].any()
     whole = fresh(regroup(images, 0, 1))

@@ -61,9 +61,7 @@ def write(path: Path, image: Snapshot) -> None:
 class Tabled:
     """One server of several, with a table."""
 
-    def __init__(
-        self, server: int, servers: int, image: Snapshot | None = None, **more: Any
-    ) -> None:
+    def __init__(self, server: int, servers: int, image: Snapshot | None = None, **more: Any) -> None:
         self.stage = ServerStage(1, servers=servers, rank=server, every_s=0.0)
         self.server, self.servers, self.version = server, servers, 0
         if image is None:

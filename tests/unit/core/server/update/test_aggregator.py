@@ -110,9 +110,7 @@ def test_64_rounds_may_be_open() -> None:
 
 @pytest.mark.spec("R53", "R250")
 def test_rounds_are_opened_ahead_while_there_is_room_for_their_sums() -> None:
-    one = ServerStage(
-        2, memory_limit=3 * 24 + 2 * 24
-    )  # weights, second buffer, sum; and two sums more
+    one = ServerStage(2, memory_limit=3 * 24 + 2 * 24)  # weights, second buffer, sum; and two sums more
     one.open()
     one.init("a", torch.zeros(6))
     for number in range(3):
@@ -704,9 +702,7 @@ def test_other_modes_know_no_staleness() -> None:
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "one wide pull"])
-def test_many_keys_pushed_one_by_one_each_with_a_pull(
-    order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_keys_pushed_one_by_one_each_with_a_pull(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each element that a pull waits for is looked at a few times, however many keys there are."""
     keys = 1024
     one = ServerStage(2)

@@ -67,9 +67,7 @@ class Tabled:
 
     def __init__(self, workers: int = 2, mode: str = "sync", **given: Any) -> None:
         options = {
-            name: given.pop(name)
-            for name in ("on_worker_lost", "average", "staleness")
-            if name in given
+            name: given.pop(name) for name in ("on_worker_lost", "average", "staleness") if name in given
         }
         self.stage = ServerStage(workers, memory_limit=given.pop("memory_limit", None))
         self.stage.open(mode, **options)
@@ -77,14 +75,10 @@ class Tabled:
         (answer,) = heard(self.stage.say(0, embed(**given)), Declared)
         ((self.piece,),) = [place.pieces for place in answer.places]
 
-    def push(
-        self, rank: int, ids: Sequence[int], number: int, value: float = 1.0, **more: Any
-    ) -> list[Said]:
+    def push(self, rank: int, ids: Sequence[int], number: int, value: float = 1.0, **more: Any) -> list[Said]:
         return self.stage.say(rank, *self.pushing(rank, ids, number, value), **more)
 
-    def pushing(
-        self, rank: int, ids: Sequence[int], number: int, value: float = 1.0
-    ) -> tuple[Any, ...]:
+    def pushing(self, rank: int, ids: Sequence[int], number: int, value: float = 1.0) -> tuple[Any, ...]:
         message = PushIds(self.piece.chunk, BY_NAME["float32"].id, (rank,), number, 2, len(ids))
         rows = torch.full((2 * len(ids),), value)
         return (message, torch.tensor(ids), rows) if len(ids) else (message,)
@@ -274,9 +268,7 @@ def test_ids_of_other_servers_are_refused() -> None:
     assert refusal(stage.say(0, PullIds(chunk, 0, 0, 4), ids)) == first
     assert refusal(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 4), ids, torch.zeros(8))) == first
     assert stage.snapshot() == before
-    assert acked(
-        stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 2), torch.from_numpy(mine), torch.zeros(4))
-    )
+    assert acked(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 2), torch.from_numpy(mine), torch.zeros(4)))
 
 
 # --- pushes ---------------------------------------------------------------------------------------
@@ -394,9 +386,7 @@ def test_steps_count_updates_of_the_table() -> None:
         table.push(0, ids, number)
         table.push(1, [], number)
         rows = torch.ones(len(ids), 2)
-        weight.grad = torch.sparse_coo_tensor(
-            torch.tensor([ids]), rows, (2, 2), check_invariants=True
-        )
+        weight.grad = torch.sparse_coo_tensor(torch.tensor([ids]), rows, (2, 2), check_invariants=True)
         adam.step()
     assert torch.allclose(torch.tensor(table.rows(0, 1)), weight.detach(), atol=1e-6)
 
@@ -438,9 +428,7 @@ def test_rows_of_another_form_are_refused() -> None:
         (PushIds(chunk, 2, (0,), 0, 2, 1), torch.zeros(2, dtype=torch.float64)),
     ):
         said = refusal(table.stage.say(0, message, one, row))
-        assert said.startswith(
-            f"Mismatch: chunk {chunk} is a table of float32[2], and the push has rows"
-        )
+        assert said.startswith(f"Mismatch: chunk {chunk} is a table of float32[2], and the push has rows")
     assert table.stage.snapshot() == before
 
 
@@ -451,9 +439,7 @@ def test_keys_are_pushed_to_as_keys_and_tables_as_tables() -> None:
     chunk = table.stage.pieces["w"][0].chunk
     before = table.stage.snapshot()
     push = Push(table.piece.chunk, 8, (0,), 1.0, False, (Run(0, 1, 0),))
-    assert "push rows by PUSH-IDS" in refusal(
-        table.stage.say(0, push, torch.ones(1, dtype=torch.int64))
-    )
+    assert "push rows by PUSH-IDS" in refusal(table.stage.say(0, push, torch.ones(1, dtype=torch.int64)))
     messages: list[Message] = [
         PushIds(chunk, 1, (0,), 0, 2, 0),
         PullIds(chunk, 0, 0, 0),
@@ -469,9 +455,7 @@ def test_halves_may_come_as_halves_or_as_their_sums() -> None:
     chunk = table.piece.chunk
     one = torch.tensor([1])
     half = BY_NAME["bfloat16"].id
-    table.stage.say(
-        0, PushIds(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16)
-    )
+    table.stage.say(0, PushIds(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16))
     table.stage.say(1, PushIds(chunk, 1, (1,), 0, 2, 1), one, torch.full((2,), 0.5))
     (said,) = table.pull(0, [1])
     assert from_frame(said.payload[0], "bfloat16").tolist() == [-1.5, -1.5]

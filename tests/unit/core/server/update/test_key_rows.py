@@ -33,9 +33,7 @@ MANY = 12_000
 """Rows of a table that lies in several chunks of CHUNK_BYTES."""
 
 
-def stage(
-    count: int = 4, mode: str = "sync", dtype: str = "float32", **options: object
-) -> ServerStage:
+def stage(count: int = 4, mode: str = "sync", dtype: str = "float32", **options: object) -> ServerStage:
     """A server that holds table ``t``, of zeros, and in front of it ``v``."""
     one = ServerStage(workers=2)
     one.open(mode, chunk_bytes=CHUNK_BYTES, **options)
@@ -163,9 +161,7 @@ def test_a_store_without_rounds_needs_an_optimizer_for_rows_too() -> None:
 
 def test_means_of_integers_are_refused() -> None:
     one = stage(dtype="int32", average=True)
-    assert refusal(push(one, 0, [1], dtype="int32")).startswith(
-        "ConfigError: store 'kv' computes means"
-    )
+    assert refusal(push(one, 0, [1], dtype="int32")).startswith("ConfigError: store 'kv' computes means")
 
 
 # --- rounds ----------------------------------------------------------------------------------------
@@ -272,9 +268,7 @@ def test_only_the_rows_that_were_named_are_updated(rule: str) -> None:
     weight = torch.zeros(1)
     state = updater.new_state(weight)
     for step, gradient in enumerate([2.0, 1.0, 2.0], start=1):
-        updater.apply(
-            weight, torch.tensor([gradient]), state, Terms(step=step, lr=0.5, weight_decay=0.25)
-        )
+        updater.apply(weight, torch.tensor([gradient]), state, Terms(step=step, lr=0.5, weight_decay=0.25))
     assert [after[row] for row in ids] == pytest.approx([weight.item()] * len(ids))
 
 
@@ -347,9 +341,7 @@ def test_a_table_in_several_chunks_is_one_push() -> None:
 
 @pytest.mark.parametrize("count", [4, MANY])
 @pytest.mark.parametrize("optimizer", [None, "sgd"])
-def test_an_update_by_rows_that_are_not_finite_is_not_made(
-    count: int, optimizer: str | None
-) -> None:
+def test_an_update_by_rows_that_are_not_finite_is_not_made(count: int, optimizer: str | None) -> None:
     one = stage(count, on_nonfinite="error")
     if optimizer:
         one.optimizer(optimizer, lr=1.0, weight_decay=0.5)

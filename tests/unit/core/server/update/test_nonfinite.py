@@ -88,9 +88,7 @@ def test_nonfinite_values_are_applied_by_default() -> None:
 @pytest.mark.parametrize("optimizer", ["test", "adam", "lars", ""])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 @pytest.mark.parametrize("action", ["skip", "error"])
-def test_finite_keys_are_applied_and_the_rest_left(
-    action: str, value: float, optimizer: str
-) -> None:
+def test_finite_keys_are_applied_and_the_rest_left(action: str, value: float, optimizer: str) -> None:
     """All weights and states are those of a store that never got the round of b."""
     one, other = (stage(2, optimizer=optimizer, action=action) for _ in range(2))
     for number in range(3):
@@ -105,12 +103,8 @@ def test_finite_keys_are_applied_and_the_rest_left(
         assert (one.span(key).version, other.span(key).version) == (3, 3 - (key == "b"))
         assert one.span(key).step == other.span(key).step
     state, expected = one.chunk().state or {}, other.chunk().state or {}
-    assert {n: t[:6].tolist() for n, t in state.items()} == {
-        n: t[:6].tolist() for n, t in expected.items()
-    }
-    assert notes(one) == [
-        "store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"
-    ]
+    assert {n: t[:6].tolist() for n, t in state.items()} == {n: t[:6].tolist() for n, t in expected.items()}
+    assert notes(one) == ["store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"]
 
 
 @pytest.mark.spec("R102")
@@ -163,9 +157,7 @@ def push_one_by_one(one: ServerStage, values: tuple[float, ...], lent: bool) -> 
         ((3e38, 3e38, 1, 1), "(every push is finite, but their sum is not)"),
     ],
 )
-def test_the_ranks_are_named(
-    values: tuple[float, ...], says: str, lent: bool, deterministic: bool
-) -> None:
+def test_the_ranks_are_named(values: tuple[float, ...], says: str, lent: bool, deterministic: bool) -> None:
     assert says in push_one_by_one(stage(4, deterministic=deterministic), values, lent)
 
 
@@ -178,9 +170,7 @@ def test_the_ranks_are_named(
         ((INF, 1), "(from rank 0)"),
     ],
 )
-def test_gradients_in_frames_are_summed_as_they_arrive(
-    values: tuple[float, ...], says: str
-) -> None:
+def test_gradients_in_frames_are_summed_as_they_arrive(values: tuple[float, ...], says: str) -> None:
     assert says in push_one_by_one(stage(len(values)), values, lent=False)
 
 
@@ -329,9 +319,7 @@ def test_no_piece_is_updated_before_all_are_known(mode: str) -> None:
     assert versions(one) == ([2, 2, 2] if mode == "sync" else [1, 1, 1])
     assert set(one.values("big")) == {1.0}
     whose = "round 1" if mode == "sync" else "push 1 of rank 0"
-    assert notes(one) == [
-        f"store 'kv': {whose} dropped: 1 value of key 'big' is not finite (from rank 0)"
-    ]
+    assert notes(one) == [f"store 'kv': {whose} dropped: 1 value of key 'big' is not finite (from rank 0)"]
     for piece in one.pieces["big"]:
         (answer,) = heard(one.say(0, ask(piece)), Pulled)
         assert answer.dropped == (Dropped(0, 1, 1, (0,)),)
@@ -467,9 +455,7 @@ def test_the_log_sums_up_what_comes_after_the_first() -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [("sgd", "lars"), ("lars", "sgd"), ("lars", "lamb")])
-def test_round_that_waits_to_be_known_finite_waits_under_another_rule_too(
-    first: str, then: str
-) -> None:
+def test_round_that_waits_to_be_known_finite_waits_under_another_rule_too(first: str, then: str) -> None:
     one = cut(optimizer=first)
     push_piece(one, 0, 0, 1)
     said = one.say(0, optimizing(then, call=2))

@@ -170,9 +170,7 @@ def test_a_round_waits_for_word_of_the_others_and_says_so() -> None:
 def test_64_pushes_of_a_rank_may_wait_and_what_was_told_of_them_can_be_had_again() -> None:
     """One server is 64 pushes ahead, and all that it told was lost: it still knows."""
     cluster = Cluster(2, "async", rule="sgd", on_nonfinite="skip")
-    rows = [
-        spoiled(0, number, 0) if number % 3 == 0 else gradient(0, number) for number in range(64)
-    ]
+    rows = [spoiled(0, number, 0) if number % 3 == 0 else gradient(0, number) for number in range(64)]
     for number, row in enumerate(rows):
         cluster.push(1, 0, number, row)
     (piece,) = cluster.stages[1].pieces["w"]

@@ -30,9 +30,7 @@ def trained_alone(rule: str, mode: str, order: list[tuple[int, int]], workers: i
 @pytest.mark.parametrize("servers", [2, 3])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_tensor_on_several_servers_is_updated_as_on_one(
-    mode: str, rule: str, servers: int
-) -> None:
+def test_a_tensor_on_several_servers_is_updated_as_on_one(mode: str, rule: str, servers: int) -> None:
     cluster = Cluster(servers, mode, rule=rule)
     order = [(rank, number) for number in range(4) for rank in (0, 1)]
     for rank, number in order:

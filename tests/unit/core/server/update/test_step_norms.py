@@ -56,9 +56,7 @@ def told(said: list[Said]) -> list[StepNorm]:
     return heard(said, StepNorm)
 
 
-def step_of(
-    size: int, number: int = 0, digest: int = 7, holders: tuple[int, ...] = HOLDERS
-) -> StepPart:
+def step_of(size: int, number: int = 0, digest: int = 7, holders: tuple[int, ...] = HOLDERS) -> StepPart:
     return StepPart(digest, number, size, holders)
 
 
@@ -306,9 +304,7 @@ def test_a_key_is_not_replaced_and_the_limit_is_not_lifted_while_a_step_may_wait
     step = step_of(2, holders=(0,))
     push(stage, "a", [1.0], step)
     entry = Entry("a", 1, (3,), 0, 3)
-    assert "cannot be replaced by another shape" in refusal(
-        stage.say(0, Declare("kv", True, 1, (entry,)))
-    )
+    assert "cannot be replaced by another shape" in refusal(stage.say(0, Declare("kv", True, 1, (entry,))))
     assert "wait for the norm of their step" in refusal(stage.say(0, optimizing("sgd", 2, lr=1.0)))
     stage.optimizer("sgd", 3, **{**CLIPPED, "clip_global_norm": 50.0})  # another limit may be set
     push(stage, "b", [3.0], step)

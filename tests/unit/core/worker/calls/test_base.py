@@ -118,9 +118,7 @@ def test_each_says_what_it_is(call: Call, title: str, on_timeout: OnTimeout) -> 
 
 
 @pytest.mark.parametrize(("call", "title", "on_timeout"), EVERY)
-def test_each_has_an_operation_that_reads_its_tensors(
-    call: Call, title: str, on_timeout: OnTimeout
-) -> None:
+def test_each_has_an_operation_that_reads_its_tensors(call: Call, title: str, on_timeout: OnTimeout) -> None:
     tensors = list(call.values())
     operation = call.run(new_store(), tensors)
     family = tuple([cls.__name__ for cls in type(call).__mro__])

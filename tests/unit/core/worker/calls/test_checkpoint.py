@@ -44,9 +44,7 @@ class TestCheckpoint:
         ticket = one.call(TAKE)
         assert not one.sent(Barrier)
         one.ack(0, *one.seqs(Push))
-        assert one.sent(Barrier) == [
-            Barrier("kv", "kvps.checkpoint", 0, after=1, what="checkpoint('best')")
-        ]
+        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0, after=1, what="checkpoint('best')")]
         assert not one.sent(Checkpoint)
         meet(one)
         assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 1)]
@@ -82,9 +80,8 @@ class TestCheckpoint:
         meet(one)
         one.wait(5.0)
         assert isinstance(one.error(ticket), Timeout)
-        assert (
-            "checkpoint() of store 'kv' is not done: not every server has written its snapshot"
-            in str(one.error(ticket))
+        assert "checkpoint() of store 'kv' is not done: not every server has written its snapshot" in str(
+            one.error(ticket)
         )
         again = one.call(TAKE, timeout_s=5.0)
         one.wait(5.0)
@@ -188,13 +185,9 @@ class TestRestore:
         assert one.is_done(ticket)
         assert one.finish(ticket).value.cut == 7  # type: ignore[union-attr]
 
-    @pytest.mark.parametrize(
-        ("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")]
-    )
+    @pytest.mark.parametrize(("tag", "what"), [("best", "with tag 'best'"), ("", "no checkpoint is")])
     @pytest.mark.spec("R229")
-    def test_without_a_common_one_it_fails_for_all_who_wait_at_the_barrier(
-        self, tag: str, what: str
-    ) -> None:
+    def test_without_a_common_one_it_fails_for_all_who_wait_at_the_barrier(self, tag: str, what: str) -> None:
         one = bench()
         ticket = one.call(calls.RestoreCheckpoint("kv", tag))
         meet(one)

@@ -151,9 +151,7 @@ class TestAllocate:
         assert len(memory.blocks) == before + 2
 
     @pytest.mark.parametrize("routes", [("server 0", "server 1"), ("server 0",), ()])
-    def test_gives_nothing_that_a_server_would_be_sent_a_copy_of(
-        self, routes: tuple[str, ...]
-    ) -> None:
+    def test_gives_nothing_that_a_server_would_be_sent_a_copy_of(self, routes: tuple[str, ...]) -> None:
         """``w`` lies on both servers, ``b`` on one of them."""
         one = ready(memory=Readable(*routes))
         one.init({"b": torch.zeros(2, 3, dtype=torch.int16)})
@@ -268,9 +266,7 @@ class TestPull:
         assert one.finish(ticket).value == [8]  # type: ignore[union-attr]
 
 
-def told(
-    one: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None
-) -> None:
+def told(one: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None) -> None:
     """Answer a pull of ``w``, and name the last of these rounds as dropped."""
     size = (16, 24)[server]
     dropped = tuple(Dropped(0, number, 2, (3,)) for number in rounds[-1:])
@@ -364,7 +360,5 @@ def test_values_are_copied_where_others_of_their_call_are_written():
     ]:
         given = list(values)
         unshare(given, sinks, np.array([one.nbytes for one in sinks]))
-        assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (
-            copied
-        )
+        assert [at for at, (a, b) in enumerate(zip(given, values, strict=True)) if a is not b] == (copied)
         assert all(torch.equal(*pair) for pair in zip(given, values, strict=True))

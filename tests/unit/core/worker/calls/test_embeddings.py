@@ -47,9 +47,7 @@ def bench(servers: int = 2, **options: object) -> Bench:
 
 
 def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # type: ignore[type-arg]
-    parts = tuple(
-        (torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers)
-    )
+    parts = tuple((torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers))
     return calls.PushTableRows("kv", (KEY,), True, 2, parts)
 
 
@@ -147,9 +145,7 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
     ("answer", "count"),
     [(PulledIds(2, 1, 2, 7, 4, 4), 14), (PulledIds(2, 1, 3, 8, 4, 4), 24)],
 )
-def test_an_answer_that_is_none_to_the_question_is_not_believed(
-    answer: PulledIds, count: int
-) -> None:
+def test_an_answer_that_is_none_to_the_question_is_not_believed(answer: PulledIds, count: int) -> None:
     one = bench(servers=1)
     one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
     seq = one.seqs(PullIds)[0]

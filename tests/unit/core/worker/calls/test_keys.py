@@ -193,9 +193,7 @@ class TestLookup:
         shapes = {"w": (40,), "b": (2,)}
         for send in one.sends(Find):
             keys = send.packet.message.keys  # type: ignore[attr-defined]
-            found = tuple(
-                Found(FLOAT, shapes[name]) if name in shapes else Found(0, ()) for name in keys
-            )
+            found = tuple(Found(FLOAT, shapes[name]) if name in shapes else Found(0, ()) for name in keys)
             one.server(server_of(send), FoundAll(send.packet.envelope.seq, found))
         for send in one.sends(Declare):
             message = send.packet.message

@@ -42,9 +42,7 @@ def refreshing_of(one: WorkerStore, *keys: str, since: int | None = 3, sink: boo
     return calls.Refresh("kv", keys, tuple(sinks), tuple(marks), 7).run(one, [])
 
 
-def reply(
-    request: Request, ids: list[int], lowest: int, *, wanted: bool = True, **more: Any
-) -> Packet:
+def reply(request: Request, ids: list[int], lowest: int, *, wanted: bool = True, **more: Any) -> Packet:
     """Answer a PULL-CHANGED with rows that are their number plus 100 for each version."""
     assert isinstance(request.message, PullChanged)
     numbers = torch.tensor(ids, dtype=torch.int64)

@@ -98,9 +98,7 @@ def test_beats_say_how_many_steps_were_passed_over() -> None:
     assert said == [1, 2, 0]
 
 
-@pytest.mark.parametrize(
-    ("rate_calls", "rate_after", "optimize_after"), [(0, 0, 0), (2, 4, 0), (2, 3, 4)]
-)
+@pytest.mark.parametrize(("rate_calls", "rate_after", "optimize_after"), [(0, 0, 0), (2, 4, 0), (2, 3, 4)])
 def test_the_rate_of_the_round_before_may_not_be_known(
     rate_calls: int, rate_after: int, optimize_after: int
 ) -> None:
@@ -216,9 +214,7 @@ class TestResume:
         assert one.sent(Resume) == [Resume("kv", None)]
         one.call(calls.StandAtBarrier("kv", None))
         assert one.sent(Barrier)[-1] == Barrier("kv", "", 5, False, 0)
-        one.call(
-            calls.StandAtBarrier("kv", "step 8")
-        )  # its predecessor may have ended before or behind it
+        one.call(calls.StandAtBarrier("kv", "step 8"))  # its predecessor may have ended before or behind it
         assert one.sent(Barrier)[-1] == Barrier("kv", "step 8", 0, False, 0)
         one.call(calls.StandAtBarrier("kv", "new"))
         assert one.sent(Barrier)[-1] == Barrier("kv", "new", 0, False, 0)

@@ -89,9 +89,7 @@ def sent(request: Request) -> tuple[list[int], list[float]]:
     return ids.tolist(), torch.cat(list(parts)).view(-1, message.width)[:, 0].tolist()
 
 
-def reply(
-    request: Request, lowest: int, highest: int | None = None, owed: int = 0, **more: Any
-) -> Packet:
+def reply(request: Request, lowest: int, highest: int | None = None, owed: int = 0, **more: Any) -> Packet:
     """Answer a PULL-ROWS with rows that are their number plus 100 for each version."""
     message = request.message
     assert isinstance(message, PullRows)

@@ -40,9 +40,7 @@ WANTED = Pull(3, True, (Ask(0, 4, 1, 0),))
 ONES = torch.ones(4)
 
 
-def bench(
-    rank: int = 0, machines: tuple[int, ...] = (2, 2, 2), knows: bool = True, **more: object
-) -> Bench:
+def bench(rank: int = 0, machines: tuple[int, ...] = (2, 2, 2), knows: bool = True, **more: object) -> Bench:
     """Worker ``rank``, whose neighbours have said HELLO and been answered, in a store with merged requests.
 
     With three of them, worker 1 leads key a, worker 2 key b and worker 0 key c.
@@ -77,9 +75,7 @@ def seq_of(one: Bench, cls: type[Message], to: str = "server 0") -> int:
     return sends[-1].packet.envelope.seq
 
 
-def pulled(
-    one: Bench, cls: type[Message] = Push, value: float = 7.0, version: int = 1
-) -> list[Effect]:
+def pulled(one: Bench, cls: type[Message] = Push, value: float = 7.0, version: int = 1) -> list[Effect]:
     """Let the server answer what it was asked last."""
     stands = (Stand(0, 4, version, 0),)
     answer = Pulled(seq_of(one, cls), 3, FLOAT, True, stands)
@@ -91,9 +87,7 @@ def answers(effects: list[Effect], rank: int) -> list[tuple[int, list[float]]]:
     return [
         (one.packet.message.seq, values_of(one))
         for one in effects
-        if isinstance(one, Send)
-        and one.to == b"from %d" % rank
-        and isinstance(one.packet.message, Pulled)
+        if isinstance(one, Send) and one.to == b"from %d" % rank and isinstance(one.packet.message, Pulled)
     ]
 
 
@@ -132,9 +126,7 @@ class TestMeeting:
     @pytest.mark.parametrize(
         "machines", [(0, 0, 0), (1, 1, 1), (2, 3, 4)], ids=["unknown", "beside the server", "apart"]
     )
-    def test_worker_without_neighbours_connects_to_no_worker(
-        self, machines: tuple[int, ...]
-    ) -> None:
+    def test_worker_without_neighbours_connects_to_no_worker(self, machines: tuple[int, ...]) -> None:
         one = Bench(3, 1, machines=machines)
         assert not [it for it in one.effects if isinstance(it, Connect) and it.to == "worker 1"]
         one.open(bundles=True)
@@ -188,9 +180,7 @@ class TestLeader:
             one.call(push(dict.fromkeys(KEYS, ONES)))
             expected = {
                 other: [
-                    chunk
-                    for chunk, leader in zip(KEYS.values(), leaders, strict=True)
-                    if leader == other
+                    chunk for chunk, leader in zip(KEYS.values(), leaders, strict=True) if leader == other
                 ]
                 for other in range(len(machines))
             }
@@ -509,9 +499,7 @@ class TestAway:
         one.neighbour(2, Join("other", 1, False))
         one.neighbour(1, Join("kv", 1, False))
         one.call(calls.JoinStore("kv"))
-        assert (
-            said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
-        )
+        assert said(one.effects, "worker 1") == [Join("kv", 1, False)] == said(one.effects, "worker 2")
         assert one.core.table.neighbours._merged._expected == {0}
         one.server(0, Joined(seq_of(one, Join), 0))
         assert one.core.table.neighbours._merged._expected == {0, 1}, "of another store"

@@ -81,9 +81,7 @@ def values_in(request: Request) -> torch.Tensor:
     """What goes with a push."""
     request.freeze()
     (payload,) = request.payload
-    return from_frame(
-        to_frame(payload), {v.id: k for k, v in BY_NAME.items()}[pushed(request).dtype]
-    )
+    return from_frame(to_frame(payload), {v.id: k for k, v in BY_NAME.items()}[pushed(request).dtype])
 
 
 def merged_of(request: Request) -> MergedRequest:
@@ -213,9 +211,7 @@ class TestCutDifferently:
         ("whole", "part"),
         [((0, 10), (0, 5)), ((0, 10), (5, 5)), ((0, 10), (3, 4)), ((3, 4), (0, 10))],
     )
-    def test_none_of_a_chunk_waits_any_more(
-        self, whole: tuple[int, int], part: tuple[int, int]
-    ) -> None:
+    def test_none_of_a_chunk_waits_any_more(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
         one = leading()
         assert one.push(push(4, runs=(whole,)), 0.0) == []
         assert ranks(one.push(push(5, runs=(part,)), 0.0)) == [(4,), (5,)]
