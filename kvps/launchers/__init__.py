@@ -1,1 +1,1 @@
-"""Engines that start the processes of a job: this machine, ssh, Slurm, Kubernetes."""
+"""Engines that start the processes of a job: on this machine, by ssh, by srun; kvps.platforms has more."""

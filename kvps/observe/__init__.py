@@ -1,1 +1,1 @@
-"""Observability: the metrics of a process, and the HTTP endpoints that show them."""
+"""Observability: metrics, findings and logs of a process, and the HTTP endpoints that show them."""

@@ -1,1 +1,1 @@
-"""kvps as a guest in other systems, an annex: nothing else in kvps imports it."""
+"""kvps as a guest in other systems, an annex: the rest of kvps reaches it through kvps.annexes."""

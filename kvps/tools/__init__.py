@@ -1,1 +1,1 @@
-"""Tools to look at a job and to measure it, an annex: nothing else in kvps imports it."""
+"""Tools to look at a job and to measure it, an annex: the rest of kvps reaches it through kvps.annexes."""
