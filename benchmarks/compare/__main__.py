@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from kvps.cli import flags
-from kvps.launchers.reaper import Reaper
-from kvps.runtime.member_process import stopped_by_signals
 from kvps.tools.bench import command as bench
 
 NAME = "python -m benchmarks.compare"
@@ -69,16 +67,12 @@ def parser() -> flags.Parser:
 def _main(argv: Sequence[str]) -> int:
     parsed = parser().parse_args(argv)
     flags.start_log(NAME, parsed)
-    reaper = Reaper()  # before anything has threads
-    with stopped_by_signals():
-        try:
-            # These load rich and numpy, which --help does not wait for.
-            from benchmarks.compare.plan import plan_of
-            from benchmarks.compare.run import perform
+    with bench.measuring() as reaper:
+        # These load rich and numpy, which --help does not wait for.
+        from benchmarks.compare.plan import plan_of
+        from benchmarks.compare.run import perform
 
-            perform(plan_of(parsed), reaper)
-        finally:
-            reaper.close()
+        perform(plan_of(parsed), reaper)
     return 0
 
 

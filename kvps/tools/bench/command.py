@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from kvps.cli import flags
 from kvps.errors import ConfigError
@@ -107,17 +108,24 @@ def _main(argv: Sequence[str]) -> int:
     parsed = parser().parse_args(argv)
     demand_own(parsed, argv)
     flags.start_log(NAME, parsed)
+    with measuring() as reaper:
+        # These load rich and numpy, which --help does not wait for.
+        from kvps.tools.bench.plan import plan_of
+        from kvps.tools.bench.run import perform
+
+        perform(plan_of(parsed), reaper)
+    return 0
+
+
+@contextmanager
+def measuring() -> Iterator[Reaper]:
+    """Yield the reaper of the processes that are measured, which end with this one, however it ends."""
     reaper = Reaper()  # before anything has threads
     with stopped_by_signals():
         try:
-            # These load rich and numpy, which --help does not wait for.
-            from kvps.tools.bench.plan import plan_of
-            from kvps.tools.bench.run import perform
-
-            perform(plan_of(parsed), reaper)
+            yield reaper
         finally:
             reaper.close()
-    return 0
 
 
 if __name__ == "__main__":
