@@ -102,7 +102,7 @@ soak: .venv/.installed  ## play many more faults, and longer: half an hour of on
 bench: .venv/.installed  ## measure kvps beside its peers, and print a table: ten minutes
 	$(BIN)/kvps bench --full
 
-# On a bare machine, without .venv: make gpu GPU_PYTHON=python3
+# On a machine whose Python has torch and kvps (pip install --no-deps -e .): make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 gpu:  ## check and measure kvps on a CUDA device, and write gpu.json and gpu.md: eight minutes at most
 	$(GPU_PYTHON) -m benchmarks.gpu
