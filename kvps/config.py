@@ -223,10 +223,9 @@ def demand_loopback(bind: str, is_allowed: bool) -> None:
     """
     if not is_allowed and not is_loopback(bind):
         raise ConfigError(
-            f"other machines can reach {bind}, and without keys any process that reaches it "
-            "can change the model. Make keys with 'kvps keygen DIR' and give --keys DIR (KVPS_KEYS), or "
-            "bind to tcp://127.0.0.1:PORT. In a network that you trust, you can give --insecure "
-            "(KVPS_INSECURE=1) "
+            f"other machines can reach {bind}, and without keys any process that reaches it can change the "
+            "model. Make keys with 'kvps keygen DIR' and give --keys DIR (KVPS_KEYS), or bind to "
+            "tcp://127.0.0.1:PORT. In a network that you trust, you can give --insecure (KVPS_INSECURE=1) "
             "instead"
         )
 
@@ -520,9 +519,8 @@ def check_alone(env: Mapping[str, str] | None = None) -> None:
     size = whole("WORLD_SIZE", env=env)
     if size is not None and size > 1:
         raise ConfigError(
-            f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so "
-            "each of them would "
-            f"train alone; start kvps-scheduler --workers {size} and kvps-server, and set "
+            f"torchrun started {size} processes (WORLD_SIZE) but KVPS_SCHEDULER is not set, so each of them "
+            f"would train alone; start kvps-scheduler --workers {size} and kvps-server, and set "
             "KVPS_SCHEDULER=tcp://HOST:PORT for torchrun. Where one process is to be alone, unset "
             "TORCHELASTIC_RUN_ID"
         )
@@ -561,9 +559,8 @@ def launched(env: Mapping[str, str] | None = None) -> Launched | None:
         if rank is None or rank >= size:
             said = "is not set" if rank is None else f"is {rank}"
             raise ConfigError(
-                f"{launcher} says {size_variable}={size}, but {rank_variable} {said}; ranks begin "
-                "at 0. Start the "
-                f"script with the launcher, or unset {size_variable}"
+                f"{launcher} says {size_variable}={size}, but {rank_variable} {said}; ranks begin at 0. "
+                f"Start the script with the launcher, or unset {size_variable}"
             )
         return Launched(launcher, rank, size, size_variable)
     return None

@@ -169,9 +169,8 @@ def _checked_sampler(loader: DataLoader[T]) -> Any:
     for sampler in samplers:
         if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler):
             raise ConfigError(
-                f"{type(sampler).__name__} draws another order in each process, so that no "
-                "process can go on where "
-                "another was: use sampler=kvps.data_sampler(dataset, kv), and no shuffle=True"
+                f"{type(sampler).__name__} draws another order in each process, so that no process can go on "
+                "where another was: use sampler=kvps.data_sampler(dataset, kv), and no shuffle=True"
             )
     return None
 

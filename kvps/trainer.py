@@ -73,14 +73,13 @@ CLIP_HERE = (
 )
 
 IN_STORE = (
-    "step() of the torch optimizer was called, but its steps are made in the store: it would "
-    "change the weights of this "
-    "worker alone. Call trainer.step(batch_size)"
+    "step() of the torch optimizer was called, but its steps are made in the store: it would change the "
+    "weights of this worker alone. Call trainer.step(batch_size)"
 )
 NOT_SUMMED = (
-    "step() of the torch optimizer was called, but gradients are not summed over the workers yet: "
-    "it would change the "
-    "weights of this worker alone. Call trainer.step(batch_size), or trainer.allreduce_grads() before step()"
+    "step() of the torch optimizer was called, but gradients are not summed over the workers yet: it would "
+    "change the weights of this worker alone. Call trainer.step(batch_size), or trainer.allreduce_grads() "
+    "before step()"
 )
 
 
@@ -473,20 +472,18 @@ class Trainer(Resumable):
         stale = [name for name in names if self._params[name].grad is None]
         if stale:
             raise ConfigError(
-                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no "
-                "gradient: no backward() has "
-                "reached it since zero_grad(). Set requires_grad_(False) on parameters that are not "
-                "trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
+                f"parameter {stale[0]!r}{and_more(len(stale) - 1)} of {len(names)} has no gradient: no "
+                "backward() has reached it since zero_grad(). Set requires_grad_(False) on parameters that "
+                "are not trained, or use ignore_stale_grad=True, which takes a missing gradient as 0"
             )
         return names
 
     def _needs_local(self, call: str) -> RulesOptimizer | TorchOptimizer:
         if self._local is None:
             raise ConfigError(
-                f"{call}() is half a step, but the store does both halves; call step() (to clip "
-                "the sum of gradients by "
-                "its norm, create the Trainer with clip_global_norm=), or create the Trainer with "
-                "update_on_kvstore=False"
+                f"{call}() is half a step, but the store does both halves; call step() (to clip the sum of "
+                "gradients by its norm, create the Trainer with clip_global_norm=), or create the Trainer "
+                "with update_on_kvstore=False"
             )
         return self._local
 

@@ -124,9 +124,9 @@ class CheckpointDirectory:
         manifest = path.with_name(NAME)
         if path.exists() or manifest.exists():
             raise StorageError(
-                f"{path if path.exists() else manifest} is there already: does another job write "
-                "its checkpoints into "
-                f"{self.folder}, too? Give each job that runs at the same time a directory of its own"
+                f"{path if path.exists() else manifest} is there already: does another job write its "
+                f"checkpoints into {self.folder}, too? Give each job that runs at the same time a directory "
+                "of its own"
             )
 
     def commit(self, manifest: Manifest, common: int = 0, is_resumed: bool = True) -> None:
@@ -362,11 +362,9 @@ class CheckpointDirectory:
         old = further(complete) if complete else None
         if old is not None and not is_resumed and not self.server:
             log.warning(
-                "checkpoint %s is the first of this job, which has not called restore(), beside "
-                "checkpoint %s of an "
-                "earlier job in %s: %s. The older one is kept until this job has passed it; "
-                "kv.restore(), after "
-                "set_optimizer(), continues from it",
+                "checkpoint %s is the first of this job, which has not called restore(), beside checkpoint "
+                "%s of an earlier job in %s: %s. The older one is kept until this job has passed it; "
+                "kv.restore(), after set_optimizer(), continues from it",
                 complete[-1],
                 old,
                 self.folder,

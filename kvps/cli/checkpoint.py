@@ -85,8 +85,7 @@ def _main(argv: Sequence[str]) -> int:
     if action == "export" and not parsed.folders and config.checkpoint_dir() is None:
         raise ConfigError(
             f"export needs DIR and FILE, and was given {parsed.file} only: name the directory of "
-            "checkpoints, and "
-            "then the file to write"
+            "checkpoints, and then the file to write"
         )
     folders = _folders(parsed.folders)
     number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)

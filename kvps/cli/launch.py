@@ -28,8 +28,7 @@ LAUNCHERS = ("local", "ssh", "slurm")
 SERVERS_PLACE = "servers go round the hosts of -H; omit it"
 OF_MXNET = {
     "--launcher mpi": "start kvps-scheduler and kvps-server, and the workers by 'mpirun python "
-    "train.py' with "
-    "KVPS_SCHEDULER set: see docs/configuration.md",
+    "train.py' with KVPS_SCHEDULER set: see docs/configuration.md",
     "--launcher sge": "within the job, use --launcher ssh with the hosts of $PE_HOSTFILE: "
     '-H "$(awk \'{print $1":"$2}\' $PE_HOSTFILE | paste -sd,)"',
     "--launcher yarn": "YARN is not supported: use --launcher ssh on its hosts, or "
@@ -164,9 +163,8 @@ def _parser() -> flags.Parser:
     flags.add_grace(parser)
     flags.add_http(
         parser,
-        "let the scheduler serve the dashboard there; port 0: any free port; servers serve "
-        "/metrics on free ports, "
-        "which --log-level info shows; KVPS_HTTP (none)",
+        "let the scheduler serve the dashboard there; port 0: any free port; servers serve /metrics on "
+        "free ports, which --log-level info shows; KVPS_HTTP (none)",
     )
     parser.add_argument(
         "--env",

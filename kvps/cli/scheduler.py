@@ -82,9 +82,8 @@ def _parser() -> flags.Parser:
     flags.add_limits(parser, "scheduler")
     flags.add_http(
         parser,
-        "serve the dashboard there, and /livez, /readyz, /metrics and /statusz; port 0: any free "
-        "port; /metrics "
-        "needs kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (none)",
+        "serve the dashboard there, and /livez, /readyz, /metrics and /statusz; port 0: any free port; "
+        "/metrics needs kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (none)",
     )
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)

@@ -102,9 +102,8 @@ class LocalSGD(local_sgd.LocalSGD):
 def _refuse_manager(manager: object) -> None:
     if manager is not None:
         raise ConfigError(
-            f"manager: got a {type(manager).__name__}, but kvps has no manager: the servers know "
-            "which workers "
-            "there are. Pass None"
+            f"manager: got a {type(manager).__name__}, but kvps has no manager: the servers know which "
+            "workers there are. Pass None"
         )
 
 
@@ -124,8 +123,7 @@ def _one_of(
     for number, described in enumerate(others, start=1):
         if described != first:
             raise ConfigError(
-                f"outer_optimizer[{number}] is {described}, and outer_optimizer[0] is {first}; "
-                "servers have one "
-                "set of hyper-parameters for all fragments"
+                f"outer_optimizer[{number}] is {described}, and outer_optimizer[0] is {first}; servers have "
+                "one set of hyper-parameters for all fragments"
             )
     return outer[0]

@@ -127,11 +127,8 @@ def added(parts: Sequence[RowGradient], divisor: float = 1) -> RowGradient:
         return _added(parts, divisor)
     (first, edges, at), *_ = places
     others = [whole for whole, _, _ in places[1:]]
-    number = (
-        divisor,
-        edges,
-        *map(id, others),
-    )  # they live on beside the sum: ids are not used again
+    # The others live on beside the sum, so their ids are not used again.
+    number = (divisor, edges, *map(id, others))
     if number not in first._sums:
         total = _added([first, *others], divisor)
         first._sums[number] = total.cut(edges), others

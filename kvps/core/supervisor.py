@@ -118,12 +118,9 @@ class Supervisor(Core):
         self._leave_until = now + LEAVE_MAX_S
         yield from self._end()
         if not self.member.stopped:
-            is_done, is_final = (
-                exit_code == 0,
-                exit_code == EXIT_CONFIG,
-            )  # another would end like it
-            is_replaceable = self._is_replaceable and not is_final
-            yield from self.member.leave(is_done, exit_code, is_replaceable, reason)
+            # After a wrong configuration, another command would end like this one.
+            is_replaceable = self._is_replaceable and exit_code != EXIT_CONFIG
+            yield from self.member.leave(exit_code == 0, exit_code, is_replaceable, reason)
 
     def on_timer(self, now: float) -> Effects:
         """Beat, ask or kill the command, say again how it ended, or give up saying it."""

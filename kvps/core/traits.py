@@ -63,7 +63,6 @@ def not_the_same(
     """Return the text of the error by which all workers learn that two are about to make different things."""
     found = differences(first, firsts, second, seconds)
     return (
-        f"{what:.200} of store {store!r:.60} is not the same on every worker: {found}. Nothing "
-        "was sent. Give every "
-        "worker the same model and options"
+        f"{what:.200} of store {store!r:.60} is not the same on every worker: {found}. Nothing was sent. "
+        "Give every worker the same model and options"
     )

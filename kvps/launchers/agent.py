@@ -161,9 +161,8 @@ class _Agent:
             os.chdir(order.folder)
         except OSError as error:
             raise NotStarted(
-                f"host {host}: cannot go to the directory {order.folder} ({error.strerror}), "
-                "where the launch "
-                "was started: share it, or start from a directory that all hosts have"
+                f"host {host}: cannot go to the directory {order.folder} ({error.strerror}), where the "
+                "launch was started: share it, or start from a directory that all hosts have"
             ) from error
         flags, fds = [], []
         if order.has_report:

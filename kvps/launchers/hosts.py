@@ -94,9 +94,8 @@ def of_slurm(env: Mapping[str, str], expand: Callable[[str], Sequence[str]]) -> 
     names = list(expand(nodes))
     if tasks is None:
         raise ConfigError(
-            f"--launcher slurm: the allocation {env['SLURM_JOB_ID']} does not say how many tasks "
-            "a node takes "
-            "(SLURM_TASKS_PER_NODE is not set): allocate with --ntasks or --ntasks-per-node"
+            f"--launcher slurm: the allocation {env['SLURM_JOB_ID']} does not say how many tasks a node "
+            "takes (SLURM_TASKS_PER_NODE is not set): allocate with --ntasks or --ntasks-per-node"
         )
     slots = tasks_per_node(tasks)
     if len(slots) != len(names):

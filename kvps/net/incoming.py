@@ -102,9 +102,8 @@ class IncomingConnections:
         except zmq.ZMQError as error:
             router.disable_monitor()
             raise ConfigError(
-                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}. Is another kvps "
-                "process running "
-                "there? Choose another port with --bind, or port 0 for a free one"
+                f"cannot listen on {endpoint}: {os.strerror(error.errno or 0)}. Is another kvps process "
+                "running there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
         if is_wire(self.endpoint):

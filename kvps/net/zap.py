@@ -257,11 +257,9 @@ class Handshakes:
         """
         if kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH and value == Refusal.NEVER.value:
             return False, (
-                f"the scheduler at {endpoint} does not know the key of this process. The key may "
-                "be retired or "
-                "belong to another job, or this member was replaced. Give --keys (KVPS_KEYS) the "
-                "directory or "
-                "file of this job"
+                f"the scheduler at {endpoint} does not know the key of this process. The key may be retired "
+                "or belong to another job, or this member was replaced. Give --keys (KVPS_KEYS) the "
+                "directory or file of this job"
             )
         if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == OTHER_MECHANISM:
             return False, self._unlike(endpoint)
@@ -273,9 +271,8 @@ class Handshakes:
         theirs, ours = greeting_of(endpoint), NULL if self._keys is None else CURVE
         if theirs == OTHER_PROTOCOL:
             return False, "" if self._failures < FAILURES_MAX else (
-                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check "
-                "the address in "
-                "--scheduler or KVPS_SCHEDULER"
+                f"the process at {endpoint} is no scheduler: it speaks another protocol. Check the address "
+                "in --scheduler or KVPS_SCHEDULER"
             )
         if theirs and theirs != ours:  # it has hung up before it was heard
             return False, self._unlike(endpoint)
@@ -286,22 +283,19 @@ class Handshakes:
         if self._turn % len(self._keys.scheduler):  # it may have been given another
             return True, ""
         return False, (
-            f"the process at {endpoint} is not the scheduler whose public key is in --keys "
-            "(KVPS_KEYS). Check "
-            "the address, and that both have keys from the same 'kvps keygen'"
+            f"the process at {endpoint} is not the scheduler whose public key is in --keys (KVPS_KEYS). "
+            "Check the address, and that both have keys from the same 'kvps keygen'"
         )
 
     def _unlike(self, endpoint: str) -> str:
         if self._keys is not None:
             return (
-                f"this process has keys, and the scheduler at {endpoint} has none: start the "
-                "scheduler with --keys DIR, "
-                "or this process without"
+                f"this process has keys, and the scheduler at {endpoint} has none: start the scheduler with "
+                "--keys DIR, or this process without"
             )
         return (
-            f"the scheduler at {endpoint} has keys, and this process has none: give this process "
-            "--keys DIR (KVPS_KEYS) with "
-            "the keys of that cluster"
+            f"the scheduler at {endpoint} has keys, and this process has none: give this process --keys DIR "
+            "(KVPS_KEYS) with the keys of that cluster"
         )
 
 

@@ -103,9 +103,8 @@ def judge(
                 Level.FAIL,
                 "workers",
                 "; ".join(told) + and_more(len(circle) - SHOWN_MAX),
-                "they wait for each other, and none can go on: every worker must make the same "
-                "calls in the same order. "
-                "Look at these calls in the script, and start the job again",
+                "they wait for each other, and none can go on: every worker must make the same calls in "
+                "the same order. Look at these calls in the script, and start the job again",
                 _workers(circle),
             )
         ]
@@ -114,9 +113,8 @@ def judge(
         Finding(
             Level.WARN,
             "workers",
-            f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} "
-            "has been open for "
-            f"{round_.age_s:.0f} s, and waits for {ranks_in_words(round_.missing, presence)}",
+            f"round {round_.number} of key {round_.key[:KEY_SHOWN]!r} of store {round_.store!r} has been "
+            f"open for {round_.age_s:.0f} s, and waits for {ranks_in_words(round_.missing, presence)}",
             "look at the script, the host and the link of what it waits for",
             _workers(round_.missing),
         )
@@ -220,9 +218,8 @@ def _waits(document: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 Level.FAIL,
                 "workers",
-                f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} "
-                "s for its gradient. "
-                f"It is {worker['presence']}.",
+                f"Worker {worker['rank']} holds up a round: the others have waited {waited_s:.1f} s for its "
+                f"gradient. It is {worker['presence']}.",
                 "Look at its script, its host and its link.",
                 _workers([worker["rank"]]),
             )
@@ -242,9 +239,8 @@ def _late(document: Mapping[str, Any]) -> Iterator[Finding]:
             yield Finding(
                 Level.WARN,
                 "workers",
-                f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the "
-                "first worker of a round, "
-                f"and the others wait for it. {cause}",
+                f"Worker {worker['rank']} is slow: on average it pushes {_ms(late_s)} after the first "
+                f"worker of a round, and the others wait for it. {cause}",
                 advice,
                 _workers([worker["rank"]]),
             )
@@ -258,8 +254,8 @@ def _cause(worker: Mapping[str, Any], rate: float) -> tuple[str, str]:
     if is_slow_link(worker, rate):
         return (
             f"The cause is its link to server {link['server']}: values are under way there for "
-            f"{link['share']:.0%} "
-            f"of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the others.",
+            f"{link['share']:.0%} of the time, and for {link['usual_share'] or 0.0:.0%} on the links of the "
+            "others.",
             "Look at the network of its host; compression sends fewer bytes.",
         )
     return (
@@ -289,9 +285,8 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.INFO,
             "servers",
-            f"Values are under way for {min(shares.values()):.0%} of the time, on all links "
-            "alike: not the computation "
-            "bounds the job, but the way to the servers and back.",
+            f"Values are under way for {min(shares.values()):.0%} of the time, on all links alike: not the "
+            "computation bounds the job, but the way to the servers and back.",
             "Compress, add servers, or use larger batches.",
         )
         return
@@ -311,9 +306,8 @@ def _links(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "workers",
-            f"The link between worker {worker['rank']} and server {link['server']} is full: "
-            "values are under way there "
-            f"for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, "
+            f"The link between worker {worker['rank']} and server {link['server']} is full: values are "
+            f"under way there for {link['share']:.0%} of the time ({link['in_share']:.0%} to the server, "
             f"{link['out_share']:.0%} back).",
             "Look at the network of the worker's host, or compress.",
             _workers([worker["rank"]]),
@@ -356,8 +350,7 @@ def _faults_of(
     if answer_s >= ANSWER_LATE_S or (answer_s >= ANSWER_SLOW_S and is_slower):
         text = (
             f"is slow: it took {_ms(answer_s)} to answer the scheduler. Its process is stopped or "
-            "overloaded, or the "
-            "link to it is full."
+            "overloaded, or the link to it is full."
         )
         level = Level.FAIL if answer_s >= ANSWER_LATE_S else Level.WARN
         yield level, text, "Look at the processors of its host."
@@ -374,9 +367,8 @@ def _balance(document: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "keys",
-            f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key "
-            "that is hot or large "
-            "lies there; see the keys below.",
+            f"Server {busiest['rank']} carries {busiest['traffic_share']:.0%} of the bytes. A key that is "
+            "hot or large lies there; see the keys below.",
             "A lower bigarray_bound spreads large keys over all servers.",
         )
 

@@ -88,9 +88,8 @@ class HttpServer(ThreadingHTTPServer):
                 super().__init__((place.host, 0), _Handler)
                 return
             raise ConfigError(
-                f"cannot serve HTTP at {place.host}:{place.port}: {error.strerror}. Choose "
-                "another --http, or port 0 "
-                "for a free one"
+                f"cannot serve HTTP at {place.host}:{place.port}: {error.strerror}. Choose another --http, "
+                "or port 0 for a free one"
             ) from error
 
     def server_bind(self) -> None:

@@ -82,9 +82,8 @@ METRICS = (
     Metric(
         "kvps_dropped_packets_total",
         "Packets that were dropped without an answer: bytes that are no packet (bytes), answers that are "
-        "refused (untold), packets that the core does not hear now (unheard), packets of an "
-        "ignored connection "
-        "(ignored), and status queries above the rate limit (looks).",
+        "refused (untold), packets that the core does not hear now (unheard), packets of an ignored "
+        "connection (ignored), and status queries above the rate limit (looks).",
         label="reason",
         labels=("bytes", "untold", "unheard", "ignored", "looks"),
     ),
@@ -99,8 +98,7 @@ METRICS = (
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
         "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file "
-        "descriptors were "
-        "in use (no_descriptor).",
+        "descriptors were in use (no_descriptor).",
         label="reason",
         labels=(
             *("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
@@ -109,9 +107,8 @@ METRICS = (
     ),
     Metric(
         "kvps_closed_connections_total",
-        "Connections that were closed because too much of an incomplete message waited "
-        "(unfinished), or because "
-        "they sent nothing, like many others (idle).",
+        "Connections that were closed because too much of an incomplete message waited (unfinished), or "
+        "because they sent nothing, like many others (idle).",
         label="reason",
         labels=("unfinished", "idle"),
     ),

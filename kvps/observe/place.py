@@ -50,9 +50,8 @@ class Place:
         """
         if not (is_insecure or self.token or self.is_loopback):
             raise ConfigError(
-                f"other machines can reach --http {self.shown}, and would see hosts, process ids "
-                "and the names "
-                f"of stores. Set {TOKEN} to a secret that readers send as a bearer token, bind to "
+                f"other machines can reach --http {self.shown}, and would see hosts, process ids and the "
+                f"names of stores. Set {TOKEN} to a secret that readers send as a bearer token, bind to "
                 "127.0.0.1:PORT, or give --insecure (KVPS_INSECURE=1) in a network that you trust"
             )
 

@@ -48,8 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         choices=[*KINDS, SLURM],
         help="print to stdout and start nothing. Manifests for Kubernetes: a JobSet, a TrainJob "
-        "of Kubeflow, or a "
-        "Job and StatefulSets (k8s). A batch script for Slurm: sbatch",
+        "of Kubeflow, or a Job and StatefulSets (k8s). A batch script for Slurm: sbatch",
     )
     for name, metavar, what in FLAGS:
         group.add_argument(f"--{name}", metavar=metavar, help=what)
@@ -112,15 +111,13 @@ def _job(parsed: argparse.Namespace, command: Sequence[str]) -> JobDescription:
         )
     if parsed.env_server or parsed.env_worker:
         raise ConfigError(
-            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both "
-            "roles, or set them "
-            "in an overlay of kustomize"
+            "--env-server and --env-worker have no manifest: give --env NAME=VALUE for both roles, or set "
+            "them in an overlay of kustomize"
         )
     if parsed.http is not None:
         raise ConfigError(
-            "--http has no manifest: set KVPS_HTTP=127.0.0.1:9464 of the scheduler in an overlay "
-            "of kustomize, and read "
-            "the page by 'kubectl port-forward'"
+            "--http has no manifest: set KVPS_HTTP=127.0.0.1:9464 of the scheduler in an overlay of "
+            "kustomize, and read the page by 'kubectl port-forward'"
         )
     if parsed.insecure:
         raise ConfigError("--insecure has no manifest: jobs on Kubernetes have keys; omit it")

@@ -61,9 +61,8 @@ class KvpsStrategy(DDPStrategy):
         ddp = [name for name in more if name.startswith("ddp_") or name in DDP_ARGUMENTS]
         if ddp:
             raise ConfigError(
-                f"KvpsStrategy makes no DistributedDataParallel, which {', '.join(ddp)} is for: "
-                "leave it out, or use "
-                "DDPStrategy(process_group_backend='kvps')"
+                f"KvpsStrategy makes no DistributedDataParallel, which {', '.join(ddp)} is for: leave it "
+                "out, or use DDPStrategy(process_group_backend='kvps')"
             )
         super().__init__(**{"process_group_backend": NAME} | more)
         self._kvstore = kvstore
@@ -84,8 +83,8 @@ class KvpsStrategy(DDPStrategy):
         if self._is_on_kvstore and trainer.gradient_clip_val:
             raise ConfigError(
                 f"gradient_clip_val={trainer.gradient_clip_val} clips gradients here, and with "
-                "update_on_kvstore=True "
-                "the servers have their mean: use KvpsStrategy(update_on_kvstore=False)"
+                "update_on_kvstore=True the servers have their mean: use "
+                "KvpsStrategy(update_on_kvstore=False)"
             )
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers)
         self.optimizers = [self._distributed(optimizer, len(optimizers) == 1) for optimizer in optimizers]

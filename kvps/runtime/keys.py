@@ -204,10 +204,9 @@ def _demand_own(path: Path, status: os.stat_result) -> None:
     """Refuse a file that another user owns or may change; a folder may be any user's, as a pod's is."""
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         raise ConfigError(
-            f"the key {path} is user {status.st_uid}'s with mode "
-            f"{stat.S_IMODE(status.st_mode):04o}: any user "
-            "that can change it decides which processes may join. It must belong to you or root, "
-            "and no other user may have write permission"
+            f"the key {path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}: any "
+            "user that can change it decides which processes may join. It must belong to you or root, and "
+            "no other user may have write permission"
         )
 
 
@@ -218,9 +217,8 @@ def _demand_secret(path: Path, status: os.stat_result) -> None:
     open_to = stat.S_IRWXO | (0 if is_given else stat.S_IRWXG)
     if not is_ours or status.st_mode & open_to:
         raise ConfigError(
-            f"the key {path} is user {status.st_uid}'s with mode "
-            f"{stat.S_IMODE(status.st_mode):04o}, so other "
-            f"users can read it: chmod 600 {path}"
+            f"the key {path} is user {status.st_uid}'s with mode {stat.S_IMODE(status.st_mode):04o}, so "
+            f"other users can read it: chmod 600 {path}"
         )
 
 

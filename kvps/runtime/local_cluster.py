@@ -248,11 +248,9 @@ class LocalCluster:
         with self._lock:
             if self._shortage is None:
                 self._shortage = WorkerLost(
-                    f"worker {rank} of this LocalCluster {reason} before the job began: a job "
-                    "begins when all of "
-                    f"its workers ({self.workers}) have created a dist store. Create one in each "
-                    "worker, or use "
-                    "LocalCluster(workers=...) with fewer workers"
+                    f"worker {rank} of this LocalCluster {reason} before the job began: a job begins when "
+                    f"all of its workers ({self.workers}) have created a dist store. Create one in each "
+                    "worker, or use LocalCluster(workers=...) with fewer workers"
                 )
             for session in self._sessions.values():
                 # A job cannot have begun without the calling thread, whatever the scheduler has

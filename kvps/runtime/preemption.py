@@ -86,9 +86,8 @@ def leave_at_sigterm() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
-            "leave_at_sigterm() was called outside the main thread, where Python cannot set "
-            "signal handlers; call "
-            "it in the main thread, before the first store is created"
+            "leave_at_sigterm() was called outside the main thread, where Python cannot set signal "
+            "handlers; call it in the main thread, before the first store is created"
         )
     asked.listen()
 

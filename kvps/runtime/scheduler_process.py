@@ -112,10 +112,9 @@ class StateFile:
             raise StorageError(f"cannot read --state {self._folder}: {error}") from error
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
             raise ConfigError(
-                f"{self._path} is user {status.st_uid}'s with mode {status.st_mode & 0o7777:04o}, "
-                "and any user "
-                "that can change it decides which processes are in the job: use a directory of "
-                "your own (chmod 700), or remove that file"
+                f"{self._path} is user {status.st_uid}'s with mode {status.st_mode & 0o7777:04o}, and any "
+                "user that can change it decides which processes are in the job: use a directory of your "
+                "own (chmod 700), or remove that file"
             )
         return state
 

@@ -207,9 +207,8 @@ class WorkerSession(Listener):
         """
         if os.getpid() != self.pid:
             raise ConfigError(
-                f"process {os.getpid()} was forked from process {self.pid}, which is a worker "
-                "already, and cannot be "
-                "the same worker. Fork before the first store is created, and create stores in "
+                f"process {os.getpid()} was forked from process {self.pid}, which is a worker already, and "
+                "cannot be the same worker. Fork before the first store is created, and create stores in "
                 "one of the processes"
             )
         number, ticket = self._ticket()

@@ -441,9 +441,8 @@ def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tenso
     for row in rows:
         if not row.is_floating_point():
             raise ConfigError(
-                f"weight={weight} with values of {row.dtype}: integers have no mean. Nothing was "
-                "pushed; push "
-                "floating point, or integers to a store without average"
+                f"weight={weight} with values of {row.dtype}: integers have no mean. Nothing was pushed; "
+                "push floating point, or integers to a store without average"
             )
     return tuple([row * weight for row in rows])
 

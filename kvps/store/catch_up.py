@@ -59,9 +59,8 @@ class CatchUp:
         """
         if self.place.rate is not None and self.place.rate != rate:
             refuse(
-                f"its script has come to the learning rate {rate:g}, and the job is at "
-                f"{self.place.rate:g} (a schedule "
-                "that follows the loss cannot be repeated)"
+                f"its script has come to the learning rate {rate:g}, and the job is at {self.place.rate:g} "
+                "(a schedule that follows the loss cannot be repeated)"
             )
 
     def _begin(self) -> None:
@@ -76,16 +75,16 @@ class CatchUp:
             )
         if place.most_owed > place.owed + 1:
             refuse(
-                f"some parameters were pushed {place.owed} times and others {place.most_owed} "
-                "times (parameters that "
-                "are frozen for some steps, or unused), so the steps of its predecessor are not known"
+                f"some parameters were pushed {place.owed} times and others {place.most_owed} times "
+                "(parameters that are frozen for some steps, or unused), so the steps of its predecessor "
+                "are not known"
             )
         if not self.unit:
             return
         log.warning(
-            "this worker replaces a lost worker: its script runs again, and its first %d %s are "
-            "passed over. To begin "
-            "where the others are at once, call resume() of the front end, which returns the step",
+            "this worker replaces a lost worker: its script runs again, and its first %d %s are passed "
+            "over. To begin where the others are at once, call resume() of the front end, which returns "
+            "the step",
             place.owed,
             self.unit,
         )

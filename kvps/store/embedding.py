@@ -111,9 +111,8 @@ class EmbeddingTable:
         """
         if difference := self.recipe.difference(recipe):
             raise Mismatch(
-                f"table {self.name!r} of store {self.store.name!r} already exists with another "
-                f"{difference}; give "
-                "the same arguments, or give the second table another name"
+                f"table {self.name!r} of store {self.store.name!r} already exists with another {difference}; "
+                "give the same arguments, or give the second table another name"
             )
 
     def pull(self, ids: object, *, timeout: float | None = None) -> torch.Tensor:

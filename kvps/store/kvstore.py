@@ -996,10 +996,8 @@ class KVStore(KVStoreBase, abc.ABC):
         """
         raise ConfigError(
             f"store {self._name!r} cannot be pickled or copied: it is the connection of process "
-            f"{os.getpid()} to its "
-            "job. Create a store in each process with kvps.create(), or pull in the training "
-            "process, and give "
-            "tensors to others, such as the workers of a DataLoader"
+            f"{os.getpid()} to its job. Create a store in each process with kvps.create(), or pull in the "
+            "training process, and give tensors to others, such as the workers of a DataLoader"
         )
 
     def __repr__(self) -> str:
@@ -1070,9 +1068,9 @@ class KVStore(KVStoreBase, abc.ABC):
         name = check.mistaken(names, out) if self.rank == 0 else None
         if name is not None:
             warnings.warn(
-                f"store {self._name!r} has no optimizer, so the sum of the gradients that were "
-                f"pushed for {name!r} replaces "
-                "the weight: call set_optimizer(...), or pull the sum into the gradient (out=param.grad)",
+                f"store {self._name!r} has no optimizer, so the sum of the gradients that were pushed for "
+                f"{name!r} replaces the weight: call set_optimizer(...), or pull the sum into the gradient "
+                "(out=param.grad)",
                 stacklevel=4,
             )
         if name is not None or check.is_over:

@@ -101,9 +101,8 @@ def plain(states: object, source: str) -> States:
                 )
             case _:
                 raise Mismatch(
-                    f"{source} has {state!r:.60} for key {key!r}; give the number of its updates, "
-                    "0 or more, and a "
-                    "dict of tensors by name, as optimizer_states() returns them"
+                    f"{source} has {state!r:.60} for key {key!r}; give the number of its updates, 0 or more, "
+                    "and a dict of tensors by name, as optimizer_states() returns them"
                 )
     return flat
 

@@ -48,9 +48,8 @@ class StoreOptions:
             return cls()
         if not isinstance(given, Mapping) or not set(NAMES).issuperset(given):
             raise ConfigError(
-                f"kvstore_options={given!r:.80}: give a dict with some of {', '.join(NAMES)}; for "
-                "other options, "
-                "create the store with kvps.create() and pass it as kvstore="
+                f"kvstore_options={given!r:.80}: give a dict with some of {', '.join(NAMES)}; for other "
+                "options, create the store with kvps.create() and pass it as kvstore="
             )
         return cls.of(
             given.get("timeout", TIMEOUT_S),

@@ -123,9 +123,8 @@ class Requests:
             )
         if self.push_call is not calls.PushValues:
             raise ConfigError(
-                f"store {self._store!r} clips gradients by their global norm, which rows have no "
-                "part in: push dense "
-                "gradients (sparse=False), or set the optimizer without clip_global_norm"
+                f"store {self._store!r} clips gradients by their global norm, which rows have no part in: "
+                "push dense gradients (sparse=False), or set the optimizer without clip_global_norm"
             )
         assert isinstance(given, list | tuple)
         dense, sparse = apart(names, given, self._specs)

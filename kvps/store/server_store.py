@@ -73,10 +73,9 @@ class DistStore(KVStore):
         session.handles[opened.store] += 1
         if missed:
             log.warning(
-                "this worker replaces a lost one: since the first store %r of this job, every "
-                "worker has closed it and "
-                "created it again %d times. This script has joined the present one; it must skip "
-                "what came before",
+                "this worker replaces a lost one: since the first store %r of this job, every worker has "
+                "closed it and created it again %d times. This script has joined the present one; it must "
+                "skip what came before",
                 opened.store,
                 missed,
             )

@@ -215,8 +215,7 @@ class ForwardOverlap:
         if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
             raise ConfigError(
                 "overlap_forward=True: a scripted module reads its weights before their update is in; use "
-                "the "
-                "module that was scripted, or overlap_forward=False"
+                "the module that was scripted, or overlap_forward=False"
             )
         self._params = params
         self._names = {param: name for name, param in params.items()}
@@ -289,9 +288,8 @@ class Compilations:
     """Tells a ForwardOverlap when torch begins to compile."""
 
     def __init__(self, overlap: ForwardOverlap) -> None:
-        from torch._dynamo.callback import (
-            callback_handler,
-        )  # as the first step of an optimizer does
+        # As the first step of an optimizer does.
+        from torch._dynamo.callback import callback_handler
 
         self._callbacks = callback_handler.start_callbacks
         reference = weakref.ref(overlap)

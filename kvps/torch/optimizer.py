@@ -69,31 +69,25 @@ Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"
 OPS = ("average", "sum")
 NOT_OURS = (
     "step() of the wrapped optimizer was called, but the DistributedOptimizer makes its steps: this one "
-    "would change the "
-    "weights of this worker alone. Call step() of the DistributedOptimizer"
+    "would change the weights of this worker alone. Call step() of the DistributedOptimizer"
 )
 EARLY = Advice(
     "call step() in between; if a step has several backward passes, use backward_passes_per_step=, or "
-    "no_sync() around "
-    "all but the last, or leave out overlap_backward=True, with which a reentrant checkpoint works, too",
+    "no_sync() around all but the last, or leave out overlap_backward=True, with which a reentrant "
+    "checkpoint works, too",
     "the servers update the weights with the gradient that was pushed; to clip the mean by its norm, use "
-    "clip_global_norm=; to "
-    "change it otherwise, use update_on_kvstore=False",
+    "clip_global_norm=; to change it otherwise, use update_on_kvstore=False",
     "leave out overlap_backward=True, then gradients leave in step()",
 )
 CLIPPED = (
     "between backward() and step(). With update_on_kvstore=True the servers average the gradients that the "
-    "workers push, "
-    "and the mean of clipped gradients is not the clipped mean. To clip the mean by its norm, use "
-    "clip_global_norm= in "
-    "place of clip_grad_norm_; to change it otherwise, use update_on_kvstore=False, with which .grad is the "
-    "mean; to "
-    "scale gradients, scale the loss"
+    "workers push, and the mean of clipped gradients is not the clipped mean. To clip the mean by its norm, "
+    "use clip_global_norm= in place of clip_grad_norm_; to change it otherwise, use "
+    "update_on_kvstore=False, with which .grad is the mean; to scale gradients, scale the loss"
 )
 CLIP_HERE = (
     ".grad is the mean: leave clip_global_norm= out, and call "
-    "torch.nn.utils.clip_grad_norm_(model.parameters(), "
-    "max_norm) between backward() and step()"
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) between backward() and step()"
 )
 RESTS = "compression"
 """The entry of :meth:`DistributedOptimizer.state_dict` with the residuals of compression; torch ignores
@@ -191,15 +185,13 @@ class DistributedOptimizer(WrappedOptimizer):
         if clip_global_norm is not None and bucket_bytes is not None:
             raise ConfigError(
                 "bucket_bytes= has no meaning with clip_global_norm=, which pushes all gradients of a step "
-                "in one call; "
-                "leave out bucket_bytes="
+                "in one call; leave out bucket_bytes="
             )
         self._described = Described(optimizer, params, clip_global_norm)
         if overlap_backward and not self._on_store:
             raise ConfigError(
                 "overlap_backward=True is for update_on_kvstore=True; with the optimizer on the workers, "
-                "gradients "
-                "leave during backward anyway"
+                "gradients leave during backward anyway"
             )
         self._is_late = self._on_store and not overlap_backward
         if self._on_store or kv.num_workers > 1:
@@ -440,9 +432,8 @@ class DistributedOptimizer(WrappedOptimizer):
     def _needs_means(self, what: str) -> None:
         if self._on_store:
             raise ConfigError(
-                f"{what} the mean of gradients, but with update_on_kvstore=True the servers "
-                "return weights: to clip the mean by its norm, use clip_global_norm= in place of "
-                "clip_grad_norm_; to read "
+                f"{what} the mean of gradients, but with update_on_kvstore=True the servers return weights: "
+                "to clip the mean by its norm, use clip_global_norm= in place of clip_grad_norm_; to read "
                 "or change the mean, use update_on_kvstore=False"
             )
 
@@ -491,9 +482,8 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._used is not None or self._overflow is not None:
             why = "find_unused=True" if self._used is not None else "a GradScaler"
             raise ConfigError(
-                f"join() is not possible with {why}: the other workers need this worker in each "
-                "step. Give all "
-                "workers equally many batches, as kvps.data_sampler does"
+                f"join() is not possible with {why}: the other workers need this worker in each step. Give "
+                "all workers equally many batches, as kvps.data_sampler does"
             )
         self._finish()
         self._exchange.discard()

@@ -1,7 +1,5 @@
 """Links of a set rate: what crosses them takes hardly longer than they need for it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

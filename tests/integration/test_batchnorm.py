@@ -1,7 +1,5 @@
 """SyncBatchNorm on several workers is BatchNorm in one process on the whole batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The KVStore contract, as a training script sees it, on clusters within this process."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

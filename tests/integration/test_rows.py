@@ -1,7 +1,5 @@
 """Rows of tables through the stores, as a training script pushes and pulls them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

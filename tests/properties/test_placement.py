@@ -1,7 +1,5 @@
 """Placement covers every element once, whatever the sizes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from hypothesis import given

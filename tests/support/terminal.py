@@ -1,7 +1,5 @@
 """A command in a terminal of its own: what it draws, and keys that are typed into it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

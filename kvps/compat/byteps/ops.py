@@ -81,9 +81,8 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
     init()
     if num_workers != size():
         raise ValueError(
-            f"resume({num_workers}, {num_servers}): the job has {size()} workers, and kvps cannot "
-            "change that. "
-            "Start a new job from a checkpoint"
+            f"resume({num_workers}, {num_servers}): the job has {size()} workers, and kvps cannot change "
+            "that. Start a new job from a checkpoint"
         )
 
 

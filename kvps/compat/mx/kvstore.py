@@ -161,9 +161,8 @@ class KVStore(KVStoreBase):
                 wanted = wanted * len(targets)
             if len(wanted) != len(targets):
                 raise ConfigError(
-                    f"row_sparse_pull: {len(wanted)} row_ids for {len(targets)} outputs of key "
-                    f"{name!r}; give one for "
-                    "each, or one for all"
+                    f"row_sparse_pull: {len(wanted)} row_ids for {len(targets)} outputs of key {name!r}; "
+                    "give one for each, or one for all"
                 )
             for target, ids_wanted in zip(targets, wanted, strict=True):
                 rows = torch.as_tensor(ids_wanted).reshape(-1).to(torch.int64)
@@ -183,8 +182,7 @@ class KVStore(KVStoreBase):
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
                 "set_optimizer() takes an optimizer such as mx.optimizer.SGD(), not "
-                f"{type(optimizer).__name__}; "
-                "kv.store.set_optimizer() takes names and torch optimizers"
+                f"{type(optimizer).__name__}; kv.store.set_optimizer() takes names and torch optimizers"
             )
         self._updater = None
         optimizer.bind(self.store)
@@ -198,8 +196,8 @@ class KVStore(KVStoreBase):
         if "dist" in self._type or self.store.type == "allreduce":
             raise ConfigError(
                 f"_set_updater(): the servers of store {self._type!r} run no code of scripts. Use "
-                "set_optimizer(), or "
-                "pushpull() without an optimizer, which returns the sum, and update the weights here"
+                "set_optimizer(), or pushpull() without an optimizer, which returns the sum, and update the "
+                "weights here"
             )
         if self.store.has_optimizer or self._is_compressed:
             raise ConfigError(
@@ -269,9 +267,8 @@ class KVStore(KVStoreBase):
             ConfigError: always.
         """
         raise ConfigError(
-            f"_send_command_to_servers({head}): servers take no commands of scripts. "
-            "set_optimizer() sets the optimizer, "
-            "'kvps trace' profiles, and the job ends the servers"
+            f"_send_command_to_servers({head}): servers take no commands of scripts. set_optimizer() sets "
+            "the optimizer, 'kvps trace' profiles, and the job ends the servers"
         )
 
     def close(self) -> None:

@@ -158,9 +158,8 @@ def zeros(
     """
     if stype != "default":
         raise ConfigError(
-            f"stype={stype!r}: a store keeps dense keys, and row_sparse_pull writes rows into a "
-            "dense array; leave "
-            "stype out. mx.nd.sparse.row_sparse_array makes rows to push"
+            f"stype={stype!r}: a store keeps dense keys, and row_sparse_pull writes rows into a dense array; "
+            "leave stype out. mx.nd.sparse.row_sparse_array makes rows to push"
         )
     return full(shape, 0, ctx, "float32" if dtype is None else dtype)
 

@@ -27,9 +27,8 @@ _ABSENT = {
     "register": "kvps-server --plugin MODULE registers optimizers on the servers",
 }
 _DECOUPLED = (
-    "MXNet's decays the weights themselves, and that of kvps is torch's, which decays the "
-    "gradient. For torch's, use "
-    "kv.store.set_optimizer({name!r}, weight_decay=...)"
+    "MXNet's decays the weights themselves, and that of kvps is torch's, which decays the gradient. For "
+    "torch's, use kv.store.set_optimizer({name!r}, weight_decay=...)"
 )
 _BETAS = {"beta1": 0.9, "beta2": 0.999}
 

@@ -94,9 +94,8 @@ class Optimizer:
         self._values: dict[str, Any] = {**known, **given}
         if self._values.get("lazy_update") is False:
             raise ConfigError(
-                f"{title}(lazy_update=False) is not available in kvps: a push of rows updates "
-                "these rows alone; push "
-                "dense gradients to update all"
+                f"{title}(lazy_update=False) is not available in kvps: a push of rows updates these rows "
+                "alone; push dense gradients to update all"
             )
         rate = self._values.pop("learning_rate")
         self._lr = float(self.rule.learning_rate if rate is None else rate)

@@ -133,9 +133,8 @@ class EmbeddingSpec:
             raise ConfigError("lr_mult and wd_mult apply to keys, and a table is a single key; omit them")
         if self.hyper.optional("clip_global_norm") is not None:
             raise ConfigError(
-                "clip_global_norm: the rows of a table are pushed by themselves, and have no part "
-                "in the norm of a step; "
-                "omit it, or clip elements with clip_gradient="
+                "clip_global_norm: the rows of a table are pushed by themselves, and have no part in the "
+                "norm of a step; omit it, or clip elements with clip_gradient="
             )
         rule = UPDATERS.get(self.hyper.name)
         if rule is not None and (rule.needs_norms or rule.tracks_pulls):

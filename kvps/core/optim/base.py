@@ -112,9 +112,8 @@ class Updater(abc.ABC):
         """The norm over all keys of a step, above which its gradients are scaled down; None for no limit."""
         if self.needs_norms and self.max_norm is not None:
             raise ConfigError(
-                f"optimizer '{hyper.name}' limits its steps by norms of each key, and does not go "
-                "with clip_global_norm; "
-                "omit clip_global_norm, or use another optimizer"
+                f"optimizer '{hyper.name}' limits its steps by norms of each key, and does not go with "
+                "clip_global_norm; omit clip_global_norm, or use another optimizer"
             )
         self.waits = self.needs_norms or self.max_norm is not None
         """A closed round is applied only when other parts of its key, or of its step, are measured."""
@@ -298,8 +297,8 @@ class Updater(abc.ABC):
         except Exception as error:  # a plug-in may raise anything
             raise ConfigError(
                 f"optimizer '{self.hyper.name}' cannot update a weight of {dtype} with these "
-                "hyper-parameters "
-                f"({type(error).__name__}: {str(error)[:200]}); give smaller values: {self._numbers()}"
+                f"hyper-parameters ({type(error).__name__}: {str(error)[:200]}); give smaller values: "
+                f"{self._numbers()}"
             ) from error
         self._tried.add(dtype)
 
@@ -328,9 +327,8 @@ class Updater(abc.ABC):
             )
         if self.max_norm is not None:
             raise ConfigError(
-                f"optimizer '{self.hyper.name}': clip_global_norm={self.max_norm:g} cannot scale "
-                f"a gradient of {dtype}; "
-                "use a float dtype for the key"
+                f"optimizer '{self.hyper.name}': clip_global_norm={self.max_norm:g} cannot scale a gradient "
+                f"of {dtype}; use a float dtype for the key"
             )
         for name, value in (("rescale_grad", self._rescale), ("clip_gradient", self._clip)):
             if value is not None and (not value.is_integer() or abs(value) >= _EXACT):

@@ -108,15 +108,14 @@ class HyperParams:
             )
         elif on_nonfinite != "apply":
             wrong = (
-                f"has on_nonfinite={on_nonfinite!r}, which drops keys one by one; leave "
-                "on_nonfinite at 'apply', with which a "
-                "step with NaN makes all weights NaN, as clip_grad_norm_ does"
+                f"has on_nonfinite={on_nonfinite!r}, which drops keys one by one; leave on_nonfinite at "
+                "'apply', with which a step with NaN makes all weights NaN, as clip_grad_norm_ does"
             )
         if wrong:
             raise ConfigError(
-                f"clip_global_norm={limit:g} needs all gradients of a step, but store {store!r} "
-                f"{wrong}. Or clip with the "
-                "optimizer on the workers: update_on_kvstore=False, and torch.nn.utils.clip_grad_norm_"
+                f"clip_global_norm={limit:g} needs all gradients of a step, but store {store!r} {wrong}. Or "
+                "clip with the optimizer on the workers: update_on_kvstore=False, and "
+                "torch.nn.utils.clip_grad_norm_"
             )
 
     def for_key(self, key: str) -> tuple[float, float]:

@@ -347,9 +347,8 @@ class CheckpointCoordinator:
             return
         self._delayed = request
         error = Overload(
-            f"a checkpoint of store {request.store!r} begins in {self._request_at - now:.0f} s: "
-            "workers have asked "
-            f"for {self._requests_max} in {REQUESTS_WITHIN_S:.0f} s; {remedy('checkpoints')}",
+            f"a checkpoint of store {request.store!r} begins in {self._request_at - now:.0f} s: workers "
+            f"have asked for {self._requests_max} in {REQUESTS_WITHIN_S:.0f} s; {remedy('checkpoints')}",
             limit="checkpoints",
         )
         self._counts.refused(error)

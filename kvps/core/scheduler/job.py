@@ -55,9 +55,9 @@ FAREWELL_MAX_S = 3.0
 """How long a job that is over waits for members whose connection is broken, to tell them: a socket
 comes back within 2 s, and a restarted scheduler may not have heard of any member yet."""
 UNUSED = (
-    "no worker's command used the servers: if they train a model, each trained one of its own. "
-    "Does the script "
-    "create a store of the job, such as KVStore.create('dist_sync'), or use a front end of kvps.torch?"
+    "no worker's command used the servers: if they train a model, each trained one of its own. Does the "
+    "script create a store of the job, such as KVStore.create('dist_sync'), or use a front end of "
+    "kvps.torch?"
 )
 STRANGERS_JOB = bytes(16)
 """In place of the job's name, which its members know each other by, in what others are told."""

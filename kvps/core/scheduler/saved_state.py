@@ -65,8 +65,7 @@ class RendezvousTable:
         if size > STATE_BYTES_MAX:
             raise Overload(
                 f"the state of the rendezvous {request.run!r:.80} takes {size} bytes, and the scheduler "
-                "keeps "
-                f"at most {STATE_BYTES_MAX}: start fewer nodes",
+                f"keeps at most {STATE_BYTES_MAX}: start fewer nodes",
                 limit="rendezvous",
             )
         present = self.runs.get(request.run, NO_STATE)

@@ -99,6 +99,6 @@ def _in_words(workers: list[Seat], now: float) -> str:
         told.append(f"{who} {'have' if len(seats) > 1 else 'has'} waited in {call} for {waited_s:.0f} s")
     return (
         f"every worker waits, and none can go on: {'; '.join(told)}{and_more(len(by_call) - SHOWN_MAX)}. "
-        "Every worker must "
-        "make the same calls in the same order: look at these calls in the script, and start the job again"
+        "Every worker must make the same calls in the same order: look at these calls in the script, and "
+        "start the job again"
     )

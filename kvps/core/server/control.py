@@ -326,11 +326,10 @@ class Control:
         spans = [span for chunk in self._chunks.of_store(store.name) for span in chunk.spans]
         if has_rounds and any(span.pushed.get(0, 0) > message.after for span in spans):
             raise Mismatch(
-                f"rank {session.rank} set {what} after {message.after} rounds of store "
-                f"{store.name!r}, and rank 0 has "
-                f"pushed for round {message.after} without setting it. Every rank must make the "
-                "same calls in the same order: "
-                "agree first on what decides it, such as a loss: kvps.torch.average(loss)"
+                f"rank {session.rank} set {what} after {message.after} rounds of store {store.name!r}, and "
+                f"rank 0 has pushed for round {message.after} without setting it. Every rank must make the "
+                "same calls in the same order: agree first on what decides it, such as a loss: "
+                "kvps.torch.average(loss)"
             )
 
     def _setter(self, store: ServerStore) -> int:
@@ -388,11 +387,9 @@ class Control:
                     return None
             elif known is not None and store is None:
                 raise ConfigError(
-                    f"every worker has closed store {name!r}, and its values are gone: worker "
-                    f"{rank} takes the place of "
-                    "a lost worker, and its script begins with what the others have behind them. "
-                    "Begin with the store "
-                    "that the others have open, or start the job again"
+                    f"every worker has closed store {name!r}, and its values are gone: worker {rank} takes "
+                    "the place of a lost worker, and its script begins with what the others have behind "
+                    "them. Begin with the store that the others have open, or start the job again"
                 )
             elif store is not None:
                 self._ended.open(name, rank, incarnation)
@@ -408,8 +405,8 @@ class Control:
             still = sorted(self._users(store))
             return (
                 f"store {name!r} begins anew once every worker has closed it, and "
-                f"{ranks_in_words(still, describe)} has "
-                "it open; give the second store a name of its own, or close() the first everywhere"
+                f"{ranks_in_words(still, describe)} has it open; give the second store a name of its own, or "
+                "close() the first everywhere"
             )
 
         self._context.attempt(session, seq, PendingRequest(retry, why))
@@ -461,9 +458,8 @@ class Control:
         most = self._context.limits.stores
         if len(self._context.stores) >= most:
             raise Overload(
-                f"store {opened.store!r} is refused: there are {most} stores already. Close those "
-                "that no worker uses "
-                f"any more, on every worker, or {remedy('stores')}",
+                f"store {opened.store!r} is refused: there are {most} stores already. Close those that no "
+                f"worker uses any more, on every worker, or {remedy('stores')}",
                 limit="stores",
             )
         self.budget.pressure.demand_room(f"store {opened.store!r}")

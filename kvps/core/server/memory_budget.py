@@ -93,10 +93,8 @@ class MemoryPressure:
         if self.is_high:
             raise Overload(
                 f"{what} is refused: {self} on this server's machine or container, and new work is refused "
-                "from "
-                f"{self._percent_max} % on. Give it more memory, end other processes there, or add servers; "
-                "or "
-                f"{remedy('used_memory')}",
+                f"from {self._percent_max} % on. Give it more memory, end other processes there, or add "
+                f"servers; or {remedy('used_memory')}",
                 limit="used_memory",
             )
 
@@ -248,8 +246,7 @@ class MemoryBudget:
         if self.limit_bytes is not None and sum(reserved) > self.limit_bytes:
             raise Overload(
                 f"no room for more rows of table {table.removeprefix(EMBEDDING)!r}: "
-                f"{self._account(reserved)} "
-                "Evict rows (evict=), add servers or raise the limit",
+                f"{self._account(reserved)} Evict rows (evict=), add servers or raise the limit",
                 limit="rows",
             )
 
@@ -291,7 +288,6 @@ class MemoryBudget:
         assert self.limit_bytes is not None
         return (
             f"{reserved}, and the limit of this server is {bytes_in_words(self.limit_bytes)} "
-            "(--memory-limit; by "
-            "default 80 % of the memory of the machine or its container, divided by the servers "
-            "that are started together)."
+            "(--memory-limit; by default 80 % of the memory of the machine or its container, divided by the "
+            "servers that are started together)."
         )

@@ -47,9 +47,8 @@ def check_options(opened: Open) -> None:
         )
     if opened.quorum and opened.bundles:
         raise ConfigError(
-            f"store {opened.store!r}: bundles wait for all workers of a machine, and a quorum "
-            "does not; open it "
-            "without bundles"
+            f"store {opened.store!r}: bundles wait for all workers of a machine, and a quorum does not; open "
+            "it without bundles"
         )
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
         raise ConfigError(
@@ -66,7 +65,6 @@ def check_quorum(opened: Open, workers: int) -> None:
     """
     if opened.quorum > workers:
         raise ConfigError(
-            f"store {opened.store!r}: quorum {opened.quorum} is more than the {workers} workers "
-            "of this job, so no "
-            "round could close by it; use a smaller quorum"
+            f"store {opened.store!r}: quorum {opened.quorum} is more than the {workers} workers of this job, "
+            "so no round could close by it; use a smaller quorum"
         )

@@ -98,9 +98,8 @@ def why_unreadable(
         if span.due:
             if span.due[0].step is not None:
                 return (
-                    f"round {span.version} waits for the norm of its step: for pushes of the "
-                    "step's other keys, or for a "
-                    "sum of another server"
+                    f"round {span.version} waits for the norm of its step: for pushes of the step's other "
+                    "keys, or for a sum of another server"
                 )
             what = "the norms" if store.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"

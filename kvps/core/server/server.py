@@ -183,10 +183,8 @@ class Server:
         if self.push_pull.aggregator.is_torn:
             reason = (
                 f"an update of {envelope.node} failed half-way ({error!r:.200}), so the values of "
-                f"{self.context.me} "
-                "are unusable. The log has the traceback. A replacement of this server rolls "
-                "back to the newest "
-                "checkpoint; please report this as a bug"
+                f"{self.context.me} are unusable. The log has the traceback. A replacement of this server "
+                "rolls back to the newest checkpoint; please report this as a bug"
             )
             self._outbox.append(Exit(EXIT_TORN, reason))
         elif route != SCHEDULER:

@@ -191,9 +191,8 @@ class ServerStore:
             moved = sorted({*gone, *[entry.key for entry in new]} & self.shards.keys())
             if moved:  # a round of the old key may belong to a step that waits for it
                 raise ConfigError(
-                    f"key {moved[0]!r} of store {self.name!r} cannot be replaced by another shape "
-                    "while the optimizer "
-                    "clips gradients by their global norm; call set_optimizer(..., "
+                    f"key {moved[0]!r} of store {self.name!r} cannot be replaced by another shape while the "
+                    "optimizer clips gradients by their global norm; call set_optimizer(..., "
                     "clip_global_norm=None) before"
                 )
         self.check_room({entry.key: (BY_ID[entry.dtype].name, entry.size) for entry in new})

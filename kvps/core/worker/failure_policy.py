@@ -176,8 +176,7 @@ def complain(store: str, is_ordered: bool, keys: Mapping[str, Key], found: Mappi
     others = f" (and {len(news) - 1} more)" if len(news) > 1 else ""
     raise NonFinite(
         f"store {store!r}: {what} of key {name!r}{others} was dropped: "
-        f"{describe(name, Flaw(update.values, update.ranks))}. The weights and the optimizer's "
-        "state are unchanged "
-        "on every server. Continue with the next push; if this happens again, check the "
-        "loss and the learning rate"
+        f"{describe(name, Flaw(update.values, update.ranks))}. The weights and the optimizer's state are "
+        "unchanged on every server. Continue with the next push; if this happens again, check the loss and "
+        "the learning rate"
     )

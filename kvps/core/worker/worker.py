@@ -304,9 +304,8 @@ class Worker:
             if not self._replayed:
                 yield Note(
                     "warning",
-                    "a worker that replaces a lost worker runs its script again, and passes over "
-                    "the steps of its "
-                    "predecessor. Calls that wait for it wait on, as long as it goes on",
+                    "a worker that replaces a lost worker runs its script again, and passes over the steps "
+                    "of its predecessor. Calls that wait for it wait on, as long as it goes on",
                 )
             self.table.put_off(now)
         self._replayed = replayed
@@ -577,8 +576,7 @@ class Worker:
             if welcome is not None and welcome.servers == 0:
                 return ConfigError(
                     f"{call.title}: this job has no servers. Start kvps-launch with -s 1 or more "
-                    "(kvps-scheduler with "
-                    "--servers), or use the store 'allreduce', which needs none"
+                    "(kvps-scheduler with --servers), or use the store 'allreduce', which needs none"
                 )
             return ConfigError(f"{call.title}: no server has joined yet. Wait until the cluster is complete")
         if not self.losses.is_any:

@@ -126,9 +126,8 @@ def _jobset(job: JobDescription) -> list[dict[str, Data]]:
     most = max(job.workers, job.servers)
     if most > JOBSET_MAX:
         raise ConfigError(
-            f"{most} processes of a role are more than the {JOBSET_MAX} that a JobSet starts "
-            "again one by one: "
-            "use --dry-run=trainjob or --dry-run=k8s"
+            f"{most} processes of a role are more than the {JOBSET_MAX} that a JobSet starts again one by "
+            "one: use --dry-run=trainjob or --dry-run=k8s"
         )
     host = f"{job.name}-scheduler-0-0.{job.name}"
     where: list[Data] = [{"name": "KVPS_SCHEDULER", "value": f"tcp://{host}:{SCHEDULER_PORT}"}]

@@ -75,9 +75,9 @@ class DemandResources(ControllerCallback):
         while text := no_room(each, scaling.min_workers, _nodes()):
             if time.monotonic() >= until:
                 raise ConfigError(
-                    f"{text}. Add nodes, or change ScalingConfig(num_workers=, resources_per_worker=); if "
-                    "an autoscaler "
-                    f"adds nodes, allow it more than {plan.start_timeout:g} s with KvpsConfig(start_timeout=)"
+                    f"{text}. Add nodes, or change ScalingConfig(num_workers=, resources_per_worker=); if an "
+                    f"autoscaler adds nodes, allow it more than {plan.start_timeout:g} s with "
+                    "KvpsConfig(start_timeout=)"
                 )
             time.sleep(LOOK_EVERY_S)
 
@@ -160,8 +160,7 @@ class KvpsConfig(TorchConfig):
         if self.backend not in (None, "kvps"):
             raise ConfigError(
                 f"backend={self.backend!r}: use 'kvps', or None for no process group. A process group of "
-                "another "
-                "backend needs no servers: use TorchConfig for it"
+                "another backend needs no servers: use TorchConfig for it"
             )
         if self.init_method != "env":
             raise ConfigError(f"init_method={self.init_method!r}: workers meet at the scheduler; omit it")
@@ -295,8 +294,7 @@ class StoreBackend(Backend):
         elif self._cluster is None or self._cluster.is_over(0.0):
             raise SchedulerLost(
                 "a worker is to be replaced, but the scheduler of its cluster has ended; see its log above. "
-                "Start the run "
-                "again; with checkpoints, kv.restore() continues from the last checkpoint"
+                "Start the run again; with checkpoints, kv.restore() continues from the last checkpoint"
             )
         assert self._cluster is not None
         keys = self._cluster.worker_keys()

@@ -168,9 +168,8 @@ def cluster(
     finally:
         if not started.end(patience_s) and patience_s:
             log.warning(
-                "the cluster did not end in %.0f s, and was stopped: of its %d workers, some did "
-                "not leave. Use "
-                "'with seat:', or seat.leave(), in each",
+                "the cluster did not end in %.0f s, and was stopped: of its %d workers, some did not "
+                "leave. Use 'with seat:', or seat.leave(), in each",
                 patience_s,
                 workers,
             )

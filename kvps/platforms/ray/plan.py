@@ -219,11 +219,10 @@ def no_room(each: Mapping[str, float], workers: int, nodes: Sequence[Mapping[str
 def too_slow(plan: RayPlan, unplaced: int, waited_s: float) -> str:
     """Return the error of servers that did not start, though the Ray cluster has the resources."""
     return (
-        f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the "
-        "Ray cluster has the "
-        f"resources ({_each(plan)} each): no single node may have them all, the strategy "
-        f"{plan.strategy!r} may "
-        "permit no node, or nodes are slow to start processes. See 'ray status' and 'ray list actors'"
+        f"{unplaced} of {plan.servers} kvps servers did not start in {waited_s:g} s, though the Ray cluster "
+        f"has the resources ({_each(plan)} each): no single node may have them all, the strategy "
+        f"{plan.strategy!r} may permit no node, or nodes are slow to start processes. See 'ray status' and "
+        "'ray list actors'"
     )
 
 
@@ -252,11 +251,9 @@ def checkpoint_folder(plan: RayPlan, filesystem: str, storage: str) -> str | Non
         return f"{storage.rstrip('/')}/{CHECKPOINTS}"
     if plan.checkpoint_every:
         raise ConfigError(
-            f"checkpoint_every={plan.checkpoint_every:g}, but servers write checkpoints as files, "
-            "and the storage "
-            f"path {storage!r} is on {filesystem}: give checkpoint_dir=, a directory that all "
-            "servers share, or a "
-            "storage_path on a shared file system"
+            f"checkpoint_every={plan.checkpoint_every:g}, but servers write checkpoints as files, and the "
+            f"storage path {storage!r} is on {filesystem}: give checkpoint_dir=, a directory that all "
+            "servers share, or a storage_path on a shared file system"
         )
     return None
 

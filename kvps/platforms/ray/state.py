@@ -58,10 +58,9 @@ class KeptState:
         except OSError as error:
             self.close()
             raise ConfigError(
-                f"the scheduler cannot reach the memory for its state ({path}: {error.strerror}): "
-                "it must run "
-                "on the node of the process that starts the cluster, in the same container and as "
-                "the same user"
+                f"the scheduler cannot reach the memory for its state ({path}: {error.strerror}): it must "
+                "run on the node of the process that starts the cluster, in the same container and as the "
+                "same user"
             ) from error
         self._number = max([number for number, _ in self._states()], default=0)
 

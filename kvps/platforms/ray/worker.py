@@ -38,9 +38,8 @@ def take(place: ServerPlace) -> None:
     global _taken
     if _taken is not None:
         raise ConfigError(
-            f"process {os.getpid()} is worker {_taken.place.rank} already, and a process is one "
-            "worker: use a task or "
-            "an actor for each, and no threads"
+            f"process {os.getpid()} is worker {_taken.place.rank} already, and a process is one worker: use "
+            "a task or an actor for each, and no threads"
         )
     keys = KeyMemory(parse(place.keys, "the job")) if place.keys else None
     now = dict(os.environ)

@@ -24,8 +24,7 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
         >>> handler().__name__
         'create'
     """
-    from kvps.platforms.torchrun.handler import (
-        create,
-    )  # here: every torchrun calls this, whatever its backend
+    # Here, as every torchrun calls this function, whatever its backend.
+    from kvps.platforms.torchrun.handler import create
 
     return create

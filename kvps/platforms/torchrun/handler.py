@@ -132,9 +132,8 @@ class Handler(DynamicRendezvousHandler):
             return dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
         except (RuntimeError, TimeoutError) as error:
             raise _MeetingLost(
-                f"the first node of round {meeting.round} does not answer at "
-                f"{meeting.host}:{meeting.port}. If it "
-                "runs, its torchrun needs --local-addr with an address that the other nodes reach"
+                f"the first node of round {meeting.round} does not answer at {meeting.host}:{meeting.port}. "
+                "If it runs, its torchrun needs --local-addr with an address that the other nodes reach"
             ) from error
 
 

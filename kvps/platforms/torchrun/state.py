@@ -40,9 +40,8 @@ def new_state() -> _RendezvousState:
     if vars(state).keys() != FIELDS:
         other = ", ".join(sorted(vars(state).keys() ^ FIELDS))
         raise RendezvousStateError(
-            f"this version of torch has other fields in the state of a rendezvous ({other}): use "
-            "a version of "
-            "kvps that supports it, or another --rdzv-backend"
+            f"this version of torch has other fields in the state of a rendezvous ({other}): use a version "
+            "of kvps that supports it, or another --rdzv-backend"
         )
     return state
 

@@ -92,10 +92,9 @@ class CollectiveGroup:
         other = next(rank for rank, row in enumerate(digests) if not torch.equal(row, digests[own]))
         first, second = sorted((own, other))
         raise Mismatch(
-            f"store {self._name!r}: call {self.number} of rank {first} is {texts[first]}, that of "
-            f"rank {second} is {texts[second]}. Nothing was summed. In an allreduce store, all ranks "
-            "must make the same calls in the same order, with the same keys, types, shapes and "
-            "kind of device; "
+            f"store {self._name!r}: call {self.number} of rank {first} is {texts[first]}, that of rank "
+            f"{second} is {texts[second]}. Nothing was summed. In an allreduce store, all ranks must make "
+            "the same calls in the same order, with the same keys, types, shapes and kind of device; "
             "dist_sync does not need an order"
         )
 

@@ -136,9 +136,8 @@ places = Ranks()
 def _demand_free(name: str, taken: Collection[str]) -> None:
     if name in taken:
         raise ConfigError(
-            f"this worker already has an allreduce store {name!r}; close() it first, or give the "
-            "second store "
-            "another name="
+            f"this worker already has an allreduce store {name!r}; close() it first, or give the second "
+            "store another name="
         )
 
 
@@ -147,11 +146,9 @@ def _demand_trust(name: str, world: config.World) -> None:
     is_keyed = config.keys_path() is not None and not config.switch("KVPS_INSECURE")
     if is_keyed and not config.is_loopback(f"tcp://{world.address}"):
         raise ConfigError(
-            f"store {name!r}: this job has keys (KVPS_KEYS), but the traffic of an allreduce "
-            "store between hosts has "
-            f"none: torch's sockets at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) "
-            "and gloo's accept any "
-            "process. Use dist_sync, or set KVPS_INSECURE=1 in a network that you trust"
+            f"store {name!r}: this job has keys (KVPS_KEYS), but the traffic of an allreduce store between "
+            f"hosts has none: torch's sockets at {world.address}:{world.port} (MASTER_ADDR, MASTER_PORT) and "
+            "gloo's accept any process. Use dist_sync, or set KVPS_INSECURE=1 in a network that you trust"
         )
 
 

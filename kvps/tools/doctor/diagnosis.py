@@ -140,9 +140,8 @@ def _connection(m: Measurements) -> Results:
         return []
     if m.connect_error == "refused":
         advice = (
-            "no process listens there: start kvps-scheduler, or give --scheduler the address of "
-            "its --bind. If it "
-            "is bound to 127.0.0.1, other hosts cannot reach it"
+            "no process listens there: start kvps-scheduler, or give --scheduler the address of its --bind. "
+            "If it is bound to 127.0.0.1, other hosts cannot reach it"
         )
         return [(Level.FAIL, f"{m.scheduler} refuses connections", advice)]
     if m.connect_error:
@@ -190,9 +189,8 @@ def _answer(m: Measurements) -> Results:
         advice = "install one version of kvps on all hosts"
     else:
         advice = (
-            "this may be the port of a server or of another kvps process, the scheduler may be "
-            "stopped or overloaded, or "
-            "its protocol another: compare kvps --version on both hosts"
+            "this may be the port of a server or of another kvps process, the scheduler may be stopped or "
+            "overloaded, or its protocol another: compare kvps --version on both hosts"
         )
     return [(Level.FAIL, m.look_error, advice)]
 
@@ -232,9 +230,8 @@ def _members(m: Measurements) -> Results:
     for bad, advice in (
         (
             servers,
-            "start kvps-server again with the same --rank and the --checkpoint-dir that has its "
-            "files: the job "
-            "continues from the last checkpoint. Without checkpoints start the job again",
+            "start kvps-server again with the same --rank and the --checkpoint-dir that has its files: the "
+            "job continues from the last checkpoint. Without checkpoints start the job again",
         ),
         (
             workers,
@@ -302,9 +299,8 @@ def _bandwidth(m: Measurements) -> Results:
         return [(Level.OK, figure, "")]
     seconds = 100e6 * 8 / rate
     advice = (
-        f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), "
-        "place servers where "
-        "the link is wider, or check the network (ethtool, iperf3)"
+        f"a gradient of 100 MB takes {seconds:.0f} s each way: use kv.set_gradient_compression(), place "
+        "servers where the link is wider, or check the network (ethtool, iperf3)"
     )
     return [(Level.WARN, f"slow link: {figure}", advice)]
 
@@ -317,9 +313,8 @@ def _clock(m: Measurements) -> Results:
     if abs(ahead) < SKEW_MAX_S:
         return [(Level.OK, figure, "")]
     advice = (
-        "logs, traces and the dates of keys disagree between hosts: let chrony or "
-        "systemd-timesyncd set the clocks "
-        "(timedatectl); training itself does not depend on them"
+        "logs, traces and the dates of keys disagree between hosts: let chrony or systemd-timesyncd set the "
+        "clocks (timedatectl); training itself does not depend on them"
     )
     return [(Level.WARN, figure, advice)]
 
@@ -327,9 +322,8 @@ def _clock(m: Measurements) -> Results:
 def _shared_memory(m: Measurements) -> Results:
     if m.shared_memory_error:
         advice = (
-            "values travel in packets, also on one host: allow memfd_create and raise "
-            "RLIMIT_FSIZE (ulimit -f "
-            "unlimited) and the memory of the container"
+            "values travel in packets, also on one host: allow memfd_create and raise RLIMIT_FSIZE (ulimit "
+            "-f unlimited) and the memory of the container"
         )
         level = Level.FAIL if m.transport == "shm" else Level.WARN
         return [(level, m.shared_memory_error, advice)]

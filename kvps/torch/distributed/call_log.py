@@ -154,9 +154,9 @@ def in_words(title: str, number: int, logs: Mapping[int, Sequence[LoggedCall]]) 
     is_known = len(ranks) > 1
     which = f"Number {number} is {made}" if is_known else f"They differed before number {number}"
     return (
-        f"{title}. {which}. All ranks must make the same collectives in the same order, with the "
-        "same shapes, types, "
-        "reductions and roots. The group cannot be used any more: mend the script, and create the group again"
+        f"{title}. {which}. All ranks must make the same collectives in the same order, with the same "
+        "shapes, types, reductions and roots. The group cannot be used any more: mend the script, and "
+        "create the group again"
     )
 
 

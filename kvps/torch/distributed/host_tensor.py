@@ -58,9 +58,8 @@ class Staged:
     def __init__(self, tensor: torch.Tensor, is_read: bool = True) -> None:
         if tensor.layout is not torch.strided:
             raise ConfigError(
-                f"the backend kvps needs dense tensors, got layout {tensor.layout}; use "
-                "to_dense(). all_reduce takes "
-                "sparse tensors (torch.sparse_coo), too, for SUM and AVG"
+                f"the backend kvps needs dense tensors, got layout {tensor.layout}; use to_dense(). "
+                "all_reduce takes sparse tensors (torch.sparse_coo), too, for SUM and AVG"
             )
         self._tensor = tensor.detach()
         staged = self._tensor
@@ -136,9 +135,8 @@ def check(name: str, dtype: torch.dtype) -> None:
         )
     if dtype.itemsize == 1 and dtype.is_floating_point:
         raise ConfigError(
-            f"reductions of {dtype} are not supported, since nothing adds such elements; reduce "
-            "bfloat16 or float32. "
-            "broadcast, gathers, all_to_all and messages move them as they are"
+            f"reductions of {dtype} are not supported, since nothing adds such elements; reduce bfloat16 or "
+            "float32. broadcast, gathers, all_to_all and messages move them as they are"
         )
     is_whole = not dtype.is_floating_point and not dtype.is_complex
     is_bitwise = name in ("BAND", "BOR", "BXOR")

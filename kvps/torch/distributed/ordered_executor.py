@@ -199,9 +199,8 @@ class OrderedExecutor:
 
 def _destroyed(group: str) -> ConfigError:
     return ConfigError(
-        f"process group {group!r} was destroyed, and takes no more calls. If it was created "
-        "again, use the new group: a "
-        "default argument such as group=dist.group.WORLD keeps the old one"
+        f"process group {group!r} was destroyed, and takes no more calls. If it was created again, use the "
+        "new group: a default argument such as group=dist.group.WORLD keeps the old one"
     )
 
 

@@ -277,9 +277,8 @@ class ProcessGroup(dist.ProcessGroup):
         except Timeout as error:
             missing = self._checker.missing(self._calls)
             raise Timeout(
-                f"monitored_barrier of group {self._group!r}: {ranks_in_words(missing)} did not "
-                "call it within "
-                f"{timeout}. The barrier stands: a rank that comes later passes it"
+                f"monitored_barrier of group {self._group!r}: {ranks_in_words(missing)} did not call it "
+                f"within {timeout}. The barrier stands: a rank that comes later passes it"
             ) from error
 
     # --- everybody to everybody -------------------------------------------------------------------

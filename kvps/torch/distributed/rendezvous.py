@@ -265,10 +265,9 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
                 index for index in range(size) if not store.check([f"kvps.{generation}.{index}"])
             ]
             error = WorkerLost(
-                f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank "
-                f"{rank} within "
-                f"{min(timeout_s, ALL_HERE_MAX_S):g} s. All ranks of a group begin together: when a rank was "
-                "started again, start the others again, too, as torchrun does"
+                f"init_process_group({NAME!r}): {ranks_in_words(others)} did not begin with rank {rank} "
+                f"within {min(timeout_s, ALL_HERE_MAX_S):g} s. All ranks of a group begin together: when a "
+                "rank was started again, start the others again, too, as torchrun does"
             )
             info = session.info
             if all(info.incarnation(other) < info.incarnation(rank) for other in others):
@@ -316,9 +315,8 @@ def _demand_others(store: Store, session: Any, *, is_late: bool, may_return: boo
     if missing and (gone or is_late):
         reason = "ended first" if gone else "did not begin in time"
         raise WorkerLost(
-            f"init_process_group({NAME!r}): {ranks_in_words(gone or missing)} {reason}; see the "
-            "output of the process. "
-            "All ranks of a group begin together"
+            f"init_process_group({NAME!r}): {ranks_in_words(gone or missing)} {reason}; see the output of "
+            "the process. All ranks of a group begin together"
         )
 
 

@@ -72,11 +72,9 @@ class OuterNumbers:
         if self._given is None or self._read is None or (now := describe(self._given)) == self._read:
             return
         raise ConfigError(
-            f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, "
-            "but servers have "
-            f"lr={self._read.number('lr'):g}, which they read once. Leave the outer optimizer as "
-            "it is, and call "
-            "set_learning_rate() of each store in stores, on every worker"
+            f"the outer optimizer was changed, perhaps by a scheduler: lr={now.number('lr'):g}, but servers "
+            f"have lr={self._read.number('lr'):g}, which they read once. Leave the outer optimizer as it is, "
+            "and call set_learning_rate() of each store in stores, on every worker"
         )
 
 
@@ -87,9 +85,8 @@ def warn_unless_entered(optimizer: torch.optim.Optimizer, owner: str) -> Any:
     def warn(*_: object) -> None:
         handle.remove()
         warnings.warn(
-            f"the inner optimizer was stepped outside the {owner}, so the step does not count, "
-            "and nothing is merged: "
-            f"train inside `with {owner}(...):`",
+            f"the inner optimizer was stepped outside the {owner}, so the step does not count, and nothing "
+            f"is merged: train inside `with {owner}(...):`",
             stacklevel=3,
         )
 
@@ -147,9 +144,8 @@ def is_dynamic(dynamic: object, mode: str, fragments: int) -> bool:
         )
     if dynamic and fragments > 1:
         raise ConfigError(
-            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns "
-            "at the same steps on "
-            "all workers; use fragments=1"
+            f"dynamic_sync_every=True needs one fragment, not {fragments}: fragments take turns at the same "
+            "steps on all workers; use fragments=1"
         )
     return dynamic
 
@@ -178,9 +174,8 @@ class Weight:
             raise ConfigError(f"weight={given!r:.40}: use a number above 0, 'tokens', or None")
         if given is not None and not is_mean:
             raise ConfigError(
-                f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or "
-                "late='next', each push counts "
-                "as one part of the number of workers, and servers compute no mean"
+                f"weight={given!r} needs mode='sync' and late='drop': with mode='async' or late='next', each "
+                "push counts as one part of the number of workers, and servers compute no mean"
             )
         self._given: Any = given
         self._tokens = [0.0] * fragments
@@ -207,9 +202,8 @@ class Weight:
             return 1.0 if self._given is None else float(self._given)
         if not self._tokens[fragment]:
             raise ConfigError(
-                "weight='tokens', but add_tokens() was not called since this fragment was last "
-                "merged; call it in "
-                "each step"
+                "weight='tokens', but add_tokens() was not called since this fragment was last merged; call "
+                "it in each step"
             )
         return self._tokens[fragment]
 

@@ -379,11 +379,9 @@ class DiLoCo:
         if flawed:
             raise NonFinite(
                 f"the weights of {names_in_words(flawed)} are not finite after the local steps of rank "
-                f"{self._stores[fragment].rank}. Nothing was pushed, and the servers' weights are "
-                "unchanged. Call pull() to go "
-                "on from them, with a new inner optimizer if its state is not finite either; and check the "
-                "loss and "
-                "the inner learning rate"
+                f"{self._stores[fragment].rank}. Nothing was pushed, and the servers' weights are unchanged. "
+                "Call pull() to go on from them, with a new inner optimizer if its state is not finite "
+                "either; and check the loss and the inner learning rate"
             )
         weight = self._weight.of(fragment)
         try:

@@ -76,8 +76,7 @@ def _given(params: Mapping[str, torch.Tensor], wanted: Sequence[Any]) -> Fragmen
             shapes = ", ".join([str(tuple(param.shape)) for param in foreign[:3]])
             raise ConfigError(
                 f"fragments[{number}] has {len(foreign)} trained parameter(s) that the model has not, of "
-                "shape "
-                f"{shapes}; build fragments from the modules of the model"
+                f"shape {shapes}; build fragments from the modules of the model"
             )
         mine = tuple([names[param] for param in members])
         repeated = [name for name in mine if name in places]
@@ -167,8 +166,7 @@ class Schedule:
         if type(delay) is not int or not 0 <= delay < period:
             raise ConfigError(
                 f"delay={delay!r}: use 0 to {period - 1} steps. A fragment returns before the next one "
-                "leaves, "
-                f"which is {period} steps later (sync_every / fragments)"
+                f"leaves, which is {period} steps later (sync_every / fragments)"
             )
         return cls(period, fragments, delay)
 

@@ -103,10 +103,10 @@ class ReplayingSender(GradientSender):
 
 
 REMEDY = (
-    "call step() after each backward(): gradients of a sharded model leave during backward, and "
-    "cannot be discarded. To "
-    "skip a batch, look at its loss before backward(); to train another model with a loss, set "
-    "requires_grad_(False) on this one meanwhile; for several passes in a step, use backward_passes_per_step="
+    "call step() after each backward(): gradients of a sharded model leave during backward, and cannot be "
+    "discarded. To skip a batch, look at its loss before backward(); to train another model with a loss, "
+    "set requires_grad_(False) on this one meanwhile; for several passes in a step, use "
+    "backward_passes_per_step="
 )
 
 

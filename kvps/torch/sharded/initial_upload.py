@@ -37,9 +37,8 @@ def check_init(blocks: Sequence[ParamGroup], init: Init | None) -> None:
         if init is None and _reset_of(submodule) is None:
             raise ConfigError(
                 f"module {path!r} ({type(submodule).__name__}) is on the meta device and has no "
-                "reset_parameters(): give init=, a function that is called with each such module "
-                "and fills its own "
-                "parameters and buffers"
+                "reset_parameters(): give init=, a function that is called with each such module and fills "
+                "its own parameters and buffers"
             )
 
 

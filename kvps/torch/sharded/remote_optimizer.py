@@ -47,10 +47,9 @@ class RemoteOptimizer(ParameterSync):
         """The name of each parameter."""
         if numbers.get("clip_global_norm") is not None:
             raise ConfigError(
-                "clip_global_norm: a sharded model pushes and frees the gradients of one block "
-                "after the other, so that "
-                "no update may wait for the norm of all: clip elements with clip_gradient=, or use "
-                "DistributedOptimizer(optimizer, model, update_on_kvstore=True, clip_global_norm=...)"
+                "clip_global_norm: a sharded model pushes and frees the gradients of one block after the "
+                "other, so that no update may wait for the norm of all: clip elements with clip_gradient=, "
+                "or use DistributedOptimizer(optimizer, model, update_on_kvstore=True, clip_global_norm=...)"
             )
         if not isinstance(optimizer, torch.optim.Optimizer):
             if not isinstance(optimizer, str):
@@ -102,9 +101,8 @@ class RemoteOptimizer(ParameterSync):
         lost = [name for name in self.params if name not in error.after]
         if lost:
             raise ServerLost(
-                "the servers rolled back to a checkpoint that does not have "
-                f"{names_in_words(lost)}, and no worker "
-                "has the weight; start the job again, and load_state_dict() your saved weights"
+                f"the servers rolled back to a checkpoint that does not have {names_in_words(lost)}, and no "
+                "worker has the weight; start the job again, and load_state_dict() your saved weights"
             ) from error
         assert self.hyper is not None
         if error.has_optimizer:

@@ -67,9 +67,8 @@ def demand_same(
     kv.demand_same(f"{front_end}()", traits)
     if isinstance(kv, DistStore) and (left := kv.session.info.workers_in("left")):
         log.warning(
-            "%s(): %s left the job without it, so its rounds close without them. If the script "
-            "makes it on some ranks "
-            "only, make it on all",
+            "%s(): %s left the job without it, so its rounds close without them. If the script makes it on "
+            "some ranks only, make it on all",
             front_end,
             ranks_in_words(left),
         )

@@ -27,9 +27,8 @@ def check_plain(optimizer: torch.optim.Optimizer, owner: str) -> None:
     """
     if hasattr(optimizer, "skip_synchronize"):
         raise ConfigError(
-            "optimizer: got a DistributedOptimizer, which exchanges gradients itself; give "
-            f"{owner} the torch optimizer "
-            "that it wraps, and use only one of the two"
+            f"optimizer: got a DistributedOptimizer, which exchanges gradients itself; give {owner} the "
+            "torch optimizer that it wraps, and use only one of the two"
         )
 
 
@@ -51,14 +50,11 @@ def check_norms(given: object, owner: str) -> None:
         is_table = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if is_table and submodule.max_norm is not None and submodule.weight.requires_grad:
             raise ConfigError(
-                f"{path or 'the module'}: "
-                f"{type(submodule).__name__}(max_norm={submodule.max_norm:g}) rescales rows of its weight in "
-                f"each forward pass, other rows on each worker, so that the weights of a {owner} "
-                "would differ between "
-                "workers. Create it without max_norm, and limit norms with the optimizer on the "
-                "workers: after step(), "
-                f"call weight.data.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g}) on "
-                "every worker"
+                f"{path or 'the module'}: {type(submodule).__name__}(max_norm={submodule.max_norm:g}) "
+                "rescales rows of its weight in each forward pass, other rows on each worker, so that the "
+                f"weights of a {owner} would differ between workers. Create it without max_norm, and limit "
+                "norms with the optimizer on the workers: after step(), call "
+                f"weight.data.renorm_({submodule.norm_type:g}, 0, {submodule.max_norm:g}) on every worker"
             )
 
 
@@ -84,9 +80,8 @@ def check_clipping(max_norm: float | None, on_store: bool, overlaps: bool, here:
         )
     if overlaps:
         raise ConfigError(
-            f"clip_global_norm={max_norm!r} needs all gradients of a step together, and with "
-            f"{option} they leave one by "
-            f"one during backward: leave out {option}"
+            f"clip_global_norm={max_norm!r} needs all gradients of a step together, and with {option} they "
+            f"leave one by one during backward: leave out {option}"
         )
 
 
@@ -105,9 +100,8 @@ def divisor_of(kv: Store, op: str) -> int:
         return 1
     if str(kv.type).startswith("dist"):
         raise Mismatch(
-            f"op='average', but store {kv.name!r} computes sums; create it with average=True, or "
-            "give the name "
-            "of a store"
+            f"op='average', but store {kv.name!r} computes sums; create it with average=True, or give the "
+            "name of a store"
         )
     return int(kv.num_workers)
 

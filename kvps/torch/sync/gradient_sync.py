@@ -221,9 +221,8 @@ class GradientSync:
     def _taken_back(self, names: list[str]) -> ConfigError:
         """Return the error for gradients that were discarded after they were pushed."""
         return ConfigError(
-            f"the gradient of {names_in_words(names)} was discarded before step(), but backward() "
-            "had already pushed "
-            f"it, and the servers update the weights with it: {self._advice.discard}"
+            f"the gradient of {names_in_words(names)} was discarded before step(), but backward() had "
+            f"already pushed it, and the servers update the weights with it: {self._advice.discard}"
         )
 
     # --- out and back -----------------------------------------------------------------------------
@@ -237,9 +236,9 @@ class GradientSync:
         try:
             if tables and self._is_whole:
                 raise ConfigError(
-                    f"the gradient of {names_in_words(sorted(tables))} is sparse, and "
-                    "clip_global_norm= clips dense "
-                    "gradients only: create the Embedding with sparse=False, or leave out clip_global_norm="
+                    f"the gradient of {names_in_words(sorted(tables))} is sparse, and clip_global_norm= "
+                    "clips dense gradients only: create the Embedding with sparse=False, or leave out "
+                    "clip_global_norm="
                 )
             if not self._is_begun:
                 self._is_begun = True
@@ -350,9 +349,8 @@ class GradientSync:
         changed = self.changed(self._away)
         if changed:
             raise ConfigError(
-                f"the gradient of {names_in_words(changed)} was changed (for example clipped) "
-                "after it was pushed: "
-                f"{self._advice.change}"
+                f"the gradient of {names_in_words(changed)} was changed (for example clipped) after it was "
+                f"pushed: {self._advice.change}"
             )
         left = [
             name

@@ -45,15 +45,14 @@ def own_store(
     if isinstance(kvstore, KVStore):
         if kvstore.type not in SUMMING or kvstore.has_optimizer:
             raise ConfigError(
-                f"kvstore: store {kvstore.name!r} is {kvstore.type}"
-                f"{' with an optimizer' if kvstore.has_optimizer else ''}, but sums are needed; give "
-                f"one of {', '.join(SUMMING)} without an optimizer"
+                f"kvstore: store {kvstore.name!r} is "
+                f"{kvstore.type}{' with an optimizer' if kvstore.has_optimizer else ''}, but sums are "
+                f"needed; give one of {', '.join(SUMMING)} without an optimizer"
             )
         if options is not None:
             raise ConfigError(
                 "kvstore_options= is for a store that is created here, but kvstore is the store "
-                f"{kvstore.name!r}: "
-                "give the options to the kvps.create() that made it"
+                f"{kvstore.name!r}: give the options to the kvps.create() that made it"
             )
         return kvstore
     if kvstore not in SUMMING:

@@ -207,8 +207,7 @@ class WrappedOptimizer(Resumable, torch.optim.Optimizer):
         """
         raise ConfigError(
             "a DistributedOptimizer cannot be pickled or copied: its store is the connection of this "
-            "process to the "
-            "job. Save optimizer.state_dict(), and copy the model alone"
+            "process to the job. Save optimizer.state_dict(), and copy the model alone"
         )
 
     def __repr__(self) -> str:

@@ -1,7 +1,5 @@
 """``kvps.compat.horovod`` in a job of one rank: nothing waits, and nothing changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

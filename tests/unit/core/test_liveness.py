@@ -1,7 +1,5 @@
 """How a rank stands, in words; and what its beats tell of its script."""
 
-from __future__ import annotations
-
 from kvps.core.liveness import QUIET_AFTER_S, Progress, quiet_in_words
 
 

@@ -1,7 +1,5 @@
 """Traits: what travels of a model, and the text that says where two models differ."""
 
-from __future__ import annotations
-
 from kvps.core.traits import NAME_MAX, TRAITS_MAX, differences, traits_of
 from kvps.protocol.membership import Trait
 

@@ -1,7 +1,5 @@
 """How open stores end."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.errors import KvpsError, Timeout

@@ -1,7 +1,5 @@
 """How the end of a process is noticed."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Which store a name means."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.errors import ConfigError

@@ -87,9 +87,8 @@ def check(store: ServerStore, table: TableSnapshot) -> None:
     recipe = store.embedding_at(shard.pieces[0]).recipe
     if difference := recipe.difference(table.recipe):
         raise Mismatch(
-            f"table {embedding_rows.name_of(table.key)!r} of store {store.name!r} has another "
-            f"{difference} in "
-            "the checkpoint; make it as it was made then"
+            f"table {embedding_rows.name_of(table.key)!r} of store {store.name!r} has another {difference} "
+            "in the checkpoint; make it as it was made then"
         )
 
 

@@ -188,16 +188,15 @@ class Aggregator:
                 if not is_open and step is None:
                     raise ConfigError(
                         f"store {store.name!r} clips gradients by their global norm, but rank "
-                        f"{judged.ranks[0]} does not "
-                        "say which keys are a step; call set_optimizer() on every rank before the first push"
+                        f"{judged.ranks[0]} does not say which keys are a step; call set_optimizer() on "
+                        "every rank before the first push"
                     )
                 if is_open and span.rounds[at].step != step:
                     key, _, _ = next(item.chunk.pieces(span.start, span.stop))
                     raise Mismatch(
                         f"rank {judged.ranks[0]} pushed key {key!r} with other keys than ranks "
-                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips "
-                        "gradients by their global norm, "
-                        "every rank must push the same keys of a step, in one call"
+                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips gradients by their "
+                        "global norm, every rank must push the same keys of a step, in one call"
                     )
         return replace(judged, step=step)
 
@@ -221,9 +220,8 @@ class Aggregator:
             self._admit(store, target.dtype, message.ranks)
             if store.updater is not None and store.updater.max_norm is not None:
                 raise ConfigError(
-                    f"store {store.name!r} clips gradients by their global norm, which rows have "
-                    "no part in; push dense "
-                    "gradients, or set the optimizer without clip_global_norm"
+                    f"store {store.name!r} clips gradients by their global norm, which rows have no part in; "
+                    "push dense gradients, or set the optimizer without clip_global_norm"
                 )
         ranges: list[PushedRange] = []
         for piece, part in target.cut(gradient):
@@ -483,9 +481,8 @@ class Aggregator:
         clips = hyper.optional("clip_global_norm") is not None
         if not clips and any(number[0] == store.name for number in self.steps.open):
             raise ConfigError(
-                f"store {store.name!r} has rounds that wait for the norm of their step; set an "
-                "optimizer without "
-                "clip_global_norm when they are applied"
+                f"store {store.name!r} has rounds that wait for the norm of their step; set an optimizer "
+                "without clip_global_norm when they are applied"
             )
         store.optimize(hyper)
         assert store.updater is not None

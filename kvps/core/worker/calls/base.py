@@ -162,9 +162,8 @@ def demand_numbered_rounds(store: WorkerStore) -> None:
     """
     if store.opened.late == "next":
         raise ConfigError(
-            f"store {store.name!r} counts late pushes in the next round (late='next'), which only "
-            "pushes of whole "
-            "keys can do; create it with late='drop' to push rows"
+            f"store {store.name!r} counts late pushes in the next round (late='next'), which only pushes of "
+            "whole keys can do; create it with late='drop' to push rows"
         )
 
 

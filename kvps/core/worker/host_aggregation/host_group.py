@@ -326,9 +326,8 @@ class HostGroup:
             return  # it came twice
         if _goes_alone(message):
             raise ProtocolError(
-                f"worker {peer.rank} sent a compressed push, or a push of a step that is clipped, "
-                "to a worker; these go to "
-                "the server"
+                f"worker {peer.rank} sent a compressed push, or a push of a step that is clipped, to a "
+                "worker; these go to the server"
             )
         if isinstance(message, p.Push):
             if message.ranks != (peer.rank,):

@@ -1,7 +1,5 @@
 """Arrays by MXNet's names: tensors with a few methods more, and with MXNet's defaults."""
 
-from __future__ import annotations
-
 import copy
 import doctest
 import importlib

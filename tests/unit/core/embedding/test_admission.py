@@ -1,7 +1,5 @@
 """Which ids have been pushed often enough."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from kvps.core.embedding.spec import ADMIT_MAX, Admission

@@ -1,7 +1,5 @@
 """What follows from an id alone: its server, and its row's first value."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """When the next view may go to everybody."""
 
-from __future__ import annotations
-
 from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S, RateLimit, ViewRateLimiter
 
 LARGE = 1_064 * 1_064

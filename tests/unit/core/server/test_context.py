@@ -1,7 +1,5 @@
 """What the requests of one job share: sessions, incarnations, and what is said."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from kvps.core.server.chunks.slab import Chunks

@@ -1,7 +1,5 @@
 """How a list of keys travels in collectives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A key's value is that of its newest collective that was made."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

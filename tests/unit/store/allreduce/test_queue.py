@@ -1,7 +1,5 @@
 """One thread makes the collectives, in order, and ends each with its result or its error."""
 
-from __future__ import annotations
-
 import os
 import threading
 

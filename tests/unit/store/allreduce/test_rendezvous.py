@@ -1,7 +1,5 @@
 """How the ranks of an allreduce store meet, and who is told if they do not."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

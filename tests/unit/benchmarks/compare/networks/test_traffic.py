@@ -1,7 +1,5 @@
 """What each link carried, from its counters."""
 
-from __future__ import annotations
-
 from benchmarks.compare.networks.traffic import (
     NetworkTrial,
     Traffic,
