@@ -40,6 +40,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.torch.sync.in_flight import InFlight
+from kvps.torch.sync.owned_steps import plain_step
 from kvps.torch.sync.parameter_sync import ParameterSync
 
 _ATTRIBUTES = (
@@ -89,9 +90,8 @@ class DeferredUpdates:
             param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
         }
         self._group_of = {name: number_of.get(param, 0) for name, param in model.params.items()}
-        step = type(optimizer).step
         # Hooks were called when the script made the step: this is one of its parts.
-        self._plain_step: Any = getattr(step, "__wrapped__", step)
+        self._plain_step = plain_step(optimizer)
         self._ahead = ForwardOverlap(module, model.params, self._update)
 
     @property

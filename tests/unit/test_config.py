@@ -1,7 +1,5 @@
 """What the environment says, and what it must not say by halves."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps import config

@@ -1,7 +1,5 @@
 """Phrases of texts: lists cut short, ranks, keys that do not exist."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.phrases import (

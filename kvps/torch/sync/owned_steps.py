@@ -23,6 +23,30 @@ _GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKey
 """Optimizer -> the handle of the hook that its present front end has there."""
 
 
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of a step that calls hooks, around another step."""
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class that calls no hooks; it takes the optimizer."""
+    step: Any = type(optimizer).step
+    while getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def hook_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let each step of an optimizer's class call hooks once.
+
+    torch wraps the class when its first optimizer is made. Threads that make it at the same time wrap
+    the class twice, and each hook is called twice from then on.
+    """
+    kind: Any = type(optimizer)
+    while getattr(getattr(kind.step, "__wrapped__", None), "__code__", None) is _HOOKED:
+        kind.step = kind.step.__wrapped__
+        kind.step.hooked = True
+
+
 class OwnedSteps:
     """The steps of a torch optimizer that a front end makes; others are refused.
 
@@ -56,6 +80,7 @@ class OwnedSteps:
         self._reason = reason
         self._is_own = False
         self._may_pass = False
+        hook_once(optimizer)
         before = _GUARDS.pop(optimizer, None)
         if before is not None:
             before.remove()

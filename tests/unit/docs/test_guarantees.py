@@ -1,7 +1,5 @@
 """Every line of the docs that says what holds names a test that there is."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest

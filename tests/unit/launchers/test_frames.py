@@ -1,7 +1,5 @@
 """The stream from an agent to its launch."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.launchers.agent import ERROR, NOISE_MAX, OUT, REPORT, FrameReader, frame, greeting

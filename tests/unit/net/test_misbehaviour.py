@@ -1,7 +1,5 @@
 """Who sends much that is refused is not heard for a while."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.limits import TABLE

@@ -1,7 +1,5 @@
 """The golden frames of tests/vectors, read and written; and the document that quotes them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Rows of tables among the values that a user gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The cases that the everyday tier plays of a test with many parameters."""
 
-from __future__ import annotations
-
 from itertools import product
 
 from tests.support.pairwise import cover

@@ -1,7 +1,5 @@
 """Threads other than the loop's read a snapshot that never changes."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import FrozenInstanceError
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a Timeout says, and what it leaves under way."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.core.worker import calls

@@ -1,7 +1,5 @@
 """The arrays that every system pushes and pulls."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.tools.bench.workloads import numbers, payload_bytes, shapes_of, transformer

@@ -1,7 +1,5 @@
 """Spans as bytes, and back."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

@@ -1,7 +1,5 @@
 """Of which size keys are: few, and little wider than what travels."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.torch.distributed.mailbox import LEAST, KeySizes, class_of

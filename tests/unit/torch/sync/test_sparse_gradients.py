@@ -1,7 +1,5 @@
 """Sparse gradients made of rows."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.torch.sync.sparse_gradients import sparse_of

@@ -1,7 +1,5 @@
 """Calls that wait for pushes, and meet the other workers."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.worker import calls
