@@ -80,11 +80,7 @@ def split_and_load(
 
 
 def data_sampler(
-    dataset: Dataset[T],
-    kv: KVStoreBase,
-    shuffle: bool = True,
-    seed: int = 0,
-    drop_last: bool = False,
+    dataset: Dataset[T], kv: KVStoreBase, shuffle: bool = True, seed: int = 0, drop_last: bool = False
 ) -> DistributedSampler[T]:
     """Return a sampler that gives this worker its share of ``dataset``, for a DataLoader.
 

@@ -123,12 +123,7 @@ def _verify(cut: LocatedCut, screen: Console) -> list[str]:
 
 
 def export(
-    folders: Sequence[str],
-    file: str,
-    number: int | None,
-    tag: str | None,
-    store: str | None,
-    out: TextIO,
+    folders: Sequence[str], file: str, number: int | None, tag: str | None, store: str | None, out: TextIO
 ) -> int:
     """Write the weights of one store to a safetensors file; return the exit code.
 

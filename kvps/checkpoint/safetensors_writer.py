@@ -114,11 +114,7 @@ def header_of(
     offset = 0
     for name, dtype, shape in tensors:
         end = offset + math.prod(shape) * BY_NAME[dtype].itemsize
-        header[name] = {
-            "dtype": TITLES[dtype],
-            "shape": list(shape),
-            "data_offsets": [offset, end],
-        }
+        header[name] = {"dtype": TITLES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     octets = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     octets += b" " * max(-len(octets) % 8, room - 8 - len(octets))  # so that tensors begin aligned

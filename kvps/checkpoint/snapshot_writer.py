@@ -31,13 +31,7 @@ from kvps.checkpoint import tables, validation
 from kvps.checkpoint.safetensors_writer import Column, Stream, stream_of
 from kvps.checkpoint.snapshot_reader import CALLS, FORMAT, Form, image_of
 from kvps.core.optim.hyperparams import HyperParams
-from kvps.core.server.snapshot.model import (
-    KeySnapshot,
-    Snapshot,
-    SnapshotPart,
-    SpanHistory,
-    StoreSnapshot,
-)
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
 from kvps.dtypes import BY_NAME
 from kvps.errors import KvpsError, StorageError
 from kvps.protocol.stores import Open
@@ -71,12 +65,7 @@ def stream(snapshot: Snapshot) -> Stream:
     columns: dict[str, Column] = {}
     with _collector_paused():
         stores = [_store_row(index, store, columns) for index, store in enumerate(snapshot.stores)]
-    row = {
-        "format": FORMAT,
-        "server": snapshot.server,
-        "servers": snapshot.servers,
-        "stores": stores,
-    }
+    row = {"format": FORMAT, "server": snapshot.server, "servers": snapshot.servers, "stores": stores}
     try:
         text = json.dumps(row, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     except ValueError as error:  # NaN

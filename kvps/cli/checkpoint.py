@@ -106,23 +106,14 @@ def _parser(action: str) -> flags.Parser:
     parser = flags.Parser(f"{NAME} {action}", what, f"{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}")
     parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
     add = parser.add_argument
-    add(
-        "folders",
-        metavar="DIR",
-        nargs="*",
-        help="the directory of checkpoints; KVPS_CHECKPOINT_DIR",
-    )
+    add("folders", metavar="DIR", nargs="*", help="the directory of checkpoints; KVPS_CHECKPOINT_DIR")
     if action == "export":
         add("file", metavar="FILE", help="the file to write")
         add("--store", metavar="NAME", help="the store, if there are several")
     parser.set_defaults(cut=None, tag=None)
     if action != "list":
         add("--cut", metavar="N", help="the checkpoint with this number")
-        add(
-            "--tag",
-            metavar="T",
-            help="the newest checkpoint with this tag; verify: all with this tag",
-        )
+        add("--tag", metavar="T", help="the newest checkpoint with this tag; verify: all with this tag")
     return parser
 
 

@@ -47,11 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, what: str, more: str, *, insecure: str = "") -> None:
         super().__init__(
-            prog=name,
-            description=what,
-            epilog=more,
-            formatter_class=HelpFormatter,
-            allow_abbrev=False,
+            prog=name, description=what, epilog=more, formatter_class=HelpFormatter, allow_abbrev=False
         )
         self.add_argument(
             "--log-level",
@@ -64,11 +60,7 @@ class Parser(argparse.ArgumentParser):
             help="text, or json: one object per line with time, level, role, rank, event and fields; "
             "KVPS_LOG_FORMAT (text)",
         )
-        self.add_argument(
-            "--insecure",
-            action="store_true",
-            help=insecure or NEEDLESS,
-        )
+        self.add_argument("--insecure", action="store_true", help=insecure or NEEDLESS)
         self.add_argument(
             "--keys",
             metavar="DIR",
@@ -94,9 +86,7 @@ def add_scheduler(parser: Parser) -> None:
 def add_timeout(parser: Parser, default_s: float) -> None:
     """Add ``--timeout``, of commands that ask a scheduler; :func:`timeout_of` reads it."""
     parser.add_argument(
-        "--timeout",
-        metavar="SECONDS",
-        help=f"how long to wait for an answer; KVPS_TIMEOUT ({default_s:g})",
+        "--timeout", metavar="SECONDS", help=f"how long to wait for an answer; KVPS_TIMEOUT ({default_s:g})"
     )
 
 

@@ -53,9 +53,7 @@ def _main(argv: Sequence[str]) -> int:
         help="make another key for this role; the old key stays valid",
     )
     what.add_argument(
-        "--retire",
-        action="store_true",
-        help=f"remove the keys in {PUBLIC}/ without a secret key here",
+        "--retire", action="store_true", help=f"remove the keys in {PUBLIC}/ without a secret key here"
     )
     parsed = parser.parse_args(argv)
     folder = Path(parsed.folder)

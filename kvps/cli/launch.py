@@ -102,12 +102,7 @@ def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG...]"
     parser.add_argument(
-        "-n",
-        "--workers",
-        "--num-workers",
-        metavar="N",
-        required=True,
-        help="number of workers",
+        "-n", "--workers", "--num-workers", metavar="N", required=True, help="number of workers"
     )
     parser.add_argument(
         "-s",
@@ -232,10 +227,7 @@ def _main(argv: Sequence[str]) -> int:
     demand_command(command)
     log_format = flags.log_format(parsed)
     output = OutputMux(
-        sys.stdout.buffer,
-        sys.stderr.buffer,
-        config.text("NO_COLOR") is None,
-        is_json=log_format == "json",
+        sys.stdout.buffer, sys.stderr.buffer, config.text("NO_COLOR") is None, is_json=log_format == "json"
     )
     level = flags.start_log(NAME, parsed, _OutputHandler(output))
     config.checkpoint_every_s(parsed.checkpoint_every)  # a bad one is better told now

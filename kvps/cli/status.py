@@ -65,8 +65,7 @@ def screen(job: Mapping[str, Any]) -> str:
     if job["rounds"]:
         lines += ["", "oldest open rounds:"]
         lines += _table(
-            ("store", "key", "round", "open for", "waits for"),
-            [_round(round_) for round_ in job["rounds"]],
+            ("store", "key", "round", "open for", "waits for"), [_round(round_) for round_ in job["rounds"]]
         )
     for problem in job["problems"]:
         lines += ["", f"problem: {problem['text']}", f"  -> {problem['advice']}"]

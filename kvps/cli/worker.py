@@ -80,9 +80,7 @@ def _parser() -> flags.Parser:
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
     flags.add_scheduler(parser)
     parser.add_argument(
-        "--rank",
-        metavar="R",
-        help="the rank of this worker; KVPS_RANK (that of MPI or Slurm, or any)",
+        "--rank", metavar="R", help="the rank of this worker; KVPS_RANK (that of MPI or Slurm, or any)"
     )
     parser.add_argument(
         "--no-replacement",
@@ -216,10 +214,7 @@ class Shell(Listener):
         self._reaper.forget(group)
         reason = f"{self._command[0]} ended"
         if code < 0:
-            reason, code = (
-                f"{self._command[0]} was killed by {signal.Signals(-code).name}",
-                128 - code,
-            )
+            reason, code = (f"{self._command[0]} was killed by {signal.Signals(-code).name}", 128 - code)
         yield from self._tell(code, reason, now)
 
     def _tell(self, code: int, reason: str, now: float) -> Effects:

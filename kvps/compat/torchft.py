@@ -107,9 +107,7 @@ def _refuse_manager(manager: object) -> None:
         )
 
 
-def _one_of(
-    outer: torch.optim.Optimizer | list[torch.optim.Optimizer],
-) -> torch.optim.Optimizer:
+def _one_of(outer: torch.optim.Optimizer | list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """Return the outer optimizer; all of a list must be equal.
 
     Raises:

@@ -137,13 +137,7 @@ class Remote:
             return str(probe.getsockname()[0])
 
     def start(
-        self,
-        role: str,
-        rank: int,
-        words: list[str],
-        env: Mapping[str, str],
-        keys: str | None,
-        reaper: Reaper,
+        self, role: str, rank: int, words: list[str], env: Mapping[str, str], keys: str | None, reaper: Reaper
     ) -> subprocess.Popen[bytes]:
         """Start a worker or server on its host.
 

@@ -151,10 +151,7 @@ class TracebackFolder:
         del self._held[who]
         self._keep(mine)
         if before and is_call and not mine.lines[-1].startswith(b" "):
-            return [
-                f"the same traceback as that of {before[0].who} above, with another end:".encode(),
-                line,
-            ]
+            return [f"the same traceback as that of {before[0].who} above, with another end:".encode(), line]
         return [*held, line]
 
     def _like(self, mine: _Traceback) -> list[_Traceback]:

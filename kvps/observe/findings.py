@@ -75,9 +75,7 @@ class Finding(NamedTuple):
 
 
 def judge(
-    waits: Sequence[Wait],
-    rounds: Sequence[OldRound],
-    presence: Callable[[int], str] = lambda rank: "",
+    waits: Sequence[Wait], rounds: Sequence[OldRound], presence: Callable[[int], str] = lambda rank: ""
 ) -> list[Finding]:
     """Return why a job does not go on, the gravest first; nothing where it does.
 

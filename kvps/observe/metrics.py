@@ -60,23 +60,8 @@ METRICS = (
         "Requests that were refused because a named limit was reached, or delayed (checkpoints).",
         label="limit",
         labels=(
-            *(
-                "pending",
-                "keys",
-                "waiting_keys",
-                "rows",
-                "memory",
-                "stores",
-                "barriers",
-                "barrier_names",
-            ),
-            *(
-                "checkpoints",
-                "waiting_checkpoints",
-                "tagged_checkpoints",
-                "rendezvous",
-                "used_memory",
-            ),
+            *("pending", "keys", "waiting_keys", "rows", "memory", "stores", "barriers", "barrier_names"),
+            *("checkpoints", "waiting_checkpoints", "tagged_checkpoints", "rendezvous", "used_memory"),
         ),
     ),
     Metric(
@@ -117,10 +102,7 @@ METRICS = (
     _of_server("kvps_incarnation", "Incarnation of this server.", kind="gauge"),
     _of_server("kvps_requests_total", "Requests of workers, by message.", "message"),
     _of_server(
-        "kvps_payload_bytes_total",
-        "Bytes of values in packets, by direction.",
-        "direction",
-        ("in", "out"),
+        "kvps_payload_bytes_total", "Bytes of values in packets, by direction.", "direction", ("in", "out")
     ),
     _of_server(
         "kvps_pushes_total",
@@ -129,9 +111,7 @@ METRICS = (
         ("counted", "duplicate", "early"),
     ),
     _of_server(
-        "kvps_round_duration_seconds",
-        "Time from the first push of a round to its close.",
-        kind="histogram",
+        "kvps_round_duration_seconds", "Time from the first push of a round to its close.", kind="histogram"
     ),
     _of_server(
         "kvps_short_rounds_total",
@@ -166,10 +146,7 @@ METRICS = (
         kind="histogram",
     ),
     _of_server(
-        "kvps_compressed_bytes_total",
-        "Bytes of compressed values, by direction.",
-        "direction",
-        ("in", "out"),
+        "kvps_compressed_bytes_total", "Bytes of compressed values, by direction.", "direction", ("in", "out")
     ),
     _of_server(
         "kvps_uncompressed_bytes_total",
@@ -200,10 +177,7 @@ METRICS = (
         kind="gauge",
     ),
     _of_server(
-        "kvps_checkpoints_total",
-        "Snapshots of this server, by result.",
-        "result",
-        ("written", "failed"),
+        "kvps_checkpoints_total", "Snapshots of this server, by result.", "result", ("written", "failed")
     ),
     _of_server("kvps_checkpoint_bytes_total", "Bytes of written snapshots."),
     _of_server(
@@ -212,10 +186,7 @@ METRICS = (
         kind="histogram",
     ),
     _of_server(
-        "kvps_rollbacks_total",
-        "Rollbacks of this server, by result.",
-        "result",
-        ("restored", "failed"),
+        "kvps_rollbacks_total", "Rollbacks of this server, by result.", "result", ("restored", "failed")
     ),
     _of_scheduler("kvps_members", "Seats, by role and state.", "role,state", kind="gauge"),
     _of_scheduler(
@@ -226,8 +197,7 @@ METRICS = (
     ),
     _of_scheduler("kvps_barriers_passed_total", "Waits of workers at barriers that ended well."),
     _of_scheduler(
-        "kvps_waits_failed_total",
-        "Waits of workers at barriers and for checkpoints that ended by an error.",
+        "kvps_waits_failed_total", "Waits of workers at barriers and for checkpoints that ended by an error."
     ),
     _of_scheduler("kvps_checkpoint_begun", "Number of the newest checkpoint.", kind="gauge"),
     _of_scheduler("kvps_checkpoint_kept", "Number of the newest complete checkpoint.", kind="gauge"),
@@ -287,11 +257,7 @@ class _Families:
 
     def collect(self) -> Iterator[Any]:
         """Yield the family of each metric."""
-        from prometheus_client.core import (
-            CounterMetricFamily,
-            GaugeMetricFamily,
-            HistogramMetricFamily,
-        )
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
         for metric in of_role(self._role):
             if metric.kind == "histogram":

@@ -69,9 +69,7 @@ def _main(argv: Sequence[str]) -> int:
     flags.add_scheduler(parser)
     parser.add_argument("--once", action="store_true", help="print one snapshot, and end")
     parser.add_argument(
-        "--every",
-        metavar="SECONDS",
-        help=f"time between two looks, {EVERY_MIN_S} or more ({EVERY_S:g})",
+        "--every", metavar="SECONDS", help=f"time between two looks, {EVERY_MIN_S} or more ({EVERY_S:g})"
     )
     flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
@@ -295,9 +293,7 @@ def _title(job: Document) -> RenderableType:
     if job["software"]:
         facts.append(f"kvps {job['software']}")
     return Text.assemble(
-        (f"job {job['job']} ", "bold"),
-        (job["phase"], style),
-        f": {job['reason']}\n{'   '.join(facts)}",
+        (f"job {job['job']} ", "bold"), (job["phase"], style), f": {job['reason']}\n{'   '.join(facts)}"
     )
 
 
@@ -369,16 +365,10 @@ def _cells(member: Document) -> dict[str, RenderableType]:
     }
     if member["state"] != "held":
         return cells
-    cells["where"], cells["heard"] = (
-        _cut(f"{member['host']}:{member['pid']}"),
-        f"{member['heard_s']:.1f} s",
-    )
+    cells["where"], cells["heard"] = (_cut(f"{member['host']}:{member['pid']}"), f"{member['heard_s']:.1f} s")
     cells["in"], cells["out"] = _speed(member["in_bytes_per_s"]), _speed(member["out_bytes_per_s"])
     if member["role"] == "worker":
-        cells["rounds"], cells["rounds/s"] = (
-            f"{member['rounds']:,}",
-            f"{member['rounds_per_s']:.1f}",
-        )
+        cells["rounds"], cells["rounds/s"] = (f"{member['rounds']:,}", f"{member['rounds_per_s']:.1f}")
         cells["late"] = _late(member["late_s"])
     else:
         cells["memory"] = _memory(member["memory_bytes"], member["limit_bytes"])

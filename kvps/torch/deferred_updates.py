@@ -73,11 +73,7 @@ class DeferredUpdates:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        model: ParameterSync,
-        optimizer: torch.optim.Optimizer,
-        on_store: bool,
+        self, module: torch.nn.Module, model: ParameterSync, optimizer: torch.optim.Optimizer, on_store: bool
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -207,10 +203,7 @@ class ForwardOverlap:
     """
 
     def __init__(
-        self,
-        module: torch.nn.Module,
-        params: Mapping[str, torch.Tensor],
-        update: Callable[[list[str]], None],
+        self, module: torch.nn.Module, params: Mapping[str, torch.Tensor], update: Callable[[list[str]], None]
     ) -> None:
         if any(isinstance(submodule, torch.jit.ScriptModule) for submodule in module.modules()):
             raise ConfigError(

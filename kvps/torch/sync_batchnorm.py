@@ -121,11 +121,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(
-        cls,
-        module: torch.nn.Module,
-        *,
-        kvstore: str | KVStore = "dist_sync",
-        kvstore_options: Options = None,
+        cls, module: torch.nn.Module, *, kvstore: str | KVStore = "dist_sync", kvstore_options: Options = None
     ) -> torch.nn.Module:
         """Return ``module`` with each BatchNorm in it replaced by one of these, values kept.
 

@@ -11,12 +11,7 @@ from typing import Any
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-    *(
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-        "--no-proxy-server",
-        "--disable-domain-reliability",
-    ),
+    *("--disable-dev-shm-usage", "--hide-scrollbars", "--no-proxy-server", "--disable-domain-reliability"),
     *(
         "--disable-extensions",
         "--disable-default-apps",

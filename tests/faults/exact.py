@@ -30,11 +30,7 @@ LIMIT_S = 120.0
 def main(folder: Path, pause_s: float, is_late: bool = False) -> None:
     """Train."""
     kv = kvps.create(
-        "dist_sync",
-        deterministic=True,
-        timeout=LIMIT_S,
-        bigarray_bound=50_000,
-        worker_grace=LIMIT_S,
+        "dist_sync", deterministic=True, timeout=LIMIT_S, bigarray_bound=50_000, worker_grace=LIMIT_S
     )
     names, weights = list(SIZES), initial()
     kv.init(names, weights)

@@ -109,8 +109,7 @@ def busy(count: int) -> Iterator[None]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("file", "how"),
-    [("manifest", "emptied"), pytest.param("image", "flipped", marks=pytest.mark.thorough)],
+    ("file", "how"), [("manifest", "emptied"), pytest.param("image", "flipped", marks=pytest.mark.thorough)]
 )
 def test_a_harmed_checkpoint_is_passed_over(processes: Processes, file: str, how: str) -> None:
     Compared(processes).run(file, how)

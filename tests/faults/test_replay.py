@@ -73,11 +73,7 @@ def test_a_server_that_is_killed_and_returns_to_a_checkpoint(processes: Processe
     job = Job(processes, ["server-1/heard-Push@worker-0:9:kill"])
     shelf = job.folder / "shelf"
     launched = job.launch(
-        "sync",
-        STEPS * 3,
-        KVPS_RECORD="full",
-        KVPS_CHECKPOINT_DIR=str(shelf),
-        KVPS_CHECKPOINT_EVERY="0.2",
+        "sync", STEPS * 3, KVPS_RECORD="full", KVPS_CHECKPOINT_DIR=str(shelf), KVPS_CHECKPOINT_EVERY="0.2"
     )
     launched.wait(150.0)
     servers = records(job.folder, "server")

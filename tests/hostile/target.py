@@ -72,12 +72,7 @@ class Voice:
     """A connection by CURVE, and frames of any kind along it."""
 
     def __init__(
-        self,
-        endpoint: str,
-        server: str,
-        own: KeyPair,
-        kind: int = zmq.DEALER,
-        routing_id: bytes = b"",
+        self, endpoint: str, server: str, own: KeyPair, kind: int = zmq.DEALER, routing_id: bytes = b""
     ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
@@ -237,10 +232,7 @@ class Target:
 
     def lines(self) -> list[str]:
         """Return what the scheduler and the server have logged."""
-        return [
-            *self.cluster.process.err.splitlines(),
-            *self.server.err.splitlines(),
-        ]
+        return [*self.cluster.process.err.splitlines(), *self.server.err.splitlines()]
 
     def files(self) -> set[str]:
         """Return all files of the job but for what it prints, and its checkpoints."""
@@ -260,10 +252,7 @@ class Target:
         lines, there, before = len(self.lines()), self.files(), self.resident_mib()
         began, count = time.monotonic(), len(self.rounds())
         yield
-        until(
-            lambda: len(self.rounds()) >= count + ROUNDS,
-            f"rounds of the canary {name}: {self.canary}",
-        )
+        until(lambda: len(self.rounds()) >= count + ROUNDS, f"rounds of the canary {name}: {self.canary}")
         took = self.rounds()[count : count + ROUNDS]
         assert max(took) < ROUND_MAX_S, (name, sorted(took)[-5:])
         for one in (self.cluster.process, self.server, self.canary, self.insider):

@@ -374,17 +374,9 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
     "an old incarnation": ("server", {"incarnation": 0}, m.Probe((1,))),
     "an incarnation to come": ("server", {"incarnation": 2**63 - 1}, m.Probe((1,))),
     "another job": ("server", {"job": b"x" * 16}, m.Probe((1,))),
-    "as a server": (
-        "server",
-        {"role": Role.SERVER, "rank": 0},
-        m.Norms("canary", "w", 0, 1, (), False),
-    ),
+    "as a server": ("server", {"role": Role.SERVER, "rank": 0}, m.Norms("canary", "w", 0, 1, (), False)),
     "rank 0 leaves": ("scheduler", {"rank": 0}, m.Leave(True, 0, True, "")),
-    "the server leaves": (
-        "scheduler",
-        {"role": Role.SERVER, "rank": 0},
-        m.Leave(True, 0, True, ""),
-    ),
+    "the server leaves": ("scheduler", {"role": Role.SERVER, "rank": 0}, m.Leave(True, 0, True, "")),
     "a barrier of rank 0": ("scheduler", {"rank": 0}, m.Barrier("canary", "b", 1)),
     "a push for rank 0": ("server", {}, m.Push(0, 1, (0,), 1.0, False, (RUN,))),
     "a push for nobody": ("server", {}, m.Push(0, 1, (), 1.0, False, (RUN,))),
@@ -402,11 +394,7 @@ NOT_MINE: dict[str, tuple[str, dict[str, object], Message]] = {
     "another optimizer of the canary": ("server", {}, m.Optimize("canary", 1, True, "adam", {})),
     "another learning rate of the canary": ("server", {}, m.Rate("canary", 1, True, 9.0)),
     "the canary back to a checkpoint": ("server", {}, m.Revive("canary", "", 1)),
-    "another store of the canary's name": (
-        "server",
-        {},
-        m.Open("canary", "sync", 0, False, "wait", 10**6),
-    ),
+    "another store of the canary's name": ("server", {}, m.Open("canary", "sync", 0, False, "wait", 10**6)),
     "the state of the optimizer": ("server", {}, m.SetState(0, 0, 1000, 1, ())),
     "a return from no join": ("server", {}, m.Return("canary", 2**63 - 1)),
     "a release of rank 0's loans": ("server", {"rank": 0}, m.Release(2**63 - 1, ())),
@@ -541,15 +529,9 @@ PUSHES: dict[str, tuple[Message, bytes]] = {
     "of weight NaN": (m.Push(0, 1, (1,), float("nan"), False, (RUN,)), VALUES),
     "of weight 1e300": (m.Push(0, 1, (1,), 1e300, False, (RUN,)), VALUES),
     "beyond the end": (m.Push(0, 1, (1,), 1.0, False, (Run(999, 1000, 1),)), VALUES),
-    "of ranges that overlap": (
-        m.Push(0, 1, (1,), 1.0, False, (Run(0, 600, 1), Run(400, 400, 1))),
-        VALUES,
-    ),
+    "of ranges that overlap": (m.Push(0, 1, (1,), 1.0, False, (Run(0, 600, 1), Run(400, 400, 1))), VALUES),
     **{
-        f"of row {row}": (
-            m.PushRows("canary", "w", 1, (1,), 1, 1, 1),
-            struct.pack("<q", row) + VALUES[:4],
-        )
+        f"of row {row}": (m.PushRows("canary", "w", 1, (1,), 1, 1, 1), struct.pack("<q", row) + VALUES[:4])
         for row in (-1, 1000, 2**62)
     },
     "of more rows than there are": (
@@ -571,10 +553,7 @@ PUSHES: dict[str, tuple[Message, bytes]] = {
         )
         for threshold in (0.0, -1.0, float("nan"), float("inf"))
     },
-    "of a codec that there is not": (
-        m.Push(0, 1, (1,), 1.0, False, (RUN,), CodecSpec(99, 0.5)),
-        VALUES,
-    ),
+    "of a codec that there is not": (m.Push(0, 1, (1,), 1.0, False, (RUN,), CodecSpec(99, 0.5)), VALUES),
     "of a key that there is not": (
         m.PushRows("canary", "never", 1, (1,), 1, 1, 1),
         struct.pack("<q", 0) + bytes(4),

@@ -162,11 +162,7 @@ class Slurm:
     def ask(self, command: str, *words: str) -> str:
         """Return what a command of Slurm prints, without the newline at its end."""
         done = subprocess.run(
-            [program(command), *words],
-            env=os.environ | self.env,
-            capture_output=True,
-            text=True,
-            check=False,
+            [program(command), *words], env=os.environ | self.env, capture_output=True, text=True, check=False
         )
         return done.stdout.strip()
 

@@ -22,15 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import kvps
-from tests.integration.front_ends import (
-    FRONT_ENDS,
-    Alone,
-    MakeOptimizer,
-    Optimizer,
-    Shard,
-    Trainer,
-    Training,
-)
+from tests.integration.front_ends import FRONT_ENDS, Alone, MakeOptimizer, Optimizer, Shard, Trainer, Training
 
 warnings.filterwarnings("ignore")
 
@@ -45,9 +37,7 @@ Make = Callable[..., Training]
 FEATURES: dict[str, Callable[[Make], Sequence[torch.Tensor]]] = {}
 
 
-def feature(
-    loop: Callable[[Make], Sequence[torch.Tensor]],
-) -> Callable[[Make], Sequence[torch.Tensor]]:
+def feature(loop: Callable[[Make], Sequence[torch.Tensor]]) -> Callable[[Make], Sequence[torch.Tensor]]:
     FEATURES[loop.__name__] = loop
     return loop
 

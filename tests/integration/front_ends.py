@@ -35,13 +35,7 @@ class Training:
     """Whether a GradScaler skips the same steps on all ranks."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        make: MakeOptimizer,
-        rank: int,
-        size: int,
-        passes: int = 1,
-        **more: Any,
+        self, model: nn.Module, make: MakeOptimizer, rank: int, size: int, passes: int = 1, **more: Any
     ) -> None:
         self.model = model
         self.net = model

@@ -285,10 +285,7 @@ def send_and_recv_with_tags() -> None:
             assert got.item() == number
     ring = torch.zeros(2)
     works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, torch.full((2,), float(RANK)), after),
-            dist.P2POp(dist.irecv, ring, before),
-        ]
+        [dist.P2POp(dist.isend, torch.full((2,), float(RANK)), after), dist.P2POp(dist.irecv, ring, before)]
     )
     for work in works:
         work.wait()
@@ -492,10 +489,7 @@ def ddp_with_communication_hooks() -> None:
     squeeze = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
     )
-    for state, hook in (
-        (None, default_hooks.fp16_compress_hook),
-        (squeeze, powerSGD_hook.powerSGD_hook),
-    ):
+    for state, hook in ((None, default_hooks.fp16_compress_hook), (squeeze, powerSGD_hook.powerSGD_hook)):
         ddp = DistributedDataParallel(model())
         ddp.register_comm_hook(state, hook)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

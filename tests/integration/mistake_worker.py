@@ -26,9 +26,7 @@ MISTAKES: dict[str, Callable[[Callable[..., Training], int, kvps.KVStore], None]
 Make = Callable[..., Training]
 
 
-def mistake(
-    loop: Callable[[Make, int, kvps.KVStore], None],
-) -> Callable[[Make, int, kvps.KVStore], None]:
+def mistake(loop: Callable[[Make, int, kvps.KVStore], None]) -> Callable[[Make, int, kvps.KVStore], None]:
     MISTAKES[loop.__name__] = loop
     return loop
 

@@ -59,12 +59,7 @@ class Process:
     """One process, and what it printed."""
 
     def __init__(
-        self,
-        name: str,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        folder: Path,
-        may_fork: bool = True,
+        self, name: str, argv: Sequence[str], env: Mapping[str, str], folder: Path, may_fork: bool = True
     ) -> None:
         self.name = name
         self.argv = argv

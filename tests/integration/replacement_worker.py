@@ -245,13 +245,7 @@ def main(name: str, rank: str, moment: str, folder: str, *more: str) -> None:
         weights = train_by_loader(name, lambda text: print(text, flush=True), die)  # noqa: T201
     else:
         slow_s = SLOW_S if "slow" in more and mark.exists() else 0.0
-        weights = train(
-            name,
-            die,
-            resumes="resume" in more,
-            saves=saves,
-            compute=lambda: time.sleep(slow_s),
-        )
+        weights = train(name, die, resumes="resume" in more, saves=saves, compute=lambda: time.sleep(slow_s))
     sys.stdout.write(f"weights {weights}\n")
     sys.stdout.flush()
 

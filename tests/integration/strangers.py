@@ -81,11 +81,7 @@ class Liar:
         self._dealer.connect(endpoint)
 
     def say(
-        self,
-        envelope: Envelope,
-        message: Message,
-        payload: Iterable[bytes] = (),
-        limit_ms: int = 300,
+        self, envelope: Envelope, message: Message, payload: Iterable[bytes] = (), limit_ms: int = 300
     ) -> Packet | None:
         """Say it, and return the first answer; None if there is none for a while."""
         views = tuple([memoryview(one) for one in payload])

@@ -246,10 +246,7 @@ def test_a_script_that_runs_ahead_is_held_up(monkeypatch):
                 kv.push("w", torch.ones(1))
         return kv.version("w")
 
-    assert run(work) == [
-        4,
-        4,
-    ]  # one under way, two behind it, and the last; the refused one is none
+    assert run(work) == [4, 4]  # one under way, two behind it, and the last; the refused one is none
 
 
 # --- ranks that do not agree --------------------------------------------------------------------------

@@ -26,12 +26,7 @@ def close(found, expected, rtol=1e-5):
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
 
 
-PLAIN = {
-    2: torch.nn.BatchNorm1d,
-    3: torch.nn.BatchNorm1d,
-    4: torch.nn.BatchNorm2d,
-    5: torch.nn.BatchNorm3d,
-}
+PLAIN = {2: torch.nn.BatchNorm1d, 3: torch.nn.BatchNorm1d, 4: torch.nn.BatchNorm2d, 5: torch.nn.BatchNorm3d}
 
 
 def compare(shapes, offset=0.0, steps=2, dtype=torch.float64, rtol=1e-5, kvstore="dist_sync", **options):
@@ -89,12 +84,7 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(shapes):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"affine": False},
-        {"track_running_stats": False},
-        {"momentum": None},
-        {"momentum": 0.7, "eps": 0.1},
-    ],
+    [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"momentum": 0.7, "eps": 0.1}],
     ids=str,
 )
 def test_options(options):
@@ -232,9 +222,7 @@ def test_a_layer_can_be_copied_and_pickled_after_use():
 
 def test_converting_keeps_values_and_leaves_the_rest():
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3),
-        torch.nn.Sequential(torch.nn.BatchNorm2d(2, eps=0.5)),
-        torch.nn.ReLU(),
+        torch.nn.Conv2d(1, 2, 3), torch.nn.Sequential(torch.nn.BatchNorm2d(2, eps=0.5)), torch.nn.ReLU()
     )
     model[1][0].running_mean.fill_(3)
     old = model[1][0]

@@ -163,11 +163,7 @@ def test_objects_of_all_workers(root):
     def work(rank):
         seen = []
         for step in range(4):
-            mine = {
-                "rank": rank,
-                "steps": (step,) * (1 + 500 * step * rank),
-                "w": torch.ones(2) * rank,
-            }
+            mine = {"rank": rank, "steps": (step,) * (1 + 500 * step * rank), "w": torch.ones(2) * rank}
             found = (
                 front.all_gather_object(mine, "state")
                 if root is None
@@ -372,13 +368,7 @@ print("seen", start, kvps.torch.average(rank), f"{model[1].running_mean.sum():.6
 def test_under_kvps_launch(processes: Processes, servers: int) -> None:
     text = SCRIPT
     if not servers:
-        calls = (
-            "BatchNorm1d(3))",
-            "parameters(model",
-            "state(optimizer",
-            "root_rank=1",
-            "average(rank",
-        )
+        calls = ("BatchNorm1d(3))", "parameters(model", "state(optimizer", "root_rank=1", "average(rank")
         for call in calls:
             text = text.replace(call, call + ', kvstore="allreduce"')
     script = processes.script(text)

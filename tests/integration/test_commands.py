@@ -75,11 +75,7 @@ def test_the_scheduler_runs_without_torch(processes: Processes) -> None:
         ("scheduler", ["--workers", "1000", "--servers", "1000"], "1500"),
         ("scheduler", ["--workers", "1", "--servers", "1", "--bind", "here"], "tcp://HOST:PORT"),
         ("scheduler", ["--workers", "1", "--servers", "1", "--log-level", "loud"], "debug, info"),
-        (
-            "scheduler",
-            ["--workers", "1", "--servers", "1", "--state", "/dev/null"],
-            "not a directory",
-        ),
+        ("scheduler", ["--workers", "1", "--servers", "1", "--state", "/dev/null"], "not a directory"),
         ("server", ["--scheduler", "tcp://127.0.0.1"], "tcp://HOST:PORT"),
         ("server", ["--scheduler", "tcp://127.0.0.1:0"], "no port"),
         ("server", ["--memory-limit", "lots"], "512M"),

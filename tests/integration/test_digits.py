@@ -67,9 +67,7 @@ def test_digits_saves_draws_and_says_how_good_it_is(
     assert f"test accuracy {digits.accuracy(model, UNSEEN):.4f}" in printed
 
 
-def test_digits_fails_below_the_accuracy_that_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_digits_fails_below_the_accuracy_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert digits.main(["--store", "local", "--epochs", "1", "--min-accuracy", "1.01"]) == 1
     assert "below 1.01" in capsys.readouterr().err
 

@@ -81,11 +81,7 @@ FRONT_ENDS: list[tuple[str, dict[str, Any], set[str]]] = [
     ("optimizer", {"find_unused": True}, IN_PLACE),
     ("trainer", {}, set()),
     ("trainer", {"update_on_kvstore": False}, set()),
-    (
-        "trainer",
-        {"update_on_kvstore": False, "overlap": True},
-        {*IN_PLACE, "optimizer.zero_grad(False)"},
-    ),
+    ("trainer", {"update_on_kvstore": False, "overlap": True}, {*IN_PLACE, "optimizer.zero_grad(False)"}),
 ]
 """Front ends, and the ways of discarding that they refuse."""
 
@@ -134,10 +130,7 @@ def test_a_discarded_backward_counts_nowhere(name: str, options: dict[str, Any],
 @pytest.mark.parametrize("told", WAYS)
 @pytest.mark.parametrize(
     ("name", "options"),
-    [
-        ("optimizer", {"update_on_kvstore": True, "overlap_backward": True}),
-        ("trainer", {"overlap": True}),
-    ],
+    [("optimizer", {"update_on_kvstore": True, "overlap_backward": True}), ("trainer", {"overlap": True})],
 )
 def test_gradients_that_servers_have_used_cannot_be_discarded(
     name: str, options: dict[str, Any], told: str

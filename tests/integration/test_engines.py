@@ -178,9 +178,7 @@ torchrun and Open MPI leave files in TMPDIR, so they get a directory of their ow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("fresh_interpreters")
 def test_the_weights_are_the_same_everywhere(
-    processes: Processes,
-    tmp_path_factory: pytest.TempPathFactory,
-    capsys: pytest.CaptureFixture[str],
+    processes: Processes, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     processes.script(SCRIPT)
     digests: dict[str, set[str]] = {}
@@ -199,10 +197,7 @@ def test_the_weights_are_the_same_everywhere(
 
 
 def run(
-    processes: Processes,
-    name: str,
-    start: Callable[[Processes, Path], list[Process]],
-    folder: Path,
+    processes: Processes, name: str, start: Callable[[Processes, Path], list[Process]], folder: Path
 ) -> set[str]:
     """Run the script by an engine; return the digests that its workers print."""
     started = start(processes, folder)

@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import kvps
 import kvps.compat.horovod as hvd

@@ -113,10 +113,7 @@ def test_a_launch_prints_where_its_dashboard_is(processes: Processes, how: str) 
     launched = processes.kvps("launch", "-n", 1, "-s", 2, *flags, "--", sys.executable, script, **env)
     assert launched.expect(r"^dashboard: (\S+)$").group(1) == f"http://{place}/"
     launched.expect("ready")
-    until(
-        lambda: json.loads(get(f"http://{place}/statusz")[1])["phase"] == "running",
-        "sample of the job",
-    )
+    until(lambda: json.loads(get(f"http://{place}/statusz")[1])["phase"] == "running", "sample of the job")
     assert get(f"http://{place}/")[0] == 200
     (processes.folder / "go").touch()
     assert launched.wait() == 0, launched

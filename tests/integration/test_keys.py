@@ -172,12 +172,7 @@ def test_process_without_the_right_key_learns_it_at_once(job: Job, kind: str) ->
         ("worker", (0, Role.WORKER), m.Beat(1), "the role worker may not send Beat"),
         ("worker", (0, Role.WORKER), m.Leave(True, 0, True, ""), "may not send Leave"),
         ("worker", (0, Role.SERVER), m.Hello(1, 0, "k", 0, 1, 0, "h", 7, "tcp://h:1"), "a server"),
-        (
-            "worker",
-            (0, Role.WORKER),
-            m.Hello(1, 0, "k", 0, 2, 0, "h", 7),
-            "a member that has a seat",
-        ),
+        ("worker", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "a member that has a seat"),
         ("server", (0, Role.SERVER), m.Shelf(0, True, 0.0, (), 0), "may not send Shelf"),
         ("look", (0, Role.WORKER), m.Checkpoint("kv", "", 0), "may not send Checkpoint"),
         ("look", (0, Role.WORKER), m.Hello(1, 0, "k", 0, 2, 0, "h", 7), "may not send Hello"),
@@ -215,10 +210,7 @@ def test_a_server_knows_session_keys_alone(job: Job, role: str) -> None:
 
 
 def test_clear_text_is_not_served(job: Job) -> None:
-    for endpoint, url in (
-        (job.cluster.endpoint, job.at_scheduler),
-        (job.endpoint, job.at_server),
-    ):
+    for endpoint, url in ((job.cluster.endpoint, job.at_scheduler), (job.endpoint, job.at_server)):
         with (
             one_moves(url, "kvps_refused_connections_total", "no_key"),
             zmq.Context() as context,
@@ -250,13 +242,7 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
     worker = cluster.plain(processes.script(SCRIPT), KVPS_KEYS=str(folder))
     ours = files.load(str(folder), "worker")
     identity = Identity(
-        Role.WORKER,
-        cluster.endpoint,
-        "here",
-        7,
-        kvps.__version__,
-        1,
-        public_key=ours.session.public,
+        Role.WORKER, cluster.endpoint, "here", 7, kvps.__version__, 1, public_key=ours.session.public
     )
     client = MembershipClient(identity, time.monotonic())
     transport = ZmqTransport(keys=ours)
@@ -387,14 +373,7 @@ def test_a_role_is_given_another_key_without_a_restart(processes: Processes) -> 
 def test_launch_makes_keys_by_itself(processes: Processes) -> None:
     """Nobody types anything, and nobody else joins; what it has made is gone with it."""
     launched = processes.kvps(
-        "launch",
-        "-n",
-        1,
-        "--log-level",
-        "info",
-        "--",
-        sys.executable,
-        processes.script(WAITING),
+        "launch", "-n", 1, "--log-level", "info", "--", sys.executable, processes.script(WAITING)
     )
     path = launched.expect(r"--keys (/proc/\d+/fd/\d+)").group(1)
     endpoint = launched.expect(r"the scheduler listens on (\S+)").group(1)

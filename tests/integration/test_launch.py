@@ -302,15 +302,7 @@ def test_signals_that_were_ignored_before_stay_so(processes: Processes) -> None:
     script = processes.script(
         SUM + "import pathlib, time\nwhile not pathlib.Path('end').exists(): time.sleep(0.01)"
     )
-    ignoring = [
-        "sh",
-        "-c",
-        "trap '' INT HUP; exec \"$@\"",
-        "sh",
-        sys.executable,
-        "-m",
-        "kvps.cli.launch",
-    ]
+    ignoring = ["sh", "-c", "trap '' INT HUP; exec \"$@\"", "sh", sys.executable, "-m", "kvps.cli.launch"]
     launched = processes.start("launch", *ignoring, "-n", 1, "--", sys.executable, script)
     launched.expect("sum")
     for number in (signal.SIGHUP, signal.SIGINT):
@@ -418,9 +410,7 @@ def test_nothing_outlives_a_launch_that_is_killed(processes: Processes) -> None:
 
 
 @pytest.mark.usefixtures("fresh_interpreters")
-def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(
-    processes: Processes,
-) -> None:
+def test_nothing_outlives_a_launch_that_is_killed_with_all_that_looks_like_it(processes: Processes) -> None:
     """As ``pkill -9 kvps-launch`` does: its reaper has the same name."""
     launched = processes.kvps("launch", "-n", 1, "-s", 1, "--", "sleep", 61)
     until(lambda: processes.pids("^sleep 61"), "the worker")
@@ -437,11 +427,7 @@ def test_a_reader_that_goes_away_ends_everything(processes: Processes) -> None:
     command = (processes.interpreter, BIN / "kvps-launch")
     argv = [*command, "-n", "1", "--", sys.executable, script]
     with subprocess.Popen(
-        argv,
-        env=processes.env,
-        cwd=processes.folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        argv, env=processes.env, cwd=processes.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as popen:
         assert popen.stdout is not None
         assert popen.stderr is not None

@@ -671,10 +671,7 @@ def test_a_worker_that_is_lost_and_its_replacement(processes: Processes, tmp_pat
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
-    [
-        "fragments=2, delay=2",
-        "delay=2, mode='async', outer='delayed_nesterov', dynamic_sync_every=True",
-    ],
+    ["fragments=2, delay=2", "delay=2, mode='async', outer='delayed_nesterov', dynamic_sync_every=True"],
 )
 def test_a_server_that_is_lost(processes: Processes, tmp_path: Path, options: str) -> None:
     """The weights, the outer momentum, the rounds and the speeds come from the checkpoint."""

@@ -22,10 +22,7 @@ FRONT_ENDS = (
     "diloco",
 )
 STANDSTILL = "every worker waits, and none can go on: .*make the same calls in the same order"
-MISTAKES = {
-    "wrapped_on_rank_0_alone": STANDSTILL,
-    "fewer_steps_on_rank_1": STANDSTILL,
-}
+MISTAKES = {"wrapped_on_rank_0_alone": STANDSTILL, "fewer_steps_on_rank_1": STANDSTILL}
 LIMIT_S = 60.0
 TOLD_S = 30.0
 """A standstill is told 9 s after the last call on an idle machine."""

@@ -103,15 +103,7 @@ class Job:
         train = self.processes.script(script)
         place = f"tcp://{self.hosts.address(0)}:9091"
         self.scheduler = self.start(
-            0,
-            "kvps-scheduler",
-            "--workers",
-            WORKERS,
-            "--servers",
-            2,
-            "--bind",
-            place,
-            "--insecure",
+            0, "kvps-scheduler", "--workers", WORKERS, "--servers", 2, "--bind", place, "--insecure"
         )
         for host in (1, 2):
             self.start(
@@ -124,14 +116,7 @@ class Job:
                 f"tcp://{self.hosts.address(host)}:0",
             )
         return [
-            self.start(
-                0,
-                train,
-                KVPS_SCHEDULER=place,
-                KVPS_RANK=str(rank),
-                OMP_NUM_THREADS="1",
-                **env,
-            )
+            self.start(0, train, KVPS_SCHEDULER=place, KVPS_RANK=str(rank), OMP_NUM_THREADS="1", **env)
             for rank in range(WORKERS)
         ]
 

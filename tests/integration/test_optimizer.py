@@ -62,10 +62,7 @@ def test_workers_give_the_weights_of_one_process(
     def work(rank: int) -> Weights:
         model = net(seed=rank)  # rank 0's weights count
         optimizer = DistributedOptimizer(
-            OPTIMIZERS[name](model.parameters()),
-            model,
-            update_on_kvstore=on_store,
-            overlap_forward=overlap,
+            OPTIMIZERS[name](model.parameters()), model, update_on_kvstore=on_store, overlap_forward=overlap
         )
         scheduler = StepLR(optimizer, 2, 0.5)
         for _ in range(STEPS):
@@ -450,10 +447,7 @@ def test_a_mean_is_of_those_who_still_have_batches(on_store: bool, overlap: bool
     def work(rank: int) -> Weights:
         model = net(rank)
         optimizer = DistributedOptimizer(
-            OPTIMIZERS["sgd"](model.parameters()),
-            model,
-            update_on_kvstore=on_store,
-            overlap_forward=overlap,
+            OPTIMIZERS["sgd"](model.parameters()), model, update_on_kvstore=on_store, overlap_forward=overlap
         )
         for epoch in range(2):
             for step in range(2 + rank):

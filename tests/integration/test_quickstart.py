@@ -191,9 +191,7 @@ def test_the_page_is_followed(terminals: dict[str, Terminal]) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(1200)
-def test_a_reader_who_is_slow_and_begins_again_after_ctrl_c(
-    terminals: dict[str, Terminal],
-) -> None:
+def test_a_reader_who_is_slow_and_begins_again_after_ctrl_c(terminals: dict[str, Terminal]) -> None:
     """The second time, the second terminal has the variables of the first job."""
     follow(terminals, 0.0, until_block="kvps status")
     terminals["first"].interrupt()

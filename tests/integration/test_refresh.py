@@ -250,13 +250,7 @@ def assert_trained(found: list[dict[str, torch.Tensor]]) -> None:
         {"update_on_kvstore": True, "overlap_forward": True},
         {"op": "sum"},
         {"find_unused": True},
-        {
-            "compression": {
-                "type": "2bit",
-                "threshold": 1e9,
-                "rules": [{"pattern": "votes*", "type": "none"}],
-            }
-        },
+        {"compression": {"type": "2bit", "threshold": 1e9, "rules": [{"pattern": "votes*", "type": "none"}]}},
     ],
 )
 def test_sparse_gradients_of_an_optimizer_travel_as_rows(options: dict[str, Any], asked: list[Any]) -> None:

@@ -216,10 +216,7 @@ def test_given_keys_reach_other_hosts_and_wrong_keys_end_at_once(
         (("--launcher", "ssh", "-H", "a:1"), "-n 2 needs 2 slots, but the 1 hosts have 1 (a: 1)"),
         (("--launcher", "slurm"), "in no Slurm allocation"),
         (("--launcher", "slurm", "-H", "a:2"), "omit -H"),
-        (
-            ("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", "no-such-shell"),
-            "cannot start no-such-shell",
-        ),
+        (("--launcher", "ssh", "-H", "127.0.0.1:2", "--rsh", "no-such-shell"), "cannot start no-such-shell"),
     ],
 )
 def test_a_wrong_flag(processes: Processes, flags: tuple[str, ...], told: str) -> None:

@@ -36,12 +36,7 @@ def undisturbed(front: str) -> list[float]:
 
 
 def launched(
-    processes: Processes,
-    front: str,
-    rank: str,
-    moment: str,
-    *more: str,
-    flags: tuple[object, ...] = (),
+    processes: Processes, front: str, rank: str, moment: str, *more: str, flags: tuple[object, ...] = ()
 ) -> Process:
     command = (sys.executable, WORKER, front, rank, moment, processes.folder, *more)
     launch = ("-n", 2, "-s", 2, "--max-restarts", 1, *flags)
@@ -143,10 +138,7 @@ def test_a_schedule_that_follows_the_loss_goes_on_where_rank_0_is(processes: Pro
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("way", "why"),
-    [
-        ("again", "a GradScaler may have dropped steps"),
-        ("resume", "in each step the workers agree on flags"),
-    ],
+    [("again", "a GradScaler may have dropped steps"), ("resume", "in each step the workers agree on flags")],
 )
 def test_with_a_grad_scaler_a_replacement_is_refused_at_once(
     processes: Processes, way: str, why: str

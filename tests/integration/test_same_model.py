@@ -146,9 +146,7 @@ def test_the_same_store_can_be_used_again_after_the_models_are_alike() -> None:
         assert cluster.run(work) == [1.0, 1.0]
 
 
-def test_a_rank_that_left_without_the_front_end_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_rank_that_left_without_the_front_end_is_named(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvps")
     with kvps.LocalCluster(2, 1) as cluster:
 

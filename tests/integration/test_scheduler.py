@@ -235,15 +235,7 @@ def test_a_restart_before_the_job_has_formed(processes: Processes, tmp_path: Pat
     cluster.process.signal(signal.SIGKILL)
     cluster.process.wait()
     again = processes.kvps(
-        "scheduler",
-        "--workers",
-        1,
-        "--servers",
-        1,
-        "--bind",
-        cluster.endpoint,
-        "--state",
-        state,
+        "scheduler", "--workers", 1, "--servers", 1, "--bind", cluster.endpoint, "--state", state
     )
     worker = cluster.worker(sys.executable, processes.script(SUM))
     assert [one.wait() for one in (worker, server, again)] == [0, 0, 0]

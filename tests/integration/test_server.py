@@ -61,10 +61,7 @@ def test_a_busy_port_is_named(processes: Processes) -> None:
 
 
 def test_an_address_that_others_reach_is_refused(processes: Processes) -> None:
-    for flags in (
-        ("--bind", "tcp://0.0.0.0:0"),
-        ("--scheduler", "tcp://192.0.2.1:9091"),
-    ):
+    for flags in (("--bind", "tcp://0.0.0.0:0"), ("--scheduler", "tcp://192.0.2.1:9091")):
         server = processes.kvps("server", *flags)
         assert server.wait() == 78
         assert "--insecure" in server.err

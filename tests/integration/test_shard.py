@@ -11,15 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import kvps
 from kvps.torch import shard
-from tests.integration.training_loops import (
-    OPTIMIZERS,
-    STEPS,
-    Maker,
-    draw,
-    loss_of,
-    part,
-    run,
-)
+from tests.integration.training_loops import OPTIMIZERS, STEPS, Maker, draw, loss_of, part, run
 
 Weights = dict[str, torch.Tensor]
 

@@ -72,10 +72,7 @@ def train(model: torch.nn.Module, optimizer: Any, ranks: list[int], workers: int
     return found
 
 
-HERE = [
-    *("optimizer", "optimizer overlap_forward", "optimizer find_unused"),
-    *("workers", "workers overlap"),
-]
+HERE = [*("optimizer", "optimizer overlap_forward", "optimizer find_unused"), *("workers", "workers overlap")]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -107,10 +107,7 @@ def test_client_that_ends_with_its_answer_unread_harms_no_other(processes: Proce
         "cwd": str(processes.folder),
         "tests": None,
     }
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one,
-        open(os.devnull, "r+b") as nothing,
-    ):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one, open(os.devnull, "r+b") as nothing:
         one.connect(forkserver.fork_server().address)
         socket.send_fds(one, [json.dumps(request).encode()], [nothing.fileno()] * 3)
         assert select.select([one], [], [], 30.0)[0], "an answer"

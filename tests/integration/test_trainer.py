@@ -38,12 +38,7 @@ def backward(model: torch.nn.Module, rows: slice) -> None:
     cross_entropy(model(INPUTS[rows]), LABELS[rows], reduction="sum").backward()
 
 
-def alone(
-    name: str,
-    batches: list[int],
-    rates: dict[int, float] | None = None,
-    seed: int = 0,
-) -> Weights:
+def alone(name: str, batches: list[int], rates: dict[int, float] | None = None, seed: int = 0) -> Weights:
     """Train in one process with torch alone; ``rates`` sets learning rates before some steps."""
     options, cls = OPTIMIZERS[name]
     model = net(seed)
@@ -293,10 +288,7 @@ def test_trainers_and_users_stores_do_not_collide() -> None:
 
 
 def test_the_names_of_own_stores_are_reserved() -> None:
-    with (
-        kvps.LocalCluster(),
-        pytest.raises(kvps.ConfigError, match=r"'kvps\.trainer-0'.*reserved for kvps"),
-    ):
+    with kvps.LocalCluster(), pytest.raises(kvps.ConfigError, match=r"'kvps\.trainer-0'.*reserved for kvps"):
         kvps.create("dist_sync", name="kvps.trainer-0")
 
 
@@ -354,10 +346,7 @@ def test_saved_states_resume_in_another_job(name: str, on_store: bool, tmp_path:
 
 @pytest.mark.parametrize("store", ["dist_async", "dist_ssp"])
 def test_async_updates_in_the_store_only(store: str) -> None:
-    with (
-        kvps.LocalCluster(),
-        pytest.raises(ValueError, match="use update_on_kvstore=True") as caught,
-    ):
+    with kvps.LocalCluster(), pytest.raises(ValueError, match="use update_on_kvstore=True") as caught:
         kvps.Trainer(net(), "sgd", {"lr": 0.1}, store, update_on_kvstore=False)
     assert isinstance(caught.value, kvps.KvpsError)
 

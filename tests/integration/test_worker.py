@@ -171,10 +171,7 @@ while True:
 
 
 def test_signals_are_passed_on(processes: Processes) -> None:
-    for number, code, told in (
-        (signal.SIGTERM, 7, ""),
-        (signal.SIGINT, 130, "KeyboardInterrupt"),
-    ):
+    for number, code, told in ((signal.SIGTERM, 7, ""), (signal.SIGINT, 130, "KeyboardInterrupt")):
         cluster = processes.scheduler(1, 0)
         worker = cluster.worker(sys.executable, "-c", PATIENT, flags=["--no-replacement"])
         worker.expect("there")

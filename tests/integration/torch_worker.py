@@ -313,9 +313,7 @@ def batch_norm_of_torch_names_none_and_ours_works() -> None:
 # --- the compiler -------------------------------------------------------------------------------
 
 
-def check_functional(
-    compile_: Callable[[Callable[..., torch.Tensor]], Callable[..., object]],
-) -> None:
+def check_functional(compile_: Callable[[Callable[..., torch.Tensor]], Callable[..., object]]) -> None:
     import torch.distributed._functional_collectives as functional
 
     world = dist.group.WORLD
@@ -327,10 +325,7 @@ def check_functional(
         assert isinstance(result, torch.Tensor)
         return result
 
-    equal(
-        run(lambda x: functional.all_reduce(x, "sum", world)),
-        torch.full_like(mine, 2 * total() + 1),
-    )
+    equal(run(lambda x: functional.all_reduce(x, "sum", world)), torch.full_like(mine, 2 * total() + 1))
     every = torch.cat([torch.full_like(mine, 2 * (rank + 1.0)) for rank in range(SIZE)])
     equal(run(lambda x: functional.all_gather_tensor(x, 0, world)), every + 1)
     part = torch.full((2,), 2 * total() + 1)

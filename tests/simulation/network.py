@@ -385,13 +385,7 @@ class Network:
         connection.title = listener.keys.name(connection.key)
         return connection.title
 
-    def _arrive(
-        self,
-        source: Process,
-        connection: Connection,
-        frames: list[bytes],
-        back: bytes,
-    ) -> None:
+    def _arrive(self, source: Process, connection: Connection, frames: list[bytes], back: bytes) -> None:
         target = self._other_end(source, connection)
         if target is None or not target.alive or back != connection.back:
             return

@@ -73,10 +73,7 @@ FEATURES = {
     "quorum, late dropped": Feature(test_quorum.smallest("drop"), QUORUM, fates=(), resumes=False),
     "quorum, late counted": Feature(test_quorum.smallest("next"), QUORUM, resumes=False),
     "joins": Feature(
-        test_joins.few(),
-        (test_joins.run_out, test_joins.is_joined),
-        ("R121", "R122"),
-        resumes=False,
+        test_joins.few(), (test_joins.run_out, test_joins.is_joined), ("R121", "R122"), resumes=False
     ),
     **{
         order: Feature(test_resume.small(order), RESUMPTION, REPLACED, fates=(), dies=(rank,))

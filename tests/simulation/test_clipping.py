@@ -17,15 +17,7 @@ from kvps.errors import EpochChanged, Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
-from tests.simulation.training import (
-    FEWER,
-    Job,
-    Play,
-    faults_of,
-    once,
-    patient,
-    replayable,
-)
+from tests.simulation.training import FEWER, Job, Play, faults_of, once, patient, replayable
 
 MAX_NORM = 40.0
 WAYS = ("pushpull", "push, pull", "push", "some keys")
@@ -162,12 +154,7 @@ def test_a_job_ends_as_if_no_server_had_been_lost(seed: int, request: pytest.Fix
     job.ways = [dice.choice(WAYS[:3]) for _ in range(job.steps)]
     with replayable(request, job):
         cluster = Cluster(
-            job.workers,
-            job.servers,
-            lambda rank: train(job, rank),
-            seed,
-            job.faults,
-            checkpoint_every_s=0.1,
+            job.workers, job.servers, lambda rank: train(job, rank), seed, job.faults, checkpoint_every_s=0.1
         )
         cluster.shelves.takes_s = 0.01
         supervisor = Supervisor(cluster)

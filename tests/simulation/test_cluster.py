@@ -15,13 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.errors import (
-    KvpsError,
-    SchedulerLost,
-    ServerLost,
-    Timeout,
-    WorkerLost,
-)
+from kvps.errors import KvpsError, SchedulerLost, ServerLost, Timeout, WorkerLost
 from kvps.protocol.membership import Barrier
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
@@ -47,10 +41,7 @@ def job_of(seed: int) -> Job:
     job = Job(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(1, 8))
     for index in range(dice.randint(1, 6)):
         job.sizes[f"k{index}"] = dice.choice([1, 2, 30, 64, 65, 200, 500])
-    job.store = Store(
-        deterministic=dice.random() < 0.3,
-        bigarray_bound=dice.choice([1, 64, 100_000]),
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.has_optimizer = dice.random() < 0.5
     job.faults = faults_of(dice)
     # Below the time of a few round trips, a call would never be done.
@@ -237,13 +228,7 @@ def test_staleness_is_bounded_at_all_times(seed: int, request: pytest.FixtureReq
     cluster: list[Cluster] = []
     with replayable(request, job):
         cluster.append(
-            Cluster(
-                job.workers,
-                job.servers,
-                lambda rank: bounded(job, rank, cluster),
-                job.seed,
-                job.faults,
-            )
+            Cluster(job.workers, job.servers, lambda rank: bounded(job, rank, cluster), job.seed, job.faults)
         )
         cluster[0].run()
         for client in cluster[0].clients.values():

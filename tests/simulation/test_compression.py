@@ -16,15 +16,7 @@ import torch
 from kvps.compression.policy import CompressionPolicy, rules_of
 from kvps.errors import Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
-from tests.simulation.training import (
-    SEEDS,
-    Job,
-    check,
-    faults_of,
-    once,
-    patient,
-    replayable,
-)
+from tests.simulation.training import SEEDS, Job, check, faults_of, once, patient, replayable
 
 THRESHOLD = 0.5
 
@@ -91,10 +83,7 @@ def job_of(seed: int) -> Compressed:
     job = Compressed(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(2, 8))
     for index in range(dice.randint(1, 5)):
         job.sizes[f"k{index}"] = dice.choice([1, 7, 30, 64, 65, 200, 500])
-    job.store = Store(
-        deterministic=dice.random() < 0.3,
-        bigarray_bound=dice.choice([1, 64, 100_000]),
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.has_optimizer = dice.random() < 0.5
     job.is_both_ways = dice.random() < 0.7
     job.min_bytes = dice.choice([0, 0, 256])
@@ -142,12 +131,7 @@ def is_trained(job: Compressed, values: Values) -> None:
 
 def play(job: Compressed) -> None:
     cluster = Cluster(
-        job.workers,
-        job.servers,
-        lambda rank: train(job, rank),
-        job.seed,
-        job.faults,
-        job.machines,
+        job.workers, job.servers, lambda rank: train(job, rank), job.seed, job.faults, job.machines
     )
     cluster.run()
     for client in cluster.clients.values():

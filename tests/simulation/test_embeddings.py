@@ -19,15 +19,7 @@ from kvps.errors import EpochChanged, Timeout
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
-from tests.simulation.training import (
-    FEWER,
-    Job,
-    faults_of,
-    once,
-    patient,
-    replayable,
-    seeds,
-)
+from tests.simulation.training import FEWER, Job, faults_of, once, patient, replayable, seeds
 
 KEY = EMBEDDING + "t"
 DIM = 2
@@ -126,13 +118,7 @@ def job_of(seed: int) -> TableJob:
     dice = random.Random(seed)
     job = TableJob(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(1, 8))
     job.recipe = dice.choice(
-        [
-            recipe(),
-            recipe(momentum=0.5, lr=1.0),
-            recipe("adagrad", lr=0.5),
-            recipe(admit=3),
-            recipe(age=2),
-        ]
+        [recipe(), recipe(momentum=0.5, lr=1.0), recipe("adagrad", lr=0.5), recipe(admit=3), recipe(age=2)]
     )
     job.store = Store()
     job.faults = faults_of(dice)

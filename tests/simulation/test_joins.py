@@ -43,10 +43,7 @@ def drawn(seed: int) -> Uneven:
     job.batches = [[dice.randint(0, 5) for _ in range(job.workers)] for _ in range(3)]
     for index in range(dice.randint(1, 4)):
         job.sizes[f"k{index}"] = dice.choice([1, 30, 64, 200])
-    job.store = Store(
-        deterministic=dice.random() < 0.3,
-        bigarray_bound=dice.choice([1, 64, 100_000]),
-    )
+    job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
     job.has_optimizer = dice.random() < 0.5
     job.faults = faults_of(dice)
     job.store.timeout_s = dice.choice([0.1 + 10 * job.faults.jitter_s, 10_000.0, 10_000.0])
@@ -124,12 +121,7 @@ def test_each_round_sums_those_who_have_batches(seed: int, request: pytest.Fixtu
     job = drawn(seed)
     with replayable(request, job):
         cluster = Cluster(
-            job.workers,
-            job.servers,
-            lambda rank: run_out(job, rank),
-            seed,
-            job.faults,
-            job.machines,
+            job.workers, job.servers, lambda rank: run_out(job, rank), seed, job.faults, job.machines
         )
         cluster.run()
         for client in cluster.clients.values():
@@ -146,12 +138,7 @@ def test_a_rank_is_away_whichever_process_has_it(seed: int, request: pytest.Fixt
     job.store.timeout_s = 10_000.0
     with replayable(request, job):
         cluster = Cluster(
-            job.workers,
-            job.servers,
-            lambda rank: go_on(job, rank, cluster),
-            seed,
-            job.faults,
-            job.machines,
+            job.workers, job.servers, lambda rank: go_on(job, rank, cluster), seed, job.faults, job.machines
         )
         for _ in range(dice.choice([1, 2, 3])):
             at, rank = dice.random() * dice.choice([1, 10]), dice.randrange(job.workers)

@@ -15,15 +15,7 @@ from kvps.protocol.envelope import Packet
 from kvps.protocol.values import Pull, Push
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults, Process
-from tests.simulation.training import (
-    FEWER,
-    Job,
-    faults_of,
-    outlive,
-    patient,
-    replayable,
-    train,
-)
+from tests.simulation.training import FEWER, Job, faults_of, outlive, patient, replayable, train
 
 HERE = 2
 """The machine of the workers; the servers are on another."""
@@ -115,12 +107,7 @@ def test_workers_of_other_machines_push_for_themselves() -> None:
 
 @pytest.mark.parametrize(
     ("store", "machines"),
-    [
-        (Store(), (2, 2)),
-        (together(), (1, 1)),
-        (together(), (0, 0)),
-        (together(), (2, 3)),
-    ],
+    [(Store(), (2, 2)), (together(), (1, 1)), (together(), (0, 0)), (together(), (2, 3))],
     ids=["not wanted", "beside the servers", "unknown", "apart"],
 )
 def test_where_nothing_is_won_everyone_pushes_for_itself(store: Store, machines: tuple[int, ...]) -> None:

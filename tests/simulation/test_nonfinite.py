@@ -15,17 +15,7 @@ import pytest
 from kvps.errors import NonFinite, Timeout
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults
-from tests.simulation.training import (
-    FEWER,
-    SEEDS,
-    Job,
-    Play,
-    check,
-    faults_of,
-    once,
-    patient,
-    replayable,
-)
+from tests.simulation.training import FEWER, SEEDS, Job, Play, check, faults_of, once, patient, replayable
 
 NAN, INF = float("nan"), float("inf")
 WAYS = ("pushpull", "push, pull", "push", "one by one")
@@ -165,12 +155,7 @@ def train(job: Flawed, rank: int) -> Script:
 
 def play(job: Flawed, script) -> Cluster:  # type: ignore[no-untyped-def]
     cluster = Cluster(
-        job.workers,
-        job.servers,
-        lambda rank: script(job, rank),
-        job.seed,
-        job.faults,
-        job.machines,
+        job.workers, job.servers, lambda rank: script(job, rank), job.seed, job.faults, job.machines
     )
     for at, rank, is_noticed in job.kills:
         cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]

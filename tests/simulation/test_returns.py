@@ -12,14 +12,7 @@ from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import EpochChanged
 from tests.simulation.cluster import Cluster, Script, Store, Values
 from tests.simulation.network import Faults, Process
-from tests.simulation.training import (
-    FEWER,
-    Job,
-    check,
-    faults_of,
-    patient,
-    replayable,
-)
+from tests.simulation.training import FEWER, Job, check, faults_of, patient, replayable
 
 LOOK_EVERY_S = 0.5
 

@@ -13,14 +13,7 @@ from kvps.core.worker.plan import CopyVersion
 from tests.simulation.cluster import Script, Store, Tables, Values
 from tests.simulation.faults import drawn
 from tests.simulation.test_swarm import judge, patience, play
-from tests.simulation.training import (
-    Job,
-    check,
-    once,
-    patient,
-    replayable,
-    seeds,
-)
+from tests.simulation.training import Job, check, once, patient, replayable, seeds
 
 SEEDS = seeds(500)[::8]
 WAYS = (

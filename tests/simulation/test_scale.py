@@ -88,12 +88,7 @@ def seen(workers: int, servers: int) -> Seen:
         return cluster.network.carried.copy(), cluster.network.spent_ns.copy()
 
     def script(rank: int) -> Script:
-        return rounds(
-            rank,
-            workers,
-            lambda: before.append(now()),
-            lambda: after.append(now()),
-        )
+        return rounds(rank, workers, lambda: before.append(now()), lambda: after.append(now()))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "CHUNK_BYTES_MIN", 1)

@@ -71,8 +71,7 @@ EACH_ONCE: Play = (each_once, is_each_once)
 PLAYS = {"sync": TRAINING, "async": EACH_ONCE}
 
 each_job = pytest.mark.parametrize(
-    ("mode", "way"),
-    [(mode, way) for mode in PLAYS for way in ("pushpull", "push, pull")],
+    ("mode", "way"), [(mode, way) for mode in PLAYS for way in ("pushpull", "push, pull")]
 )
 
 

@@ -76,15 +76,7 @@ def a_join(job: Job, rank: int) -> Script:
 
 MISTAKES: dict[str, Mistake] = {
     one.__name__: one
-    for one in (
-        a_barrier,
-        two_barriers,
-        two_keys,
-        a_step_less,
-        a_key_that_rank_0_lacks,
-        a_broadcast,
-        a_join,
-    )
+    for one in (a_barrier, two_barriers, two_keys, a_step_less, a_key_that_rank_0_lacks, a_broadcast, a_join)
 }
 
 

@@ -20,24 +20,9 @@ import torch
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import KvpsError, ServerLost, Timeout
 from tests.simulation.cluster import Client, Cluster, Script, Store
-from tests.simulation.faults import (
-    HARMLESS,
-    PAUSES,
-    Pause,
-    Trouble,
-    drawn,
-    see_that_it_was_fenced,
-)
+from tests.simulation.faults import HARMLESS, PAUSES, Pause, Trouble, drawn, see_that_it_was_fenced
 from tests.simulation.network import Faults
-from tests.simulation.training import (
-    WAYS,
-    Job,
-    check,
-    one_hot,
-    replayable,
-    seeds,
-    train,
-)
+from tests.simulation.training import WAYS, Job, check, one_hot, replayable, seeds, train
 from tests.simulation.witness import Witness
 
 SEEDS = seeds(500)

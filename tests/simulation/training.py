@@ -222,10 +222,7 @@ TRAINING: Play = (train, is_trained)
 
 
 def play_with(
-    job: Job,
-    fault: Fault,
-    play: Play = TRAINING,
-    prepare: Callable[[Cluster], None] = lambda cluster: None,
+    job: Job, fault: Fault, play: Play = TRAINING, prepare: Callable[[Cluster], None] = lambda cluster: None
 ) -> int:
     """Play a job and see it end well; return its number of packets."""
     script, judge = play
@@ -267,11 +264,7 @@ def befall_each_packet(
 
 
 def end_at_each_packet(
-    job: Job,
-    name: str,
-    end: Callable[[Cluster], None],
-    play: Play = TRAINING,
-    packets: Packets = of_today,
+    job: Job, name: str, end: Callable[[Cluster], None], play: Play = TRAINING, packets: Packets = of_today
 ) -> None:
     """Play a job as often as it has packets of today; ``end`` process ``name`` at another of its own."""
     for fatal in packets(play_with(job, lambda *_: ON_TIME, play)):

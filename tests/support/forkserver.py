@@ -142,10 +142,7 @@ class ForkServer:
             # Not by Popen, which warns of a process that outlives it, as this one may.
             os.posix_spawn(
                 sys.executable,
-                [
-                    *(sys.executable, "-P", __file__),
-                    *(str(listener.fileno()), str(folder), "." * ROOM_BYTES),
-                ],
+                [*(sys.executable, "-P", __file__), *(str(listener.fileno()), str(folder), "." * ROOM_BYTES)],
                 {**server_environment(), ROOM: "." * ROOM_BYTES},
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
             )

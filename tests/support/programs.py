@@ -23,10 +23,7 @@ from shutil import which
 BIN = Path(sys.executable).parent
 AT_IMPORT = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "MKL_", "OPENBLAS_", "TORCH_")
 """Prefixes of variables that act when an interpreter, or torch, starts."""
-HARMLESS = (
-    *("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-    *("TORCHINDUCTOR_CACHE_DIR", "MKL_NUM_THREADS"),
-)
+HARMLESS = (*("PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"), *("TORCHINDUCTOR_CACHE_DIR", "MKL_NUM_THREADS"))
 """Those of them that act later, or that :func:`take_on` sees to."""
 COMMANDS = ("kvps", "kvps-launch", "kvps-scheduler", "kvps-server", "kvps-worker")
 STARTING = ("kvps", "launch", "worker", "main", "bench", "kvps.launchers.agent")

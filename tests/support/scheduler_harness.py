@@ -85,12 +85,7 @@ class Stage:
         return self.say(route, Alive(self.peers[route].challenge, guardian))
 
     def leave(
-        self,
-        route: str,
-        done: bool = True,
-        code: int = 0,
-        replaceable: bool = True,
-        reason: str = "",
+        self, route: str, done: bool = True, code: int = 0, replaceable: bool = True, reason: str = ""
     ) -> list[Effect]:
         return self.say(route, Leave(done, code, replaceable, reason))
 

@@ -96,11 +96,7 @@ class ServerStage:
     def __post_init__(self) -> None:
         identity = Identity(Role.SERVER, "tcp://scheduler:1", "host", 7, "kvps 0.1")
         self.server = Server(
-            identity,
-            self.now,
-            self.memory_limit,
-            checkpoint_every_s=self.every_s,
-            limits=self.limits,
+            identity, self.now, self.memory_limit, checkpoint_every_s=self.every_s, limits=self.limits
         )
         self.seqs = [0] * self.workers
         self.pieces: dict[str, tuple[Piece, ...]] = {}
@@ -269,12 +265,7 @@ class ServerStage:
         return said
 
     def load(
-        self,
-        key: str,
-        row: torch.Tensor,
-        call: int = 0,
-        pieces: Iterable[Piece] | None = None,
-        **_: object,
+        self, key: str, row: torch.Tensor, call: int = 0, pieces: Iterable[Piece] | None = None, **_: object
     ) -> list[Said]:
         """Load the value of ``key`` from rank 0, piece by piece."""
         said, taken = [], 0

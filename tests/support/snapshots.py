@@ -12,13 +12,7 @@ from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
-from kvps.core.server.snapshot.model import (
-    KeySnapshot,
-    Snapshot,
-    SnapshotPart,
-    SpanHistory,
-    StoreSnapshot,
-)
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
 from kvps.dtypes import Spec
 from kvps.protocol.stores import Open
 from kvps.tensors import TORCH
@@ -47,11 +41,7 @@ def opened(store: str = "default", bound: int = BOUND) -> Open:
 
 def history(version: int = 5, step: int = 5, head: int = 0, since: int = 0) -> SpanHistory:
     return SpanHistory(
-        version,
-        step,
-        {0: version, 7: version + 1},
-        {7: head} if head else {},
-        {0: since} if since else {},
+        version, step, {0: version, 7: version + 1}, {7: head} if head else {}, {0: since} if since else {}
     )
 
 
@@ -99,10 +89,7 @@ def _portion(weight: torch.Tensor, start: int, stop: int, version: int, cuts: Se
     number = sum(cut <= start for cut in cuts)
     state = {}
     if weight.is_floating_point() and number != 1:  # of some elements there was no update yet
-        state = {
-            "exp_avg": weight[start:stop].float() + 0.5,
-            "exp_avg_sq": weight[start:stop] * 2,
-        }
+        state = {"exp_avg": weight[start:stop].float() + 0.5, "exp_avg_sq": weight[start:stop] * 2}
     return SnapshotPart(start, history(version + number, version, number, number), weight[start:stop], state)
 
 
@@ -206,8 +193,6 @@ def together(some: Iterable[Mapping[str, StoreVersions]]) -> dict[str, StoreVers
         for name, one in each.items():
             sofar = found.get(name, one._replace(keys=0))
             found[name] = StoreVersions(
-                sofar.keys + one.keys,
-                min(sofar.lowest, one.lowest),
-                max(sofar.highest, one.highest),
+                sofar.keys + one.keys, min(sofar.lowest, one.lowest), max(sofar.highest, one.highest)
             )
     return found

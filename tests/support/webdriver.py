@@ -33,10 +33,7 @@ class Browser:
     """One session of a browser."""
 
     def __init__(self, driver: str, profile: Path) -> None:
-        options = {
-            "args": [*FLAGS, f"--user-data-dir={profile}"],
-            "binary": shutil.which("chromium"),
-        }
+        options = {"args": [*FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
         wanted = {
             "browserName": "chrome",
             "goog:chromeOptions": options,

@@ -95,13 +95,7 @@ class Bench:
         self.now = 100.0
         self.core = Worker(
             Identity(
-                Role.WORKER,
-                "tcp://sched:1",
-                "here",
-                7,
-                "kvps",
-                rank,
-                machine=self.machines.get(rank, 0),
+                Role.WORKER, "tcp://sched:1", "here", 7, "kvps", rank, machine=self.machines.get(rank, 0)
             ),
             self.now,
             memory,
@@ -155,12 +149,7 @@ class Bench:
         return member(node, state, **({"machine": machine} | more))
 
     def neighbour(
-        self,
-        rank: int,
-        message: Message,
-        *payload: torch.Tensor,
-        seq: int = 0,
-        **more: object,
+        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0, **more: object
     ) -> list[Effect]:
         """Let a worker of this machine ask something, along a connection that it opened."""
         return self._from_worker(b"from %d" % rank, rank, message, payload, seq=seq, **more)
@@ -170,12 +159,7 @@ class Bench:
         return self._from_worker(f"worker {rank}", rank, message, payload, **more)
 
     def _from_worker(
-        self,
-        route: Route,
-        rank: int,
-        message: Message,
-        payload: Sequence[torch.Tensor],
-        **more: object,
+        self, route: Route, rank: int, message: Message, payload: Sequence[torch.Tensor], **more: object
     ) -> list[Effect]:
         incarnation = 1 + 10 * Role.WORKER + rank
         fields = {"job": JOB, "view": self.number, "role": Role.WORKER, "rank": rank, "seq": 0}
@@ -184,23 +168,13 @@ class Bench:
         return self.take(self.core.on_packet(route, packet, self.now))
 
     def server(
-        self,
-        rank: int,
-        message: Message,
-        *payload: torch.Tensor,
-        seq: int = 0,
-        view: int | None = None,
+        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0, view: int | None = None
     ) -> list[Effect]:
         packet = self.packet_of_server(rank, message, *payload, seq=seq, view=view)
         return self.take(self.core.on_packet(f"server {rank}", packet, self.now))
 
     def packet_of_server(
-        self,
-        rank: int,
-        message: Message,
-        *payload: torch.Tensor,
-        seq: int = 0,
-        view: int | None = None,
+        self, rank: int, message: Message, *payload: torch.Tensor, seq: int = 0, view: int | None = None
     ) -> Packet:
         envelope = Envelope(JOB, view or self.number, Role.SERVER, rank, 1, seq)
         return Packet(envelope, message, tuple(to_frame(values.clone()) for values in payload))

@@ -8,19 +8,10 @@ import torch
 
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import (
-    Done,
-    History,
-    HistoryIs,
-    Resume,
-    Resumed,
-)
+from kvps.protocol.membership import Done, History, HistoryIs, Resume, Resumed
 from kvps.protocol.values import Pulled, Push, Stand
 from kvps.tensors import PRIVATE, Memory
-from tests.support.worker_harness import (
-    Bench,
-    push,
-)
+from tests.support.worker_harness import Bench, push
 
 FLOAT = BY_NAME["float32"].id
 HOT = torch.arange(40.0)

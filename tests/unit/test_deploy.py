@@ -137,9 +137,7 @@ def test_all_services_have_one_image_for_one_platform(services: dict[str, Any]) 
         assert services[name]["platform"] == "${KVPS_PLATFORM:-}"
 
 
-def test_monitoring_starts_only_if_its_profile_is_named_and_has_the_token(
-    services: dict[str, Any],
-) -> None:
+def test_monitoring_starts_only_if_its_profile_is_named_and_has_the_token(services: dict[str, Any]) -> None:
     for name in ("prometheus", "grafana"):
         assert services[name]["profiles"] == ["monitoring"]
         assert services[name]["volumes"] == ["./monitoring:/etc/kvps:ro"]

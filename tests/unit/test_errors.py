@@ -28,8 +28,7 @@ def test_every_class_of_the_module_has_a_code_and_is_exported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "builtin"),
-    [("Timeout", TimeoutError), ("KeyNotFound", KeyError), ("Mismatch", ValueError)],
+    ("name", "builtin"), [("Timeout", TimeoutError), ("KeyNotFound", KeyError), ("Mismatch", ValueError)]
 )
 def test_some_are_built_in_errors_too(name: str, builtin: type[Exception]) -> None:
     assert issubclass(getattr(errors, name), builtin)

@@ -10,17 +10,7 @@ import pytest
 import kvps
 
 ROOT = Path(kvps.__file__).parent
-MODULES = {
-    "pickle",
-    "cPickle",
-    "_pickle",
-    "marshal",
-    "shelve",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "jsonpickle",
-}
+MODULES = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle"}
 CALLS = {"eval", "exec", "compile", "__import__", "loads_pickle", "load_module", "exec_module"}
 ATTRIBUTES = {
     ("torch", "load"),

@@ -2,14 +2,7 @@
 
 import pytest
 
-from kvps.phrases import (
-    and_more,
-    bytes_in_words,
-    names_in_words,
-    never_initialised,
-    ranks_in_words,
-    some_of,
-)
+from kvps.phrases import and_more, bytes_in_words, names_in_words, never_initialised, ranks_in_words, some_of
 
 
 def test_a_list_says_how_many_entries_it_leaves_out() -> None:

@@ -29,10 +29,7 @@ def text() -> str:
     return """two
 lines"""
 '''
-BUDGETS = {
-    "packages": {"core": 10, "tools": 10},
-    "totals": {"parameter server": 10, "kvps": 15, "tests": 5},
-}
+BUDGETS = {"packages": {"core": 10, "tools": 10}, "totals": {"parameter server": 10, "kvps": 15, "tests": 5}}
 
 
 def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
@@ -41,12 +38,7 @@ def test_docstrings_comments_and_blank_lines_are_no_code() -> None:
 
 @pytest.mark.parametrize(
     ("core", "tools", "tests", "over"),
-    [
-        (10, 5, 5, []),
-        (11, 4, 5, ["core", "parameter server"]),
-        (8, 8, 5, ["kvps"]),
-        (8, 7, 6, ["tests"]),
-    ],
+    [(10, 5, 5, []), (11, 4, 5, ["core", "parameter server"]), (8, 8, 5, ["kvps"]), (8, 7, 6, ["tests"])],
 )
 def test_each_budget_fails_by_itself(core: int, tools: int, tests: int, over: list[str]) -> None:
     sizes = {"core": size.Size(code=core), "tools": size.Size(code=tools)}

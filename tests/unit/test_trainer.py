@@ -135,8 +135,7 @@ def test_a_half_gradient_is_divided_in_float32() -> None:
 def test_rescale_grad_of_the_user_counts_too() -> None:
     model, reference = net(), net()
     train(
-        model,
-        kvps.Trainer(model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", update_on_kvstore=True),
+        model, kvps.Trainer(model, "sgd", {"lr": 0.1, "rescale_grad": 0.5}, "device", update_on_kvstore=True)
     )
     train_torch(reference, torch.optim.SGD(reference.parameters(), lr=0.05))
     assert_same(model, reference)

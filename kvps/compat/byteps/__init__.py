@@ -12,10 +12,5 @@ from kvps.compat.horovod.compression import Compression
 byteps_push_pull = push_pull_async_inplace
 """BytePS's other name of :func:`push_pull_async_inplace`."""
 
-__all__ = [
-    "Compression",
-    "byteps_push_pull",
-    "cross_barrier",
-    "parallel",
-]
+__all__ = ["Compression", "byteps_push_pull", "cross_barrier", "parallel"]
 __all__ += ops.__all__

@@ -17,16 +17,7 @@ from kvps.compat.horovod import functions, mpi_ops
 from kvps.compat.horovod import optimizer as horovods
 from kvps.compat.horovod.compression import Compression, Compressor
 from kvps.compat.horovod.engine.context import current
-from kvps.compat.horovod.mpi_ops import (
-    Average,
-    Sum,
-    local_rank,
-    local_size,
-    poll,
-    rank,
-    size,
-    synchronize,
-)
+from kvps.compat.horovod.mpi_ops import Average, Sum, local_rank, local_size, poll, rank, size, synchronize
 
 PREFIX = "byteps."
 """The beginning of the names of operations; a declared tensor is known by the rest."""
@@ -102,22 +93,14 @@ def declare(name: str, **kwargs: str) -> None:
 
 
 def push_pull_async(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> int:
     """Begin :func:`push_pull`; return its handle, for :func:`poll` and :func:`synchronize`."""
     return mpi_ops.allreduce_async(tensor, name=_named(name), op=_op(average))
 
 
 def push_pull_async_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> int:
     """Begin :func:`push_pull_inplace`; return its handle, for :func:`poll` and :func:`synchronize`."""
     return mpi_ops.allreduce_async_(tensor, name=_named(name), op=_op(average))
@@ -159,11 +142,7 @@ def push_pull(
 
 
 def push_pull_inplace(
-    tensor: torch.Tensor,
-    average: bool = True,
-    name: str | None = None,
-    version: int = 0,
-    priority: int = 0,
+    tensor: torch.Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> torch.Tensor:
     """Replace a tensor by its mean or sum over the ranks, and return it; see :func:`push_pull`."""
     synchronize(push_pull_async_inplace(tensor, average, name, version, priority))

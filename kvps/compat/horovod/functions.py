@@ -9,11 +9,7 @@ import torch
 
 from kvps.compat.horovod.engine.context import current
 from kvps.compat.horovod.ops.handles import synchronize
-from kvps.compat.horovod.ops.move import (
-    allgather,
-    broadcast_,
-    broadcast_async_,
-)
+from kvps.compat.horovod.ops.move import allgather, broadcast_, broadcast_async_
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
 from kvps.errors import ConfigError
 from kvps.torch.serialization import pack, unpack
@@ -119,10 +115,7 @@ def _give_zeros(optimizer: torch.optim.Optimizer) -> None:
 
 
 def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Return one rank's object on every rank.
 

@@ -110,10 +110,7 @@ class Reduction:
         grads = [param.grad for param in group if param.grad is not None]
         if len(group) == 1 and grads[0].is_sparse and not self._sparse_as_dense:
             grad = grads[0].coalesce()
-            self._handles[group] = (
-                sparse_allreduce_async(grad, name, self.op, self.process_set),
-                [],
-            )
+            self._handles[group] = (sparse_allreduce_async(grad, name, self.op, self.process_set), [])
             return
         dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
         compressed = [self._compression.compress(grad) for grad in dense]

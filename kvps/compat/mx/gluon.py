@@ -70,12 +70,7 @@ class Trainer(kvps.Trainer):
             kvstore = SPELLINGS.get(kvstore.lower(), kvstore)
         compression = None if compression_params is None else {"min_bytes": 0, **compression_params}
         super().__init__(
-            params,
-            optimizer.rule.name,
-            optimizer.numbers(),
-            kvstore,
-            compression,
-            update_on_kvstore,
+            params, optimizer.rule.name, optimizer.numbers(), kvstore, compression, update_on_kvstore
         )
 
 

@@ -146,10 +146,7 @@ def ones(shape: Shape, ctx: torch.device | None = None, dtype: DType | None = No
 
 
 def zeros(
-    shape: Shape,
-    ctx: torch.device | None = None,
-    dtype: DType | None = None,
-    stype: str = "default",
+    shape: Shape, ctx: torch.device | None = None, dtype: DType | None = None, stype: str = "default"
 ) -> NDArray:
     """Return a new array of zeros; float32 without ``dtype``.
 

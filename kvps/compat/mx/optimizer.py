@@ -37,10 +37,7 @@ def _same(*names: str, **renamed: str) -> Callable[[Mapping[str, Any]], dict[str
     """Return a function that passes arguments on, some by another name: ``new="old"``."""
 
     def numbers(given: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            **{name: given[name] for name in names},
-            **{new: given[old] for new, old in renamed.items()},
-        }
+        return {**{name: given[name] for name in names}, **{new: given[old] for new, old in renamed.items()}}
 
     return numbers
 
@@ -154,11 +151,7 @@ class Nadam(Optimizer):
 class Signum(Optimizer):
     """The sign of the averaged gradient."""
 
-    rule = Rule(
-        "signum",
-        {"learning_rate": None, "momentum": 0.9, "wd_lh": 0.0},
-        _same("momentum", "wd_lh"),
-    )
+    rule = Rule("signum", {"learning_rate": None, "momentum": 0.9, "wd_lh": 0.0}, _same("momentum", "wd_lh"))
 
 
 class LARS(Optimizer):
@@ -169,10 +162,7 @@ class LARS(Optimizer):
 
     rule = Rule(
         "lars",
-        {
-            **{"momentum": 0.0, "lazy_update": True, "eta": 0.001, "eps": 0},
-            "momentum_correction": True,
-        },
+        {**{"momentum": 0.0, "lazy_update": True, "eta": 0.001, "eps": 0}, "momentum_correction": True},
         _same("momentum", "eta", "eps"),
     )
 

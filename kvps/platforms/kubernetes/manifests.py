@@ -47,12 +47,7 @@ def _object(job: JobDescription, api: str, kind: str, spec: Data, name: str = ""
     metadata: dict[str, Data] = {"name": name or job.name}
     if job.namespace is not None:
         metadata["namespace"] = job.namespace
-    return {
-        "apiVersion": api,
-        "kind": kind,
-        "metadata": metadata | {"labels": labels(job)},
-        "spec": spec,
-    }
+    return {"apiVersion": api, "kind": kind, "metadata": metadata | {"labels": labels(job)}, "spec": spec}
 
 
 def _network_policy(job: JobDescription) -> dict[str, Data]:
@@ -157,11 +152,7 @@ def _jobset_spec(jobs: list[Data], failure_policy: Data, worker: str) -> dict[st
 
 def _after(job: JobDescription, role: str) -> dict[str, Data]:
     """Return the dependency of a role: the scheduler listens first, then the servers do."""
-    before = {
-        "scheduler": "",
-        "server": "scheduler",
-        "worker": "server" if job.servers else "scheduler",
-    }
+    before = {"scheduler": "", "server": "scheduler", "worker": "server" if job.servers else "scheduler"}
     return {"dependsOn": [{"name": before[role], "status": "Ready"}]} if before[role] else {}
 
 
@@ -182,12 +173,7 @@ def _trainjob(job: JobDescription) -> list[dict[str, Data]]:
         # Trainer overwrites the command of each container of this name, also of other roles.
         called = (NODE, NODE) if role == "worker" else (role, "kvps")
         pod = template(
-            job,
-            role,
-            scheduler=where,
-            rank_label=COMPLETION_INDEX,
-            container=called[1],
-            place=name,
+            job, role, scheduler=where, rank_label=COMPLETION_INDEX, container=called[1], place=name
         )
         inner: dict[str, Data] = {"spec": _indexed(job, role, count, pod, called[1])}
         if role == "worker":

@@ -31,10 +31,7 @@ WHOLE_CPU = 1000
 
 def labels(job: JobDescription, role: str | None = None) -> dict[str, Data]:
     """Return the labels of an object, or of the pods of ``role``."""
-    found: dict[str, Data] = {
-        "app.kubernetes.io/name": "kvps",
-        "app.kubernetes.io/instance": job.name,
-    }
+    found: dict[str, Data] = {"app.kubernetes.io/name": "kvps", "app.kubernetes.io/instance": job.name}
     return found if role is None else found | {"app.kubernetes.io/component": role}
 
 

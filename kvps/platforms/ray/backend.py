@@ -211,10 +211,7 @@ class _Training:
                 torch.cuda.set_device(device)
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         import torch.distributed as dist
 

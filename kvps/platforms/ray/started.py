@@ -17,14 +17,7 @@ from kvps import __version__, config
 from kvps.errors import ConfigError, KvpsError
 from kvps.net.zap import keys_can_be
 from kvps.platforms.ray.actors import KvpsScheduler, KvpsServer, node_address
-from kvps.platforms.ray.plan import (
-    SLOW_MAX_S,
-    RayPlan,
-    actor_options,
-    keys_text,
-    shortage,
-    too_slow,
-)
+from kvps.platforms.ray.plan import SLOW_MAX_S, RayPlan, actor_options, keys_text, shortage, too_slow
 from kvps.platforms.ray.state import StateMemory
 from kvps.runtime.keys import Section, generate
 

@@ -64,11 +64,7 @@ def _line(value: object) -> str:
 
 
 def _node(state: _RendezvousState, node: _NodeDesc) -> list[object]:
-    lists = {
-        PARTICIPANT: state.participants,
-        WAITING: state.wait_list,
-        REDUNDANT: state.redundancy_list,
-    }
+    lists = {PARTICIPANT: state.participants, WAITING: state.wait_list, REDUNDANT: state.redundancy_list}
     heard = state.last_heartbeats.get(node)
     return [
         *(node.addr, node.pid, node.local_id),

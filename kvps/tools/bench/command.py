@@ -75,12 +75,7 @@ def add_flags(parser: flags.Parser) -> None:
     """Add the flags that :data:`COMPARE` has, too."""
     add = parser.add_argument
     add("--workloads", metavar="W", nargs="+", help="the arrays to push (resnet50 big small)")
-    add(
-        "--systems",
-        metavar="S",
-        nargs="+",
-        help="the rows of the table to measure (kvps gloo; see below)",
-    )
+    add("--systems", metavar="S", nargs="+", help="the rows of the table to measure (kvps gloo; see below)")
     add("--workers", metavar="N", help="number of workers (2)")
     add("--servers", metavar="S", help="number of servers (2)")
     add("--rounds", metavar="R", default="10", help="measured rounds per trial (10)")

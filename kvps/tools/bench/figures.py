@@ -73,10 +73,7 @@ class Measurement:
 
 
 def alternate(
-    cases: Sequence[Case],
-    systems: Sequence[str],
-    repeat: int,
-    measure: Callable[[Case, str], TrialTimes],
+    cases: Sequence[Case], systems: Sequence[str], repeat: int, measure: Callable[[Case, str], TrialTimes]
 ) -> list[Measurement]:
     """Measure every system in every case ``repeat`` times, one system after the other.
 
@@ -188,11 +185,7 @@ def times_of(row: Measurement, rows: Sequence[Measurement]) -> tuple[str, str, s
     """Return a row's median, the range of its trials, and its ratio to gloo."""
     ratio = ratio_of(row, rows)
     least, most = row.extremes_ms
-    return (
-        as_ms(row.median_ms),
-        f"{as_ms(least)} .. {as_ms(most)}",
-        "" if ratio is None else f"{ratio:.2f}",
-    )
+    return (as_ms(row.median_ms), f"{as_ms(least)} .. {as_ms(most)}", "" if ratio is None else f"{ratio:.2f}")
 
 
 def as_ms(time_ms: float) -> str:

@@ -87,11 +87,7 @@ def main(make: Make, argv: Sequence[str]) -> None:
 
 
 def measure(
-    system: SystemUnderTest,
-    rule: str,
-    rounds: int,
-    gate: tuple[int, int] | None = None,
-    how: str = "copy",
+    system: SystemUnderTest, rule: str, rounds: int, gate: tuple[int, int] | None = None, how: str = "copy"
 ) -> list[float]:
     """Return how long each round after the warm-up took, in milliseconds.
 

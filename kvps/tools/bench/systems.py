@@ -30,12 +30,7 @@ class System:
 _ALL = (
     System("kvps", "kvps", "pushpull of the sum, copied in and out"),
     System("kvps sgd", "kvps", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
-    System(
-        "kvps zero-copy",
-        "kvps",
-        "push from kv.empty_like(keys), pull(keys, copy=False)",
-        how="in-place",
-    ),
+    System("kvps zero-copy", "kvps", "push from kv.empty_like(keys), pull(keys, copy=False)", how="in-place"),
     System(
         "kvps zero-copy pushpull",
         "kvps",

@@ -74,11 +74,7 @@ ALERTS = (
         "A server could not write its part of a checkpoint.",
         severity="critical",
     ),
-    Alert(
-        "KvpsRolledBack",
-        "delta(kvps_epoch[15m]) > 0",
-        "The job was rolled back to a checkpoint.",
-    ),
+    Alert("KvpsRolledBack", "delta(kvps_epoch[15m]) > 0", "The job was rolled back to a checkpoint."),
     Alert(
         "KvpsLoopLag",
         "kvps_loop_lag_seconds > 1",
@@ -90,11 +86,7 @@ ALERTS = (
 
 def rules() -> str:
     """Return the alert rules as YAML; every string in it is JSON, which YAML contains."""
-    lines = [
-        "# Made by python -m kvps.tools.dashboard.monitoring --write",
-        "groups:",
-        "  - name: kvps",
-    ]
+    lines = ["# Made by python -m kvps.tools.dashboard.monitoring --write", "groups:", "  - name: kvps"]
     lines.append("    rules:")
     for alert in ALERTS:
         lines += [

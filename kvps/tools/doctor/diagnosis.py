@@ -233,10 +233,7 @@ def _members(m: Measurements) -> Results:
             "start kvps-server again with the same --rank and the --checkpoint-dir that has its files: the "
             "job continues from the last checkpoint. Without checkpoints start the job again",
         ),
-        (
-            workers,
-            "start kvps-worker again with the same --rank, or create the store with on_worker_lost",
-        ),
+        (workers, "start kvps-worker again with the same --rank, or create the store with on_worker_lost"),
     ):
         if bad:
             told = [f"{_node(member)} ({member.host}) is {member.presence}" for member in bad]

@@ -38,11 +38,7 @@ class AskScheduler(Protocol):
     """Asks the scheduler, as :meth:`kvps.inquiry.Inquirer.ask` does."""
 
     def __call__(
-        self,
-        request: Message,
-        answer: type[Answer],
-        limit_s: float,
-        payload: tuple[memoryview, ...] = (),
+        self, request: Message, answer: type[Answer], limit_s: float, payload: tuple[memoryview, ...] = ()
     ) -> Packet:
         """Return the answer, of the class ``answer``."""
 

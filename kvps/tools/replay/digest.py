@@ -83,9 +83,7 @@ class _Walk:
             return None
         if isinstance(value, enum.Enum | type) or (callable(value) and hasattr(value, "__qualname__")):
             self._say(
-                "name",
-                getattr(value, "__qualname__", type(value).__qualname__),
-                getattr(value, "name", ""),
+                "name", getattr(value, "__qualname__", type(value).__qualname__), getattr(value, "name", "")
             )
             return None
         if isinstance(value, bytes | bytearray | memoryview):

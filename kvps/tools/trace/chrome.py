@@ -184,12 +184,7 @@ def load(text: str) -> MergedTrace:
 def _process(args: dict[str, Any]) -> Process:
     node = Node(Role(args["role"]), args["rank"])
     return Process(
-        node,
-        args["incarnation"],
-        args["host"],
-        args["pid"],
-        error_ns=args["error_ns"],
-        lost=args["lost"],
+        node, args["incarnation"], args["host"], args["pid"], error_ns=args["error_ns"], lost=args["lost"]
     )
 
 

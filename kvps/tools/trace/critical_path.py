@@ -133,12 +133,7 @@ class CriticalPath:
         """Go back through the work of the script at ``at``: it has just made a request."""
         span = self._scripts[node].before(at)
         if span is None:  # its work before the first wait is not known
-            return (
-                [Stretch(self._trace.begin, at, Cause("compute", node))],
-                self._trace.begin,
-                node,
-                True,
-            )
+            return ([Stretch(self._trace.begin, at, Cause("compute", node))], self._trace.begin, node, True)
         if span.kind is SpanKind.COMPUTE or span.end < at:
             # A gap behind a wait is computation that no later wait has ended yet.
             start = span.begin if span.kind is SpanKind.COMPUTE else span.end

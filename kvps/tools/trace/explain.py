@@ -71,11 +71,7 @@ def explain(trace: MergedTrace) -> Explanation:
     times: Counter[Cause] = Counter()
     for stretch in path:
         times[stretch.cause] += stretch.end - stretch.begin
-    findings = [
-        *_computing(trace, path, times, total),
-        *_at_nodes(times, total),
-        *_links(times, total),
-    ]
+    findings = [*_computing(trace, path, times, total), *_at_nodes(times, total), *_links(times, total)]
     findings.sort(key=lambda finding: -finding.share)
     return Explanation(total / 1e9, tuple(findings), error_ms, lost)
 
@@ -272,10 +268,7 @@ def _lines(found: Explanation) -> list[str]:
     if rest >= 0.005:
         lines.append(f"{100 * rest:5.0f} %  all else")
     if found.error_ms is None:
-        lines += [
-            "",
-            "The clocks of some processes could not be compared: their times may be wrong.",
-        ]
+        lines += ["", "The clocks of some processes could not be compared: their times may be wrong."]
     elif found.error_ms >= 0.05:
         lines += ["", f"The clocks of all processes agree within {found.error_ms:.1f} ms."]
     if found.lost:

@@ -39,10 +39,7 @@ class TimelineLens(Lens):
     tags: Collection[int] = TAGS
 
     def __init__(
-        self,
-        tracer: Tracer,
-        counts: Callable[[], Counts | None] = lambda: None,
-        below: Lens | None = None,
+        self, tracer: Tracer, counts: Callable[[], Counts | None] = lambda: None, below: Lens | None = None
     ) -> None:
         self.tracer = tracer
         self.member: TracedMember = tracer.member

@@ -92,12 +92,7 @@ class Board:
     ) -> Ticket:
         """Push ``rows`` into the next round of ``keys``; the sums come into ``sinks``, if given."""
         call = calls.PushValues(
-            self._sums.name,
-            tuple(keys),
-            tuple(rows),
-            None if sinks is None else tuple(sinks),
-            0,
-            eager=False,
+            self._sums.name, tuple(keys), tuple(rows), None if sinks is None else tuple(sinks), 0, eager=False
         )
         return self._session.call(call, limit_s)
 

@@ -356,8 +356,7 @@ def own_connection(store: Store, name: str) -> Store | None:
         return PrefixStore(name, store.clone())  # type: ignore[attr-defined]  # torch's stub lacks it
     except (RuntimeError, NotImplementedError) as error:
         log.info(
-            "mismatched collectives are told by a Timeout only: torch's store cannot be shared: %s",
-            error,
+            "mismatched collectives are told by a Timeout only: torch's store cannot be shared: %s", error
         )
         return None
 

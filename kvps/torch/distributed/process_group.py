@@ -134,13 +134,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def _begin(
-        self,
-        what: str,
-        call: str,
-        plan: Plan,
-        result: Sequence[torch.Tensor],
-    ) -> Work:
+    def _begin(self, what: str, call: str, plan: Plan, result: Sequence[torch.Tensor]) -> Work:
         """Begin a collective; ``call`` is the same text on all ranks that make the same call."""
         self._calls.add(call)
         return self._carry_out(what, plan, result)
@@ -219,10 +213,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @noted
     def reduce_scatter(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[list[torch.Tensor]],
-        opts: Any = None,
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> Work:
         """Reduce a list of tensors over all ranks; rank r gets the r-th."""
         (output,), (given,) = single("reduce_scatter", outputs), single("reduce_scatter", inputs)

@@ -192,13 +192,7 @@ class DiLoCo:
         self._stores = tuple(
             [
                 create_dist(
-                    store,
-                    self._OWNER,
-                    options,
-                    average=is_mean,
-                    quorum=quorum,
-                    grace=grace,
-                    late=late,
+                    store, self._OWNER, options, average=is_mean, quorum=quorum, grace=grace, late=late
                 )
                 for _ in self._fragments
             ]

@@ -31,11 +31,7 @@ class LocalSGD(DiLoCo):
     _OWNER = "local_sgd"
 
     def __init__(
-        self,
-        model: Any,
-        inner_optimizer: torch.optim.Optimizer,
-        sync_every: int = 100,
-        **options: Any,
+        self, model: Any, inner_optimizer: torch.optim.Optimizer, sync_every: int = 100, **options: Any
     ) -> None:
         fixed = sorted({"outer", "lr", "momentum"} & options.keys())
         if fixed:

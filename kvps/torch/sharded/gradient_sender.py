@@ -225,9 +225,7 @@ class GradientHooks:
         missing = self.hooks.missing(self._left)
         if missing and not self.is_given_up:
             raise self.hooks.no_gradient(
-                missing,
-                "the last step()",
-                "Use them, or set requires_grad_(False) on them before shard()",
+                missing, "the last step()", "Use them, or set requires_grad_(False) on them before shard()"
             )
         for name in self._rule.trained:
             if self._params[name].grad is not None:

@@ -100,15 +100,7 @@ def shard(
         >>> sharded.step()
     """
     return Sharded(
-        module,
-        kvstore,
-        optimizer,
-        blocks,
-        init,
-        device,
-        backward_passes_per_step,
-        hyper,
-        kvstore_options,
+        module, kvstore, optimizer, blocks, init, device, backward_passes_per_step, hyper, kvstore_options
     )
 
 
@@ -155,11 +147,7 @@ class Sharded(Resumable):
         self._steps.choose(Sharded._make_step, Sharded._drop_step, lambda sharded: sharded._weights.forget())
         sender = ReplayingSender if self._steps.is_behind else GradientSender
         self._gradients = GradientHooks(
-            self._rule,
-            sender(kv, sizes, largest),
-            passes,
-            self._weights.free,
-            self._rule.go_on,
+            self._rule, sender(kv, sizes, largest), passes, self._weights.free, self._rule.go_on
         )
         self._passes = GroupHooks(
             self._blocks,

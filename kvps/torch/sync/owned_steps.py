@@ -67,12 +67,7 @@ class OwnedSteps:
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        owner: object,
-        reason: str,
-        *,
-        may_evaluate: bool = False,
+        self, optimizer: torch.optim.Optimizer, owner: object, reason: str, *, may_evaluate: bool = False
     ) -> None:
         self._optimizer = optimizer
         self._may_evaluate = may_evaluate

@@ -44,10 +44,7 @@ class ParameterSync:
     """
 
     def __init__(
-        self,
-        kv: Store | None,
-        params: Mapping[str, torch.Tensor],
-        forget: Callable[[], None] | None,
+        self, kv: Store | None, params: Mapping[str, torch.Tensor], forget: Callable[[], None] | None
     ) -> None:
         self._kv = kv
         self.params = params
@@ -281,11 +278,7 @@ def check_groups(optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Te
 
 
 def store_of(
-    kvstore: object,
-    owner: str,
-    options: Mapping[str, Any] | None = None,
-    *,
-    average: bool = False,
+    kvstore: object, owner: str, options: Mapping[str, Any] | None = None, *, average: bool = False
 ) -> Store | None:
     """Return the store of a front end: its own, by a name; or the one it was given.
 

@@ -27,11 +27,7 @@ _of_thread = threading.local()
 _lock = threading.Lock()
 
 
-def own_store(
-    owner: str,
-    kvstore: str | KVStore,
-    options: Options = None,
-) -> KVStore:
+def own_store(owner: str, kvstore: str | KVStore, options: Options = None) -> KVStore:
     """Return the store for one purpose.
 
     Args:

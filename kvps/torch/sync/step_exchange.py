@@ -31,12 +31,7 @@ class StepExchange:
     """
 
     def __init__(
-        self,
-        kv: Store | None,
-        params: Mapping[str, torch.Tensor],
-        *,
-        brings_weights: bool,
-        lends: bool,
+        self, kv: Store | None, params: Mapping[str, torch.Tensor], *, brings_weights: bool, lends: bool
     ) -> None:
         self._kv = kv
         self._params = params

@@ -48,10 +48,7 @@ def test_push_pull(two: Run) -> None:
         bps.declare("hits")
         x = torch.tensor([1.0, 2.0]) * (rank + 1)
         assert bps.push_pull(x, average=False, name="hits").tolist() == [3.0, 6.0]
-        assert bps.push_pull(x, name="hits", compression=bps.Compression.fp16).tolist() == [
-            1.5,
-            3.0,
-        ]
+        assert bps.push_pull(x, name="hits", compression=bps.Compression.fp16).tolist() == [1.5, 3.0]
         assert x.tolist() == [rank + 1.0, 2.0 * (rank + 1)]
         assert bps.push_pull_inplace(x, name="hits") is x
         assert x.tolist() == [1.5, 3.0]

@@ -128,20 +128,11 @@ def test_gradients_flow_through_each_collective(two: Run) -> None:
         assert grad(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=2.0), 1) == [6.0]
         assert grad(hvd.allgather, rank + 1) == ([1.5], [3.0, 4.5])[rank]
         assert grad(lambda x: hvd.broadcast(x, 1), 1) == ([0.0], [1.5])[rank]
-        assert (
-            grad(lambda x: hvd.alltoall(x, [1, 2])[0], 3)
-            == (
-                [1.0, 2.0, 4.0],
-                [2.0, 6.0, 8.0],
-            )[rank]
-        )
+        assert grad(lambda x: hvd.alltoall(x, [1, 2])[0], 3) == ([1.0, 2.0, 4.0], [2.0, 6.0, 8.0])[rank]
         assert grad(lambda x: hvd.alltoall(x, [1, 0])[0], 3)[1:] == [0.0, 0.0]
         assert grad(hvd.alltoall, 2) == ([1.0, 2.0], [2.0, 4.0])[rank]
         assert grad(hvd.reducescatter, 2) == [1.0, 2.0]
-        assert grad(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=0.5), 2) == [
-            1.0,
-            2.0,
-        ]
+        assert grad(lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=0.5), 2) == [1.0, 2.0]
         x = torch.ones(2, requires_grad=True)
         y = torch.ones(1, requires_grad=True)
         one, other = hvd.grouped_allreduce([x, y], op=hvd.Sum)
@@ -158,34 +149,22 @@ def mismatches() -> dict[str, tuple[Callable[[int], Any], str]]:
     """Return calls that differ between ranks, and the words of their error."""
     ones = torch.ones
     return {
-        "shape": (
-            lambda rank: hvd.allreduce(ones(2 + rank)),
-            r"float32\[2\], rank 1 has float32\[3",
-        ),
+        "shape": (lambda rank: hvd.allreduce(ones(2 + rank)), r"float32\[2\], rank 1 has float32\[3"),
         "rank": (lambda rank: hvd.allreduce(ones([2] * (rank + 1))), "shapes differ"),
         "type": (lambda rank: hvd.allreduce(ones(2).to((torch.int, torch.half)[rank])), "types d"),
         "op": (lambda rank: hvd.allreduce(ones(2), op=(hvd.Sum, hvd.Max)[rank]), "reductions d"),
         "factor": (lambda rank: hvd.allreduce(ones(2), prescale_factor=1.0 + rank), "prescale fac"),
         "root": (lambda rank: hvd.broadcast(ones(2), rank), "root ranks differ"),
         "gather": (lambda rank: hvd.allgather(ones(2, 2 + rank)), "shapes differ"),
-        "gather type": (
-            lambda rank: hvd.allgather(ones(2).to((torch.int, torch.half)[rank])),
-            "typ",
-        ),
+        "gather type": (lambda rank: hvd.allgather(ones(2).to((torch.int, torch.half)[rank])), "typ"),
         "group": (lambda rank: hvd.grouped_allreduce([ones(2)] * (rank + 1)), "numbers of tensors"),
         "scatter": (lambda rank: hvd.reducescatter(ones(2 + rank)), "shapes differ"),
         "alltoall": (lambda rank: hvd.alltoall(ones(2, 1 + rank)), "shapes differ"),
         "scalar": (lambda rank: hvd.allgather(torch.tensor(1.0)), "got a scalar"),
         "splits": (lambda rank: hvd.alltoall(ones(3), [2, 2 + rank]), "need more rows than the 3"),
         "rows": (lambda rank: hvd.alltoall(ones(3)), "3 rows are not divisible by 2 ranks"),
-        "no maximum": (
-            lambda rank: hvd.reducescatter(ones(2), op=hvd.Max),
-            "use hvd.Sum or hvd.Av",
-        ),
-        "no root": (
-            lambda rank: hvd.broadcast(ones(2), 9),
-            "root_rank=9 is not in the process set",
-        ),
+        "no maximum": (lambda rank: hvd.reducescatter(ones(2), op=hvd.Max), "use hvd.Sum or hvd.Av"),
+        "no root": (lambda rank: hvd.broadcast(ones(2), 9), "root_rank=9 is not in the process set"),
         "set": (lambda rank: hvd.add_process_set([rank]), "ranks of the process set differ"),
         "operation": (
             lambda rank: (hvd.allreduce, hvd.allgather)[rank](ones(2), name="one"),

@@ -47,11 +47,7 @@ def test_process_sets(three: Run) -> None:
         assert hvd.global_process_set.ranks == [0, 1, 2]
         pair, last = hvd.add_process_set([2, 0]), hvd.add_process_set(hvd.ProcessSet([1]))
         assert str(pair) == "ProcessSet(process_set_id=1, ranks=[0, 2], mpi_comm=None)"
-        assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {
-            0: [0, 1, 2],
-            1: [0, 2],
-            2: [1],
-        }
+        assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2], 2: [1]}
         mine = last if rank == 1 else pair
         assert mine.included()
         assert (mine.size(), mine.rank()) == ((2, 0), (1, 0), (2, 1))[rank]
@@ -103,18 +99,7 @@ def test_ranks_that_are_late_are_named_in_the_log_and_then_fail(
 
 # --- many operations at once --------------------------------------------------------------------
 
-KINDS = (
-    "sum",
-    "mean",
-    "max",
-    "large",
-    "gather",
-    "broadcast",
-    "alltoall",
-    "scatter",
-    "pair",
-    "wrong",
-)
+KINDS = ("sum", "mean", "max", "large", "gather", "broadcast", "alltoall", "scatter", "pair", "wrong")
 
 
 def begun(rank: int, name: str, kind: str, size: int, root: int, pair: hvd.ProcessSet) -> Any:

@@ -255,8 +255,7 @@ def every_optimizer() -> dict[str, Callable[[torch.nn.Module], torch.optim.Optim
             *("LBFGS", "SparseAdam", "NonCapturableOptimizer"),
         ):
             made[kind.__name__] = lambda model, kind=kind: kind(  # type: ignore[misc]
-                [one for one in model.parameters() if kind.__name__ != "Muon" or one.dim() == 2],
-                lr=0.1,
+                [one for one in model.parameters() if kind.__name__ != "Muon" or one.dim() == 2], lr=0.1
             )
     return made
 

@@ -64,16 +64,7 @@ print("rank", rank, "of", workers, kv.type, "right", flush=True)
 def test_a_script_of_mxnet_runs_with_one_import_changed(processes: Processes, kind: str) -> None:
     script = processes.script(SCRIPT)
     launched = processes.kvps(
-        "launch",
-        "-n",
-        WORKERS,
-        "-s",
-        2,
-        "--launcher",
-        "local",
-        sys.executable,
-        script,
-        kind,
+        "launch", "-n", WORKERS, "-s", 2, "--launcher", "local", sys.executable, script, kind
     )
     assert launched.wait(120.0) == 0, launched
     for rank in range(WORKERS):

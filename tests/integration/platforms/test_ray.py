@@ -17,11 +17,7 @@ import pytest
 from tests.integration.processes import ROOT, Process, Processes, has_checkpoint, until
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'kvps[ray]'")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.usefixtures("fresh_interpreters"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.usefixtures("fresh_interpreters")]
 LIMIT_S = 400.0
 """Seconds that Ray may take, on a machine that has other work."""
 
@@ -229,9 +225,7 @@ def lose(folder, mark):
 """
 
 
-def test_a_lost_node_takes_its_worker_and_its_server_along_and_both_come_back(
-    processes: Processes,
-) -> None:
+def test_a_lost_node_takes_its_worker_and_its_server_along_and_both_come_back(processes: Processes) -> None:
     folder, mark = processes.folder / "runs" / "run" / "kvps", processes.folder / "mark"
     begin = f"""
 cut = [pathlib.Path(one) for one in ({str(folder)!r}, {str(mark)!r})]

@@ -147,9 +147,7 @@ kv.close()
 
 
 @pytest.mark.thorough
-def test_a_killed_worker_of_a_store_comes_back_by_torchrun_and_resumes(
-    processes: Processes,
-) -> None:
+def test_a_killed_worker_of_a_store_comes_back_by_torchrun_and_resumes(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     cluster.server()
     words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
@@ -316,10 +314,7 @@ def test_other_keys(processes: Processes) -> None:
     )
     refused(torchrun(processes, locked.endpoint, "1", script), "the scheduler at .* has keys, and this")
     missing = processes.folder / "missing"
-    refused(
-        torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=str(missing)),
-        "cannot read the key",
-    )
+    refused(torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=str(missing)), "cannot read the key")
     locked.process.signal(signal.SIGTERM)
     locked.process.wait()
 

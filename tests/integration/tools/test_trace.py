@@ -87,7 +87,7 @@ def test_the_timeline_of_a_whole_job(processes: Processes) -> None:
     events = document["traceEvents"]
     named = [one["args"]["name"] for one in events if one["name"] == "process_name"]
     assert sorted(name.partition(" (")[0] for name in named) == [
-        *("scheduler", "server 0", "worker 0", "worker 1"),
+        *("scheduler", "server 0", "worker 0", "worker 1")
     ]
     kinds = {one["name"] for one in events if one["ph"] == "X"}
     assert kinds >= {"compute", "wait", "encode", "send", "reduce", "reply", "scatter"}

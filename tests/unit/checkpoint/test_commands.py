@@ -78,7 +78,7 @@ def test_the_table(tmp_path: Path, capsys: Output) -> None:
     names = ["cut", "tag", "written", "servers", "store", "keys", "versions", "size", "complete"]
     assert [name.strip() for name in header.strip("┃").split("┃")] == names
     assert [cell.strip() for cell in first.strip("│").split("│")][:8] == [
-        *("1", "best[1]", "", "2", "default", "12", "5 to 7", size),
+        *("1", "best[1]", "", "2", "default", "12", "5 to 7", size)
     ]
     assert first.rstrip("│ ").endswith("yes")
     assert " 3 " in second
@@ -210,11 +210,7 @@ def test_a_model_comes_out_as_it_was(tmp_path: Path, capsys: Output) -> None:
     other.load_state_dict(load_file(file))
     assert torch.equal(model(images), other(images))
     with safe_open(file, framework="pt") as opened:
-        assert opened.metadata() == {
-            "format": "pt",
-            "kvps.checkpoint": "4 (best)",
-            "kvps.store": "default",
-        }
+        assert opened.metadata() == {"format": "pt", "kvps.checkpoint": "4 (best)", "kvps.store": "default"}
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
 
 

@@ -9,12 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvps.checkpoint.manifest import (
-    ImageFile,
-    Manifest,
-    StoreVersions,
-    image_name,
-)
+from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.server.snapshot.model import Snapshot
 from tests.support import snapshots
 

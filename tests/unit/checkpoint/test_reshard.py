@@ -188,11 +188,7 @@ PORTIONS = next(key.portions for key in snapshots.image(1, 2).stores[0].keys if 
         (cut_key(portions=PORTIONS[:1]), 1, "elements 75 to 119 are missing"),
         (cut_key(portions=PORTIONS[1:]), 1, "elements 60 to 74 are missing"),
         (cut_key(portions=PORTIONS[:1] * 2), 1, "element 60 is there twice"),
-        (
-            cut_key(portions=(PORTIONS[0], replace(PORTIONS[1], start=76))),
-            1,
-            "elements 75 to 75 are missing",
-        ),
+        (cut_key(portions=(PORTIONS[0], replace(PORTIONS[1], start=76))), 1, "elements 75 to 75 are missing"),
     ],
 )
 def test_elements_must_be_there_once(change: Change, server: int, says: str) -> None:

@@ -21,13 +21,7 @@ from safetensors.torch import load_file
 from kvps.checkpoint import atomic_file, snapshot_writer
 from kvps.checkpoint.safetensors_writer import HEADER_MAX, TITLES, Column, stream_of
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.server.snapshot.model import (
-    KeySnapshot,
-    Snapshot,
-    SnapshotPart,
-    SpanHistory,
-    StoreSnapshot,
-)
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import StorageError
 from tests.support import snapshots
@@ -81,12 +75,7 @@ def test_tensors_in_any_place_come_back(tmp_path: Path) -> None:
     assert not strided.is_contiguous()
     asking = torch.ones(3, requires_grad=True)
     keys = tuple(
-        KeySnapshot(
-            name,
-            Spec("float32", (len(one),)),
-            0,
-            (SnapshotPart(0, snapshots.history(), one, {}),),
-        )
+        KeySnapshot(name, Spec("float32", (len(one),)), 0, (SnapshotPart(0, snapshots.history(), one, {}),))
         for name, one in {
             "e": big[:0],
             "b": big,

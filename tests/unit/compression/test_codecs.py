@@ -164,8 +164,7 @@ def test_a_gpu_writes_and_reads_as_the_cpu_does(code: CodecSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "largest"),
-    [(CodecSpec(FP16), 65504.0), (CodecSpec(BF16), torch.finfo(torch.bfloat16).max)],
+    ("code", "largest"), [(CodecSpec(FP16), 65504.0), (CodecSpec(BF16), torch.finfo(torch.bfloat16).max)]
 )
 def test_values_over_the_largest_half_stay_in_the_residual(code: CodecSpec, largest: float) -> None:
     top = torch.finfo(torch.float32).max
@@ -211,10 +210,7 @@ def test_topk_sends_the_largest() -> None:
 @pytest.mark.parametrize("indices", [[1, 1], [3, 1], [1, 5], [-1, 2]])
 def test_indices_that_cannot_be(indices: list[int]) -> None:
     octets = torch.cat(
-        [
-            torch.tensor(indices, dtype=torch.int32).view(torch.uint8),
-            torch.ones(2).view(torch.uint8),
-        ]
+        [torch.tensor(indices, dtype=torch.int32).view(torch.uint8), torch.ones(2).view(torch.uint8)]
     )
     with pytest.raises(ProtocolError, match="out of order, or beyond the 5"):
         decode(CodecSpec(TOPK, 0.4), octets, torch.empty(5))

@@ -99,18 +99,12 @@ def test_rules_alone_leave_other_keys_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("params", "match"),
     [
-        (
-            {},
-            "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, e3m0, topk2bit, or none",
-        ),
+        ({}, "type=None: use one of fp16, bf16, 1bit, 2bit, int8, topk, randomk, e3m0, topk2bit, or none"),
         ("3bit", "type='3bit'"),
         (True, "compression True: give a dict, such as {'type': '2bit'}, or the type alone"),
         (None, "compression None: give a dict"),
         ({"type": 2}, "type=2"),
-        (
-            {"type": "2bit", "threshhold": 0.1},
-            "2bit has no parameter 'threshhold'; it has type, thr",
-        ),
+        ({"type": "2bit", "threshhold": 0.1}, "2bit has no parameter 'threshhold'; it has type, thr"),
         ({"type": "fp16", "threshold": 0.1}, "fp16 has no parameter 'threshold'"),
         ({"type": "none", "ratio": 0.1}, "none has no parameter 'ratio'"),
         ({"type": "2bit", "threshold": math.nan}, "threshold=nan: use a finite number"),

@@ -59,8 +59,7 @@ def test_at_least_one_element_is_kept_and_no_more_than_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ratio"),
-    [("2bit", 1 / 15), ("1bit", 1 / 30), ("int8", 0.27), ("fp16", 0.5), ("bf16", 0.5)],
+    ("name", "ratio"), [("2bit", 1 / 15), ("1bit", 1 / 30), ("int8", 0.27), ("fp16", 0.5), ("bf16", 0.5)]
 )
 def test_how_much_less_than_float32(name: str, ratio: float) -> None:
     assert size(CodecSpec(CODECS[name], 0.5), 98_304) / (4 * 98_304) <= ratio

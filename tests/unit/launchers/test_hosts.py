@@ -9,11 +9,7 @@ import pytest
 from kvps.errors import ConfigError
 from kvps.launchers.hosts import Host, Placement, of_slurm, parse, tasks_per_node
 
-ALLOCATED = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "n[1-2]",
-    "SLURM_TASKS_PER_NODE": "3,1",
-}
+ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3,1"}
 
 
 def test_a_list() -> None:

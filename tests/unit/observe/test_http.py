@@ -328,9 +328,7 @@ def test_where_others_may_come_any_name_will_do() -> None:
     assert Place("localhost", 9).is_named_by("localhost:9")
 
 
-def test_events_are_the_newest_samples_until_the_sampler_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_events_are_the_newest_samples_until_the_sampler_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "KEEP_ALIVE_S", 0.01)
     loop = Loop()
     server = dashboard(loop)

@@ -139,9 +139,7 @@ def test_a_scripts_log_is_left_alone_without_the_variable(
 
 
 def test_a_scripts_log_is_json_if_the_variable_says_so(
-    script_log: logging.Logger,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script_log: logging.Logger, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPS_LOG_FORMAT", "json")
     monkeypatch.setenv("KVPS_LOG_LEVEL", "info")

@@ -72,9 +72,7 @@ def test_servers_are_as_many_as_workers(capsys: pytest.CaptureFixture[str]) -> N
     assert text.count("replicas: 3\n") == 2
 
 
-def test_the_secrets_are_made_by_commands_that_are_comments(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_secrets_are_made_by_commands_that_are_comments(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*ARGUMENTS, "--namespace", "team", "--keys", "/my keys", "--dry-run=k8s"]
     head, _ = printed(capsys, *flags, *COMMAND).split("---\n", 1)
     lines = head.splitlines()
@@ -87,9 +85,7 @@ def test_the_secrets_are_made_by_commands_that_are_comments(
         assert any("'/my keys/public/scheduler.pub'" in line for line in files)
 
 
-def test_a_job_without_servers_needs_no_secret_for_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_job_without_servers_needs_no_secret_for_them(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *ARGUMENTS, "-s", "0", "--dry-run=jobset", *COMMAND)
     assert "kvps-server" not in text
 

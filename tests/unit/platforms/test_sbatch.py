@@ -72,9 +72,7 @@ def test_without_checkpoints_it_is_not_queued_again(capsys: pytest.CaptureFixtur
     assert printed(capsys, *FLAGS, *COMMAND) == PLAIN
 
 
-def test_a_grace_for_the_last_checkpoint_is_the_default(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_grace_for_the_last_checkpoint_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, *FLAGS, "--checkpoint-dir", "cuts", *COMMAND)
     assert "#SBATCH --signal=B:TERM@90\n" in text
     assert " --checkpoint-dir cuts --grace 60 " in text

@@ -56,8 +56,7 @@ def test_types_inside_containers_are_kept():
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e5m2],
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64, torch.float8_e5m2]
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_tensors(dtype, shape):

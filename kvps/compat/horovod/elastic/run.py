@@ -13,11 +13,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvps import config
-from kvps.compat.horovod.common.exceptions import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InvalidArgument,
-)
+from kvps.compat.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt, InvalidArgument
 from kvps.compat.horovod.elastic.state import State
 from kvps.compat.horovod.engine.context import ALL_HERE_S
 from kvps.compat.horovod.mpi_ops import init, shutdown

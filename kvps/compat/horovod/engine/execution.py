@@ -16,12 +16,7 @@ from kvps.compat.horovod.engine.arithmetic import adasum, finish
 from kvps.compat.horovod.engine.operation import Operation
 from kvps.compat.horovod.engine.transfers import Plan, Transfers
 from kvps.compat.horovod.negotiation.coordinator import Execute
-from kvps.compat.horovod.negotiation.request import (
-    SUMMING,
-    CollectiveRequest,
-    Key,
-    Part,
-)
+from kvps.compat.horovod.negotiation.request import SUMMING, CollectiveRequest, Key, Part
 from kvps.torch.distributed.host_tensor import Staged, blank, fold, octets
 
 
@@ -122,10 +117,7 @@ class Executor:
             execution.plans.append(self._transfers.swap(run.ranks, given, room))
 
             def give(
-                index: int = index,
-                part: Part = part,
-                rows: list[int] = rows,
-                room: list[torch.Tensor] = room,
+                index: int = index, part: Part = part, rows: list[int] = rows, room: list[torch.Tensor] = room
             ) -> None:
                 row = fold("SUM", room)
                 request = run.first
@@ -227,11 +219,7 @@ def _give_folds(room: Sequence[torch.Tensor], rows: Sequence[_Row], ranks: int) 
 
 
 def _put(
-    outcome: list[torch.Tensor],
-    index: int,
-    row: torch.Tensor,
-    shape: tuple[int, ...],
-    operation: Operation,
+    outcome: list[torch.Tensor], index: int, row: torch.Tensor, shape: tuple[int, ...], operation: Operation
 ) -> None:
     outcome[index] = row.view(shape).to(operation.tensors[index].device)
 

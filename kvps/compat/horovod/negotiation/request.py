@@ -15,10 +15,7 @@ from dataclasses import dataclass
 ALLREDUCE, ALLGATHER, BROADCAST = "allreduce", "allgather", "broadcast"
 ALLTOALL, REDUCESCATTER, BARRIER = "alltoall", "reducescatter", "barrier"
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
-KINDS = (
-    *(ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER),
-    *(ADD_SET, REMOVE_SET),
-)
+KINDS = (*(ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER, BARRIER), *(ADD_SET, REMOVE_SET))
 """The operations that are negotiated."""
 UNEVEN = (ALLGATHER, ALLTOALL)
 """Operations whose tensors may differ in the first dimension."""

@@ -89,11 +89,7 @@ class _Allgather(torch.autograd.Function):
 
 
 def _broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None,
-    process_set: ProcessSet,
-    is_inplace: bool,
+    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, is_inplace: bool
 ) -> int:
     demand_tensors(BROADCAST, name, [tensor], process_set)
     if type(root_rank) is not int or root_rank not in process_set.ranks:

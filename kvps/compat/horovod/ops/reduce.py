@@ -130,13 +130,7 @@ def allreduce(
     """
     compressed, context = checked(compression).compress(tensor)
     result: torch.Tensor = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        chosen(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        False,
-        compressed,
+        chosen(op, average), name, prescale_factor, postscale_factor, process_set, False, compressed
     )[0]
     return compression.decompress(result, context)
 
@@ -257,16 +251,7 @@ class _Allreduce(torch.autograd.Function):
     ) -> Any:
         ctx.arguments = op, prescale, postscale, process_set, is_list
         found = synchronize(
-            begin_reduction(
-                ALLREDUCE,
-                tensors,
-                name,
-                op,
-                prescale,
-                postscale,
-                process_set,
-                is_list=True,
-            )
+            begin_reduction(ALLREDUCE, tensors, name, op, prescale, postscale, process_set, is_list=True)
         )
         return tuple(found)
 

@@ -134,16 +134,7 @@ class _Reducescatter(torch.autograd.Function):
     ) -> Any:
         ctx.arguments = op, prescale, postscale, process_set
         found = synchronize(
-            begin_reduction(
-                REDUCESCATTER,
-                tensors,
-                name,
-                op,
-                prescale,
-                postscale,
-                process_set,
-                is_list=True,
-            )
+            begin_reduction(REDUCESCATTER, tensors, name, op, prescale, postscale, process_set, is_list=True)
         )
         return tuple(found)
 

@@ -39,10 +39,7 @@ class SparseHandle:
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str,
-    op: ReduceOp,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Begin the sum or mean of a sparse tensor; return a handle, which may also be called for the result.
 

@@ -18,11 +18,7 @@ SMALL = Case("small", 2, 2)
 
 
 def row(case: Case, system: str, *medians: float) -> Measurement:
-    traffic = (
-        Traffic("host 0", 0.0, 0.0),
-        Traffic("host 1", 1.024e6, 2.048e6),
-        Traffic("host 2", 1.0, 1.0),
-    )
+    traffic = (Traffic("host 0", 0.0, 0.0), Traffic("host 1", 1.024e6, 2.048e6), Traffic("host 2", 1.0, 1.0))
     return Measurement(case, system, [NetworkTrial((one,), traffic, 0.001) for one in medians])
 
 

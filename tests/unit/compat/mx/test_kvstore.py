@@ -204,11 +204,7 @@ def with_updater() -> mx.kv.KVStore:
         (lambda kv: kv.init(3, mx.nd.ones((1,))), Mismatch, "3"),
         (lambda kv: kv.set_optimizer("sgd"), ConfigError, "such as mx.optimizer.SGD.*not str"),
         (lambda kv: kv._send_command_to_servers(0, ""), ConfigError, "take no commands"),
-        (
-            lambda kv: kv.set_gradient_compression({"type": "2bit"}),
-            ConfigError,
-            "does not compress",
-        ),
+        (lambda kv: kv.set_gradient_compression({"type": "2bit"}), ConfigError, "does not compress"),
         (lambda kv: with_optimizer()._set_updater(nothing), ConfigError, "without optimizer"),
         (
             lambda kv: with_updater().set_gradient_compression({"type": "2bit"}),

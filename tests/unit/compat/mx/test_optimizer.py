@@ -103,10 +103,7 @@ RULES: dict[str, tuple[mx.optimizer.Optimizer, Rule]] = {
     "adam": (mx.optimizer.Adam(learning_rate=0.1, wd=0.01), adam),
     "adagrad": (mx.optimizer.AdaGrad(learning_rate=0.1, eps=0.5), adagrad),
     "rmsprop": (mx.optimizer.RMSProp(learning_rate=0.1, wd=0.01), rmsprop),
-    "rmsprop, centered": (
-        mx.optimizer.RMSProp(0.1, 0.9, 0.8, centered=True),
-        rmsprop_centered,
-    ),
+    "rmsprop, centered": (mx.optimizer.RMSProp(0.1, 0.9, 0.8, centered=True), rmsprop_centered),
     "adadelta": (mx.optimizer.AdaDelta(), adadelta),
     "ftrl": (mx.optimizer.Ftrl(learning_rate=0.1, wd=0.01), ftrl),
     "adamax": (mx.optimizer.Adamax(learning_rate=0.1, wd=0.01), adamax),
@@ -167,12 +164,7 @@ def test_arguments_by_position_are_in_mxnets_order() -> None:
 
 def test_common_arguments() -> None:
     given = mx.optimizer.SGD(
-        learning_rate=0.1,
-        wd=0.2,
-        rescale_grad=0.5,
-        clip_gradient=3.0,
-        multi_precision=True,
-        aggregate_num=4,
+        learning_rate=0.1, wd=0.2, rescale_grad=0.5, clip_gradient=3.0, multi_precision=True, aggregate_num=4
     ).describe()
     wanted = {"lr": 0.1, "weight_decay": 0.2, "rescale_grad": 0.5, "clip_gradient": 3.0}
     assert {name: given.values[name] for name in wanted} == wanted

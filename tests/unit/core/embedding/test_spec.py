@@ -42,11 +42,7 @@ def test_the_seed_comes_from_the_name() -> None:
 def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:
     optimizer = torch.optim.Adagrad([torch.zeros(1)], lr=0.5)
     recipe = made(dtype=torch.bfloat16, optimizer=optimizer)
-    assert (recipe.dtype, recipe.hyper.name, recipe.hyper.number("lr")) == (
-        "bfloat16",
-        "adagrad",
-        0.5,
-    )
+    assert (recipe.dtype, recipe.hyper.name, recipe.hyper.number("lr")) == ("bfloat16", "adagrad", 0.5)
 
 
 @pytest.mark.parametrize(

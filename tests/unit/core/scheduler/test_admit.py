@@ -9,17 +9,7 @@ from kvps.core.limits import Limits
 from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
-from kvps.protocol.membership import (
-    Beat,
-    Evict,
-    Hello,
-    Leave,
-    Look,
-    Ping,
-    Rendezvous,
-    Seen,
-    Stop,
-)
+from kvps.protocol.membership import Beat, Evict, Hello, Leave, Look, Ping, Rendezvous, Seen, Stop
 from tests.support.scheduler_harness import JOB, Stage, notes, sent
 
 NOBODY = bytes(16)

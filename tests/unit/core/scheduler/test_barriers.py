@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.scheduler import barriers as module
-from kvps.core.scheduler.barriers import (
-    NAME_MAX,
-    OPEN_MAX,
-    Barriers,
-    Passed,
-    RoutedMessage,
-    Waiter,
-)
+from kvps.core.scheduler.barriers import NAME_MAX, OPEN_MAX, Barriers, Passed, RoutedMessage, Waiter
 from kvps.errors import ConfigError, Overload, WorkerLost
 from kvps.protocol.membership import Barrier, Error, Released
 
@@ -49,10 +42,7 @@ def test_a_rank_counts_once_and_its_last_request_is_answered() -> None:
     barriers = Barriers(range(2))
     for seq in (1, 2, 3):
         assert stand(barriers, 0, seq=seq) == []
-    assert stand(barriers, 1, seq=9) == [
-        RoutedMessage("w0", Released(3)),
-        RoutedMessage("w1", Released(9)),
-    ]
+    assert stand(barriers, 1, seq=9) == [RoutedMessage("w0", Released(3)), RoutedMessage("w1", Released(9))]
 
 
 @pytest.mark.spec("R34")
@@ -120,10 +110,7 @@ def test_lost_worker_keeps_its_place_at_a_barrier() -> None:
     barriers.withdraw(2)
     barriers.withdraw(1)
     assert require(barriers, 0, 1, w2="exit code 1") == []
-    assert stand(barriers, 1) == [
-        RoutedMessage("w0", Released(1)),
-        RoutedMessage("w1", Released(1)),
-    ]
+    assert stand(barriers, 1) == [RoutedMessage("w0", Released(1)), RoutedMessage("w1", Released(1))]
 
 
 def test_a_release_that_nobody_waits_for_any_more() -> None:
@@ -293,11 +280,7 @@ class TestResuming:
     @pytest.mark.spec("R124")
     def test_without_rounds_it_goes_on_behind_the_last(self) -> None:
         barriers = Barriers(range(2))
-        passed = {
-            ("kv", "b"): Passed(3, 0),
-            ("kv", "c"): Passed(1, 0),
-            ("other", "d"): Passed(1, 0),
-        }
+        passed = {("kv", "b"): Passed(3, 0), ("kv", "c"): Passed(1, 0), ("other", "d"): Passed(1, 0)}
         barriers.restore(passed, {})
         self.stand(barriers, 1, 4, after=0)
         stand(barriers, 0, 0, name="e")

@@ -9,11 +9,7 @@ import pytest
 from kvps.core.effects import Note
 from kvps.core.scheduler import checkpoint_coordinator as module
 from kvps.core.scheduler.barriers import RoutedMessage, Waiter
-from kvps.core.scheduler.checkpoint_coordinator import (
-    RETRY_S,
-    CheckpointCoordinator,
-    CheckpointEffect,
-)
+from kvps.core.scheduler.checkpoint_coordinator import RETRY_S, CheckpointCoordinator, CheckpointEffect
 from kvps.core.scheduler.cut import AGAIN_S, NodeMessage
 from kvps.errors import BY_CODE, ConfigError, Overload, StorageError
 from kvps.protocol.checkpoint import (
@@ -458,10 +454,7 @@ class TestByWish:
         desk.take(until="halted")
         desk.hear((S0, ImageKept(1, 0, "", (), "/home/worker: no space left")))
         assert errors(desk.answers()) == [
-            (
-                b"w0",
-                "StorageError: checkpoint 1 was abandoned: server 0: /home/worker: no space left",
-            )
+            (b"w0", "StorageError: checkpoint 1 was abandoned: server 0: /home/worker: no space left")
         ]
         with pytest.raises(StorageError, match="was abandoned: server 0"):
             desk.ask(1)  # who comes late hears the same
@@ -589,12 +582,7 @@ class TestReturn:
         desk.core.replaced(1, desk.now)
         desk.shelve(1)
         desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
-        assert desk.wait(AGAIN_S) == [
-            (W0, Proceed(2)),
-            (W1, Proceed(2)),
-            (S0, GiveUp(2)),
-            (S1, GiveUp(2)),
-        ]
+        assert desk.wait(AGAIN_S) == [(W0, Proceed(2)), (W1, Proceed(2)), (S0, GiveUp(2)), (S1, GiveUp(2))]
 
     @pytest.mark.spec("R140")
     def test_a_second_loss_on_the_way_begins_the_next(self) -> None:
@@ -623,12 +611,7 @@ class TestRestart:
     def test_a_cut_under_way_is_given_up(self) -> None:
         desk = Desk(shelves=False)
         desk.core.resume(5, 4, 2, is_returning=False)
-        assert [type(message) for _, message in desk.wait(0.0)] == [
-            Proceed,
-            Proceed,
-            GiveUp,
-            GiveUp,
-        ]
+        assert [type(message) for _, message in desk.wait(0.0)] == [Proceed, Proceed, GiveUp, GiveUp]
         desk.hear(*[(node, Proceeding(5, True)) for node in (W0, W1)])
         assert desk.notes() == ["checkpoint 5 was abandoned: the scheduler was restarted"]
         assert desk.wait(AGAIN_S) == [(S0, Recall(2)), (S1, Recall(2))]

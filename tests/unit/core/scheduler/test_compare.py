@@ -95,9 +95,7 @@ def test_a_replacement_that_is_first_of_all_is_met_later(stage: Stage) -> None:
 
 
 @pytest.mark.spec("R404")
-def test_a_replacement_of_a_store_that_waits_for_nobody_lost_makes_its_barrier_hasty(
-    stage: Stage,
-) -> None:
+def test_a_replacement_of_a_store_that_waits_for_nobody_lost_makes_its_barrier_hasty(stage: Stage) -> None:
     """Another worker that is lost then is not waited for."""
     compare(stage, "w0")
     replace(stage, 2, "w5")

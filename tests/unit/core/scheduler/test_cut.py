@@ -87,12 +87,7 @@ def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> N
     hear(cut, (S0, ImageTaken(7)))
     assert cut.stage is CutStage.IMAGING
     hear(cut, (S1, ImageTaken(7)))
-    assert set(cut.outgoing()) == {
-        (S0, TakeImage(7)),
-        (S1, TakeImage(7)),
-        (W0, Proceed(7)),
-        (W1, Proceed(7)),
-    }
+    assert set(cut.outgoing()) == {(S0, TakeImage(7)), (S1, TakeImage(7)), (W0, Proceed(7)), (W1, Proceed(7))}
 
 
 @pytest.mark.spec("R136")

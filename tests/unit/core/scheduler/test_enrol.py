@@ -108,7 +108,4 @@ def test_a_hello_for_another_role_than_its_sender_has() -> None:
     said = replace(one.peers["w0"].envelope(), incarnation=0)
     effects = one.say("w9", Hello(1, 0, "k", 0, 1, 0, "h", 7), envelope=said)
     (error,) = sent(effects, Error)
-    assert (error.code, error.text) == (
-        ProtocolError.code,
-        "a worker asked for the seat of a server",
-    )
+    assert (error.code, error.text) == (ProtocolError.code, "a worker asked for the seat of a server")

@@ -32,10 +32,7 @@ def test_evicted_worker_is_fenced_and_its_rank_is_lost() -> None:
     effects = one.say("admin", Evict(Role.WORKER, 0), seq=1)
     assert sent(effects, Done, "admin") == [Done(1)]
     (error,) = sent(effects, Error, "w0")
-    assert (error.code, error.text) == (
-        Fenced.code,
-        "worker 0 was evicted by the operator: stop",
-    )
+    assert (error.code, error.text) == (Fenced.code, "worker 0 was evicted by the operator: stop")
     (trust,) = [each for each in effects if isinstance(each, Trust)]
     assert list(trust.keys) == [THIRD]
     (view,) = sent(effects, View, "s0")

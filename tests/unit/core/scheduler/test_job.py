@@ -40,12 +40,7 @@ def test_each_later_change_makes_a_view() -> None:
     stage = running()
     numbers = [
         [view.number for view in sent(effects, View, "s0")]
-        for effects in (
-            stage.leave("w0", done=False),
-            stage.hello("w5"),
-            stage.leave("w1"),
-            stage.beat("w5"),
-        )
+        for effects in (stage.leave("w0", done=False), stage.hello("w5"), stage.leave("w1"), stage.beat("w5"))
     ]
     assert numbers == [[2], [3], [4], []]
 
@@ -74,10 +69,7 @@ def test_of_changes_that_follow_each_other_many_members_are_told_together(
     effects = stage.wait(5, beating=["s0", "w0", "w1", "w2"])
     assert sorted(told(effects, View)) == ["s0", "w0", "w1", "w2"]
     view = sent(effects, View)[0]
-    assert (view.number, [one.state for one in view.members]) == (
-        3,
-        ["held", "left", "left", "held"],
-    )
+    assert (view.number, [one.state for one in view.members]) == (3, ["held", "left", "left", "held"])
 
 
 @pytest.mark.spec("R27")
@@ -377,10 +369,7 @@ def test_barriers_hear_of_changes() -> None:
     effects = stage.leave("w2", done=False, code=9, replaceable=False)
     assert {
         (route, error.code) for route, error in zip(told(effects, Error), sent(effects, Error), strict=True)
-    } == {
-        ("w0", WorkerLost.code),
-        ("w1", WorkerLost.code),
-    }
+    } == {("w0", WorkerLost.code), ("w1", WorkerLost.code)}
 
 
 def test_the_first_barrier_waits_for_workers_that_have_not_come_yet() -> None:

@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvps.core.effects import Save
-from kvps.core.scheduler.saved_state import (
-    LINE_BYTES,
-    RUNS_MAX,
-    STATE_BYTES_MAX,
-    RendezvousTable,
-)
+from kvps.core.scheduler.saved_state import LINE_BYTES, RUNS_MAX, STATE_BYTES_MAX, RendezvousTable
 from kvps.errors import Overload
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Error, Rendezvous, RendezvousIs, Stop
@@ -94,14 +89,11 @@ def test_the_state_that_was_set_longest_ago_is_forgotten() -> None:
 @settings(deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from("xy"), st.integers(0, 6) | st.none(), st.sampled_from("abc")),
-        max_size=30,
+        st.tuples(st.sampled_from("xy"), st.integers(0, 6) | st.none(), st.sampled_from("abc")), max_size=30
     )
 )
 @pytest.mark.spec("R280", "R281")
-def test_rendezvous_table_equals_a_dictionary_of_states(
-    steps: list[tuple[str, int | None, str]],
-) -> None:
+def test_rendezvous_table_equals_a_dictionary_of_states(steps: list[tuple[str, int | None, str]]) -> None:
     table, model, newest = RendezvousTable(), {"x": (0, ()), "y": (0, ())}, 0
     for run, token, line in steps:
         before = model[run]

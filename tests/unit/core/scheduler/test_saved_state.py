@@ -42,11 +42,7 @@ def test_round_trip() -> None:
     for node, seat in former.seats.by_node.items():
         copy = again.seats.by_node[node]
         assert copy.member(0)[:6] == seat.member(0)[:6]
-        assert (copy.pid, copy.reason, copy.has_said_so) == (
-            seat.pid,
-            seat.reason,
-            seat.has_said_so,
-        )
+        assert (copy.pid, copy.reason, copy.has_said_so) == (seat.pid, seat.reason, seat.has_said_so)
         assert not copy.links
         assert copy.heard_at == 50.0
     assert again.seats.by_node[Node(Role.WORKER, 1)].state is State.LOST

@@ -17,8 +17,7 @@ VERSIONS = ("1.29", "1.32", "1.37")
 @pytest.fixture
 def schemas() -> Any:
     return pytest.importorskip(
-        "kubernetes_validate",
-        reason="kubernetes-validate is not installed: pip install kubernetes-validate",
+        "kubernetes_validate", reason="kubernetes-validate is not installed: pip install kubernetes-validate"
     )
 
 
@@ -50,12 +49,7 @@ def test_custom_resources_have_their_structure(kind: str, name: str) -> None:
     for one in manifests(JOBS[name], kind):
         shape = custom_resources.KINDS.get((str(one["apiVersion"]), str(one["kind"])))
         if shape is not None:
-            whole = {
-                "apiVersion!": str,
-                "kind!": str,
-                "metadata!": custom_resources.METADATA,
-                "spec!": shape,
-            }
+            whole = {"apiVersion!": str, "kind!": str, "metadata!": custom_resources.METADATA, "spec!": shape}
             assert custom_resources.faults(one, whole, str(one["kind"])) == []
             checked += 1
     assert checked == {"jobset": 1, "trainjob": 2}[kind]

@@ -7,65 +7,14 @@ import pytest
 from kvps.platforms.kubernetes.yaml_text import Data, document
 
 ODD_TEXTS = [
-    *(
-        "",
-        " ",
-        "a b",
-        "a: b",
-        "- a",
-        "#",
-        "true",
-        "No",
-        "y",
-        "null",
-        "~",
-        "1",
-        "1.5",
-        "0x10",
-        "1e3",
-    ),
-    *(
-        "tcp://h:1",
-        "a\nb",
-        "a\tb",
-        '"',
-        "\\",
-        "'",
-        "{}",
-        "[a]",
-        "&a",
-        "*a",
-        "!a",
-        "|",
-        ">",
-        "%a",
-        "@a",
-    ),
-    *(
-        "é",
-        "日",
-        "\U0001f600",
-        "\x7f",
-        "\x85",
-        "\u2028",
-        "\x01",
-        "2026-01-01",
-        "on",
-        ".inf",
-        "---",
-        "...",
-    ),
+    *("", " ", "a b", "a: b", "- a", "#", "true", "No", "y", "null", "~", "1", "1.5", "0x10", "1e3"),
+    *("tcp://h:1", "a\nb", "a\tb", '"', "\\", "'", "{}", "[a]", "&a", "*a", "!a", "|", ">", "%a", "@a"),
+    *("é", "日", "\U0001f600", "\x7f", "\x85", "\u2028", "\x01", "2026-01-01", "on", ".inf", "---", "..."),
 ]
 
 
 def test_document_is_indented_as_a_person_would() -> None:
-    data: Data = {
-        "a": [{"b": 1, "c": {"d": True}}, "x"],
-        "e": {},
-        "f": [],
-        "g": "1",
-        "h": [["i", 2]],
-    }
+    data: Data = {"a": [{"b": 1, "c": {"d": True}}, "x"], "e": {}, "f": [], "g": "1", "h": [["i", 2]]}
     assert document(data) == (
         'a:\n  - b: 1\n    c:\n      d: true\n  - x\ne: {}\nf: []\ng: "1"\nh:\n  - - i\n    - 2\n'
     )
@@ -84,10 +33,5 @@ def test_pyyaml_reads_what_was_written() -> None:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
     texts: list[Data] = [*ODD_TEXTS]
     keyed: dict[str, Data] = {one: one for one in ODD_TEXTS}
-    data: Data = {
-        "texts": texts,
-        "keyed": keyed,
-        "numbers": [0, -1, 2**40, True, False],
-        "empty": [{}, []],
-    }
+    data: Data = {"texts": texts, "keyed": keyed, "numbers": [0, -1, 2**40, True, False], "empty": [{}, []]}
     assert yaml.safe_load(document(data)) == data

@@ -105,9 +105,7 @@ def test_the_demand_of_a_run_is_checked_for_a_while_and_that_of_other_runs_never
         check(hasty)
 
 
-def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trainers_learn_of_the_check_once_and_keep_other_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_CALLBACKS", "mine.Callback")
     KvpsConfig()
     KvpsConfig()

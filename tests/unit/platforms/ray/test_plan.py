@@ -115,20 +115,10 @@ def test_a_shortage_names_the_resource() -> None:
         ({"CPU": 1}, 4, [{"CPU": 2.0}, {"CPU": 2.0}], ""),
         ({}, 4, [], ""),
         ({"CPU": 0}, 4, [], ""),
-        (
-            {"CPU": 1},
-            5,
-            [{"CPU": 2.0}, {"CPU": 2.0}],
-            "Each needs 1 CPU: the Ray cluster has 4 CPU",
-        ),
+        ({"CPU": 1}, 5, [{"CPU": 2.0}, {"CPU": 2.0}], "Each needs 1 CPU: the Ray cluster has 4 CPU"),
         ({"CPU": 1, "disk": 2}, 1, [{"CPU": 2.0}], "2 disk: the Ray cluster has 0 disk in all"),
         ({"CPU": 3}, 2, [{"CPU": 4.0}, {"CPU": 2.0}], "the nodes have room for 1 of them"),
-        (
-            {"CPU": 1, "GPU": 1},
-            1,
-            [{"CPU": 4.0}, {"GPU": 2.0}],
-            "the nodes have room for 0 of them",
-        ),
+        ({"CPU": 1, "GPU": 1}, 1, [{"CPU": 4.0}, {"GPU": 2.0}], "the nodes have room for 0 of them"),
         ({"GPU": 0.5}, 4, [{"GPU": 2.0}], ""),
     ],
 )

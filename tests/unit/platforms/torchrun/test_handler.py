@@ -14,10 +14,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     dynamic_rendezvous,
 )
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    RendezvousSettings,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousSettings, RendezvousTimeout
 
 from kvps.core.scheduler.saved_state import RendezvousTable, RunState
 from kvps.errors import ConfigError, Overload, SchedulerLost
@@ -246,13 +243,7 @@ def test_the_flags_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.settings.keep_alive_interval == timedelta(seconds=5)
     assert scheduler.limits == [20.0]
     other = create(
-        params(
-            "127.0.0.1:9",
-            join_timeout="3",
-            keep_alive_interval="2",
-            read_timeout="4",
-            local_addr="me",
-        )
+        params("127.0.0.1:9", join_timeout="3", keep_alive_interval="2", read_timeout="4", local_addr="me")
     )
     assert other.settings.timeout.join == timedelta(seconds=3)
     assert other.settings.keep_alive_interval == timedelta(seconds=2)

@@ -6,15 +6,7 @@ import json
 
 import pytest
 
-from kvps.tools.bench.figures import (
-    Case,
-    Measurement,
-    TrialTimes,
-    alternate,
-    document,
-    ratio_of,
-    slowest,
-)
+from kvps.tools.bench.figures import Case, Measurement, TrialTimes, alternate, document, ratio_of, slowest
 
 SMALL, BIG = Case("small", 2, 2), Case("big", 2, 2)
 
@@ -28,11 +20,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
 
 
 def test_medians_of_rounds_then_of_runs() -> None:
-    trials = [
-        TrialTimes((1.0, 2.0, 90.0)),
-        TrialTimes((4.0, 5.0, 6.0)),
-        TrialTimes((70.0, 80.0, 90.0)),
-    ]
+    trials = [TrialTimes((1.0, 2.0, 90.0)), TrialTimes((4.0, 5.0, 6.0)), TrialTimes((70.0, 80.0, 90.0))]
     found = Measurement(SMALL, "kvps", trials)
     assert [trial.median_ms for trial in trials] == [2.0, 5.0, 80.0]
     assert found.median_ms == 5.0
@@ -54,12 +42,7 @@ def test_systems_are_measured_in_turns() -> None:
 
 
 def test_ratios_are_to_gloo_in_the_same_case() -> None:
-    rows = [
-        row(SMALL, "kvps", 5.0),
-        row(SMALL, "gloo", 10.0),
-        row(BIG, "kvps", 30.0),
-        row(BIG, "gloo", 20.0),
-    ]
+    rows = [row(SMALL, "kvps", 5.0), row(SMALL, "gloo", 10.0), row(BIG, "kvps", 30.0), row(BIG, "gloo", 20.0)]
     assert [ratio_of(one, rows) for one in rows] == [0.5, 1.0, 1.5, 1.0]
 
 

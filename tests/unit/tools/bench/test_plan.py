@@ -23,7 +23,7 @@ def names(found: Plan) -> list[str]:
 def test_the_usual_plan() -> None:
     found = planned()
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
-        *(("resnet50", 2, 2), ("big", 2, 2), ("small", 2, 2)),
+        *(("resnet50", 2, 2), ("big", 2, 2), ("small", 2, 2))
     ]
     assert (found.rounds, found.repeat, found.has_limits) == (10, 1, False)
     assert names(found) == ["kvps", "gloo"]
@@ -59,7 +59,7 @@ def test_flags_change_it(tmp_path: Path) -> None:
         str(tmp_path / "a.json"),
     )
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
-        *(("small", 3, 1), ("keys:7", 3, 1)),
+        *(("small", 3, 1), ("keys:7", 3, 1))
     ]
     assert names(found) == ["gloo", "kvps"]
     assert (found.rounds, found.repeat, found.has_limits) == (4, 1, False)

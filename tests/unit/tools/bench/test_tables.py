@@ -30,7 +30,7 @@ def test_a_table_has_ratios_to_gloo() -> None:
     rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
     header, *found = cells(figures.table_of(rows))
     assert header == [
-        *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo"),
+        *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo")
     ]
     assert found == [
         ["small", "1,000", "1.0", "kvps", "5.00", "4.00 .. 8.00", "0.50"],

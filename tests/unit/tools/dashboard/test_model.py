@@ -10,14 +10,7 @@ import pytest
 from kvps.core.counts import BOUNDS_S, LINK_BUSY, LINK_WATCHED, STALENESS
 from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.observe.sampler import Sample
-from kvps.protocol.membership import (
-    Count,
-    Histogram,
-    KeyTraffic,
-    Measured,
-    OldRound,
-    StoreFigures,
-)
+from kvps.protocol.membership import Count, Histogram, KeyTraffic, Measured, OldRound, StoreFigures
 from kvps.tools.dashboard.model import HISTORY_MAX, LATENCY, JobModel
 from kvps.tools.dashboard.tracks import WINDOW_S, added, quantile
 
@@ -92,15 +85,9 @@ def test_rates_are_those_between_the_last_two_answers() -> None:
     found: dict[str, Any] = {}
     for second in range(3):
         counts = counters(
-            second,
-            payload_bytes_total__in=1000,
-            payload_bytes_total__out=3000,
-            worker_bytes_total__1=500,
+            second, payload_bytes_total__in=1000, payload_bytes_total__out=3000, worker_bytes_total__1=500
         )
-        stores = (
-            StoreFigures("a", "sync", 1, 7 * second),
-            StoreFigures("b", "async", 1, 900 * second),
-        )
+        stores = (StoreFigures("a", "sync", 1, 7 * second), StoreFigures("b", "async", 1, 900 * second))
         traffic = (KeyTraffic("a", "w", 2, 4000 * second),)
         found = feed.show(feed.figures(0, counts, stores=stores, traffic=traffic))
     (server,) = found["servers"]
@@ -175,10 +162,7 @@ def test_quantiles() -> None:
 
 def test_staleness_and_compression_are_added_up() -> None:
     feed = Feed()
-    counts = {
-        ("kvps_compressed_bytes_total", "in"): 100.0,
-        ("kvps_uncompressed_bytes_total", "in"): 400.0,
-    }
+    counts = {("kvps_compressed_bytes_total", "in"): 100.0, ("kvps_uncompressed_bytes_total", "in"): 400.0}
     histogram = (5, 0, 2, *[0] * 7)
     found = feed.show(
         feed.figures(0, counts, buckets={STALENESS: histogram}),

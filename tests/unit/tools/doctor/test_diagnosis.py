@@ -39,16 +39,7 @@ def test_all_is_well() -> None:
     assert not [one for one in findings if one.advice]
     assert exit_code(findings) == 0
     assert [one.topic for one in findings] == [
-        *(
-            "address",
-            "connection",
-            "keys",
-            "answer",
-            "versions",
-            "members",
-            "progress",
-            "round trip",
-        ),
+        *("address", "connection", "keys", "answer", "versions", "members", "progress", "round trip"),
         *("bandwidth", "clock", "shared memory", "file descriptors"),
     ]
 
@@ -57,16 +48,7 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
     findings = diagnose(Measurements("tcp://head:9091", resolve_error="unknown", software="1.0"))
     levels = {one.topic: one.level for one in findings}
     assert levels["address"] is Level.FAIL
-    skipped = (
-        "connection",
-        "keys",
-        "answer",
-        "versions",
-        "members",
-        "progress",
-        "round trip",
-        "bandwidth",
-    )
+    skipped = ("connection", "keys", "answer", "versions", "members", "progress", "round trip", "bandwidth")
     assert {levels[name] for name in (*skipped, "clock")} == {Level.SKIP}
     assert exit_code(findings) == 1
 
@@ -87,13 +69,7 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
             *("not known", "the keys of this job"),
         ),
         ("keys", {"mechanism": "CURVE", "has_keys": True}, "ok", "accepts the key", ""),
-        (
-            "answer",
-            {"seen": None, "look_error": "no answer"},
-            "fail",
-            "no answer",
-            "kvps --version",
-        ),
+        ("answer", {"seen": None, "look_error": "no answer"}, "fail", "no answer", "kvps --version"),
         (
             *("answer", {"seen": None, "look_error": "expected version 1, got version 2"}, "fail"),
             *("version 2", "one version"),
@@ -101,13 +77,7 @@ def test_nothing_behind_a_failure_is_said_to_be_well() -> None:
         ("versions", {"software": "2.0"}, "warn", "the scheduler has 1.0, worker 0 has 1.0", "one"),
         ("versions", {"seen": replace(SEEN, software="")}, "warn", "an older version", "one"),
         ("round trip", {"round_trips_s": (0.02, 0.02)}, "warn", "20 ms", "nearer"),
-        (
-            "bandwidth",
-            {"transfers": ((4096, 0.5),)},
-            "warn",
-            "slow link: 131 kbit/s",
-            "compression",
-        ),
+        ("bandwidth", {"transfers": ((4096, 0.5),)}, "warn", "slow link: 131 kbit/s", "compression"),
         ("clock", {"clock_ahead_s": 90.0}, "warn", "90.000 s ahead", "chrony"),
         ("clock", {"clock_ahead_s": -2.0}, "warn", "2.000 s behind", "chrony"),
         ("shared memory", {"shared_memory_error": "no memfd"}, "warn", "no memfd", "ulimit -f"),

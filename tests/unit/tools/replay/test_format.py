@@ -126,19 +126,7 @@ def test_a_checksum_is_of_head_and_payload() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(
-            None,
-            True,
-            3,
-            -(2**70),
-            2**64 - 1,
-            0.1,
-            float("inf"),
-            "text",
-            b"octets",
-            (),
-            [1, (2, "x")],
-        ),
+        *(None, True, 3, -(2**70), 2**64 - 1, 0.1, float("inf"), "text", b"octets", (), [1, (2, "x")]),
         *({"a": 1, ("b", 2): [None]}, {3, 1, 2}, frozenset({"a"}), range(2, 9, 3)),
         *(Views.VIEWS, What.TIMER and p.Run(1, 2, 3), Spec("float32", (2, 3)), PUSH),
         Flush("weights"),

@@ -109,7 +109,7 @@ def test_an_error_writes_the_ring_once(tmp_path: Path) -> None:
     record = record_in(tmp_path)
     assert record.header["why"] == "ValueError('a bug')"
     assert [event.what for event in record.events] == [
-        *(What.BARE_PACKET, What.DROP, What.FAILURE, What.DIGEST),
+        *(What.BARE_PACKET, What.DROP, What.FAILURE, What.DIGEST)
     ]
     assert record.events[2].parts[2:] == [b"ValueError", b"a bug"]
 

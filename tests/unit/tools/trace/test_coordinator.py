@@ -17,14 +17,7 @@ from kvps.protocol.tracing import (
     Trace,
     Tracing,
 )
-from kvps.tools.trace.coordinator import (
-    ASK_EVERY_S,
-    BYTES_MAX,
-    GATHER_S,
-    GONE_S,
-    KEEP_S,
-    TraceCoordinator,
-)
+from kvps.tools.trace.coordinator import ASK_EVERY_S, BYTES_MAX, GATHER_S, GONE_S, KEEP_S, TraceCoordinator
 from kvps.tools.trace.spans import SpanKind, TimeSpan, pack
 
 WORKER = Envelope(bytes(16), 3, Role.WORKER, 1, 5, 0)

@@ -18,8 +18,7 @@ S0, S1 = (Node(Role.SERVER, rank) for rank in range(2))
 
 
 @pytest.mark.parametrize(
-    "job",
-    [Job(), Job(compute=(10, 40)), Job(servers=3), Job(link={(0, 0): 30}), Job(compute=(5, 5, 5))],
+    "job", [Job(), Job(compute=(10, 40)), Job(servers=3), Job(link={(0, 0): 30}), Job(compute=(5, 5, 5))]
 )
 def test_the_stretches_add_up_to_the_whole(job: Job) -> None:
     trace = job.trace()

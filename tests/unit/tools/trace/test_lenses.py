@@ -190,11 +190,7 @@ def test_the_loop_of_a_worker() -> None:
             lens.tracer._encoding.ended_at = clock.now
             clock.now += 100_000
     copy, encode, send = lens.member.spans
-    assert [one.kind for one in (copy, encode, send)] == [
-        SpanKind.COPY,
-        SpanKind.ENCODE,
-        SpanKind.SEND,
-    ]
+    assert [one.kind for one in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
     assert copy.took == pytest.approx(3_000_000, abs=5000)
     assert encode.took == pytest.approx(200_000, abs=5000)
     assert send.took == pytest.approx(100_000, abs=5000)
@@ -237,7 +233,7 @@ def test_the_loop_of_a_server() -> None:
     list(lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0))
     reduce, update, reply, other = lens.member.spans
     assert [one.kind for one in lens.member.spans] == [
-        *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY),
+        *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY)
     ]
     assert reduce.took == pytest.approx(1_000_000, abs=9000)
     assert update.took == pytest.approx(5_000_000, abs=9000)

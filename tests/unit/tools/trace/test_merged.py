@@ -107,13 +107,13 @@ def test_the_events_are_those_that_perfetto_reads() -> None:
     json.dumps(events, allow_nan=False)
     pids = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     assert sorted(pids.values()) == [
-        *("server 0 (b:20)", "server 1 (b:21)", "worker 0 (a:10)", "worker 1 (a:11)"),
+        *("server 0 (b:20)", "server 1 (b:21)", "worker 0 (a:10)", "worker 1 (a:11)")
     ]
     slices = [one for one in events if one["ph"] == "X"]
     assert min(one["ts"] for one in slices) == 0
     assert all(one["pid"] in pids and one["dur"] >= 0 for one in slices)
     assert {one["name"] for one in slices} == {
-        *("compute", "wait", "copy", "send", "reduce", "update", "reply", "scatter"),
+        *("compute", "wait", "copy", "send", "reduce", "update", "reply", "scatter")
     }
     # Every request has one flow: it starts once, ends once, and binds within slices.
     flows = [one for one in events if one["ph"] in "stf"]

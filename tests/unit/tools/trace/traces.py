@@ -43,12 +43,7 @@ class Job:
         return MergedTrace([*servers, *workers])
 
     def _round(
-        self,
-        number: int,
-        seq: int,
-        ready: list[int],
-        workers: list[Process],
-        servers: list[Process],
+        self, number: int, seq: int, ready: list[int], workers: list[Process], servers: list[Process]
     ) -> list[int]:
         arrivals: dict[int, list[tuple[int, int]]] = {one: [] for one in range(self.servers)}
         asked = []

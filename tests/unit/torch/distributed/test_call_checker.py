@@ -91,9 +91,7 @@ def test_every_rank_is_told_which_rank_made_another_call(ranks: list[Rank], odd:
     assert "made different calls" in str(late.exception()), "the group has ended"
 
 
-def test_a_call_that_one_rank_was_refused_is_told_to_the_ranks_that_wait(
-    ranks: list[Rank],
-) -> None:
+def test_a_call_that_one_rank_was_refused_is_told_to_the_ranks_that_wait(ranks: list[Rank]) -> None:
     ranks[1].calls.add_refused(ValueError("7 is no rank"))
     ranks[1].close()
     (text,) = refusals([one.begin("a") for one in (ranks[0], ranks[2])])

@@ -69,9 +69,7 @@ def test_steps_of_a_track_follow_each_other_and_others_pass(tracks: OrderedExecu
     assert log[-4:] == ["c goes on", "a goes on", "b begins", "b goes on"]
 
 
-def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(
-    tracks: OrderedExecutor,
-) -> None:
+def test_a_failure_ends_all_that_follows_on_its_track_and_nothing_else(tracks: OrderedExecutor) -> None:
     log: list[str] = []
     ticket, other = Ticket(), Ticket()
     works = [Work(name, []) for name in "abcd"]

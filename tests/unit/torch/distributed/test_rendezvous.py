@@ -66,9 +66,7 @@ def outcome(call: Callable[[], None]) -> BaseException | None:
     return None
 
 
-def test_rendezvous_waits_as_long_as_a_replacement_may_take(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rendezvous_waits_as_long_as_a_replacement_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "RETURN_MAX_S", 0.5)
     began = time.monotonic()
     with pytest.raises(WorkerLost, match=r"ranks 0, 2 ended first"):

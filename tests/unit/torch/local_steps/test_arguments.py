@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.local_steps.arguments import (
-    Weight,
-    has_means,
-    is_dynamic,
-    outer_of,
-    share_of,
-    store_type,
-)
+from kvps.torch.local_steps.arguments import Weight, has_means, is_dynamic, outer_of, share_of, store_type
 
 
 def test_the_outer_optimizer_by_name() -> None:
@@ -37,15 +30,9 @@ def test_the_outer_optimizer_as_torch_has_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        (
-            ("adam", 0.7, 0.9),
-            "outer='adam': use 'nesterov', 'delayed_nesterov', 'sgd', or a torch optimizer",
-        ),
+        (("adam", 0.7, 0.9), "outer='adam': use 'nesterov', 'delayed_nesterov', 'sgd', or a torch optimizer"),
         ((None, 0.7, 0.9), "outer=None"),
-        (
-            ("nesterov", 0.7, 0.0),
-            "outer='nesterov' needs a momentum above 0, not 0.0; use outer='sgd'",
-        ),
+        (("nesterov", 0.7, 0.0), "outer='nesterov' needs a momentum above 0, not 0.0; use outer='sgd'"),
         (("nesterov", 0.7, math.nan), "needs a momentum above 0"),
         (("sgd", "fast", 0.9), "lr='fast': use a number"),
         (("sgd", 0.7, None), "momentum=None: use a number"),

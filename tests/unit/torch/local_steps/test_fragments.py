@@ -68,14 +68,8 @@ def test_frozen_parameters_belong_to_no_fragment() -> None:
         (lambda one: True, "fragments=True: give a number, or a list"),
         (lambda one: "2", "fragments='2'"),
         (lambda one: None, "fragments=None"),
-        (
-            lambda one: [one[0], one[1:3]],
-            "no fragment has '3.weight', '3.bias'; add it to a fragment",
-        ),
-        (
-            lambda one: [one, one[1]],
-            r"parameter '1.weight' is in fragments\[0\] and in fragments\[1\]",
-        ),
+        (lambda one: [one[0], one[1:3]], "no fragment has '3.weight', '3.bias'; add it to a fragment"),
+        (lambda one: [one, one[1]], r"parameter '1.weight' is in fragments\[0\] and in fragments\[1\]"),
         (lambda one: [one, torch.nn.ReLU()], r"fragments\[1\] has no trained parameter"),
         (lambda one: [one, model()], r"fragments\[1\] has 8 trained parameter\(s\) that the model"),
         (lambda one: [one, 3], r"fragments\[1\] is a int; give a module, a parameter, or a list"),

@@ -62,12 +62,7 @@ def test_the_order_is_that_of_the_pass_before() -> None:
     order.begin()
     assert [order.enter(one) for one in (0, 2, 1)] == [1, 3, 2]
     assert order.is_last(3)
-    assert (order.before(0), order.before(1), order.before(2), order.before(3)) == (
-        1,
-        2,
-        None,
-        None,
-    )
+    assert (order.before(0), order.before(1), order.before(2), order.before(3)) == (1, 2, None, None)
     order.begin()
     assert order.is_last(1)
     assert order.first() == 2

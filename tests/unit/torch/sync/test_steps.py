@@ -74,9 +74,7 @@ def test_a_worker_that_begins_late_counts_the_steps_of_its_rank() -> None:
     assert front.steps.made == 7
 
 
-def test_a_replacement_passes_over_the_steps_of_its_predecessor(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_replacement_passes_over_the_steps_of_its_predecessor(caplog: pytest.LogCaptureFixture) -> None:
     front = FakeFront(FakeStore(2))
     assert front.steps.is_behind
     with caplog.at_level(logging.WARNING, "kvps"):

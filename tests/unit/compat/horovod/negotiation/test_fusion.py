@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvps.compat.horovod.negotiation.coordinator import Execute, fused
-from kvps.compat.horovod.negotiation.request import (
-    ALLGATHER,
-    ALLREDUCE,
-    BROADCAST,
-    CollectiveRequest,
-    Part,
-)
+from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLREDUCE, BROADCAST, CollectiveRequest, Part
 
 
 def run(name: str, kind: str = ALLREDUCE, dtypes: tuple[str, ...] = ("float32",), **more: object) -> Execute:
@@ -31,11 +25,7 @@ def test_sums_of_one_type_share_a_bucket_up_to_the_limit() -> None:
 
 
 def test_other_types_sets_and_joins_are_apart() -> None:
-    others = [
-        run("b", dtypes=("float64",)),
-        run("c", process_set=1),
-        run("d", joined=(1,)),
-    ]
+    others = [run("b", dtypes=("float64",)), run("c", process_set=1), run("d", joined=(1,))]
     runs = [(run("a"), 4), *[(one, 4) for one in others], (run("e"), 4)]
     assert names(runs, 99) == [["a", "e"], ["b"], ["c"], ["d"]]
 

@@ -26,10 +26,7 @@ ONE = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="su
     ("other", "words"),
     [
         (ONE, ""),
-        (
-            replace(ONE, kind=BROADCAST),
-            "operations differ: rank 0 has allreduce, rank 2 has broadc",
-        ),
+        (replace(ONE, kind=BROADCAST), "operations differ: rank 0 has allreduce, rank 2 has broadc"),
         (replace(ONE, parts=()), "numbers of tensors differ: rank 0 has 1, rank 2 has 0"),
         (replace(ONE, parts=(Part("int8", (2, 3)),)), "types differ: rank 0 has float32"),
         (replace(ONE, parts=(Part("float32", (2, 4)),)), "rank 2 has float32[2, 4]"),
@@ -77,10 +74,7 @@ def test_the_first_dimension_of_an_uneven_operation_may_differ(kind: str) -> Non
             CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((4, -1),)),
             "need more rows than",
         ),
-        (
-            CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((2, 2),)),
-            "need more rows",
-        ),
+        (CollectiveRequest("x", ALLTOALL, parts=(Part("int8", (3,)),), splits=((2, 2),)), "need more rows"),
         (CollectiveRequest("x", ADD_SET, ranks=(7,)), ""),
     ],
 )

@@ -90,11 +90,7 @@ def test_look_is_answered_at_once_and_changes_nothing() -> None:
     before, saved = stage.states(), stage.saved
     seen = look(stage)
     assert (seen.seq, seen.phase) == (9, "forming")
-    assert [(one.role, one.state) for one in seen.members] == [
-        (2, "held"),
-        (2, "empty"),
-        (1, "empty"),
-    ]
+    assert [(one.role, one.state) for one in seen.members] == [(2, "held"), (2, "empty"), (1, "empty")]
     stage.hello("w1", "worker")
     stage.hello("s0", "server")
     running = look(stage)
