@@ -1,38 +1,74 @@
 """What one pushpull() costs in Python: its calls, and its processor time with warm and with cold caches.
 
     python benchmarks/calls.py [--size 16384] [--rounds 300]
+    python benchmarks/calls.py --cluster [--size 16384] [--rounds 31]
 
 A local store pushes and pulls one array: the rules of a worker and of a server run in this
 process, without sockets. Counted are the Python functions that are called meanwhile, kvps's and
 others'. The processor time of the calling thread is taken in a loop, and where
 :data:`EVICTED_BYTES` are read between two calls, as other processes of a host do between two messages.
+
+With ``--cluster`` this process is the worker of a job whose server and scheduler are processes of their own,
+with keys and shared memory, as a user has it. Printed are the calls of one pushpull() by file, in the thread
+that calls, in the worker's loop and in the server's loop: those of the round whose sum is the median, so
+that beats and other timers do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 import torch
 
 import kvps
+from kvps.cli import server as server_command
+from kvps.runtime import keys
 
 EVICTED_BYTES = 64 << 20
 WARM_UP = 300
 TURNS = 5
+ROOT = Path(kvps.__file__).parent
+SETTLED_S = 0.02
+"""Seconds after a call in which both loops finish what it has left to do."""
+PLACES = ("caller", "worker", "server")
+Calls = dict[str, dict[str, int]]
+"""Place -> file -> number of calls."""
 
 
 def main() -> None:
-    """Print the number of calls, and both times."""
+    """Print the number of calls, and both times; or the calls of a cluster."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=16384, help="elements of the array, float32")
-    parser.add_argument("--rounds", type=int, default=300, help="calls of a turn")
+    parser.add_argument("--rounds", type=int, help="calls of a turn (300), or of a cluster (31)")
+    parser.add_argument("--cluster", action="store_true", help="count in a job of three processes")
+    parser.add_argument("--serve", metavar="ENDPOINT", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.serve:
+        serve(given.serve)
+    elif given.cluster:
+        show(cluster_calls(given.size, given.rounds or 31))
+    else:
+        local(given.size, given.rounds or 300)
+
+
+def local(size: int, rounds: int) -> None:
+    """Print the number of calls in a local store, and both times."""
     torch.set_num_threads(1)
-    gradients, weights = [torch.randn(given.size)], [torch.empty(given.size)]
+    gradients, weights = [torch.randn(size)], [torch.empty(size)]
     others = torch.randn(EVICTED_BYTES // 4)
     count = 0
 
@@ -46,13 +82,13 @@ def main() -> None:
         def taken_us(is_cold: bool) -> float:
             """Return the processor time of a call, in microseconds."""
             total_s = 0.0
-            for _ in range(given.rounds):
+            for _ in range(rounds):
                 if is_cold:
                     others.sum()
                 begun_s = time.thread_time()
                 kv.pushpull(["w"], gradients, out=weights)
                 total_s += time.thread_time() - begun_s
-            return 1e6 * total_s / given.rounds
+            return 1e6 * total_s / rounds
 
         for _ in range(WARM_UP):
             kv.pushpull(["w"], gradients, out=weights)
@@ -62,6 +98,119 @@ def main() -> None:
         turns = [(taken_us(False), taken_us(True)) for _ in range(TURNS)]
     warm, cold = (statistics.median(times) for times in zip(*turns, strict=True))
     print(f"{count} calls; {warm:.0f} us in a loop, {cold:.0f} us with cold caches")
+
+
+# --- a cluster -------------------------------------------------------------------------------------
+
+
+class CallCounter:
+    """Counts the Python calls of every thread that begins from now on, by file."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, Counter[str]] = {}
+        """By thread."""
+        threading.setprofile(self.trace)
+
+    def trace(self, frame: FrameType, event: str, argument: object) -> None:
+        """Count an event of the interpreter, if it is a call."""
+        if event == "call":
+            thread = threading.get_ident()
+            counter = self._found.get(thread)
+            if counter is None:
+                counter = self._found[thread] = Counter()
+            counter[frame.f_code.co_filename] += 1
+
+    def of(self, thread: int) -> dict[str, int]:
+        """Return the calls of a thread so far."""
+        return dict(self._found.get(thread, {}))
+
+
+def serve(endpoint: str) -> None:
+    """Be the server of the job; write the calls of its loop so far for each line that comes."""
+    counter, loop = CallCounter(), threading.get_ident()
+    threading.setprofile(None)
+    sys.setprofile(counter.trace)
+
+    def report() -> None:
+        for _ in sys.stdin:
+            print(json.dumps(counter.of(loop)), flush=True)
+
+    threading.Thread(target=report, daemon=True).start()
+    sys.exit(server_command.main(["--scheduler", endpoint]))
+
+
+@contextmanager
+def server_of_a_job() -> Iterator[subprocess.Popen[str]]:
+    """Start a scheduler and a server; this process is to be their worker."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        keys.write(Path(folder), keys.generate())
+        endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        os.environ |= {"KVPS_KEYS": folder, "KVPS_SCHEDULER": endpoint}
+        members = ["--workers", "1", "--servers", "1"]
+        scheduler = [sys.executable, "-m", "kvps.cli.scheduler", *members, "--bind", endpoint]
+        server = [sys.executable, __file__, "--serve", endpoint]
+        pipe = subprocess.PIPE
+        with (
+            subprocess.Popen(scheduler),
+            subprocess.Popen(server, text=True, stdin=pipe, stdout=pipe) as serving,
+        ):
+            yield serving
+
+
+def cluster_calls(size: int, rounds: int) -> Calls:
+    """Return the calls of one pushpull() in a cluster."""
+    counter = CallCounter()
+    gradient, weight = torch.randn(size), torch.empty(size)
+    with server_of_a_job() as server:
+        asking, answers = server.stdin, server.stdout
+        assert asking is not None
+        assert answers is not None
+
+        def counted() -> Calls:
+            time.sleep(SETTLED_S)
+            here = {thread.name: thread.ident or 0 for thread in threading.enumerate()}
+            print(file=asking, flush=True)
+            of_server = json.loads(answers.readline())
+            found = (counter.of(here["MainThread"]), counter.of(here["kvps"]), of_server)
+            return dict(zip(PLACES, found, strict=True))
+
+        turns: list[Calls] = []
+        with kvps.create("dist_sync") as kv:
+            kv.init("w", gradient)
+            for _ in range(WARM_UP):
+                kv.pushpull("w", gradient, out=weight)
+            for _ in range(rounds):
+                before = counted()
+                sys.setprofile(counter.trace)
+                kv.pushpull("w", gradient, out=weight)
+                sys.setprofile(None)
+                turns.append(_less(counted(), before))
+        kvps.shutdown()
+    return sorted(turns, key=_sum)[rounds // 2]
+
+
+def _less(after: Calls, before: Calls) -> Calls:
+    return {place: dict(Counter(after[place]) - Counter(before[place])) for place in after}
+
+
+def _sum(calls: Calls) -> int:
+    return sum(sum(files.values()) for files in calls.values())
+
+
+def show(calls: Calls) -> None:
+    """Print calls by file."""
+    by_file: dict[str, Counter[str]] = {}
+    for place, files in calls.items():
+        for path, count in files.items():
+            is_ours = path.startswith(str(ROOT))
+            name = str(Path(path).relative_to(ROOT)) if is_ours else "/".join(Path(path).parts[-2:])
+            by_file.setdefault(name, Counter())[place] += count
+    print("".join(f"{place:>8}" for place in PLACES))
+    for name, counts in sorted(by_file.items()):
+        print("".join(f"{counts[place] or '':>8}" for place in PLACES), f" {name}")
+    sums = [sum(calls[place].values()) for place in PLACES]
+    print("".join(f"{count:>8}" for count in sums), f" {sum(sums)} calls in {len(by_file)} files")
 
 
 if __name__ == "__main__":
