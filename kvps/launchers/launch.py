@@ -13,10 +13,10 @@ the launch stands::
       ├──Ctrl-C, SIGTERM, with checkpoints and a grace──► draining: stops once a last checkpoint is written
       └──every worker ends with 0──► done: servers and scheduler end by themselves
 
-The others of a failed worker are given time, since they learn of it from the scheduler and have something to
-say about it themselves. Where each of the others has a store that shrinks, the launch stays as it
-is. The reports come along one pipe, so they tell which worker failed
-first: a worker that fails because another did is later.
+The others of a failed worker are given time, since they learn of it from the scheduler and have something
+to say about it themselves. Where each of the others has a store that shrinks, the launch stays as it is.
+The reports come along one pipe, so they tell which worker failed first: a worker that fails because another
+did is later.
 """
 
 from __future__ import annotations

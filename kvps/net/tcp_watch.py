@@ -8,11 +8,10 @@ whatever stands between the two may have taken those, and keep them.
 
 Outflow
 -------
-libzmq queues what a peer does not read, and its water marks count messages. Values that lie in the
-server's own buffers cost nothing there but their hold, and are released as soon as they have left,
-whatever other peers do. What was copied for one answer, as rows are, takes memory until it has
-left: of a peer that has so much of it unread, further answers are dropped. It probes for them when
-    it reads again.
+libzmq queues what a peer does not read, and its water marks count messages. Values that lie in the server's
+own buffers cost nothing there but their hold, and are released as soon as they have left, whatever other
+peers do. What was copied for one answer, as rows are, takes memory until it has left: of a peer that has so
+much of it unread, further answers are dropped. It probes for them when it reads again.
 """
 
 from __future__ import annotations

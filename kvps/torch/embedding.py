@@ -29,10 +29,9 @@ class Embedding(torch.nn.Module):
     checkpoints and :meth:`kvps.EmbeddingTable.export` save it. Under ``torch.no_grad()``, and in ``eval()``,
     it only pulls. A backward pass updates the rows, also if the script then makes no step: look at the loss
     of a bad batch before ``backward()``, and use ``eval()`` where a loss must not train the table.
-    In a synchronous store every rank must push equally often: if a backward did not reach the
-    module, call ``table.push([], [])``. A deep copy of the module, as in torch's
-    ``AveragedModel``, has the same
-    table: it shows the newest rows, not their average.
+    In a synchronous store every rank must push equally often: if a backward did not reach the module, call
+    ``table.push([], [])``. A deep copy of the module, as in torch's ``AveragedModel``, has the same table:
+    it shows the newest rows, not their average.
 
     Args:
         table: from :meth:`kvps.KVStore.embedding`.

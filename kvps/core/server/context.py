@@ -5,9 +5,8 @@ Which messages a worker may send at all is in :mod:`kvps.protocol.permissions`. 
 fields: a push speaks for its sender, or for ranks of its sender's machine in a store where these push as one;
 only rank 0 loads states; no rank ends a join that it has not made.
 
-A request that waits for something to exist is a
-:class:`~kvps.core.server.sessions.PendingRequest`, pending in its
-session: it is tried again whenever something came into being.
+A request that waits for something to exist is a :class:`~kvps.core.server.sessions.PendingRequest`, pending
+in its session: it is tried again whenever something came into being.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ from kvps.tensors import PRIVATE, Memory
 UPLINK_BYTES = 3 << 20
 UPLINK_LEAST, SHARED_LEAST = 3, 2
 WINDOW_BYTES = 16 << 20
-"""Limits of the payload that was sent and not acknowledged. UPLINK_BYTES: from all workers of one
-machine to all servers; UPLINK_LEAST requests are allowed in any case, and SHARED_LEAST of each
-worker if there are several.
-WINDOW_BYTES: to one server. The last request may go beyond a limit. Payload that a server reads
-    where it lies does
-not count."""
+"""Limits of the payload that was sent and not acknowledged.
+
+UPLINK_BYTES: from all workers of one machine to all servers. UPLINK_LEAST requests are allowed in any case,
+and SHARED_LEAST of each worker if there are several. WINDOW_BYTES: to one server. The last request may go
+beyond a limit. Payload that a server reads where it lies does not count.
+"""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 

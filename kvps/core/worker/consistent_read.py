@@ -1,10 +1,9 @@
 """Consistent reads: every key at one version, though its parts are answered one by one.
 
-A rank that has just pushed in a synchronous store reads exactly the version after its push,
-everywhere: no round can close without it. A rank that reads while others push may find one part of
-    a key a version ahead of another: a *torn
-read*. It then asks for the lagging parts, and only these, at the version of the leading one. A
-server answers such a request when its part gets there, so one more round trip is enough unless the
+A rank that has just pushed in a synchronous store reads exactly the version after its push, everywhere: no
+round can close without it. A rank that reads while others push may find one part of a key a version ahead
+of another: a *torn read*. It then asks for the lagging parts, and only these, at the version of the leading
+one. A server answers such a request when its part gets there, so one more round trip is enough unless the
 part was overtaken meanwhile.
 
 Waiting does not repair a read by a rank that took another's place, if its predecessor ended when

@@ -8,10 +8,9 @@ its script waits for the cut itself. A worker that does not stand reports its nu
 pushes of a worker that stands, which then continues to that number. Where each push is applied by itself
 there are no steps, and a worker may stand at any time.
 
-Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by
-the creator that the call names. They are held as pushes are. Calls that only read go on, unless an
-earlier call of their store is
-held: calls keep their order.
+Some other calls change values, too: they create, replace or optimize, and are made by rank 0 or by the
+creator that the call names. They are held as pushes are. Calls that only read go on, unless an earlier call
+of their store is held: calls keep their order.
 
 Nobody waits for a cut for long. A worker goes on by itself when it has stood for
 :data:`STAND_MAX_S`, when a held call comes close to its deadline, or when the scheduler is silent.
@@ -21,11 +20,10 @@ a step of that store for its pushes. It says so, and that cut is given up.
 Resynchronisation
 -----------------
 All requests under way are void, and so is all that was counted: the keys lie elsewhere now, at
-earlier versions. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its
-pushes by what the servers say this rank owes. Calls that come meanwhile wait. Then the user is
-told, once: calls that were under way end with :class:`~kvps.errors.EpochChanged`; without any, the
-    next call does. A store that knew no key has nothing to tell,
-and its calls are made again.
+earlier versions. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its pushes by what
+the servers say this rank owes. Calls that come meanwhile wait. Then the user is told, once: calls that were
+under way end with :class:`~kvps.errors.EpochChanged`; without any, the next call does. A store that knew no
+key has nothing to tell, and its calls are made again.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ machine's memory and empty, of which parts are backed before they are used (``po
 where there is no memory left that is an error, and no SIGBUS later). Nothing appears in a
 directory, so nothing is left behind by a kill.
 
-Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It trusts no
-description: the file must be one of ours and of our user, of the size that was said, sealed
-    against shrinking (a file that shrank
-under its reader would kill the reader), and begin with the *nonce* that was said, a random number. Once its
-owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that cannot do
-all this, on another host, in another container or as another user, gets frames instead.
+Another process opens it through ``/proc/PID/fd/FD`` and maps it for reading. It trusts no description: the
+file must be one of ours and of our user, of the size that was said, sealed against shrinking (a file that
+shrank under its reader would kill the reader), and begin with the *nonce* that was said, a random number.
+Once its owner has mapped it, it is sealed against other writers, too, where Linux can (5.1). A process that
+cannot do all this, on another host, in another container or as another user, gets frames instead.
 
 A part that is taken is a *block* of whole pages. It is given back when nothing refers to it any
 more; blocks that are read by others are kept alive by :mod:`kvps.net.shm.leases`. What was given back

@@ -93,9 +93,8 @@ class Handler(DynamicRendezvousHandler):
     def _get_store(self) -> dist.Store:
         """Return the key-value store of this round.
 
-        torch calls this once a round, when its ranks are known, and then looks for the address
-        that the workers meet
-        at: that is the same.
+        torch calls this once a round, when its ranks are known, and then looks for the address that the
+        workers meet at: that is the same.
         """
         rank, _ = self._get_world()
         if rank == 0:

@@ -1,9 +1,8 @@
 """The findings of ``kvps doctor``: what measurements of one process and its way to the scheduler
 mean, and what to do.
 
-Everything here is decided from :class:`Measurements`, which :mod:`kvps.tools.doctor.examination`
-takes. A finding is one
-line: what was looked at, whether it is well, the figure, and the next step.
+Everything here is decided from :class:`Measurements`, which :mod:`kvps.tools.doctor.examination` takes. A
+finding is one line: what was looked at, whether it is well, the figure, and the next step.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class MemberLens(TimelineLens):
     Args:
         tracer: of this process.
         envelope: returns the envelope of this process.
-        counts: as in :class:`TimelineLens`, and so is
-        below: the lens that calls the core.
+        counts: as in :class:`TimelineLens`.
+        below: the lens that calls the core, as in :class:`TimelineLens`.
     """
 
     def __init__(

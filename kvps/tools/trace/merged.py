@@ -103,8 +103,8 @@ def merge(parts: Iterable[tuple[Part, bytes]], wall_s: float = 0.0, clock: int =
 
     Args:
         parts: as they came from the scheduler.
-        wall_s: seconds since 1970 when its clock was
-        clock: nanoseconds.
+        wall_s: seconds since 1970 at the moment ``clock``.
+        clock: the moment on the scheduler's clock, in nanoseconds.
 
     Raises:
         ProtocolError: if they are damaged.

@@ -2,11 +2,9 @@
 
 Theory of operation
 -------------------
-The view says which workers are on this machine. For each chunk it makes one of them the leader,
-the same on all of
-them: the worker whose turn it is by the chunk's number, or the next that is alive. Pushes and
-    pulls for a server on
-another machine go to the leader, which merges them
+The view says which workers are on this machine. For each chunk it makes one of them the leader, the same on
+all of them: the worker whose turn it is by the chunk's number, or the next that is alive. Pushes and pulls
+for a server on another machine go to the leader, which merges them
 (:mod:`kvps.core.worker.host_aggregation.merge_queue`). The others speak to a leader as to a server.
 
 Requests to a leader that is lost go to the servers directly, each by itself. So do requests to a
