@@ -11,11 +11,16 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
+from typing import TypeVar
 
 import torch
 
 from kvps.tensors import row_of
+
+T = TypeVar("T")
 
 
 class PageLocks:
@@ -99,6 +104,34 @@ class Staging:
         return torch.empty(row.shape, dtype=row.dtype, pin_memory=True, device="cpu")
 
 
+class CallsBehindKernels:
+    """Makes calls in a thread of its own, behind the kernels that are queued when a call is given.
+
+    The hooks of a backward pass run while most of its kernels are only queued. A push in a hook
+    would wait for the kernels that make its gradients, and backward could queue no more meanwhile.
+
+    Args:
+        devices: the GPUs on which the values of the calls lie.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = tuple(devices)
+        self._thread = ThreadPoolExecutor(1, "kvps-behind-kernels")
+
+    def begin(self, call: Callable[[], T]) -> Future[T]:
+        """Have ``call`` made when its turn comes; what it queues waits for what is queued now."""
+        events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+        return self._thread.submit(self._make, call, events)
+
+    def _make(self, call: Callable[[], T], events: Sequence[torch.cuda.Event]) -> T:
+        with ExitStack() as current:
+            for device, event in zip(self._devices, events, strict=True):
+                stream = _stream(device, "calls")
+                stream.wait_event(event)
+                current.enter_context(torch.cuda.stream(stream))
+            return call()
+
+
 def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy rows into the user's tensors, given as (target, row), wherever these are.
 
@@ -111,7 +144,7 @@ def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             continue
         stream = streams.get(target.device)
         if stream is None:
-            streams[target.device] = stream = _stream(target.device)
+            streams[target.device] = stream = _stream(target.device, "up")
             stream.wait_stream(torch.cuda.current_stream(target.device))  # it may still read there
         with torch.cuda.stream(stream):
             target.copy_(row, non_blocking=True)
@@ -129,7 +162,7 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    streams = {device: _stream(device) for device in {device_value.device for device_value in values}}
+    streams = {device: _stream(device, "down") for device in {value.device for value in values}}
     for device, stream in streams.items():
         stream.wait_stream(torch.cuda.current_stream(device))  # which makes the values
     for value, row in zip(values, rows, strict=True):
@@ -141,7 +174,9 @@ def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> 
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
+def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+    """Return the stream of a device for one use: copies down do not wait behind copies up, which
+    wait for all that a script has queued."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
 
 

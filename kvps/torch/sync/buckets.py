@@ -26,15 +26,19 @@ CHUNKS = 3
 """A bucket is as large as so many chunks, and at least 4 MiB: little against a model, so that the first one
 leaves early, and much against a message. Where chunks are large, as on one host, what counts is that few
 calls disturb backward; on a network, that the link is never idle."""
+DEVICE_BYTES = 8 << 20
+"""The most bytes of a bucket of gradients on a GPU, for which no call disturbs backward: what counts
+is that little is left when backward is over."""
 LATE = 2
 """A bucket leaves at so many times its limit, if its chunks are not complete until then."""
 SMALL = 64
 """A gradient is small if so many of its size are below the limit."""
 
 
-def bucket_bytes(chunk_bytes: int) -> int:
+def bucket_bytes(chunk_bytes: int, *, is_on_device: bool = False) -> int:
     """Return the best size of a bucket for a store with chunks of ``chunk_bytes``."""
-    return max(BUCKET_BYTES, CHUNKS * chunk_bytes)
+    best = max(BUCKET_BYTES, CHUNKS * chunk_bytes)
+    return min(best, DEVICE_BYTES) if is_on_device else best
 
 
 class Buckets:

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
+from kvps.runtime.cuda_staging import CallsBehindKernels
 from kvps.runtime.ticket import Handle
 from kvps.store.arguments import is_row
 from kvps.store.base import Store
@@ -41,7 +43,14 @@ from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.buckets import Buckets, bucket_bytes
 from kvps.torch.sync.gradient_memory import GradientMemory
-from kvps.torch.sync.in_flight import GradientBucket, HeldBucket, InFlight, SparseBucket
+from kvps.torch.sync.in_flight import (
+    BegunElsewhere,
+    GradientBucket,
+    HeldBucket,
+    InFlight,
+    Pending,
+    SparseBucket,
+)
 from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync
 from kvps.torch.sync.sparse_gradients import SparseGradients, adds_plainly, dense_of
@@ -109,12 +118,23 @@ class GradientSync:
         """Gradients stay until :meth:`complete` is called."""
         self._is_local = False
         """This pass only adds up; another one will let the gradients leave."""
+        # Other stores' calls may be collective: all ranks make them in the order of their scripts.
+        has_servers = isinstance(model.kv, DistStore)
+        devices = {param.device for param in model.params.values() if has_servers and param.is_cuda}
+        self._begin_call: Callable[[Callable[[], Handle]], Pending] = _now
+        """Begins a call of the store."""
+        self._follows_chunks = not devices
+        """Whether a bucket waits for the gradients that complete its chunks; a call that disturbs
+        nothing may carry parts of chunks."""
+        if devices:
+            behind = CallsBehindKernels(devices)
+            self._begin_call = lambda call: BegunElsewhere(behind.begin(call))
         sizes = {name: param.numel() * param.element_size() for name, param in model.params.items()}
         self._is_whole = is_whole
         if is_whole:
             limit_bytes = sum(sizes.values()) + 1
         elif limit_bytes is None:
-            limit_bytes = bucket_bytes(model.kv.chunk_bytes)
+            limit_bytes = bucket_bytes(model.kv.chunk_bytes, is_on_device=bool(devices))
         self._buckets = Buckets(sizes, limit_bytes)
         self._tables = SparseGradients.of(model.kv, brings_weights=brings_weights)
         # A gradient that is waited for in the next step would lie where that step's is computed.
@@ -254,7 +274,7 @@ class GradientSync:
         """Learn for the next steps where gradients lie."""
         trained = self._model.trained
         self._memory.prepare(trained)
-        if trained != self._arranged and isinstance(self._model.kv, DistStore):
+        if self._follows_chunks and trained != self._arranged and isinstance(self._model.kv, DistStore):
             self._buckets.arrange(self._model.kv.chunks_of(trained))
             self._arranged = trained
 
@@ -270,12 +290,15 @@ class GradientSync:
         by_name = dict(zip(names, values, strict=True))
         bucket: InFlight
         if self._holder is not None and all(is_row(self._model.params[name]) for name in names):
-            bucket = HeldBucket(by_name, self._holder.pushpull_held(names, values, number))
+            held = partial(self._holder.pushpull_held, names, values, number)
+            bucket = HeldBucket(by_name, self._begin_call(held))
         else:
-            handle = self._model.kv.pushpull(names, values, out=values, priority=number, async_op=True)
+            pushpull = partial(
+                self._model.kv.pushpull, names, values, out=values, priority=number, async_op=True
+            )
             bucket = GradientBucket(
                 by_name,
-                cast("Handle", handle),
+                self._begin_call(cast("Callable[[], Handle]", pushpull)),
                 self._divisor,
                 sparse & by_name.keys(),
                 is_marked=adds_plainly(self._model.kv),
@@ -475,6 +498,11 @@ class GradientSync:
         self._made.clear()
         self._failure = None
         self._is_begun = False
+
+
+def _now(call: Callable[[], Handle]) -> Handle:
+    """Begin a call in this thread."""
+    return call()
 
 
 def holder_of(kv: Store) -> DistStore | None:

@@ -8,6 +8,7 @@ come where the gradients were.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from typing import Protocol, cast
 
 import torch
@@ -15,6 +16,36 @@ import torch
 from kvps.core.worker.consistent_read import HeldValues
 from kvps.runtime.ticket import Handle
 from kvps.torch.sync.sparse_gradients import sum_of
+
+
+class Pending(Protocol):
+    """A call of a store under way."""
+
+    def wait(self) -> object:
+        """Wait until it is over, and return its result.
+
+        Raises:
+            KvpsError: if it failed.
+        """
+
+
+class BegunElsewhere:
+    """A call that another thread begins.
+
+    Args:
+        handle: of the call, once it is begun.
+    """
+
+    def __init__(self, handle: Future[Handle]) -> None:
+        self._handle = handle
+
+    def wait(self) -> object:
+        """Wait until the call is begun, and over.
+
+        Raises:
+            KvpsError: if it failed, or could not begin.
+        """
+        return self._handle.result().wait()
 
 
 class InFlight(Protocol):
@@ -52,7 +83,7 @@ class GradientBucket:
     def __init__(
         self,
         values: dict[str, torch.Tensor],
-        handle: Handle,
+        handle: Pending,
         divisor: int,
         sparse: set[str],
         *,
@@ -97,7 +128,7 @@ class HeldBucket:
         handle: of the store's call, which returns :class:`~kvps.core.worker.consistent_read.HeldValues`.
     """
 
-    def __init__(self, values: dict[str, torch.Tensor], handle: Handle) -> None:
+    def __init__(self, values: dict[str, torch.Tensor], handle: Pending) -> None:
         self.values = values
         self._handle = handle
 

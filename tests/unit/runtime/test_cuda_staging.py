@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.runtime.cuda_staging import PageLocks, Staging, bring_back
+from kvps.runtime.cuda_staging import CallsBehindKernels, PageLocks, Staging, bring_back
 
 
 class Cuda:
@@ -114,3 +117,49 @@ class TestOnAGpu:
             bring_back([(target, row)])
             doubled = target * 2
         assert torch.equal(doubled.cpu(), row * 2)
+
+    def test_calls_behind_kernels_wait_for_them_and_their_caller_does_not(self) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        calls = CallsBehindKernels([device])
+        value = torch.zeros(1 << 20, device=device)
+        value += torch.rand(value.shape, device=device)  # torch loads kernels before their first use
+        calls.begin(value.cpu).result()
+        began = torch.cuda.Event()
+        torch.cuda._sleep(1 << 28)  # type: ignore[no-untyped-call]  # some 100 ms of cycles
+        value += torch.rand(value.shape, device=device)
+        began.record()
+        found = calls.begin(value.cpu)
+        assert not began.query(), "the kernels were over before the call was given"
+        assert torch.equal(found.result(), value.cpu())
+
+
+class FakeStream:
+    """A stream that notes what it is asked to do."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self.log, self.name = log, name
+
+    def record_event(self) -> str:
+        return f"what {self.name} has queued"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+
+def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    streams = {use: FakeStream(log, use) for use in ("the script's", "calls")}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["the script's"])
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}")))
+    monkeypatch.setattr("kvps.runtime.cuda_staging._stream", lambda device, use: streams[use])
+    calls = CallsBehindKernels([torch.device("cuda", 0)])
+    made = [calls.begin(partial(log.append, f"call {number}")) for number in range(2)]
+    failed = calls.begin(partial(int, "x"))
+    for call in made:
+        call.result()
+    waits = ["calls waits for what the script's has queued", "on calls"]
+    assert log[:6] == [*waits, "call 0", *waits, "call 1"]
+    with pytest.raises(ValueError, match="invalid literal"):
+        failed.result()
