@@ -62,7 +62,9 @@ class Ticket:
     def copied(self) -> None:
         """The call's values are copied."""
         with self._lock:
-            self._set_copied()
+            if not self._is_copied:
+                self._is_copied = True
+                self._copied.release()
 
     def end(self, value: object, error: KvpsError | None) -> None:
         """The call is over."""
@@ -70,19 +72,16 @@ class Ticket:
         with self._lock:
             if not self._is_copied:
                 self._uncopied = error
+                self._is_copied = True
+                self._copied.release()
             if not self._is_ended:
                 self._is_ended = True
                 self._ended.release()
-            self._set_copied()
-            self._tell()
+            if self._on_error is not None:
+                self._tell()
             then, self._then = self._then, []
         for tell in then:
             tell()
-
-    def _set_copied(self) -> None:
-        if not self._is_copied:
-            self._is_copied = True
-            self._copied.release()
 
     def when_over(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when the call is over: now if it is, else in the loop's thread.

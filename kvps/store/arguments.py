@@ -1,222 +1,35 @@
-"""User arguments: keys to names, values to flat tensors, outputs to sinks.
+"""User arguments of any form: values to flat tensors, outputs to sinks.
 
 A call takes one key or a list, and for each key one value or a list with one value per device.
-All mistakes in that are found here, before anything is sent, and named by key. A *row* is a
-contiguous tensor on the CPU.
-
-Most calls repeat the last one: the same keys, and a plain tensor of the right type and shape for
-each. A store remembers such lists (:class:`KnownKeys`) and recognises their values as a whole
-(:meth:`Form.fits`), since a thousand small keys should not cost a thousand times what one does.
+All mistakes in that are found here, before anything is sent, and named by key. Plain tensors, one for
+each key, do not come here: :mod:`kvps.store.key_list` recognises them as a whole.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from kvps.core.placement import EMBEDDING
 from kvps.core.texts import TAG_RULE, is_tag
 from kvps.core.worker import calls
 from kvps.core.worker.plan import Numbers, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
-from kvps.protocol.envelope import KEY_MAX
 from kvps.runtime.cuda_staging import bring_back
+from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_STRIDED = frozenset({torch.strided})
-_KEYS = frozenset({str, int})
-LISTS_MAX = 256
-"""The number of lists of keys that a store remembers."""
-BLOCK = 1024
-"""Values that are checked together: each check reads every tensor, and so many stay in the
-processor's cache."""
-
-
-class Form:
-    """The types, shapes and sizes of the values of a list of keys, by blocks of them."""
-
-    def __init__(self, specs: Sequence[Spec]) -> None:
-        self._count = len(specs)
-        self._blocks = [
-            (begin, BlockForm.of(specs[begin : begin + BLOCK])) for begin in range(0, len(specs), BLOCK)
-        ]
-
-    def fits(self, values: object, *, as_sinks: bool = False) -> bool:
-        """Whether ``values`` is a list of tensors that are rows as they are, one for each key.
-
-        Args:
-            values: what a user gave.
-            as_sinks: they may be written to, too, as they are.
-        """
-        return (
-            isinstance(values, list | tuple)
-            and len(values) == self._count
-            and all(block.fits(values[begin : begin + BLOCK], as_sinks) for begin, block in self._blocks)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class BlockForm:
-    """The types, shapes and sizes that some values must have."""
-
-    dtypes: list[torch.dtype]
-    dims: list[int]
-    counts: list[int]
-    shapes: list[tuple[int, tuple[int, ...]]]
-    """(index, shape) of those that have more than one dimension: that of the others follows."""
-
-    @staticmethod
-    def of(specs: Sequence[Spec]) -> BlockForm:
-        """Return the form of values of these specs."""
-        return BlockForm(
-            [TORCH[spec.dtype] for spec in specs],
-            [len(spec.shape) for spec in specs],
-            [spec.count for spec in specs],
-            [(index, spec.shape) for index, spec in enumerate(specs) if len(spec.shape) > 1],
-        )
-
-    def fits(self, values: Sequence[Any], as_sinks: bool) -> bool:
-        """Whether as many ``values`` are rows as they are, and may be written to, too, if they are sinks."""
-        if not _PLAIN.issuperset(map(type, values)):
-            return False
-        try:  # numbers, where they will do: a hundred thousand shapes are work for the collector
-            return (
-                list(map(torch.Tensor.dim, values)) == self.dims
-                and list(map(torch.Tensor.numel, values)) == self.counts
-                and all(values[index].shape == shape for index, shape in self.shapes)
-                and [value.dtype for value in values] == self.dtypes
-                and all(map(attrgetter("is_cpu"), values))
-                and _STRIDED.issuperset(map(attrgetter("layout"), values))
-                and all(map(torch.Tensor.is_contiguous, values))
-                and not (as_sinks and any(map(torch.Tensor.is_inference, values)))
-                and not (as_sinks and any(map(torch.Tensor.is_neg, values)))
-            )
-        except RuntimeError:  # a nested tensor knows nothing of that
-            return False
-
-
-def as_list(keys: object) -> tuple[str | int, ...] | None:
-    """Return a list of keys such that equal ones mean equal names; None for anything else."""
-    if isinstance(keys, list | tuple) and _KEYS.issuperset(map(type, keys)):
-        return tuple(keys)
-    return None
-
-
-def names_of(keys: object) -> tuple[tuple[str, ...], bool]:
-    """Return the names of one key or a list of keys, and whether it was a list.
-
-    Raises:
-        ConfigError: for a key that is no str or int, is empty, too long, or given twice.
-    """
-    is_many = isinstance(keys, list | tuple)
-    names = tuple(_name(key) for key in (keys if isinstance(keys, list | tuple) else (keys,)))
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"key {twice!r} is given twice in one call; give each key once")
-    return names, is_many
-
-
-def _name(key: object) -> str:
-    if isinstance(key, bool) or not isinstance(key, str | int):
-        raise ConfigError(f"a key is a str or an int, got {type(key).__name__}")
-    name = str(key)
-    if not 1 <= len(name) <= KEY_MAX or not name.isprintable():
-        raise ConfigError(f"a key is 1 to {KEY_MAX} printable characters, got {name[:40]!r}")
-    if name.startswith(EMBEDDING):
-        raise ConfigError(
-            f"key {name[:40]!r}: {EMBEDDING!r} is the prefix of embedding tables; choose another "
-            "name, or call embedding(...) for a table"
-        )
-    return name
-
-
-class KnownKeys:
-    """The keys that one store knows, and the lists of keys that its calls repeat."""
-
-    def __init__(self) -> None:
-        self.specs: dict[str, Spec] = {}
-        self._names: dict[tuple[object, ...], tuple[str, ...]] = {}
-        """List of keys, as a user gave it -> their names."""
-        self._forms: dict[tuple[str, ...], Form] = {}
-        self._last: tuple[tuple[str, ...], Form] | None = None
-        """The list that was looked up last: a call looks its list up several times, and hashes it once."""
-
-    def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
-        """Know these keys, which may have been others before."""
-        self.specs.update(specs)
-        self._forget_forms()
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Know nothing of these keys any more."""
-        for name in names:
-            self.specs.pop(name, None)
-        self._forget_forms()
-
-    def _forget_forms(self) -> None:
-        self._forms.clear()
-        self._last = None
-
-    def names_of(self, key: object) -> tuple[tuple[str, ...], bool]:
-        """Return the names of one key or a list of keys, and whether it was a list.
-
-        Raises:
-            ConfigError: as :func:`names_of`.
-        """
-        keys = as_list(key)
-        if keys is None:
-            return names_of(key)
-        names = self._names.get(keys)
-        if names is None:
-            names, _ = names_of(key)
-            if len(self._names) >= LISTS_MAX:
-                self._names.clear()
-            self._names[keys] = names
-        return names, True
-
-    def unknown(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those that are not known."""
-        if self.form(names) is not None:
-            return ()
-        return tuple(name for name in names if name not in self.specs)
-
-    def demand(self, names: tuple[str, ...]) -> None:
-        """Check that all are known.
-
-        Raises:
-            KeyNotFound: for the first that is not.
-        """
-        for name in self.unknown(names)[:1]:
-            raise KeyNotFound(never_initialised(name))
-
-    def form(self, names: tuple[str, ...]) -> Form | None:
-        """Return what the values of these keys must look like; None if one is not known."""
-        last = self._last  # read once: another thread may call meanwhile
-        if last is not None and last[0] is names:
-            return last[1]
-        form = self._forms.get(names)
-        if form is None:
-            if not all(name in self.specs for name in names):
-                return None
-            if len(self._forms) >= LISTS_MAX:
-                self._forms.clear()
-            form = self._forms[names] = Form([self.specs[name] for name in names])
-        self._last = names, form
-        return form
 
 
 def are_dense(values: object) -> bool:
     """Whether ``values`` is a list of plain tensors, none of them sparse: quick for a thousand of them."""
     return (
         isinstance(values, list | tuple)
-        and _PLAIN.issuperset(map(type, values))
+        and PLAIN.issuperset(map(type, values))
         and torch.sparse_coo not in set(map(attrgetter("layout"), values))
     )
 
@@ -298,14 +111,9 @@ def rows_of(values: list[list[Array]], on_device: bool) -> tuple[torch.Tensor, .
     return tuple(row_of(reduce(devices, on_device)) for devices in values)
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a pull: the rows that its call writes, and then the user's tensors and the result."""
-
-    sinks: calls.Sinks
-    result: Callable[[Any], Any]
-    """Copies to those tensors that could not be written directly; returns the result of the call,
-    which is made from the value of its ticket."""
+Outcome = tuple[calls.Sinks, Callable[[Any], Any]]
+"""The end of a pull: the rows that its call writes; and a function that copies to those tensors of the user's
+that could not be written directly, and makes the result of the call from the value of its ticket."""
 
 
 def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mapping[str, Spec]) -> Outcome:
@@ -322,7 +130,7 @@ def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mappi
                 raise KeyNotFound(never_initialised(name))
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
-        return Outcome(tuple(new), lambda _: result)
+        return tuple(new), lambda _: result
     rows: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for targets in targets_for(names, is_many, out, specs):
@@ -335,7 +143,7 @@ def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mappi
         bring_back(copies)
         return out
 
-    return Outcome(tuple(rows), deliver)
+    return tuple(rows), deliver
 
 
 def targets_for(
@@ -416,28 +224,12 @@ def weight_of(weight: object, is_mean: bool, store: str) -> float:
     return float(weight)  # type: ignore[arg-type]  # it is a number
 
 
-def table_name_of(name: object) -> str:
-    """Return the name of an embedding table.
-
-    Raises:
-        ConfigError: unless it is a str of few enough printable characters.
-    """
-    names, _ = names_of(name)
-    if names != (name,) or len(names[0]) > KEY_MAX - len(EMBEDDING):
-        raise ConfigError(
-            f"a table's name is a str of 1 to {KEY_MAX - len(EMBEDDING)} characters, got {name!r:.60}"
-        )
-    return names[0]
-
-
 def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tensor, ...]:
-    """Return values multiplied by their weight, in memory of their own unless it is 1.
+    """Return values multiplied by their weight, in memory of their own.
 
     Raises:
         ConfigError: for integers, which would become floating point.
     """
-    if weight == 1:
-        return rows
     for row in rows:
         if not row.is_floating_point():
             raise ConfigError(

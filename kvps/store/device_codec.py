@@ -17,6 +17,9 @@ from kvps.core.worker import calls
 from kvps.runtime.ticket import Ticket, finished
 from kvps.tensors import Array, as_tensor
 
+ANSWERED = frozenset({calls.Compress, calls.SaveResiduals, calls.LoadResiduals})
+"""The calls that a codec answers in place of servers."""
+
 
 class DeviceCodec:
     """The residuals of one store."""
@@ -26,19 +29,13 @@ class DeviceCodec:
         """Key, or ``key@device`` -> flat residual."""
         self._pushes: Counter[str] = Counter()
 
-    def answer(self, call: calls.Call) -> Ticket | None:
-        """Answer a call about compression; None for others."""
-        match call:
-            case calls.Compress():
-                return finished()
-            case calls.SaveResiduals():
-                copies = {title: row.to("cpu", copy=True) for title, row in self._residuals.items()}
-                return finished(copies)
-            case calls.LoadResiduals():
-                self._residuals = {title: row.clone() for title, row in call.residuals.items()}
-                return finished()
-            case _:
-                return None
+    def answer(self, call: calls.Call) -> Ticket:
+        """Answer a call about compression: one of :data:`ANSWERED`."""
+        if isinstance(call, calls.SaveResiduals):
+            return finished({title: row.to("cpu", copy=True) for title, row in self._residuals.items()})
+        if isinstance(call, calls.LoadResiduals):
+            self._residuals = {title: row.clone() for title, row in call.residuals.items()}
+        return finished()
 
     @torch.no_grad()
     def decoded(self, name: str, setting: KeyCompression, devices: list[Array]) -> list[Array]:

@@ -28,20 +28,12 @@ from kvps.core.worker import calls
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store import optimizer_state
-from kvps.store.arguments import (
-    KnownKeys,
-    names_of,
-    priority_of,
-    seconds,
-    table_name_of,
-    tag_of,
-    version_of,
-    weight_of,
-)
+from kvps.store.arguments import priority_of, seconds, tag_of, version_of, weight_of
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.gradient_check import GradientCheck
+from kvps.store.key_list import KeyList, KeyLists, names_of, table_name_of
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler, WaitTimes, timed
 from kvps.store.names import Kind
 from kvps.store.requests import PlannedCall, Requests
@@ -87,7 +79,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._kind = kind
         self._name = name
         self._timeout_s = timeout_s
-        self._keys = KnownKeys()
+        self._keys = KeyLists()
         self._specs = self._keys.specs
         self._hyper: HyperParams | None = None
         self._requests = Requests(name, self._keys, kind.on_device, self.knows_changes)
@@ -207,7 +199,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._call(call, timeout)
         self._keys.declare(call.keys)
         if self._gradient_check is not None:
-            self._gradient_check.initialised(self._keys.names_of(key)[0], value)
+            self._gradient_check.initialised(self._keys.of(key).names, value)
 
     @timed("push")
     def push(
@@ -247,12 +239,13 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.pull("3")
             tensor([1., 2.])
         """
-        names, is_many = self._begin_on(key, timeout)
+        keys = self._begin_on(key, timeout)
         if self._gradient_check is not None:
-            self._gradient_check.pushed(names, value)
-        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        share = weight_of(weight, self.average, self._name)
-        pushes = self._requests.pushes(names, is_many, value, urgency, not async_op, limit_s, share)
+            self._gradient_check.pushed(keys.names, value)
+        urgency, limit_s = priority_of(keys.names, priority), self._limit(timeout)
+        if type(weight) is not float or weight != 1:
+            weight = weight_of(weight, self.average, self._name)
+        pushes = self._requests.pushes(keys, value, urgency, not async_op, limit_s, weight)
         tickets = [self._start(call, limit_s) for call in pushes]
         if async_op:
             return Handle(tickets[-1], lambda: None, tickets[:-1])
@@ -290,11 +283,11 @@ class KVStore(KVStoreBase, abc.ABC):
         Raises:
             NonFinite: if a gradient was not finite, in a store created with ``on_nonfinite="error"``.
         """
-        names, is_many = self._begin_on(key, timeout)
+        keys = self._begin_on(key, timeout)
         if self._gradient_check is not None:
-            self._check_gradients(self._gradient_check, names, out)
-        urgency, least = priority_of(names, priority), version_of(min_version)
-        request = self._requests.pull(names, is_many, out, copy, urgency, least)
+            self._check_gradients(self._gradient_check, keys.names, out)
+        urgency, least = priority_of(keys.names, priority), version_of(min_version)
+        request = self._requests.pull(keys, out, copy, urgency, least)
         return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
@@ -314,21 +307,14 @@ class KVStore(KVStoreBase, abc.ABC):
 
         If any values are rows, this is a push and then a pull of whole keys.
         """
-        names, is_many = self._begin_on(key, timeout)
+        keys = self._begin_on(key, timeout)
         if self._gradient_check is not None:
-            self._gradient_check.pushed(names, value)
-            self._check_gradients(self._gradient_check, names, out)
-        urgency, limit_s = priority_of(names, priority), self._limit(timeout)
-        request = self._requests.pushpull(
-            names,
-            is_many,
-            value,
-            out,
-            copy,
-            urgency,
-            limit_s,
-            weight_of(weight, self.average, self._name),
-        )
+            self._gradient_check.pushed(keys.names, value)
+            self._check_gradients(self._gradient_check, keys.names, out)
+        urgency, limit_s = priority_of(keys.names, priority), self._limit(timeout)
+        if type(weight) is not float or weight != 1:
+            weight = weight_of(weight, self.average, self._name)
+        request = self._requests.pushpull(keys, value, out, copy, urgency, limit_s, weight)
         return self._answer(request, limit_s, async_op)
 
     def empty_like(self, key: object, *, timeout: float | None = None) -> Any:
@@ -351,9 +337,9 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> kv.pushpull("w", gradient.fill_(3))
             tensor([3., 3.])
         """
-        names, is_many = self._begin_on(key, timeout)
-        tensors: Any = self._call(calls.Allocate(self._name, names), timeout)
-        return tensors if is_many else tensors[0]
+        keys = self._begin_on(key, timeout)
+        tensors: Any = self._call(calls.Allocate(self._name, keys.names), timeout)
+        return tensors if keys.is_many else tensors[0]
 
     def broadcast(
         self,
@@ -369,14 +355,14 @@ class KVStore(KVStoreBase, abc.ABC):
         The k-th call of a key matches the k-th call on every other worker; all workers wait for each other.
         """
         self._begin()
-        call, wanted = self._requests.broadcast(key, value, out)
+        call, result = self._requests.broadcast(key, value, out)
         try:
             value = self._call(call, timeout)
         except BaseException:
             self._doubt([name for name, _ in call.keys])
             raise
         self._keys.declare(call.keys)
-        return wanted.result(value)
+        return result(value)
 
     # --- rows --------------------------------------------------------------------------------------
 
@@ -420,9 +406,9 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([[2., 2.],
                     [0., 0.]])
         """
-        names, is_many = self._begin_on(key, timeout)
-        urgency = priority_of(names, priority)
-        request = self._requests.pull_rows(names, is_many, row_ids, out, urgency)
+        keys = self._begin_on(key, timeout)
+        urgency = priority_of(keys.names, priority)
+        request = self._requests.pull_rows(keys, row_ids, out, urgency)
         return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
@@ -473,9 +459,9 @@ class KVStore(KVStoreBase, abc.ABC):
             tensor([[ 0.0000,  0.0000],
                     [-0.5000, -0.5000]])
         """
-        names, is_many = self._begin_on(key, timeout)
-        urgency = priority_of(names, priority)
-        request = self._requests.refresh(names, is_many, out, held, urgency, is_direct=not async_op)
+        keys = self._begin_on(key, timeout)
+        urgency = priority_of(keys.names, priority)
+        request = self._requests.refresh(keys, out, held, urgency, is_direct=not async_op)
         return self._answer(request, self._limit(timeout), async_op)
 
     @timed("pull")
@@ -513,9 +499,9 @@ class KVStore(KVStoreBase, abc.ABC):
             >>> row_ids
             tensor([0, 1])
         """
-        names, is_many = self._begin_on(key, timeout)
-        urgency = priority_of(names, priority)
-        request = self._requests.pull_changed(names, is_many, held, urgency)
+        keys = self._begin_on(key, timeout)
+        urgency = priority_of(keys.names, priority)
+        request = self._requests.pull_changed(keys, held, urgency)
         return self._answer(request, self._limit(timeout), async_op)
 
     # --- versions and workers -------------------------------------------------------------------------
@@ -525,9 +511,9 @@ class KVStore(KVStoreBase, abc.ABC):
 
         For a list of keys, returns a list. Waits for this rank's own pushes, as pull does.
         """
-        names, is_many = self._begin_on(key, timeout)
-        versions: Any = self._call(calls.Versions(self._name, names), timeout)
-        return versions if is_many else versions[0]
+        keys = self._begin_on(key, timeout)
+        versions: Any = self._call(calls.Versions(self._name, keys.names), timeout)
+        return versions if keys.is_many else versions[0]
 
     def resume(self, keys: object, *, timeout: float | None = None) -> int:
         """Return the lowest push number that this rank owes on any part of ``keys``.
@@ -927,7 +913,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._begin()
         rules = rules_of(compression_params)
         self._call(calls.Compress(self._name, rules), timeout)
-        self._requests.compression = rules
+        self._requests.compress(rules)
 
     def compression_state(self, *, timeout: float | None = None) -> dict[str, torch.Tensor]:
         """Return the compression residuals of this rank's pushes, by key.
@@ -1081,23 +1067,27 @@ class KVStore(KVStoreBase, abc.ABC):
         look them up again."""
         self._keys.forget(names)
 
-    def _begin_on(self, key: object, timeout: float | None) -> tuple[tuple[str, ...], bool]:
-        """Begin a call on keys that exist; return their names, and whether they came as a list.
+    def _begin_on(self, key: object, timeout: float | None) -> KeyList:
+        """Begin a call on keys that exist; return what they stand for.
 
         Another rank may have initialised keys that this one has not declared: it learns of them.
         """
-        self._begin()
-        names, is_many = self._keys.names_of(key)
-        if unknown := self._keys.unknown(names):
-            specs: Any = self._call(calls.Lookup(self._name, unknown), timeout)
+        if self._is_closed or self._later:
+            self._begin()
+        keys = self._keys.of(key)
+        if keys.unknown:
+            specs: Any = self._call(calls.Lookup(self._name, keys.unknown), timeout)
             self._keys.declare([(name, spec) for name, spec in specs.items() if spec is not None])
-            self._keys.demand(names)
-        return names, is_many
+            self._keys.demand(keys.names)
+            keys = self._keys.of(key)
+        return keys
 
     def _answer(self, request: PlannedCall, limit_s: float, async_op: bool) -> Any:
         """Start the calls of a request; return its result, or a handle for it."""
-        before = [self._start(call, limit_s) for call in request.before]
+        before = [self._start(call, limit_s) for call in request.before] if request.before else []
         ticket = self._start(request.call, limit_s)
-        result = request.outcome.result
-        handle = Handle(ticket, lambda: result(ticket.value), before)
-        return handle if async_op else handle.wait()
+        if async_op:
+            return Handle(ticket, lambda: request.result(ticket.value), before)
+        for earlier in before:
+            earlier.wait()
+        return request.result(ticket.wait())

@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvps.compression.policy import OFF, KeyCompression
+from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
 from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Numbers, alike, of_key
 from kvps.errors import ConfigError
 from kvps.runtime.cuda_staging import Staging, ready_on_device
 from kvps.store.arguments import (
-    KnownKeys,
     Outcome,
     are_dense,
     check_values,
-    names_of,
     outcome_for,
     reduce,
     rows_of,
@@ -34,6 +32,7 @@ from kvps.store.arguments import (
     weighted,
 )
 from kvps.store.device_codec import DeviceCodec
+from kvps.store.key_list import KeyList, KeyLists, names_of
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
 from kvps.store.rows import apart, have_rows, picks_of, table_of
 from kvps.tensors import Array, spec_of
@@ -45,7 +44,8 @@ class PlannedCall(NamedTuple):
     """One call of a user's: what is to be started, and the result."""
 
     call: calls.Call
-    outcome: Outcome
+    result: Callable[[Any], Any]
+    """Makes the result from the value of the ticket of ``call``."""
     before: Iterable[calls.Call] = ()
     """Calls that are started before it, one by one, and end before its result is there."""
 
@@ -60,9 +60,8 @@ class Requests:
         knows_changes: the store can return only the changed rows of a table.
     """
 
-    def __init__(self, store: str, keys: KnownKeys, on_device: bool, knows_changes: bool) -> None:
+    def __init__(self, store: str, keys: KeyLists, on_device: bool, knows_changes: bool) -> None:
         self._store = store
-        self._keys = keys
         self._specs = keys.specs
         self._on_device = on_device
         self._knows_changes = knows_changes
@@ -71,6 +70,12 @@ class Requests:
         their global norm."""
         self.compression = OFF
         """The user's settings: which keys are pushed as fewer bytes."""
+        self.takes_plain = True
+        """Values that are rows as they are need no further look."""
+
+    def compress(self, rules: CompressionPolicy) -> None:
+        """Compress by these settings from now on."""
+        self.compression = rules
 
     def setting_of(self, name: str) -> KeyCompression | None:
         """Return the compression of a key; None for none."""
@@ -86,22 +91,23 @@ class Requests:
         rows = rows_of([devices[:1] for devices in values], self._on_device)
         return calls.Init(self._store, tuple(zip(names, specs, strict=True)), rows)
 
-    def broadcast(self, key: object, value: object, out: object) -> tuple[calls.Broadcast, Outcome]:
-        """Return the call that gives rank 0's values to all, and its outcome."""
+    def broadcast(
+        self, key: object, value: object, out: object
+    ) -> tuple[calls.Broadcast, Callable[[Any], Any]]:
+        """Return the call that gives rank 0's values to all, and the function that makes its result."""
         names, is_many = names_of(key)
         values = values_of(names, is_many, value)
         specs = {name: spec_of(devices[0]) for name, devices in zip(names, values, strict=True)}
-        wanted = outcome_for(names, is_many, out, specs)
+        sinks, result = outcome_for(names, is_many, out, specs)
         rows = rows_of([devices[:1] for devices in values], self._on_device)
-        assert isinstance(wanted.sinks, tuple)
-        return calls.Broadcast(self._store, tuple(specs.items()), rows, wanted.sinks), wanted
+        assert isinstance(sinks, tuple)
+        return calls.Broadcast(self._store, tuple(specs.items()), rows, sinks), result
 
     # --- values that are pushed and pulled --------------------------------------------------------
 
     def pushes(
         self,
-        names: tuple[str, ...],
-        is_many: bool,
+        keys: KeyList,
         value: object,
         urgency: Numbers,
         eager: bool,
@@ -109,13 +115,9 @@ class Requests:
         weight: float,
     ) -> Iterator[calls.Call]:
         """Push dense values in one call, and any rows in another."""
-        given = value if is_many else [value]
-        plain = self.plain(names, given)
-        if plain is None and (are_dense(given) or not have_rows(names, given, self._specs)):
-            plain = self.rows(names, is_many, value, limit_s)
-        if plain is not None:
-            rows = weighted(plain, weight)
-            yield self.push_call(self._store, names, rows, None, urgency, eager, weight)
+        rows = self.dense(keys, value, limit_s, weight)
+        if rows is not None:
+            yield self.push_call(self._store, keys.names, rows, None, urgency, eager, weight)
             return
         if weight != 1:
             raise ConfigError(
@@ -126,35 +128,27 @@ class Requests:
                 f"store {self._store!r} clips gradients by their global norm, which rows have no part in: "
                 "push dense gradients (sparse=False), or set the optimizer without clip_global_norm"
             )
+        given = value if keys.is_many else [value]
         assert isinstance(given, list | tuple)
-        dense, sparse = apart(names, given, self._specs)
+        dense, sparse = apart(keys.names, given, self._specs)
         if dense:
-            whole = tuple([names[index] for index in dense])
+            whole = tuple([keys.names[index] for index in dense])
             rows = self.rows(whole, True, [given[index] for index in dense], limit_s)
             each = alike([of_key(urgency, index) for index in dense])
             yield self.push_call(self._store, whole, rows, None, each, eager)
-        tables = tuple([names[index] for index in sparse])
+        tables = tuple([keys.names[index] for index in sparse])
         each = alike([of_key(urgency, index) for index in sparse])
         parts = tuple([part for found in sparse.values() for part in found])
         yield calls.PushKeyRows(self._store, tables, parts, each, eager)
 
-    def pull(
-        self,
-        names: tuple[str, ...],
-        is_many: bool,
-        out: object,
-        copy: bool,
-        urgency: Numbers,
-        least: int,
-    ) -> PlannedCall:
+    def pull(self, keys: KeyList, out: object, copy: bool, urgency: Numbers, least: int) -> PlannedCall:
         """Pull whole keys of at least version ``least``."""
-        wanted = self.wanted(names, is_many, out, copy)
-        return PlannedCall(calls.PullValues(self._store, names, wanted.sinks, urgency, least), wanted)
+        sinks, result = self.wanted(keys, out, copy)
+        return PlannedCall(calls.PullValues(self._store, keys.names, sinks, urgency, least), result)
 
     def pushpull(
         self,
-        names: tuple[str, ...],
-        is_many: bool,
+        keys: KeyList,
         value: object,
         out: object,
         copy: bool,
@@ -163,61 +157,46 @@ class Requests:
         weight: float,
     ) -> PlannedCall:
         """Push and pull in one call; if there are rows, in several."""
-        given = value if is_many else [value]
-        plain = self.plain(names, given)
-        if plain is None:
-            if not are_dense(given) and have_rows(names, given, self._specs):
-                request = self.pull(names, is_many, out, copy, urgency, 0)
-                pushes = self.pushes(names, is_many, value, urgency, False, limit_s, weight)
-                return request._replace(before=pushes)
-            plain = self.rows(names, is_many, value, limit_s)
-        rows = weighted(plain, weight)
-        wanted = self.wanted(names, is_many, out, copy)
-        call = self.push_call(self._store, names, rows, wanted.sinks, urgency, False, weight)
-        return PlannedCall(call, wanted)
+        rows = self.dense(keys, value, limit_s, weight)
+        if rows is None:
+            request = self.pull(keys, out, copy, urgency, 0)
+            return request._replace(before=self.pushes(keys, value, urgency, False, limit_s, weight))
+        sinks, result = self.wanted(keys, out, copy)
+        return PlannedCall(
+            self.push_call(self._store, keys.names, rows, sinks, urgency, False, weight), result
+        )
 
     # --- rows that are pulled -----------------------------------------------------------------------
 
-    def pull_rows(
-        self, names: tuple[str, ...], is_many: bool, row_ids: object, out: object, urgency: Numbers
-    ) -> PlannedCall:
+    def pull_rows(self, keys: KeyList, row_ids: object, out: object, urgency: Numbers) -> PlannedCall:
         """Pull the rows ``row_ids``."""
-        picks = picks_of(names, is_many, self._specs, row_ids, out)
+        picks = picks_of(keys.names, keys.is_many, self._specs, row_ids, out)
         ids = tuple([pick.ids for pick in picks])
         places = tuple([pick.places for pick in picks])
 
         def deliver(tables: Any) -> object:
             results = [pick.deliver(rows) for pick, rows in zip(picks, tables, strict=True)]
-            return (out if out is not None else results) if is_many else results[0]
+            return (out if out is not None else results) if keys.is_many else results[0]
 
-        call = calls.PullKeyRows(self._store, names, ids, places, urgency)
-        return PlannedCall(call, Outcome(None, deliver))
+        return PlannedCall(calls.PullKeyRows(self._store, keys.names, ids, places, urgency), deliver)
 
     def refresh(
-        self,
-        names: tuple[str, ...],
-        is_many: bool,
-        out: object,
-        held: object,
-        urgency: Numbers,
-        is_direct: bool,
+        self, keys: KeyList, out: object, held: object, urgency: Numbers, is_direct: bool
     ) -> PlannedCall:
         """Bring ``out`` up to date; ``is_direct``: its owner waits until that is done."""
-        copies = Copies(names, is_many, out, held, self._specs, is_direct=is_direct)
-        return self._changes(names, copies.sinks, copies.marks, urgency, copies.deliver)
+        copies = Copies(keys.names, keys.is_many, out, held, self._specs, is_direct=is_direct)
+        return self._changes(keys.names, copies.sinks, copies.marks, urgency, copies.deliver)
 
-    def pull_changed(
-        self, names: tuple[str, ...], is_many: bool, held: object, urgency: Numbers
-    ) -> PlannedCall:
+    def pull_changed(self, keys: KeyList, held: object, urgency: Numbers) -> PlannedCall:
         """Pull the rows that changed since ``held``."""
-        marks = marks_of(names, is_many, held)
-        specs = [table_of(name, self._specs[name]) for name in names]
+        marks = marks_of(keys.names, keys.is_many, held)
+        specs = [table_of(name, self._specs[name]) for name in keys.names]
 
         def deliver(found: Sequence[Fresh]) -> object:
             changes = [changes_of(*pair) for pair in zip(specs, found, strict=True)]
-            return changes if is_many else changes[0]
+            return changes if keys.is_many else changes[0]
 
-        return self._changes(names, (None,) * len(names), marks, urgency, deliver)
+        return self._changes(keys.names, (None,) * len(keys.names), marks, urgency, deliver)
 
     def _changes(
         self,
@@ -229,32 +208,32 @@ class Requests:
     ) -> PlannedCall:
         """Ask for the changes; in a store that does not record them, for all rows, in new tensors."""
         if self._knows_changes:
-            refresh = calls.Refresh(self._store, names, sinks, marks, urgency)
-            return PlannedCall(refresh, Outcome(None, deliver))
-        wanted = self.wanted(names, is_many=True, out=None, copy=True)
+            return PlannedCall(calls.Refresh(self._store, names, sinks, marks, urgency), deliver)
+        wholes, result = self.wanted(KeyList(names, True, self._specs), out=None, copy=True)
 
         def all_rows(value: Any) -> object:
-            return deliver([Fresh(None, whole=tensor) for tensor in wanted.result(value)])
+            return deliver([Fresh(None, whole=tensor) for tensor in result(value)])
 
-        pull = calls.PullValues(self._store, names, wanted.sinks, urgency, 0)
-        return PlannedCall(pull, Outcome(None, all_rows))
+        return PlannedCall(calls.PullValues(self._store, names, wholes, urgency, 0), all_rows)
 
     # --- what a kind of store may do in its own way ---------------------------------------------------
 
-    def plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
-        """Return a list of values that are rows as they are, one for each key; None for any other."""
-        form = self._keys.form(names)
-        if form is None or not form.fits(given):
-            return None
-        return tuple(given)  # type: ignore[arg-type]  # it fits: it is a list
+    def dense(
+        self, keys: KeyList, value: object, limit_s: float, weight: float
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Return one row for each key, times ``weight``; None if some values are rows of a table."""
+        rows = keys.rows(value) if self.takes_plain else None
+        if rows is None:
+            given = value if keys.is_many else [value]
+            if not are_dense(given) and have_rows(keys.names, given, self._specs):
+                return None
+            rows = self.rows(keys.names, keys.is_many, value, limit_s)
+        return rows if weight == 1 else weighted(rows, weight)
 
     def rows(
         self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float
     ) -> tuple[torch.Tensor, ...]:
         """Return one row for each key: its value as it is, or the sum of its values."""
-        plain = self.plain(names, value if is_many else [value])
-        if plain is not None:
-            return plain
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push")
         return self.rows_of(names, values, limit_s)
@@ -265,17 +244,16 @@ class Requests:
         """Return one row for each key: the sum of its values, in this machine's memory."""
         return rows_of(values, self._on_device)
 
-    def wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
+    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
         """Return the end of a pull: where its values go."""
         if not copy:
             if out is not None:
                 raise ConfigError(COPY_FALSE)
-            return Outcome(calls.Views.VIEWS, lambda views: views if is_many else views[0])
-        form = self._keys.form(names)
-        given = out if is_many else [out]
-        if form is not None and form.fits(given, as_sinks=True):
-            return Outcome(tuple(given), lambda _: out)  # type: ignore[arg-type]  # it fits: it is a list
-        return outcome_for(names, is_many, out, self._specs)
+            return calls.Views.VIEWS, lambda views: views if keys.is_many else views[0]
+        sinks = None if out is None else keys.rows(out, as_sinks=True)
+        if sinks is not None:
+            return sinks, lambda _: out
+        return outcome_for(keys.names, keys.is_many, out, self._specs)
 
 
 class ServerRequests(Requests):
@@ -291,7 +269,7 @@ class ServerRequests(Requests):
     def __init__(
         self,
         store: str,
-        keys: KnownKeys,
+        keys: KeyLists,
         on_device: bool,
         codec: DeviceCodec | None,
         staging: Staging,
@@ -302,11 +280,10 @@ class ServerRequests(Requests):
         self._staging = staging
         self._allocate = allocate
 
-    def plain(self, names: tuple[str, ...], given: object) -> tuple[torch.Tensor, ...] | None:
-        """Return values that are rows as they are: none where each device's are compressed."""
-        if self._codec is not None and not self.compression.are_off:
-            return None
-        return super().plain(names, given)
+    def compress(self, rules: CompressionPolicy) -> None:
+        """Compress by these settings: each value of a device by itself, where a codec does."""
+        super().compress(rules)
+        self.takes_plain = self._codec is None or rules.are_off
 
     def rows(
         self, names: tuple[str, ...], is_many: bool, value: object, limit_s: float

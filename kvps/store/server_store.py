@@ -20,7 +20,7 @@ from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.catch_up import CatchUp, refuse
-from kvps.store.device_codec import DeviceCodec
+from kvps.store.device_codec import ANSWERED, DeviceCodec
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.kvstore import KVStore
 from kvps.store.metrics import Straggler, of_servers, timed
@@ -232,10 +232,11 @@ class DistStore(KVStore):
         """Begin a :meth:`pushpull`; the handle returns the result as
         :class:`~kvps.core.worker.consistent_read.HeldValues`, which are to be written before the next push.
         """
-        keys, _ = self._begin_on(list(names), None)
-        rows = self._requests.rows(keys, True, list(values), self._timeout_s)
+        keys = self._begin_on(names, None)
+        rows = self._requests.dense(keys, values, self._timeout_s, weight=1.0)
+        assert rows is not None, "gradients of a bucket are dense"
         push = self._requests.push_call
-        call = push(self._name, keys, rows, calls.Views.HELD, priority, eager=False)
+        call = push(self._name, keys.names, rows, calls.Views.HELD, priority, eager=False)
         ticket = self._start(call, self._timeout_s)
         return Handle(ticket, lambda: ticket.value)
 
@@ -244,8 +245,9 @@ class DistStore(KVStore):
     def _start(self, call: calls.Call, limit_s: float) -> Ticket:
         if preemption.asked.is_handled and isinstance(call, calls.PushValues | calls.PushKeyRows):
             self._step.push(call.keys)
-        answer = None if self._codec is None else self._codec.answer(call)
-        return answer or self._session.call(call, limit_s)
+        if self._codec is not None and type(call) in ANSWERED:
+            return self._codec.answer(call)
+        return self._session.call(call, limit_s)
 
     def _allocate(self, names: tuple[str, ...], limit_s: float) -> list[torch.Tensor]:
         tensors = self._start(calls.Allocate(self._name, names), limit_s).wait()

@@ -21,6 +21,7 @@ from kvps.runtime.cuda_staging import bring_back
 from kvps.runtime.ticket import Ticket
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.arguments import Outcome, reduce, targets_for
+from kvps.store.key_list import KeyList
 from kvps.store.requests import COPY_FALSE, Requests
 from kvps.tensors import Array
 
@@ -161,25 +162,24 @@ class AllreduceRequests(Requests):
             reduced = [row.cpu() for row in reduced]
         return tuple(reduced)
 
-    def wanted(self, names: tuple[str, ...], is_many: bool, out: object, copy: bool) -> Outcome:
+    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
         """Return the end of a pull: copies of the values that are at this rank, or these themselves."""
         if out is None:
 
             def returned(rows: Any) -> object:
                 if not copy:
-                    return rows if is_many else rows[0]
+                    return rows if keys.is_many else rows[0]
                 copies = [row.clone() if row.device.type == "cpu" else row.cpu() for row in rows]
-                return copies if is_many else copies[0]
+                return copies if keys.is_many else copies[0]
 
-            return Outcome((), returned)
+            return (), returned
         if not copy:
             raise ConfigError(COPY_FALSE)
-        form = self._keys.form(names)
-        given: Any = out if is_many else [out]
-        if form is not None and form.fits(given, as_sinks=True):
-            targets, places = list(given), list(range(len(given)))
+        targets: Sequence[torch.Tensor] | None = keys.rows(out, as_sinks=True)
+        if targets is not None:
+            places = list(range(len(targets)))
         else:  # several of one key, or such as must be looked at
-            lists = targets_for(names, is_many, out, self._specs)
+            lists = targets_for(keys.names, keys.is_many, out, self._specs)
             targets = [target for devices in lists for target in devices]
             places = [index for index, devices in enumerate(lists) for _ in devices]
 
@@ -187,7 +187,7 @@ class AllreduceRequests(Requests):
             deliver(targets, [rows[place] for place in places])
             return out
 
-        return Outcome((), write)
+        return (), write
 
 
 @torch.no_grad()

@@ -8,39 +8,39 @@ import torch
 from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.errors import ConfigError, Mismatch
-from kvps.store.arguments import KnownKeys
+from kvps.store.key_list import KeyLists
 from kvps.store.requests import Requests
 
 KEYS = ("w", "table")
 
 
 @pytest.fixture
-def keys() -> KnownKeys:
-    return KnownKeys()
+def keys() -> KeyLists:
+    return KeyLists()
 
 
-def requests(keys: KnownKeys, knows_changes: bool = False) -> Requests:
+def requests(keys: KeyLists, knows_changes: bool = False) -> Requests:
     made = Requests("ours", keys, False, knows_changes)
     call = made.init(["w", "table"], [torch.zeros(2), torch.zeros(3, 2)])
     keys.declare(call.keys)
     return made
 
 
-def test_whole_values_are_pushed_and_pulled_in_one_call(keys: KnownKeys) -> None:
+def test_whole_values_are_pushed_and_pulled_in_one_call(keys: KeyLists) -> None:
     values = [torch.ones(2), torch.ones(3, 2)]
-    request = requests(keys).pushpull(KEYS, True, values, None, True, (3, 1), 1.0, 2.0)
+    request = requests(keys).pushpull(keys.of(KEYS), values, None, True, (3, 1), 1.0, 2.0)
     call = request.call
     assert isinstance(call, calls.PushValues)
     assert list(request.before) == []
     assert [row.tolist() for row in call.rows] == [[2.0, 2.0], [[2.0, 2.0]] * 3]
     assert (call.store, call.keys, call.priority, call.weight) == ("ours", KEYS, (3, 1), 2.0)
     assert isinstance(call.sinks, tuple)
-    assert request.outcome.result(None) == list(call.sinks)
+    assert request.result(None) == list(call.sinks)
 
 
-def test_rows_are_pushed_before_whole_keys_are_pulled(keys: KnownKeys) -> None:
+def test_rows_are_pushed_before_whole_keys_are_pulled(keys: KeyLists) -> None:
     values = [torch.ones(2), ([2, 0, 2], torch.ones(3, 2))]
-    request = requests(keys).pushpull(KEYS, True, values, None, True, (3, 1), 1.0, 1.0)
+    request = requests(keys).pushpull(keys.of(KEYS), values, None, True, (3, 1), 1.0, 1.0)
     dense, rows = request.before
     assert isinstance(request.call, calls.PullValues)
     assert request.call.keys == KEYS
@@ -51,29 +51,29 @@ def test_rows_are_pushed_before_whole_keys_are_pulled(keys: KnownKeys) -> None:
     assert rows.rows[0].tolist() == [0, 2]
 
 
-def test_rows_have_no_weight(keys: KnownKeys) -> None:
-    pushes = requests(keys).pushes(("table",), False, ([0], torch.ones(1, 2)), 0, True, 1.0, 2.0)
+def test_rows_have_no_weight(keys: KeyLists) -> None:
+    pushes = requests(keys).pushes(keys.of("table"), ([0], torch.ones(1, 2)), 0, True, 1.0, 2.0)
     with pytest.raises(ConfigError, match=r"weight=2\.0 with rows"):
         list(pushes)
 
 
-def test_no_call_is_made_of_a_value_that_does_not_fit(keys: KnownKeys) -> None:
+def test_no_call_is_made_of_a_value_that_does_not_fit(keys: KeyLists) -> None:
     with pytest.raises(Mismatch, match="key 'w'"):
-        requests(keys).pushpull(("w",), False, torch.ones(3), None, True, 0, 1.0, 1.0)
+        requests(keys).pushpull(keys.of("w"), torch.ones(3), None, True, 0, 1.0, 1.0)
     with pytest.raises(ConfigError, match="remove out="):
-        requests(keys).pull(("w",), False, torch.ones(2), False, 0, 0)
+        requests(keys).pull(keys.of("w"), torch.ones(2), False, 0, 0)
 
 
 @pytest.mark.parametrize("knows_changes", [False, True])
-def test_where_changes_are_not_known_all_rows_are_pulled(keys: KnownKeys, knows_changes: bool) -> None:
-    request = requests(keys, knows_changes).pull_changed(("table",), False, None, 0)
+def test_where_changes_are_not_known_all_rows_are_pulled(keys: KeyLists, knows_changes: bool) -> None:
+    request = requests(keys, knows_changes).pull_changed(keys.of("table"), None, 0)
     if knows_changes:
         assert isinstance(request.call, calls.Refresh)
-        found = request.outcome.result([Fresh(None, whole=torch.ones(3, 2))])
+        found = request.result([Fresh(None, whole=torch.ones(3, 2))])
     else:
         assert isinstance(request.call, calls.PullValues)
         assert isinstance(request.call.sinks, tuple)
         request.call.sinks[0].fill_(1.0)
-        found = request.outcome.result(None)
+        found = request.result(None)
     assert found.row_ids.tolist() == [0, 1, 2]
     assert found.rows.tolist() == [[1.0, 1.0]] * 3

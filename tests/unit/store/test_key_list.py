@@ -1,0 +1,190 @@
+"""Lists of keys: their names, and the values that are taken as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvps.dtypes import Spec
+from kvps.errors import ConfigError, KeyNotFound
+from kvps.store import key_list
+from kvps.store.key_list import BLOCK, KeyList, KeyLists, names_of
+
+SPECS = {
+    "a": Spec("float32", (2, 2)),
+    "b": Spec("float16", (3,)),
+    "scalar": Spec("int64", ()),
+    "nothing": Spec("float32", (0, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "is_many"),
+    [
+        ("w", ("w",), False),
+        (3, ("3",), False),
+        (["a", 1], ("a", "1"), True),
+        (("a",), ("a",), True),
+        ([], (), True),
+    ],
+)
+def test_keys(given, names, is_many):
+    assert names_of(given) == (names, is_many)
+
+
+@pytest.mark.parametrize("given", [True, None, 1.0, b"w", "", "x" * 257, "a\0", ["a", None]])
+def test_keys_that_are_none(given):
+    with pytest.raises(ConfigError):
+        names_of(given)
+
+
+def test_a_key_twice():
+    with pytest.raises(ConfigError, match="'3' is given twice"):
+        names_of([3, "3"])
+
+
+def bound(*names):
+    return KeyList(names, True, SPECS)
+
+
+def fitting():
+    return [
+        torch.zeros(2, 2),
+        torch.nn.Parameter(torch.zeros(3, dtype=torch.float16)),
+        torch.tensor(7),
+        torch.zeros(0, 3),
+    ]
+
+
+def test_plain_tensors_of_the_right_type_and_shape_fit():
+    keys, values = bound(*SPECS), fitting()
+    assert keys.rows(values) == tuple(values)
+    assert keys.rows(tuple(values)) == tuple(values)
+    assert keys.rows(values, as_sinks=True) == tuple(values)
+    assert bound().rows([]) == ()
+    value = torch.zeros(2, 2)
+    assert KeyList(("a",), False, SPECS).rows(value) == (value,)
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
+def test_lists_are_looked_at_to_their_end(count: int) -> None:
+    shapes = [(2, 2) if index % 2 else (3,) for index in range(count)]
+    specs = {str(index): Spec("float32", shape) for index, shape in enumerate(shapes)}
+    keys = KeyList(tuple(specs), True, specs)
+    values = [torch.zeros(shape) for shape in shapes]
+    assert keys.rows(values) is not None
+    assert keys.rows(values, as_sinks=True) is not None
+    assert keys.rows(values[1:]) is None
+    for index in (0, 1, count // 2, count - 2, count - 1):
+        changed = list(values)
+        changed[index] = torch.zeros(4, 1) if index % 2 else torch.zeros(4)
+        assert keys.rows(changed) is None
+        with torch.inference_mode():
+            changed[index] = torch.zeros(shapes[index])
+        assert keys.rows(changed) is not None
+        assert keys.rows(changed, as_sinks=True) is None
+
+
+class Marked(torch.Tensor):
+    """A subclass may mean anything."""
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, torch.zeros(4)),
+        (0, torch.zeros(4, 1)),
+        (0, torch.zeros(1, 4)),
+        (0, torch.zeros(2, 2, dtype=torch.float64)),
+        (0, torch.zeros(2, 2, device="meta")),
+        (0, torch.zeros(2, 4)[:, ::2]),
+        (0, torch.zeros(2, 2).T),
+        (0, torch.eye(2).to_sparse()),
+        (0, torch.zeros(2, 2).to_mkldnn()),
+        (0, torch.zeros(2, 2).as_subclass(Marked)),
+        (0, np.zeros((2, 2), np.float32)),
+        (0, [torch.zeros(2, 2)]),
+        (0, None),
+        (1, torch.zeros(3)),
+        (1, torch.zeros(2, dtype=torch.float16)),
+        (1, torch.zeros(3, 1, dtype=torch.float16)),
+        (2, torch.tensor([7])),
+        (2, torch.tensor(7.0)),
+        (3, torch.zeros(0)),
+        (3, torch.zeros(3, 0)),
+        (3, torch.zeros(1, 3)),
+    ],
+)
+def test_anything_else_is_looked_at_by_itself(index, value):
+    values = fitting()
+    values[index] = value
+    assert bound(*SPECS).rows(values) is None
+
+
+@pytest.mark.parametrize("values", [None, torch.zeros(2, 2), {"a": 1}, [], [torch.zeros(2, 2)] * 2])
+def test_no_list_or_another_length_does_not_fit(values):
+    assert bound("a").rows(values) is None
+
+
+# --- the keys that a store knows ------------------------------------------------------------------
+
+VECTOR, TABLE = Spec("float32", (3,)), Spec("float32", (2, 3))
+
+
+@pytest.fixture
+def keys() -> KeyLists:
+    known = KeyLists()
+    known.declare([("a", VECTOR), ("3", VECTOR), ("t", TABLE)])
+    return known
+
+
+def test_keys_that_are_not_known_are_named(keys: KeyLists) -> None:
+    assert keys.of(["a", "x", "t", "y"]).unknown == ("x", "y")
+    keys.demand(("a", "t"))
+    with pytest.raises(KeyNotFound, match="key 'x' was never initialised"):
+        keys.demand(("a", "x", "y"))
+
+
+def test_a_list_is_bound_once_and_again_when_a_key_becomes_another(keys: KeyLists) -> None:
+    bound = keys.of(["a"])
+    assert bound is keys.of(("a",))
+    assert bound.rows([torch.zeros(3)]) is not None
+    keys.declare([("a", TABLE)])
+    assert keys.of(["a"]).rows([torch.zeros(3)]) is None
+    keys.forget(["a"])
+    assert keys.of(["a"]).unknown == ("a",)
+
+
+def test_a_key_and_a_list_of_it_are_bound_apart(keys: KeyLists) -> None:
+    assert keys.of("a") is keys.of("a")
+    assert (keys.of("a").is_many, keys.of(["a"]).is_many) == (False, True)
+    assert keys.of(3).names == keys.of("3").names == keys.of([3]).names == ("3",)
+
+
+@pytest.mark.parametrize("key", [True, 1.0, [1.0], [True], [None], {"1": 1}, [["1"]]])
+def test_value_equal_to_a_known_key_is_refused(keys: KeyLists, key: object) -> None:
+    keys.declare([("1", VECTOR)])
+    assert not keys.of(1).unknown
+    assert not keys.of([1]).unknown
+    with pytest.raises(ConfigError, match="a key is a str or an int"):
+        keys.of(key)
+
+
+def test_a_name_that_is_a_subclass_of_str_is_a_key(keys: KeyLists) -> None:
+    class Name(str):
+        __slots__ = ()
+
+    assert keys.of([Name("a")]).names == ("a",)
+
+
+def test_lists_are_remembered_up_to_a_number(keys: KeyLists, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_list, "LISTS_MAX", 1)
+    first = keys.of(["a", 3])
+    assert keys.of(["a", 3]) is first
+    assert keys.of(["t"]).names == ("t",)
+    again = keys.of(["a", 3])
+    assert again is not first
+    assert again.names == ("a", "3")
+    with pytest.raises(ConfigError, match="given twice"):
+        keys.of(["a", "a"])
