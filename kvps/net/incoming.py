@@ -71,7 +71,10 @@ class IncomingConnections:
         """How many handshakes of others failed, by why."""
         self.routes: dict[int, Route] = {}
         """The route of each connection that has carried a message, by its file descriptor."""
-        self._tells_drops = False
+        self.is_wired = False
+        """Whether packets to others leave this machine's memory."""
+        self.tells_drops = False
+        """Whether connections that break are watched."""
         self._shortage = descriptors.Shortage()
 
     def listen(self, endpoint: str, watch: bool) -> None:
@@ -94,7 +97,7 @@ class IncomingConnections:
                     router.bind(near_door(keys.session.public))
             router.setsockopt(zmq.CURVE_SERVER, 1)  # of places that are bound from here on
             router.setsockopt(zmq.CURVE_SECRETKEY, keys.listening(self._role).secret.encode())
-        self._tells_drops = watch
+        self.tells_drops = watch
         monitor = router.get_monitor_socket(_EVENTS)
         self._sockets.poller.register(monitor, zmq.POLLIN)
         try:
@@ -106,7 +109,8 @@ class IncomingConnections:
                 "running there? Choose another port with --bind, or port 0 for a free one"
             ) from error
         self.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        if is_wire(self.endpoint):
+        self.is_wired = is_wire(self.endpoint)
+        if self.is_wired:
             self._inflow.port = int(self.endpoint.rpartition(":")[2])
         self.router, self.monitor = router, monitor
         self._sockets.poller.register(router, zmq.POLLIN)
@@ -123,7 +127,7 @@ class IncomingConnections:
                 continue
             self._inflow.closed(fd)
             route = self.routes.pop(fd, None)
-            if route is not None and self._tells_drops:
+            if route is not None and self.tells_drops:
                 yield route, DROPPED
 
     def look(self, now: float) -> None:

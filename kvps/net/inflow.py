@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import socket
 import struct
 import time
@@ -120,9 +121,10 @@ class Inflow:
         self._limits = limits
         self._idle_max = idle_max
         self._clock = clock
-        self._connections: dict[int, _Connection] = {}
+        self.connections: dict[int, _Connection] = {}
         """By file descriptor."""
-        self._look_at = 0.0
+        self._look_at, self.due = 0.0, math.inf
+        """When :meth:`look` has something to do."""
         self._quiet_until, self._unsaid = 0.0, 0
         self._give_back_at, self._give_back_until = 0.0, 0.0
         self.closings: Counter[str] = Counter()
@@ -132,43 +134,31 @@ class Inflow:
 
     def opened(self, fd: int) -> None:
         """A connection was accepted."""
-        self._connections[fd] = _Connection(self._clock())
+        self.connections[fd] = _Connection(self._clock())
+        self.due = min(self.due, self._look_at)
 
     def closed(self, fd: int) -> None:
         """A connection broke."""
-        connection = self._connections.pop(fd, None)
+        connection = self.connections.pop(fd, None)
         if connection is not None and connection.base is not None:
             self._give_back_until = self._clock() + GIVE_BACK_S
 
     def took(self, fd: int, octets: int) -> None:
         """So many bytes of messages were taken out, framing included."""
-        connection = self._connections.get(fd)
+        connection = self.connections.get(fd)
         if connection is not None:
             connection.taken += octets
 
     def know(self, fd: int) -> None:
         """A packet was received along a connection."""
-        connection = self._connections.get(fd)
+        connection = self.connections.get(fd)
         if connection is not None:
             connection.is_known = True
 
-    def wait_s(self, timeout_s: float | None) -> float | None:
-        """Return how long may be waited at most, if nothing comes."""
-        if not self._has_work(self._clock()):
-            return timeout_s
-        left_s = max(0.0, self._look_at - self._clock())
-        return left_s if timeout_s is None else min(timeout_s, left_s)
-
-    def _has_work(self, now: float) -> bool:
-        return bool(self._connections) or now < self._give_back_until
-
-    def look(self) -> None:
-        """Close connections of which too much lies here, if it is time to look."""
-        began = self._clock()
-        if not self._has_work(began) or began < self._look_at:
-            return
+    def look(self, began: float) -> None:
+        """Close connections of which too much lies here; it is time to look."""
         rests: dict[int, float] = {}
-        for fd, connection in list(self._connections.items()):
+        for fd, connection in list(self.connections.items()):
             received = _received(fd)
             if received is None:
                 self.closed(fd)
@@ -179,17 +169,18 @@ class Inflow:
                 fd,
                 f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}",
             )
-            del self._connections[fd]
+            del self.connections[fd]
             self.closings["unfinished"] += 1
             self._give_back_until = began + GIVE_BACK_S
         for fd in self._idle(began):
             self._close(fd, f"it has sent nothing, like more than {self._idle_max} others")
-            del self._connections[fd]
+            del self.connections[fd]
             self.closings["idle"] += 1
         if self._give_back_at <= began < self._give_back_until:
             give_back()
             self._give_back_at = began + GIVE_BACK_EVERY_S
-        self._look_at = began + LOOK_EVERY_S + EACH_S * len(self._connections)
+        self._look_at = began + LOOK_EVERY_S + EACH_S * len(self.connections)
+        self.due = self._look_at if self.connections or began < self._give_back_until else math.inf
 
     def _excessive(self, rests: dict[int, float]) -> Iterator[tuple[int, int]]:
         """Yield of which connections too much lies here, and how much may."""
@@ -197,7 +188,7 @@ class Inflow:
         strangers: list[tuple[float, int]] = []
         members: list[tuple[float, int]] = []
         for fd, rest in rests.items():
-            connection = self._connections[fd]
+            connection = self.connections[fd]
             limit = known if connection.is_known else strange
             if rest > limit or (connection.is_known and connection.is_swelling(rest, strange)):
                 yield fd, limit
@@ -215,7 +206,7 @@ class Inflow:
         """Return the oldest of those that carry nothing, where there are too many."""
         idle = [
             fd
-            for fd, connection in self._connections.items()  # in the order in which they were opened
+            for fd, connection in self.connections.items()  # in the order in which they were opened
             if not connection.is_known and now >= connection.since + IDLE_S
         ]
         return idle[: max(0, len(idle) - self._idle_max)]

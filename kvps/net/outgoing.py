@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 
 import zmq
 
@@ -36,7 +35,6 @@ FADE_S = 3.0
 it until it has heard the other one, and what it says last, STOP, it says once."""
 NEVER_MS = 24 * 3_600_000
 """libzmq's own judgement is put off by so much."""
-NOWHERE = Connect("", "")
 
 
 class OutgoingConnections:
@@ -52,6 +50,8 @@ class OutgoingConnections:
         self.dealers: dict[str, zmq.Socket[bytes]] = {}
         self.names: dict[zmq.Socket[bytes], str] = {}
         """The name of each connection that is read."""
+        self.wired: set[str] = set()
+        """Names of the connections whose packets leave this machine's memory."""
         self.refusals: deque[tuple[Route, Packet]] = deque()
         """Packets that stand in for an answer where no connection is made."""
         self.reconnects = 0
@@ -64,10 +64,6 @@ class OutgoingConnections:
         self._fading: list[tuple[float, zmq.Socket[bytes]]] = []
         """The connections that have others in their place, and when they are closed."""
         self._handshakes = Handshakes(keys)
-
-    def endpoint(self, name: str) -> str:
-        """Return where a connection leads."""
-        return self._openings.get(name, NOWHERE).endpoint
 
     def connect(self, to: Connect) -> None:
         """Open a connection; it replaces an older one of its name.
@@ -84,7 +80,9 @@ class OutgoingConnections:
             endpoint = near_door(to.key)
         self._replace(to)
         dealer = self._sockets.new(zmq.DEALER)
+        self.wired.discard(name)
         if is_wire(endpoint):
+            self.wired.add(name)
             self._watch(name, dealer, CONTROL_HEARTBEAT_S if to.is_near is None else DATA_HEARTBEAT_S)
             if self._keys is not None:
                 self._handshakes.seal(dealer, to.key, to.is_member)
@@ -110,10 +108,11 @@ class OutgoingConnections:
             self._on_socket_events(name)  # why
         self.connect(self._openings[name])
 
-    def hear(self, ready: Iterable[object]) -> None:
-        """Take in what libzmq tells of connections, if their events are among those that are ``ready``."""
-        for events in [source for source in ready if source in self._events_of]:
-            self._on_socket_events(self._events_of[events])
+    def hear(self, events: object) -> None:
+        """Take in what libzmq tells of a connection, if ``events`` are of one."""
+        name = self._events_of.get(events)
+        if name is not None:
+            self._on_socket_events(name)
 
     def look(self, now: float) -> None:
         """Replace the connections along which nothing has moved for too long."""

@@ -14,6 +14,7 @@ Frames of messages are taken from a socket, counted, and dropped where a message
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,7 @@ from kvps.net.incoming import IncomingConnections
 from kvps.net.inflow import CONTROL, Inflow, data_limits
 from kvps.net.memory import give_back
 from kvps.net.outgoing import OutgoingConnections
-from kvps.net.sockets import Sockets, is_wire
+from kvps.net.sockets import Sockets
 from kvps.net.tcp_watch import COPIED_MIN_BYTES, Outflow
 from kvps.net.transport import Disconnected, Encoding, Guard, Refusals
 from kvps.net.zap import Keys
@@ -163,10 +164,10 @@ class ZmqTransport:
                 return
         is_tracked = hold is not None or copied_bytes >= COPIED_MIN_BYTES
         if isinstance(route, bytes):
-            target, endpoint = self._incoming.router, self._incoming.endpoint
+            target, is_wired = self._incoming.router, self._incoming.is_wired
         else:
-            target, endpoint = self._outgoing.dealers.get(route), self._outgoing.endpoint(route)
-        frames = wire.encode(packet, checked=self._checksums and is_wire(endpoint))
+            target, is_wired = self._outgoing.dealers.get(route), route in self._outgoing.wired
+        frames = wire.encode(packet, checked=self._checksums and is_wired)
         if self.encoding.clock is not None:
             self.encoding.ended_at = self.encoding.clock()
         if isinstance(route, bytes):
@@ -192,57 +193,65 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Wait up to ``timeout_s`` and yield what came."""
-        incoming, outgoing = self._incoming, self._outgoing
+        incoming, outgoing, inflow = self._incoming, self._outgoing, self._inflow
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
             outgoing.look(now)
             incoming.look(now)
-        ready = self._sockets.wait(0.0 if outgoing.refusals else self._inflow.wait_s(timeout_s))
+        if now >= inflow.due:
+            inflow.look(now)
+        if outgoing.refusals:
+            timeout_s = 0.0
+        elif inflow.due < math.inf:
+            left_s = max(0.0, inflow.due - now)
+            timeout_s = left_s if timeout_s is None else min(timeout_s, left_s)
+        ready = self._sockets.wait(timeout_s)
         if self._outflow.leaving:
             self._outflow.look()
-        outgoing.hear(ready)
+        names, router = outgoing.names, incoming.router
+        for source in ready:
+            if source is incoming.monitor:
+                yield from incoming.events()
+            elif source is not router and source not in names:
+                outgoing.hear(source)
         while outgoing.refusals:
             yield outgoing.refusals.popleft()
-        if incoming.monitor is not None and incoming.monitor in ready:
-            yield from incoming.events()
-        self._inflow.look()
-        if incoming.router is not None and incoming.router in ready:
-            yield from self._receive(incoming.router, None)
-        for arrived_at in ready:
-            if isinstance(arrived_at, zmq.Socket):
-                name = outgoing.names.get(arrived_at)
-                if name is not None:
-                    yield from self._receive(arrived_at, name)
+        for source in ready:
+            name = names.get(source)
+            if name is None and source is not router:
+                continue
+            for _ in range(BATCH):
+                try:
+                    frames = self._reader.take(source, name)
+                except ProtocolError:
+                    self._doorman.counts["bytes"] += 1
+                    raise
+                if frames is None:
+                    break  # so that the timers get their turn
+                if name is None:
+                    route, packet = self._enter(frames)
+                else:
+                    route, packet = name, self._doorman.decode(name, frames)
+                if packet is not None:
+                    yield route, packet
+                # What came before may have led to another connection in its place.
+                if names.get(source) != name or not zmq.zmq_poll([(source, zmq.POLLIN)], 0):
+                    break
 
-    def _receive(self, socket: zmq.Socket[bytes], name: str | None) -> Iterator[tuple[Route, Packet]]:
-        for _ in range(BATCH):
-            # What came before may have led to another connection in its place.
-            if socket.closed or self._outgoing.names.get(socket) != name:
-                return
-            try:
-                frames = self._reader.take(socket, name)
-            except zmq.Again:
-                return
-            except ProtocolError:
-                self._doorman.counts["bytes"] += 1
-                raise
-            if frames is None:
-                return  # so that the timers get their turn
-            if name is not None:
-                if (packet := self._doorman.decode(name, frames)) is not None:
-                    yield name, packet
-                continue
-            route, fd = frames[0].bytes, descriptor_of(frames)
-            if fd is not None:
-                self._incoming.routes[fd] = route
-                self._inflow.took(fd, self._reader.octets(frames))
-            packet = self._doorman.decode(route, frames[1:])
-            if packet is None:
-                continue
-            if fd is not None:
-                self._inflow.know(fd)
-            yield route, packet
+    def _enter(self, frames: list[zmq.Frame]) -> tuple[Route, Packet | None]:
+        """Return the route and the packet of a message along a connection that was opened to us."""
+        route = frames[0].bytes
+        if not (self._inflow.connections or self._incoming.tells_drops):
+            return route, self._doorman.decode(route, frames[1:])
+        fd = descriptor_of(frames)
+        if fd is not None:
+            self._incoming.routes[fd] = route
+            self._inflow.took(fd, self._reader.octets(frames))
+        packet = self._doorman.decode(route, frames[1:])
+        if fd is not None and packet is not None:
+            self._inflow.know(fd)
+        return route, packet
 
     def wake(self) -> None:
         """Make a waiting :meth:`poll` return; any thread may call this."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -37,7 +38,7 @@ class Port:
 
     def look(self) -> None:
         self.now += 1.0
-        self.inflow.look()
+        self.inflow.look(self.now)
 
 
 @pytest.fixture
@@ -168,17 +169,22 @@ def test_a_descriptor_that_is_another_s_by_now_is_left_alone(
     assert not caplog.messages
 
 
-def test_how_long_may_be_waited(port: Port) -> None:
-    assert port.inflow.wait_s(None) is None
-    assert port.inflow.wait_s(9.0) == 9.0
+def test_looks_are_due_only_while_there_are_connections(port: Port) -> None:
+    assert port.inflow.due == math.inf
     _, ours = port.connection()
+    assert port.inflow.due == 0.0
     port.look()
-    assert port.inflow.wait_s(9.0) == pytest.approx(LOOK_EVERY_S + EACH_S)
-    assert port.inflow.wait_s(0.0) == 0.0
-    port.inflow.closed(ours.fileno())
+    assert port.inflow.due == pytest.approx(port.now + LOOK_EVERY_S + EACH_S)
+    port.connection()
+    assert port.inflow.due == pytest.approx(port.now + LOOK_EVERY_S + EACH_S), (
+        "however often connections come"
+    )
+    for fd in list(port.inflow.connections):
+        port.inflow.closed(fd)
     port.inflow.took(ours.fileno(), GREETING)
     port.inflow.know(ours.fileno())
-    assert port.inflow.wait_s(9.0) == 9.0
+    port.look()
+    assert port.inflow.due == math.inf
 
 
 def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:
