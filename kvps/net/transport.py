@@ -8,21 +8,35 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError
+from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet
 
 
-@dataclass(slots=True)
 class Encoding:
-    """When a transport had turned its last packet into frames, for a tracer."""
+    """How a transport turns packets into frames; a tracer has it say when the last one was."""
 
-    clock: Callable[[], int] | None = None
-    """Nanoseconds; None while nobody measures."""
-    ended_at: int = 0
+    def __init__(self) -> None:
+        self.encode = wire.encode
+        self.ended_at = 0
+        """When a packet had become frames, by the clock of :meth:`measure`."""
+
+    def measure(self, clock: Callable[[], int]) -> None:
+        """Note when packets have become frames from now on."""
+
+        def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]:
+            frames = wire.encode(packet, checked=checked)
+            self.ended_at = clock()
+            return frames
+
+        self.encode = encode
+
+    def rest(self) -> None:
+        """Note nothing from now on."""
+        self.encode = wire.encode
 
 
 class Disconnected:

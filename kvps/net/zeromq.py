@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import zmq
 
@@ -52,6 +52,9 @@ SURPLUS_BATCH = 4096
 turn."""
 SURPLUS_MAX = 1 << 16
 """The most frames of such a message whose memory is left in the heap: libzmq has 64 bytes for each."""
+_send: Callable[..., zmq.MessageTracker | None] = zmq.backend.Socket.send
+"""Sends a frame without the wrappers in Python of :meth:`zmq.Socket.send_multipart`."""
+_MORE = zmq.NOBLOCK | zmq.SNDMORE
 SEAL_OCTETS = 33
 """Bytes that CURVE adds to each frame."""
 
@@ -167,17 +170,16 @@ class ZmqTransport:
             target, is_wired = self._incoming.router, self._incoming.is_wired
         else:
             target, is_wired = self._outgoing.dealers.get(route), route in self._outgoing.wired
-        frames = wire.encode(packet, checked=self._checksums and is_wired)
-        if self.encoding.clock is not None:
-            self.encoding.ended_at = self.encoding.clock()
+        frames = self.encoding.encode(packet, checked=self._checksums and is_wired)
         if isinstance(route, bytes):
             frames.insert(0, route)
         tracker = None
         if target is not None:
             try:
-                tracker = target.send_multipart(
-                    frames, zmq.NOBLOCK, copy=not packet.payload, track=is_tracked
-                )
+                is_copied = not packet.payload
+                for frame in frames[:-1]:
+                    _send(target, frame, _MORE, is_copied, is_tracked)
+                tracker = _send(target, frames[-1], zmq.NOBLOCK, is_copied, is_tracked)
             except zmq.Again:
                 if isinstance(route, bytes):
                     self._doorman.counts["unread"] += 1

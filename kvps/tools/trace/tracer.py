@@ -63,13 +63,13 @@ class Tracer:
         """Measure what costs time only while it is measured: frames, and steps of the optimizer in
         ``counts``."""
         self._counts = counts
-        self._encoding.clock = self.clock
+        self._encoding.measure(self.clock)
         if counts is not None:
             counts.lap = self._lap
 
     def close(self) -> None:
         """Measure no more."""
-        self._encoding.clock = None
+        self._encoding.rest()
         if self._counts is not None:
             self._counts.lap = None
         self._script = threading.local()
