@@ -131,8 +131,8 @@ def test_no_payload_travels_between_those_who_share(monkeypatch: pytest.MonkeyPa
             (out, _) = kv.pushpull(["a", "b"], values)
             assert out.eq(2).all()
 
+    monkeypatch.setattr(wire, "encode", note)
     with kvps.LocalCluster(2, 2) as cluster:
-        monkeypatch.setattr(wire, "encode", note)
         cluster.run(work)
     assert travelled["Push lent"] >= 4 * 2
     assert travelled["Pulled lent"] >= 4 * 2

@@ -16,6 +16,7 @@ RELEASE travels (:class:`Postings`). :mod:`kvps.net.shm.transport` sends, posts 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 
 from kvps.core.effects import Hold
@@ -72,16 +73,16 @@ class Lent:
 
 
 class Lease:
-    """A lease that was taken; noted as given back when the last reference to it dies."""
+    """A lease that was taken; it is given back when the last reference to it dies."""
 
-    __slots__ = ("_dropped", "_number")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, number: int, dropped: deque[int]) -> None:
-        self._number = number
-        self._dropped = dropped
 
-    def __del__(self) -> None:
-        self._dropped.append(self._number)
+class _Held(weakref.ref[Lease]):
+    """Notes the end of a lease by functions of the interpreter alone."""
+
+    __slots__ = ("number",)
+    number: int
 
 
 class Borrowed:
@@ -90,9 +91,9 @@ class Borrowed:
     def __init__(self) -> None:
         self._top = 0
         self._told = 0
-        self._held: dict[int, None] = {}
-        """Numbers, in order."""
-        self.dropped: deque[int] = deque()
+        self._held: dict[int, _Held] = {}
+        """By number, in order."""
+        self.dropped: deque[_Held] = deque()
         """Given back, by whatever thread dropped the last reference."""
         self.unsaid = 0
         """The number of leases that were given back and that the peer was not told of."""
@@ -106,22 +107,31 @@ class Borrowed:
         """Return the lease of a packet; None if it comes too late."""
         if number <= self._told or number in self._held:
             return None
-        self._top = max(self._top, number)
-        self._held[number] = None
-        return Lease(number, self.dropped)
+        if number > self._top:
+            self._top = number
+        lease = Lease()
+        held = self._held[number] = _Held(lease, self.dropped.append)
+        held.number = number
+        return lease
 
-    def settle(self) -> int | None:
-        """Return the number below which no lease is held, if that tells the peer everything; else None."""
+    def post(self, postings: Postings, lender: int) -> bool:
+        """Post the number below which no lease is held, if that tells the lender everything.
+
+        Args:
+            postings: of this process.
+            lender: the nonce of the lender's memory.
+
+        Returns:
+            Whether it was posted.
+        """
         self._drop()
         before = min(self._held, default=self._top + 1)
-        if self._top + 1 - before > len(self._held):
-            return None  # some behind it were given back
-        return before
-
-    def tell(self) -> None:
-        """Note that the peer knows what :meth:`settle` returned."""
+        # Else some behind it were given back.
+        if self._top + 1 - before > len(self._held) or not postings.post(lender, before):
+            return False
         self.unsaid = 0
         self._told = max(self._told, self._top)
+        return True
 
     def release(self) -> Release | None:
         """Return what the peer must be told; None if nothing was given back."""
@@ -141,7 +151,7 @@ class Borrowed:
     def _drop(self) -> None:
         """Hold what was given back no more."""
         while self.dropped:
-            del self._held[self.dropped.popleft()]
+            del self._held[self.dropped.popleft().number]
             self.unsaid += 1
 
 

@@ -25,6 +25,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from collections import deque
 from contextlib import suppress
 
@@ -51,25 +52,19 @@ class Unshared(KvpsError):
     """Memory cannot be shared, and why."""
 
 
-class Slot:
-    """A range of a segment; given back when the last reference to it dies."""
-
-    __slots__ = ("_freed", "size_bytes", "start")
-
-    def __init__(self, start: int, size_bytes: int, freed: deque[tuple[int, int]]) -> None:
-        self.start = start
-        self.size_bytes = size_bytes
-        self._freed = freed
-
-    def __del__(self) -> None:
-        self._freed.append((self.start, self.size_bytes))
-
-
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
-    """The bytes of a slot, or of a loan; a view of them refers to the whole."""
+    """Bytes of a segment, or of a loan; a view of them refers to the whole."""
 
     keep: object
     """An object that must live as long as these bytes are referred to."""
+
+
+class _Slot(weakref.ref[Block]):
+    """A range of a segment; given back when the last reference to its block dies."""
+
+    __slots__ = ("size_bytes", "start")
+    start: int
+    size_bytes: int
 
 
 class Segment:
@@ -107,7 +102,9 @@ class Segment:
         self.readers: set[str | bytes] = set()
         """The routes of processes that have mapped it."""
         self._used = self._backed = PAGE_BYTES
-        self._freed: deque[tuple[int, int]] = deque()
+        self._slots: dict[int, _Slot] = {}
+        """Those that are taken, by where they begin."""
+        self._freed: deque[_Slot] = deque()
         """Given back, by whatever thread dropped the last reference."""
         self._free: dict[int, list[int]] = {}
         """Where free ranges begin, by their size; the last one given back is taken first."""
@@ -127,18 +124,22 @@ class Segment:
         rounded = _pages(max(size_bytes, 1))
         with self._lock:
             start = self._find(rounded)
-        if start is None:
-            return None
-        slot = Slot(start, rounded, self._freed)
-        block = Block((size_bytes,), np.uint8, self._map, start)
-        block.keep = slot
+            if start is None:
+                return None
+            block = Block((size_bytes,), np.uint8, self._map, start)
+            slot = self._slots[start] = _Slot(block, self._freed.append)
+            slot.start, slot.size_bytes = start, rounded
         return block
 
     def offset_of(self, frame: memoryview) -> int | None:
         """Return where ``frame`` lies in this segment; None if it lies elsewhere, or is empty."""
         if not frame.nbytes:
             return None
-        offset = _address_of(frame) - self.address
+        if frame.readonly:
+            address = int(np.frombuffer(frame, np.uint8).ctypes.data)
+        else:
+            address = ctypes.addressof(ctypes.c_ubyte.from_buffer(frame))  # in a tenth of the time
+        offset = address - self.address
         return offset if 0 <= offset <= self.size_bytes - frame.nbytes else None
 
     def close(self) -> None:
@@ -150,8 +151,9 @@ class Segment:
 
     def _find(self, size_bytes: int) -> int | None:
         while self._freed:
-            start, freed_bytes = self._freed.popleft()
-            self._free.setdefault(freed_bytes, []).append(start)
+            slot = self._freed.popleft()
+            del self._slots[slot.start]
+            self._free.setdefault(slot.size_bytes, []).append(slot.start)
         alike = self._free.get(size_bytes)
         if alike:
             return alike.pop()
@@ -286,12 +288,6 @@ class Mapping:
         except OSError:
             return True  # it lives, and may not be looked at any more
         return (status.st_dev, status.st_ino) == self._inode
-
-
-def _address_of(frame: memoryview) -> int:
-    if frame.readonly:
-        return int(np.frombuffer(frame, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_ubyte.from_buffer(frame))  # in a tenth of the time
 
 
 def _pages(size_bytes: int) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -72,11 +72,6 @@ class Peer:
         self.given = Lent()
         self.taken = Borrowed()
 
-    def take_back(self) -> None:
-        """End the leases that it has posted as returned."""
-        if self.posts and self.given.open:
-            self.given.release_below(self.posted.before())
-
 
 class SharingTransport:
     """A transport whose payload travels through shared memory where it can."""
@@ -115,9 +110,11 @@ class SharingTransport:
         self._by_identity: dict[tuple[bytes, int, int, int], Peer] = {}
         """By job, role, rank and incarnation."""
         self._by_route: dict[Route, Peer] = {}
+        self._readers: dict[Route, Peer] = {}
+        """Those that read our memory."""
         self._envelope: Envelope | None = None
         """That of what was last sent: who we are."""
-        self._swept_at = clock()
+        self._sweep_at = clock() + SWEEP_EVERY_S
         self._is_warned = False
         self._is_woken = False
         self._frames_come = False
@@ -167,14 +164,13 @@ class SharingTransport:
         envelope, message = packet.envelope, packet.message
         self._envelope = envelope
         if packet.payload:
-            peer = self._by_route.get(route)
-            if peer is not None and peer.reads_ours:
-                loans = self._lend(peer, packet.payload, hold)
-                if loans is not None:
-                    self._inner.send(route, Packet(envelope, message, (), loans), None)
-                    return
-            packet = _framed(packet)
-        elif isinstance(message, Welcome):
+            reader = self._readers.get(route)
+            loans = None if reader is None else self._lend(reader, packet.payload, hold)
+            if loans is not None:
+                packet, hold = Packet(envelope, message, (), loans), None
+            elif len(packet.payload) > 1:
+                packet = _framed(packet)
+        elif type(message) is Welcome:
             self._welcomed[envelope.job, message.rank, message.incarnation] = None
             if len(self._welcomed) > WELCOMED_MAX:
                 del self._welcomed[next(iter(self._welcomed))]
@@ -188,25 +184,21 @@ class SharingTransport:
             Unserved: in place of one at which something else failed.
             Demanded: if memory cannot be shared with one we went to, and it has to be.
         """
-        if self._peers:
-            self._return(RELEASE_EVERY)
-            self._sweep()
-        if any(peer.taken.dropped or peer.taken.unsaid for peer in self._peers.values()):
-            # A packet has to say so: not while there is other work, and before a wait.
-            is_idle = True
-            for arrival in self._arrivals(0.0):
-                is_idle = False
-                yield from self._receive(*arrival)
-            is_woken, self._is_woken = self._is_woken, False  # the wake may have ended that poll
-            if is_woken or is_idle:
-                self._return(1)
-            if is_woken or not is_idle or timeout_s == 0.0:
-                return
-        for arrival in self._arrivals(timeout_s):
-            yield from self._receive(*arrival)
-        is_woken, self._is_woken = self._is_woken, False
-        if is_woken:  # what a call lets go, its requests should find free
-            self._return(1)
+        if (now := self._clock()) >= self._sweep_at:
+            self._sweep(now)
+        for peer in self._peers.values():
+            if (peer.taken.dropped or peer.taken.unsaid) and self._owes(RELEASE_EVERY):
+                return self._poll_owing(timeout_s)
+        return self._arrivals(timeout_s)
+
+    def _poll_owing(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        """Poll where only a packet can say what was given back: not while there is other work, and before
+        a wait."""
+        is_idle = yield from self._arrivals(0.0)
+        if is_idle:
+            self._owes(1)
+            if timeout_s != 0.0:
+                yield from self._arrivals(timeout_s)
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -232,23 +224,21 @@ class SharingTransport:
         """Lend ``payload``; None if it is small, or does not lie in our segment."""
         segment = self._segment
         assert segment is not None, "nobody reads what there is not"
-        if sum([frame.nbytes for frame in payload]) < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
-            return None
-        offsets = []
+        offsets, size_bytes = [], 0
         for frame in payload:
             offset = segment.offset_of(frame)
             if offset is None:
                 return None
             offsets.append(offset)
-        lease = peer.given.give(payload, hold)
-        return tuple(
-            [
-                Loan(segment.nonce, lease, offset, frame.nbytes)
-                for offset, frame in zip(offsets, payload, strict=True)
-            ]
-        )
+            size_bytes += frame.nbytes
+        if size_bytes < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
+            return None
+        lease, loans = peer.given.give(payload, hold), []
+        for offset, frame in zip(offsets, payload, strict=True):
+            loans.append(Loan(segment.nonce, lease, offset, frame.nbytes))
+        return tuple(loans)
 
-    def _borrow(self, packet: Packet) -> Packet:
+    def _borrow(self, peer: Peer | None, packet: Packet) -> Packet:
         """Return ``packet`` with its payload where it lies in its sender's memory.
 
         Raises:
@@ -256,50 +246,66 @@ class SharingTransport:
         """
         nonce, number = packet.loans[0].nonce, packet.loans[0].lease
         sender, loans = packet.envelope, packet.loans
-        peer = self._by_identity.get(_identity(sender))
         if peer is None or peer.mapping.offer.nonce != nonce:
             raise ProtocolError(f"{sender.node} lends memory that is not mapped here")
-        if any(loan.nonce != nonce or loan.lease != number for loan in loans):
-            raise ProtocolError(f"{sender.node} lends one packet's payload by several leases")
+        for loan in loans:
+            if loan.nonce != nonce or loan.lease != number:
+                raise ProtocolError(f"{sender.node} lends one packet's payload by several leases")
         lease = peer.taken.take(number)
         if lease is None:
             raise ProtocolError(f"lease {number} of {sender.node} was already returned")
-        payload = [peer.mapping.read(loan.offset, loan.size, lease).data for loan in loans]
-        return Packet(sender, packet.message, tuple(payload), loans)
+        read = peer.mapping.read
+        payload = tuple([read(loan.offset, loan.size, lease).data for loan in loans])
+        return Packet(sender, packet.message, payload, loans)
 
     # --- receiving -------------------------------------------------------------------------------
 
-    def _arrivals(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait, and take back what peers have returned before the first packet is served."""
-        is_back = False
-        for arrival in self._inner.poll(timeout_s):
-            if not is_back:
-                self._take_back()
-            is_back = True
-            yield arrival
-        if not is_back:
-            self._take_back()
+    def _arrivals(
+        self, timeout_s: float | None
+    ) -> Generator[tuple[Route, Packet | Disconnected], None, bool]:
+        """Wait, and take back what peers have returned before the first packet is served.
 
-    def _receive(
-        self, route: Route, packet: Packet | Disconnected
-    ) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        Returns:
+            Whether nothing came, and no thread has woken the poll.
+        """
+        is_first = True
+        for route, packet in self._inner.poll(timeout_s):
+            if is_first:
+                self._take_back(self._peers.values())
+                is_first = False
+            elif route in self._by_route:
+                self._take_back((self._by_route[route],))  # what it returned before it sent this
+            try:
+                passed = self._take_in(route, packet)
+            except KvpsError:
+                raise
+            except Exception as error:  # told apart by the driver, which answers the peer
+                assert isinstance(packet, Packet)
+                raise Unserved(route, packet.envelope) from error
+            del packet  # it may be what keeps a loan from being given back
+            if passed is not None:
+                yield route, passed
+                del passed
+        if is_first:
+            self._take_back(self._peers.values())
+        if not self._is_woken:
+            return is_first
+        self._is_woken = False  # the wake may have ended this poll
+        self._owes(1)  # what a call lets go, its requests should find free
+        return False
+
+    def _take_in(self, route: Route, packet: Packet | Disconnected) -> Packet | Disconnected | None:
+        """Return what the core hears; None if the packet was of memory alone."""
         if isinstance(packet, Disconnected):
             self._part(route)
-            yield route, packet
-            return
-        try:
-            passed = self._take_in(route, packet)
-        except KvpsError:
-            raise
-        except Exception as error:  # told apart by the driver, which answers the peer
-            raise Unserved(route, packet.envelope) from error
-        if passed is not None:
-            yield route, passed
-
-    def _take_in(self, route: Route, packet: Packet) -> Packet | None:
-        """Return the packet for the core; None if it was of memory alone."""
+            return packet
         envelope, message = packet.envelope, packet.message
-        self._meet(route, envelope)
+        sender = envelope.job, envelope.role, envelope.rank, envelope.incarnation
+        peer = self._by_identity.get(sender)
+        if self._by_route.get(route) is not peer:
+            self._meet(route, peer)
+        if packet.loans:
+            return self._borrow(peer, packet)
         match message:
             case Offer():
                 self._on_offer(route, envelope, message)
@@ -308,37 +314,38 @@ class SharingTransport:
                 self._on_taken(route, envelope, message)
                 return None
             case Release():
-                if route in self._by_route:
-                    self._by_route[route].given.release(message)
+                if peer is not None:
+                    peer.given.release(message)
                 return None
             case Welcome() if self._segment is not None and route in self._near:
                 self._say(route, self._segment.offer)
-        if (peer := self._by_route.get(route)) is not None:
-            peer.take_back()  # what it returned before it sent this, the core may write again
-        if packet.loans:
-            packet = self._borrow(packet)
-        elif packet.payload and not self._frames_come:
+        if packet.payload and not self._frames_come:
             self._frames_come = True
             keep_freed_memory()
         return packet
 
-    def _meet(self, route: Route, envelope: Envelope) -> None:
-        """The one of ``envelope`` speaks along ``route``, and is answered there from now on."""
-        peer = self._by_identity.get(_identity(envelope))
-        if self._by_route.get(route) is not peer:
-            self._part(route)
-            if peer is not None:
-                for old in self._routes_of(peer):
-                    if type(old) is type(route):  # of two neighbours, each has opened one
-                        self._part(old)
-                self._by_route[route], peer.route = peer, route
-                if peer.reads_ours and self._segment is not None:
-                    self._segment.readers.add(route)
+    def _meet(self, route: Route, peer: Peer | None) -> None:
+        """``peer`` speaks along ``route``, and is answered there from now on."""
+        self._part(route)
+        if peer is not None:
+            for old in self._routes_of(peer):
+                if type(old) is type(route):  # of two neighbours, each has opened one
+                    self._part(old)
+            self._by_route[route], peer.route = peer, route
+            if peer.reads_ours:
+                self._let_read(route, peer)
+
+    def _let_read(self, route: Route, peer: Peer) -> None:
+        """Lend to ``peer`` along ``route`` from now on."""
+        assert self._segment is not None
+        self._readers[route] = peer
+        self._segment.readers.add(route)
 
     def _part(self, route: Route) -> None:
         """The peer that shared memory along ``route`` is gone."""
         peer = self._by_route.pop(route, None)
         if peer is not None and self._segment is not None:
+            self._readers.pop(route, None)
             self._segment.readers.discard(route)
             peer.route = next(iter(self._routes_of(peer)), peer.route)
 
@@ -372,8 +379,9 @@ class SharingTransport:
             peer = self._peers[message.nonce] = Peer(route, mapping, posted)
         elif peer.mapping.offer != message:
             raise ProtocolError(f"{envelope.node} offers the same memory again, differently")
-        self._by_identity[_identity(envelope)] = peer
-        self._meet(route, envelope)
+        self._by_identity[envelope.job, envelope.role, envelope.rank, envelope.incarnation] = peer
+        if self._by_route.get(route) is not peer:
+            self._meet(route, peer)
         if not is_ours:
             self._say(route, self._segment.offer)
             self._segment.is_read = True  # what is made from now on, it will be able to read
@@ -394,7 +402,7 @@ class SharingTransport:
         elif peer is not None:
             peer.reads_ours = self._segment.is_read = True
             peer.posts = message.postings
-            self._segment.readers.add(route)
+            self._let_read(route, peer)
 
     def _say(self, route: Route, message: Message) -> None:
         assert self._envelope is not None, "we have said HELLO, or WELCOME"
@@ -418,33 +426,36 @@ class SharingTransport:
 
     # --- giving back -----------------------------------------------------------------------------
 
-    def _take_back(self) -> None:
+    def _take_back(self, peers: Iterable[Peer]) -> None:
         """Write again where peers have posted that they read no more."""
-        for peer in self._peers.values():
-            peer.take_back()
+        for peer in peers:
+            if peer.posts and peer.given.open:
+                peer.given.release_below(peer.posted.before())
 
-    def _return(self, least: int) -> None:
+    def _owes(self, least: int) -> bool:
         """Give leases back: post it where that says everything; else by a RELEASE, where they are
-        ``least`` or more."""
+        ``least`` or more.
+
+        Returns:
+            Whether a peer was not told of all of them.
+        """
+        owes = False
         for nonce, peer in self._peers.items():
-            if not (peer.taken.dropped or peer.taken.unsaid):
+            taken = peer.taken
+            if not (taken.dropped or taken.unsaid):
                 continue
-            if peer.posts and self._segment is not None:
-                before = peer.taken.settle()
-                if before is not None and self._segment.postings.post(nonce, before):
-                    peer.taken.tell()
-                    continue
-            if peer.taken.returned >= least and self._by_route.get(peer.route) is peer:
-                message = peer.taken.release()
+            if peer.posts and self._segment is not None and taken.post(self._segment.postings, nonce):
+                continue
+            if taken.returned >= least and self._by_route.get(peer.route) is peer:
+                message = taken.release()
                 if message is not None:
                     self._say(peer.route, message)
+            owes = owes or taken.returned > 0
+        return owes
 
-    def _sweep(self) -> None:
+    def _sweep(self, now: float) -> None:
         """Forget peers that have ended: they read nothing, and their memory is of no use."""
-        now = self._clock()
-        if now < self._swept_at + SWEEP_EVERY_S:
-            return
-        self._swept_at = now
+        self._sweep_at = now + SWEEP_EVERY_S
         for nonce, peer in list(self._peers.items()):
             if peer.mapping.is_there:
                 continue
@@ -482,9 +493,12 @@ class SharedMemory:
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""
         first, size_bytes = self._segment.address, self._segment.size_bytes
-        return route in self._segment.readers and all(
-            0 <= piece.data_ptr() - first < size_bytes for piece in pieces
-        )
+        if route not in self._segment.readers:
+            return False
+        for piece in pieces:  # noqa: SIM110  # a generator is two calls more
+            if not 0 <= piece.data_ptr() - first < size_bytes:
+                return False
+        return True
 
     def side_by_side(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Return values that were lent here as one tensor without a copy; None if that fails.
@@ -504,11 +518,7 @@ def _insisting(reason: str) -> Demanded:
 
 
 def _framed(packet: Packet) -> Packet:
-    """Return ``packet`` with its payload in one frame, if it declares one and lies in several."""
-    if len(packet.payload) > 1 and len(packet.message.payload_sizes()) == 1:
+    """Return ``packet``, whose payload lies in several frames, with it in one if it declares one."""
+    if len(packet.message.payload_sizes()) == 1:
         return replace(packet, payload=(memoryview(b"".join(packet.payload)),))
     return packet
-
-
-def _identity(envelope: Envelope) -> tuple[bytes, int, int, int]:
-    return envelope.job, envelope.role, envelope.rank, envelope.incarnation

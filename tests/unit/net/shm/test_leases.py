@@ -203,13 +203,15 @@ def test_the_end_of_the_lowest_ends_no_other() -> None:
 
 @pytest.mark.spec("R261")
 def test_a_number_says_all_if_the_lowest_were_given_back() -> None:
-    taken = Borrowed()
+    taken, first = Borrowed(), page()
+    postings, posted = Postings(first), PostingsOfPeer(first, NONCE)
     held = take(taken, 1, 2, 3, 4)
-    assert taken.settle() == 1
+    assert taken.post(postings, NONCE)
+    assert posted.before() == 1
     del held[:2]
-    assert taken.settle() == 3
     assert taken.returned == 2, "nobody was told yet"
-    taken.tell()
+    assert taken.post(postings, NONCE)
+    assert posted.before() == 3
     assert taken.returned == 0
     assert taken.release() is None
     assert taken.take(2) is None
@@ -217,16 +219,19 @@ def test_a_number_says_all_if_the_lowest_were_given_back() -> None:
 
 @pytest.mark.spec("R261")
 def test_a_number_does_not_say_that_one_in_the_middle_was_given_back() -> None:
-    taken = Borrowed()
+    taken, first = Borrowed(), page()
+    postings, posted = Postings(first), PostingsOfPeer(first, NONCE)
     held = take(taken, 1, 2, 3)
     del held[1]
-    assert taken.settle() is None
+    assert not taken.post(postings, NONCE)
     assert taken.returned == 1
     assert taken.release() == Release(4, (1, 3))
     del held[1]
-    assert taken.settle() is None, "2 and 3 lie behind 1"
+    assert not taken.post(postings, NONCE), "2 and 3 lie behind 1"
+    assert posted.before() == 0
     del held[0]
-    assert taken.settle() == 4
+    assert taken.post(postings, NONCE)
+    assert posted.before() == 4
 
 
 @pytest.mark.spec("R260")
@@ -317,9 +322,7 @@ class Reading(RuleBasedStateMachine):
 
     @rule()
     def post(self) -> None:
-        before = self.taken.settle()
-        if before is not None and self.postings.post(NONCE, before):
-            self.taken.tell()
+        self.taken.post(self.postings, NONCE)
 
     @rule()
     def look(self) -> None:

@@ -426,7 +426,7 @@ def test_a_packet_that_comes_twice_is_taken_once(network: MemoryNetwork) -> None
 
 def test_a_payload_that_nobody_can_be_sent_is_held_until_the_next(network: MemoryNetwork) -> None:
     server, worker, route = pair(network)
-    server.transport._by_route[b"nobody"] = server.transport._by_route[route]
+    server.transport._readers[b"nobody"] = server.transport._readers[route]
     hold = Buffer()
     server.say(b"nobody", push(PAGE_BYTES), server.take(PAGE_BYTES).data, hold=hold)
     assert hold.is_held
