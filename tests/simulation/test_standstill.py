@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from kvps.errors import KvpsError, Mismatch
+from tests.simulation import test_resume
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
-from tests.simulation.test_swarm import job_of, judge, play
-from tests.simulation.training import Job, check, replayable, seeds, train
+from tests.simulation.test_swarm import MILD, job_of, judge, play
+from tests.simulation.training import Job, check, faults_of, one_hot, replayable, seeds, train
+from tests.simulation.witness import Witness
 
 SEEDS = seeds(80)
 TOLD_MAX_S = 30.0
@@ -83,11 +85,13 @@ MISTAKES: dict[str, Mistake] = {
 def mistaken(
     job: Job, mistake: Mistake, rank: int, began: dict[int, float], at: Callable[[], float]
 ) -> Script:
-    """Make a few right steps, and then the mistake."""
+    """Make a few right steps, half a second for each, and then the mistake; a replacement goes on with the others."""
     kv = job.store
     yield from kv.open()
     yield from kv.init({"v": torch.zeros(4), "w": torch.zeros(100)})
-    for _ in range(job.steps):
+    begin = yield from kv.resume(["v", "w"])
+    for _ in range(begin, job.steps):
+        yield 0.5
         yield from kv.pushpull({"v": torch.ones(4), "w": torch.ones(100)})
     began[rank] = at()
     yield from mistake(job, rank)
@@ -132,6 +136,35 @@ def test_standstill_is_told_to_all_workers(seed: int, mistake: str, request: pyt
             assert client.done_at - since < limit_s, f"told after {client.done_at - since:.0f} s"
 
 
+@pytest.mark.spec("R436", "R437")
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("seed", SEEDS[::8])
+def test_standstill_is_told_where_a_worker_was_replaced(
+    seed: int, mistake: str, request: pytest.FixtureRequest
+) -> None:
+    dice = random.Random(seed)
+    job = Job(seed, dice.randint(2, 4), dice.randint(1, 3), dice.randint(3, 5))
+    job.store = Store(bigarray_bound=dice.choice([1, 64, 100_000]), timeout_s=300.0)
+    job.machines = [dice.choice([1, 2, 2, 3]) for _ in range(job.workers)]
+    began: dict[int, float] = {}
+
+    def script(rank: int) -> Script:
+        return mistaken(job, MISTAKES[mistake], rank, began, lambda: cluster.network.now)
+
+    with replayable(request, job):
+        cluster = Cluster(job.workers, job.servers, script, seed, job.faults, job.machines)
+        at, lost = 0.3 + dice.random(), dice.randrange(job.workers)
+        cluster.network.at(at, lambda: cluster.kill(lost))
+        cluster.network.at(at + 3, lambda: cluster.replace(lost))
+        cluster.run(1_000)
+        assert len(cluster.started[lost]) == 2
+        since = max(began.values())
+        for client in cluster.clients.values():
+            assert isinstance(client.error, Mismatch), f"{client.process.name}: {client.error}"
+            assert client.done_at is not None
+            assert client.done_at - since < TOLD_MAX_S, f"told after {client.done_at - since:.0f} s"
+
+
 # --- no standstills -------------------------------------------------------------------------------
 
 
@@ -165,3 +198,50 @@ def test_job_is_not_told_while_a_script_computes(seed: int, request: pytest.Fixt
         judge(cluster, usurped, trouble)
         for client in cluster.clients.values():
             check(job.steps, client.result, job.versions[-1])
+
+
+@pytest.mark.spec("R435", "R436")
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_job_without_rounds_is_not_told(seed: int, request: pytest.FixtureRequest) -> None:
+    """I16. A read that waits for pushes of a lost worker goes on after a while."""
+    job, trouble = job_of(seed)
+    dice = random.Random(seed)
+    job.workers = max(2, job.workers)
+    job.store = Store(mode=dice.choice(["async", "ssp"]), staleness=dice.randrange(3), timeout_s=10_000.0)
+    job.store.bigarray_bound = dice.choice([1, 64])
+    job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
+    job.is_hurt = not MILD.issuperset(trouble.kinds)
+    job.machines = []
+    trouble.kills.append((1.0 + dice.random() * 4, dice.randrange(job.workers), True))
+    with replayable(request, (job, trouble)):
+        cluster, usurped = play(
+            job, trouble, lambda rank: thinking(one_hot(job, rank), random.Random(seed + rank))
+        )
+        judge(cluster, usurped, trouble)
+
+
+@pytest.mark.spec("R435", "R436")
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_job_is_not_told_while_replacements_catch_up(seed: int, request: pytest.FixtureRequest) -> None:
+    """I16. They make their predecessors' calls of all ranks again."""
+    dice = random.Random(seed)
+    job = Job(seed, dice.randint(2, 4), dice.randint(1, 3), dice.randint(2, 6), {"w": 100, "b": 3})
+    job.store, job.faults = Store(bigarray_bound=64, timeout_s=10_000.0), faults_of(dice)
+    job.ways = [dice.choice(test_resume.ORDERS)]
+    with replayable(request, job):
+        cluster = Cluster(
+            job.workers,
+            job.servers,
+            lambda rank: thinking(test_resume.loop(job, rank), random.Random(seed + rank)),
+            seed,
+            job.faults,
+        )
+        cluster.network.overhears = Witness()
+        for at in (1.0, 8.0, 40.0):
+            rank = dice.randrange(job.workers)
+            cluster.network.at(at, lambda one=rank: cluster.kill(one))  # type: ignore[misc]
+            cluster.network.at(at + 3, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
+        cluster.run(3_000)
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            test_resume.is_trained(job, client.result)

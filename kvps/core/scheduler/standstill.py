@@ -5,8 +5,9 @@ of its requests waits at a peer for calls of workers, as the peer has said withi
 (:mod:`kvps.core.worker.timeout_report`). So no worker can go on where every worker stood still at one moment,
 and each has found since then that its requests still wait.
 
-A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost or was
-replaced, or was silent for a while: it may have been stopped, and its packets with it.
+A false alarm ends a good job, and silence costs a Timeout. So nobody is told where a member is lost, or was
+silent for a while: it may have been stopped, and its packets with it. A replacement counts as any other
+worker: while it runs its predecessor's calls again, it computes, or waits for peers that answer at once.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Standstills:
             return False
         for seat in present:
             heard_at = seat.progress.heard_at
-            if seat.state is not State.HELD or seat.is_replacement or heard_at is None:
+            if seat.state is not State.HELD or heard_at is None:
                 return False
             if now - heard_at > GAP_S:
                 return False

@@ -231,8 +231,8 @@ class CallTable:
         return list(chain.from_iterable(self._unacked.values()))
 
     def is_settled(self, since: float) -> bool:
-        """Whether all pushes have arrived, and a peer has said of each request since then that it
-        waits for workers."""
+        """Whether all pushes have arrived, a peer has said of each request since then that it
+        waits for workers, and no call goes on by itself."""
         if self.unacked() or any(link.has_queue for link in self.connections()):
             return False
         sent = [*self.asked.values(), *self.neighbours.led()]
@@ -240,7 +240,8 @@ class CallTable:
             sent += link.outstanding.values()
         known = set(sent)
         return all(request.confirmed_at >= since for request in sent) and all(
-            pending.waiting and known.issuperset(pending.waiting) for pending in self.pending.values()
+            pending.waiting and known.issuperset(pending.waiting) and self._lags_until(pending) == math.inf
+            for pending in self.pending.values()
         )
 
     def connections(self) -> Iterator[Connection]:

@@ -280,7 +280,7 @@ class Worker:
         """Whether calls wait, and nothing but a call of some worker can end them."""
         pending = self.table.pending.values()
         is_held = self._quiesce.is_on or bool(self._rejoins or self._untold or self._joining)
-        if not pending or is_held or self.losses.is_any or self.losses.was_replaced:
+        if not pending or is_held or self.losses.is_any:
             return False
         if any(not _is_for_user(entry) or entry.deadline < now + FAR_S for entry in pending):
             return False

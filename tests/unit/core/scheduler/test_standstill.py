@@ -146,11 +146,15 @@ def test_a_worker_that_is_alone_is_not_told() -> None:
 
 
 @pytest.mark.spec("R436")
-def test_nobody_is_told_once_one_was_lost_or_replaced() -> None:
+def test_nobody_is_told_while_one_is_lost_and_all_once_it_is_replaced() -> None:
     job = Still()
     job.stage.leave("w1", done=False, code=1)
     del job.numbers["w1"]
     assert not job.told_after()
     job.stage.hello("w9", rank=1)
+    job.numbers["w9"] = 0
+    assert not job.told_after(), "it may go on"
     job.numbers["w9"] = 1
-    assert not job.told_after()
+    told = job.told_after()
+    assert set(told) == {"w0", "w9"}
+    assert all(STILL_S <= at <= STILL_S + 2 for at in told.values())

@@ -12,8 +12,9 @@ from kvps.errors import Mismatch
 from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Barrier, Beat, Pending, Probed, Released
-from kvps.protocol.values import Pull, Push
+from kvps.protocol.values import Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, member, pull, push
+from tests.support.worker_with_key import FLOAT
 from tests.unit.core.worker.host_aggregation.test_host_group import bench, seq_of
 
 WHY = "waits for rank 1"
@@ -123,6 +124,37 @@ def test_nor_are_pushes_under_way() -> None:
     one.server(0, waits)
     confirm(one)
     assert beats(one, ticket) == 1
+
+
+@pytest.mark.spec("R435")
+def test_a_replaced_worker_changes_nothing_but_for_reads_that_go_on_after_a_while() -> None:
+    """A read of a store without rounds waits for pushes of a lost worker for so long only."""
+    replacement = member(Node(Role.WORKER, 1), incarnation=99)
+    one, ticket = standing()
+    one.view(replacement)
+    assert still(one, ticket) == 1
+    one = Bench()
+    one.open(mode="async")
+    one.init({"w": torch.zeros(40)})
+    ticket = one.call(pull({"w": torch.zeros(40)}), 300.0)
+    pieces = one.core.stores["kv"].key("w").pieces
+    for server, version in ((0, 5), (1, 4)):
+        size = (16, 24)[server]
+        runs = (Stand(0, size, version, 0),)
+        answer = Pulled(one.seqs(Pull, server)[-1], pieces[server].chunk, FLOAT, True, runs)
+        one.server(server, answer, torch.full((size,), float(version)))
+    again = one.seqs(Pull, 1)[-1]
+    waits = Probed((), (Pending(again, WHY),), (again,))
+
+    def stands() -> int:
+        for _ in range(2):
+            one.server(1, waits)
+            number = beats(one, ticket)
+        return number
+
+    assert stands() == 1
+    one.view(replacement)
+    assert stands() == 0
 
 
 @pytest.mark.spec("R435", "R460")
