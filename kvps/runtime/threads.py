@@ -7,7 +7,9 @@ import math
 import os
 import sys
 import threading
-from types import FrameType
+from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
+from typing import Any
 
 from kvps.runtime.ticket import Ticket
 
@@ -63,6 +65,7 @@ WITHOUT_CALLS = {
     ("kvps.runtime.worker_session", "_run"),
     ("kvps.runtime.local_cluster", "run"),
     ("kvps.net.memory_watch", "_run"),
+    ("kvps.torch.distributed.call_checker", "_run"),
     ("multiprocessing.queues", "_feed"),
     ("torch.utils.data._utils.pin_memory", "_pin_memory_loop"),
 }
@@ -71,26 +74,40 @@ POOL = ("concurrent.futures.thread", "_worker")
 """The function in which a thread of a pool waits for work; what it works at is called by this function."""
 
 
+WAITS: dict[CodeType, Callable[[Any], Sequence[Ticket] | None]] = {
+    Ticket._await.__code__: lambda ticket: [ticket]
+}
+"""Methods in which a thread does nothing but wait. The function returns the tickets that the method's
+object waits for; None if it waits no more."""
+
+
 def waited_tickets() -> list[Ticket]:
     """Return the tickets that the threads of this process wait for; none if some thread may do
     something else.
 
-    Nothing is counted while calls are made. A thread waits where its innermost Python frame is that of
-    :meth:`Ticket._await`.
+    Nothing is counted while calls are made.
     """
-    found = []
+    found: list[Ticket] = []
     for innermost in sys._current_frames().values():
-        if innermost.f_code is Ticket._await.__code__:
-            found.append(innermost.f_locals["self"])
-            continue
-        frame: FrameType | None = innermost
-        is_idle = _name_of(innermost) == POOL
-        while frame is not None and not is_idle:
-            is_idle = _name_of(frame) in WITHOUT_CALLS
-            frame = frame.f_back
-        if not is_idle:
+        tickets = _waited_in(innermost)
+        if tickets is None:
             return []
+        found += tickets
     return found
+
+
+def _waited_in(innermost: FrameType) -> Sequence[Ticket] | None:
+    """Return the tickets that a thread waits for; None if it may do something else."""
+    if _name_of(innermost) == POOL:
+        return []
+    frame: FrameType | None = innermost
+    while frame is not None:
+        if (tickets := WAITS.get(frame.f_code)) is not None:
+            return tickets(frame.f_locals["self"])
+        if _name_of(frame) in WITHOUT_CALLS:
+            return []
+        frame = frame.f_back
+    return None
 
 
 def _name_of(frame: FrameType) -> tuple[str, str]:

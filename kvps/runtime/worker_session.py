@@ -136,7 +136,7 @@ class WorkerSession(Listener):
         waited = waited_tickets()
         # Those of other sessions, such as of another rank in a LocalCluster, do not concern this one.
         mine = [asked for asked in waited if id(asked) in numbers or asked.is_over]
-        return tuple(sorted(numbers.get(id(asked), 0) for asked in mine))
+        return tuple(sorted({numbers.get(id(asked), 0) for asked in mine}))
 
     def _end(self, number: int, value: object, error: KvpsError | None) -> None:
         ticket = self._tickets.pop(number, None)

@@ -5,6 +5,8 @@ Each rank prints how its calls ended, and after how many seconds.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -60,6 +62,29 @@ def frozen_later() -> None:
         model.zero_grad()
         model(torch.ones(4, 2)).sum().backward()
         own.step(4)
+    kv.barrier()
+
+
+def group() -> None:
+    """A push on one rank, and a collective of a process group on the other."""
+    torch.distributed.init_process_group("kvps")
+    kv = store()
+    torch.distributed.all_reduce(torch.ones(4))
+    if kv.rank == 0:
+        kv.pushpull("w", ONES)
+    torch.distributed.all_reduce(torch.ones(4))
+    kv.pushpull("w", ONES)
+
+
+def replaced() -> None:
+    """Rank 1 dies once, and its replacement makes a step less than rank 0."""
+    kv = kvps.create("dist_sync", name="weights")
+    kv.init("w", torch.zeros(4))
+    start = kv.resume("w")
+    for step in range(start, 5 - kv.rank):
+        if step == 2 and kv.rank == 1 and not start:
+            os.kill(os.getpid(), signal.SIGKILL)
+        kv.pushpull("w", ONES)
     kv.barrier()
 
 

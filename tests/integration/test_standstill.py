@@ -18,12 +18,14 @@ STANDSTILLS = {
     "keys": {"push()"},
     "wrapped_on_rank_0": {"the comparison of models", "barrier()"},
     "frozen_later": {"push()", "barrier()"},
+    "group": {"push()"},
+    "replaced": {"push()", "barrier()"},
 }
 
 
 def launched(processes: Processes, *cases: str) -> dict[str, Process]:
     """Run jobs side by side: they do little but wait."""
-    flags = ("-n", 2, "-s", 2, "--", sys.executable, WORKER)
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--", sys.executable, WORKER)
     running = {case: processes.kvps("launch", *flags, case) for case in cases}
     for one in running.values():
         assert one.wait(LIMIT_S) == 0, one
@@ -43,8 +45,9 @@ def check_told(job: Process, calls: set[str]) -> None:
 
 def test_all_are_told_that_none_can_go_on(processes: Processes) -> None:
     """A thread that has made no call yet goes on later, and its job is not told."""
-    jobs = launched(processes, "barrier", "helper")
-    check_told(jobs["barrier"], STANDSTILLS["barrier"])
+    jobs = launched(processes, "barrier", "group", "replaced", "helper")
+    for case in ("barrier", "group", "replaced"):
+        check_told(jobs[case], STANDSTILLS[case])
     assert jobs["helper"].out.count("] well") == 2, jobs["helper"]
 
 

@@ -26,6 +26,7 @@ import torch
 from torch._C import DisableTorchFunction
 
 from kvps.errors import ConfigError
+from kvps.runtime.threads import WAITS
 from kvps.runtime.ticket import Ticket
 from kvps.torch.distributed.work import Work
 
@@ -86,9 +87,16 @@ class OrderedExecutor:
 
     def waiting(self) -> set[str]:
         """Return the groups, and the tracks, that have collectives under way."""
-        with self._lock:
-            runs = [runs[0] for runs in self._runs.values()] + list(self._confirmed)
+        runs = self._under_way()
         return {run.group for run in runs} | {run.track for run in runs}
+
+    def tickets(self) -> list[Ticket]:
+        """Return the tickets of calls that collectives wait for."""
+        return [ticket for run in self._under_way() for ticket in run.tickets]
+
+    def _under_way(self) -> list[_Run]:
+        with self._lock:
+            return [runs[0] for runs in self._runs.values()] + list(self._confirmed)
 
     def fail(self, group: str, error: BaseException) -> None:
         """End what waits in a group, and refuse what is begun there later."""
@@ -119,8 +127,12 @@ class OrderedExecutor:
                 run.work.end(_destroyed(run.group))
 
     def _run(self) -> None:
-        while (run := self._ready.get()) is not None:
+        while (run := self._next()) is not None:
             self._go_on(run)
+
+    def _next(self) -> _Run | None:
+        """Wait until a collective can go on; return it."""
+        return self._ready.get()
 
     def _go_on(self, run: _Run | None) -> None:
         """Make steps until one has to wait; then those of the next collective on the track."""
@@ -195,6 +207,9 @@ class OrderedExecutor:
 
         for ticket in run.tickets:
             ticket.when_over(over)
+
+
+WAITS[OrderedExecutor._next.__code__] = OrderedExecutor.tickets
 
 
 def _destroyed(group: str) -> ConfigError:

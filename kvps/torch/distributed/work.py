@@ -24,6 +24,7 @@ from torch._C._dynamo import eval_frame
 from torch.futures import Future
 
 from kvps.errors import Timeout
+from kvps.runtime.threads import WAITS
 
 F = TypeVar("F", bound=Callable[..., Any])
 REASON = "a collective of the backend kvps runs outside of the graph"
@@ -97,7 +98,9 @@ class Work(dist.Work):
             KvpsError: if it failed: WorkerLost, ServerLost, Timeout, ...
         """
         limit_s = timeout.total_seconds()
-        if not self._ended.wait(limit_s if limit_s > 0 else None):
+        if limit_s <= 0:
+            self._await()
+        elif not self._ended.wait(limit_s):
             raise Timeout(
                 f"{self._name} is not done after {limit_s:g} s, and continues. Wait again, or find the "
                 "rank that did not call it"
@@ -105,6 +108,10 @@ class Work(dist.Work):
         if self._error is not None:
             raise self._error
         return True
+
+    def _await(self) -> None:
+        """Wait until the executor ends the collective."""
+        self._ended.wait()
 
     @uncompiled
     def synchronize(self) -> None:
@@ -179,6 +186,9 @@ def all_of(name: str, works: Sequence[Work]) -> Work:
     for work in works:
         work.when_over(over)
     return whole
+
+
+WAITS[Work._await.__code__] = lambda work: None if work.is_completed() else ()
 
 
 def _result_of(error: BaseException | None) -> int:

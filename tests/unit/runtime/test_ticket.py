@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
 from kvps.errors import KvpsError, Timeout
 from kvps.runtime.threads import ShortTurns, waited_tickets
 from kvps.runtime.ticket import Handle, Ticket
+from kvps.torch.distributed.ordered_executor import OrderedExecutor
+from kvps.torch.distributed.work import Work
 
 
 @pytest.fixture(autouse=True)
@@ -196,3 +199,29 @@ def test_a_thread_that_hands_data_on_makes_no_call(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvps.runtime.threads.WITHOUT_CALLS", {(__name__, "feed")})
     shown(monkeypatch, *threads.calling, threads.begin(feed))
     assert len(waited(some=True)) == 2
+
+
+def test_a_thread_that_waits_for_a_collective_waits_for_its_calls(
+    monkeypatch: pytest.MonkeyPatch, threads: Threads
+) -> None:
+    """The first of a track has calls under way; a thread waits for the second."""
+
+    def steps(*tickets: Ticket) -> Iterator[list[Ticket]]:
+        yield list(tickets)
+        threads.gate.wait()
+
+    executor = OrderedExecutor()
+    calls, works = [Ticket(), Ticket()], [Work("first", []), Work("second", [])]
+    executor.begin("a", steps(*calls), works[0])
+    executor.begin("a", steps(), works[1])
+    shown(monkeypatch, threads.begin(works[1].wait), executor._thread)
+    assert waited(some=True) == calls
+    shown(monkeypatch, threads.begin(lambda: works[1].wait(timedelta(seconds=60))), executor._thread)
+    assert waited(some=False) == [], "it goes on by itself"
+    shown(monkeypatch, *threads.calling, executor._thread)
+    for call in calls:
+        call.end(None, None)
+    assert waited(some=False) == [], "the next step is made"
+    threads.gate.set()
+    works[1].wait()
+    executor.close()
