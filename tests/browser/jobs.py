@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.compare.networks.namespaces import Namespaces
-from tests.integration.processes import BIN, Cluster, Process, Processes, until
+from tests.integration.processes import Cluster, Process, Processes, until
 from tests.support.scraping import HTTP, get, url_of
 
 SCRIPT = """
@@ -47,14 +43,6 @@ print("over", flush=True)
 """
 
 
-class Hosts(NamedTuple):
-    """The hosts of a job's processes; the scheduler is on host 0."""
-
-    namespaces: Namespaces
-    workers: Sequence[int]
-    servers: Sequence[int]
-
-
 class Training:
     """A scheduler with a dashboard, servers and workers."""
 
@@ -63,8 +51,6 @@ class Training:
         processes: Processes,
         workers: int = 2,
         servers: int = 2,
-        limits: Mapping[int, int] = MappingProxyType({}),
-        hosts: Hosts | None = None,
         **env: str,
     ) -> None:
         """Start the job, and wait until it trains.
@@ -73,18 +59,12 @@ class Training:
             processes: of the test.
             workers: how many.
             servers: how many.
-            limits: memory limits of servers, in bytes; 64 MiB for others.
-            hosts: where each process runs; None for one host.
             env: added to the environment of workers.
         """
-        self.processes, self.env, self.limits, self.hosts = processes, env, limits, hosts
+        self.processes, self.env = processes, env
         self.folder: Path = processes.folder
         self.script = processes.script(SCRIPT)
-        flags: tuple[str, ...] = ("--http", "127.0.0.1:0")
-        if hosts is not None:
-            self.env |= {"KVPS_INSECURE": "1"}
-            flags = (*flags, "--bind", f"tcp://{hosts.namespaces.address(0)}:0", "--insecure")
-        self.cluster: Cluster = processes.scheduler(workers, servers, *flags)
+        self.cluster: Cluster = processes.scheduler(workers, servers, "--http", "127.0.0.1:0")
         self.url = url_of(self.cluster.process)
         self.checkpoints = self.folder / "checkpoints"
         self.servers = [self.serve(rank) for rank in range(servers)]
@@ -95,28 +75,14 @@ class Training:
     def serve(self, rank: int) -> Process:
         """Start a server of this rank."""
         flags = (
-            *(*HTTP, "--rank", rank, "--memory-limit", self.limits.get(rank, 64 << 20)),
+            *(*HTTP, "--rank", rank, "--memory-limit", 64 << 20),
             *("--checkpoint-dir", self.checkpoints, "--checkpoint-every", "2"),
         )
-        if self.hosts is None:
-            return self.cluster.server(*flags)
-        host = self.hosts.servers[rank]
-        place = ("--scheduler", self.cluster.endpoint, "--insecure")
-        place = (*place, "--bind", f"tcp://{self.hosts.namespaces.address(host)}:0")
-        return self._there(f"server{rank}", host, BIN / "kvps-server", *place, *flags)
+        return self.cluster.server(*flags)
 
     def work(self, rank: int) -> Process:
         """Start a worker of this rank."""
-        if self.hosts is None:
-            return self.cluster.plain(self.script, KVPS_RANK=str(rank), **self.env)
-        place = {"KVPS_SCHEDULER": self.cluster.endpoint, "KVPS_RANK": str(rank)}
-        host = self.hosts.workers[rank]
-        return self._there(f"worker{rank}", host, sys.executable, self.script, **place, **self.env)
-
-    def _there(self, name: str, host: int, *words: object, **env: str) -> Process:
-        assert self.hosts is not None
-        inside = self.hosts.namespaces.inside(host, [str(word) for word in words])
-        return self.processes.start(name, *inside, **env)
+        return self.cluster.plain(self.script, KVPS_RANK=str(rank), **self.env)
 
     def slow(self, rank: int, seconds: float) -> None:
         """Have each step of a worker take so long."""

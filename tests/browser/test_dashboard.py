@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 import urllib.error
@@ -12,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare.networks.namespaces import Namespaces
 from kvps.observe.http import STREAMS_MAX
 from tests.browser.chromium import Page, chromium
-from tests.browser.jobs import Hosts, Training
+from tests.browser.jobs import Training
 from tests.integration.processes import Processes, until
 from tests.support.scraping import get
 
@@ -167,59 +165,6 @@ def test_page_names_the_slow_worker(processes: Processes) -> None:
     job.end()
 
 
-def test_page_names_the_full_and_the_slow_server(processes: Processes) -> None:
-    job = Training(processes, limits={1: 4_800_000})
-    with chromium(processes.folder, job.url) as page:
-        open_page(page)
-        text = until_said(page, "#findings", "Server 1 is full", limit_s=90.0)
-        assert "Server 0 is full" not in text
-        full = "return document.querySelector('[data-server=\"1\"] .bar i').className"
-        assert page.run(full) == "warn"
-        job.servers[0].signal(signal.SIGSTOP)
-        try:
-            text = until_said(page, "#findings", "Server 0 is slow", limit_s=30.0)
-            assert "Server 1 is slow" not in text
-        finally:
-            job.servers[0].signal(signal.SIGCONT)
-        assert page.complaints() == []
-    job.end()
-
-
-def test_page_tells_a_slow_link_from_a_full_link_and_from_slow_computing(
-    processes: Processes, has_namespaces: None
-) -> None:
-    """Worker 1 and server 1 are alone on their hosts, whose links are made slow, one after the other."""
-    processes.may_fork = False  # what is forked has the network of its parent
-    for rank in (0, 1):  # from the first step on, so that no link is busy by itself
-        (processes.folder / f"slow-{rank}").write_text("0.2")
-    with Namespaces(3, "1gbit") as namespaces, namespaces.entered(0):
-        job = Training(processes, hosts=Hosts(namespaces, workers=(0, 1), servers=(0, 2)))
-        with chromium(processes.folder, job.url) as page:
-            open_page(page)
-            namespaces.limit(1, "40mbit")
-            cause = "The cause is its link to server"
-            text = until_said(page, "#findings", "Worker 1 is slow", cause, limit_s=90.0)
-            assert "Worker 0 is slow" not in text
-            assert "link of server" not in text
-            row = page.text("[data-worker='1']")
-            assert re.search(r"link to server \d busy \d\d", row), row
-
-            namespaces.limit(1, "1gbit")
-            job.slow(1, 0.6)
-            cause = "The cause is its computation or its input, and not its links"
-            text = until_said(page, "#findings", "Worker 1 is slow", cause, limit_s=90.0)
-            assert "link" not in text.replace("not its links", "")
-
-            job.slow(1, 0.2)
-            namespaces.limit(2, "10mbit")
-            text = until_said(page, "#findings", "The link of server 1 is full", limit_s=90.0)
-            assert "The link of server 0" not in text
-            assert page.complaints() == []
-        job.end()
-        for process in (*job.workers, *job.servers):
-            assert process.wait(60.0) == 0, process
-
-
 def test_page_lists_the_stages_of_the_last_fault(processes: Processes) -> None:
     job = Training(processes)
     job.until_busy()
@@ -252,27 +197,6 @@ def test_page_lists_the_stages_of_the_last_fault(processes: Processes) -> None:
         until(lambda: job.status()["totals"]["rounds_per_s"] > 0, "rounds after the rollback", 60.0)
         assert page.complaints() == []
     job.end()
-
-
-def test_a_worker_that_shrinks_away_is_a_step_of_its_fault(processes: Processes) -> None:
-    job = Training(processes, SHRINK="1")
-    job.until_busy()
-    with chromium(processes.folder, job.url) as page:
-        open_page(page)
-        job.workers[1].signal(signal.SIGKILL)
-        until_said(
-            page,
-            "#fault-list",
-            "orker 1 lost",
-            "rounds close without it",
-            "rounds closed without a lost worker",
-        )
-        assert page.complaints() == []
-    job.workers[1].wait()
-    (processes.folder / "end").touch()
-    job.workers[0].wait()
-    job.cluster.process.signal(signal.SIGTERM)
-    job.cluster.process.wait()
 
 
 def test_a_token_is_asked_for(processes: Processes) -> None:

@@ -23,7 +23,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import kvps
@@ -128,13 +127,6 @@ def all_reduce_of_bool_and_complex() -> None:
     number = given(RANK, torch.complex64, 5) * 1j
     dist.all_reduce(number)
     equal(number, torch.stack(all_given(torch.complex64, 5)).sum(0) * 1j)
-
-
-@case
-def averages_of_halves_do_not_overflow() -> None:
-    tensor = torch.full((3,), 60_000.0, dtype=torch.float16)
-    dist.all_reduce(tensor, ReduceOp.AVG)
-    equal(tensor, torch.full((3,), 60_000.0, dtype=torch.float16))
 
 
 @case
@@ -484,23 +476,6 @@ def ddp_of_every_kind() -> None:
 
 
 @case
-def ddp_with_communication_hooks() -> None:
-    """Those of powerSGD wait for a collective in the callback of another."""
-    squeeze = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
-    )
-    for state, hook in ((None, default_hooks.fp16_compress_hook), (squeeze, powerSGD_hook.powerSGD_hook)):
-        ddp = DistributedDataParallel(model())
-        ddp.register_comm_hook(state, hook)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-        for step in range(4):
-            ddp(given(RANK + 10 * step, torch.float32, 6, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        same_everywhere(ddp)
-
-
-@case
 def ddp_with_uneven_inputs() -> None:
     ddp = DistributedDataParallel(torch.nn.Linear(3, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -510,25 +485,6 @@ def ddp_with_uneven_inputs() -> None:
             optimizer.step()
             optimizer.zero_grad()
     same_everywhere(ddp)
-
-
-@case
-def fully_shard() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    whole = torch.nn.Linear(6, 4)
-    torch.manual_seed(0)
-    sharded = fully_shard(torch.nn.Linear(6, 4))
-    for one in (whole, sharded):
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
-        for step in range(3):
-            ranks = [RANK] if one is sharded else list(range(SIZE))
-            data = [given(rank + 10 * step, torch.float32, 5, 6) for rank in ranks]
-            torch.stack([one(x).square().mean() for x in data]).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(sharded.weight.full_tensor(), whole.weight)  # type: ignore[operator]
 
 
 def main() -> int:

@@ -10,15 +10,19 @@ import pytest
 import kvps
 from tests.integration.processes import BIN, ENDPOINT, Processes, is_quick
 
-COMMANDS = ["scheduler", "server", "worker", "launch"]
+COMMANDS = [
+    *(f"kvps-{name}" for name in ("scheduler", "server", "worker", "launch")),
+    *("kvps", "kvps bench", "kvps checkpoint", "kvps checkpoint export", "kvps status"),
+]
 EXIT_CONFIG = 78
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_teaches(processes: Processes, command: str) -> None:
-    helped = processes.kvps(command, "--help")
+    name, *words = command.split()
+    helped = processes.start(name, BIN / name, *words, "--help")
     assert helped.wait() == 0
-    for part in (f"usage: kvps-{command}", "example", "exit codes", "KVPS_LOG_LEVEL", "--version"):
+    for part in (f"usage: {command} ", "example", "exit codes", "KVPS_LOG_LEVEL", "--version"):
         assert part in helped.out
     assert max(map(len, helped.out.splitlines())) <= 110
     assert helped.err == ""
@@ -26,9 +30,10 @@ def test_help_teaches(processes: Processes, command: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_version(processes: Processes, command: str) -> None:
-    asked = processes.kvps(command, "--version")
+    name, *words = command.split()
+    asked = processes.start(name, BIN / name, *words, "--version")
     assert asked.wait() == 0
-    assert asked.out == f"kvps-{command} {kvps.__version__}\n"
+    assert asked.out == f"{command} {kvps.__version__}\n"
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +48,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_help_comes_at_once_and_without_torch(
     processes: Processes, command: str, compiled: dict[str, str]
 ) -> None:
+    name, *words = command.split()
     code = (
-        f"import sys; from kvps.cli.{command} import main\n"
-        "try: main(['--help'])\n"
-        "finally: sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+        f"import sys; from kvps.cli.{name.partition('-')[2] or 'main'} import main\n"
+        f"try: main([*{words}, '--help'])\n"
+        "finally: sys.exit(bool({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
     )
     assert processes.python("-c", code, **compiled).wait() == 0
-    assert is_quick(processes, 3, BIN / f"kvps-{command}", "--help", **compiled)
+    assert is_quick(processes, 3, BIN / name, *words, "--help", **compiled)
 
 
 @pytest.mark.usefixtures("fresh_interpreters")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -197,18 +196,6 @@ def test_a_scheduler_that_is_killed_is_started_again(processes: Processes) -> No
     assert launched.wait(60.0) == 0, launched
     assert launched.out.count("exact") == 2
     assert launched.err.count("starting it again") == 2
-    processes.check_nothing_left()
-
-
-def test_restarts_of_the_scheduler_are_used_up(processes: Processes) -> None:
-    launched = processes.kvps("launch", "-n", 1, "-s", 0, "--max-restarts", 1, "--", "sleep", 61)
-    first = kill_scheduler(processes)  # before anybody has come
-    launched.expect(r"starting it again \(1 of 1\)")
-    until(lambda: processes.pids("^sleep 61"), "the worker")
-    kill_scheduler(processes, first)
-    launched.expect("scheduler ended with exit code 137; ending the job\n")
-    launched.signal(signal.SIGTERM)
-    assert launched.wait() in (137, 143)
     processes.check_nothing_left()
 
 
@@ -512,21 +499,3 @@ def test_wrong_line_of_four_workers_is_printed_once(processes: Processes) -> Non
     assert len(own) == 1, launched
     assert own[0].startswith("kvps-launch: error: worker ")
     assert len([one for one in told if not one.startswith("  ")]) == 3 + len(same), launched
-
-
-MANY = """
-import kvps, torch
-kv = kvps.create("dist_sync", timeout=60)
-kv.barrier()
-print("past the barrier", flush=True)
-"""
-
-
-@pytest.mark.thorough
-def test_seven_workers_and_seven_servers_are_soon_up(processes: Processes) -> None:
-    began = time.monotonic()
-    launched = launch(processes, processes.script(MANY), "-n", 7)
-    until(lambda: launched.out.count("past the barrier") == 7, "seven workers", 100.0)
-    assert time.monotonic() - began <= 40.0
-    assert launched.wait() == 0
-    processes.check_nothing_left(0.5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import ENDPOINT, Cluster, Processes, free_port, is_listening, until
+from tests.integration.processes import ENDPOINT, Cluster, Processes, free_port
 
 SUM = """
 import kvps, torch
@@ -72,15 +72,6 @@ def test_scheduler_exits_with_0_if_every_worker_left(processes: Processes) -> No
     assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in workers)
     assert server.err == ""
     assert all(one.err == "" for one in workers)
-
-
-def test_scheduler_exits_with_1_if_a_worker_was_lost_for_good(processes: Processes) -> None:
-    cluster = processes.scheduler(1, 1)
-    server = cluster.server()
-    script = processes.script(SUM + "import sys; sys.exit(3)")
-    worker = cluster.worker(sys.executable, script, flags=["--no-replacement"])
-    assert [one.wait() for one in (worker, server, cluster.process)] == [3, 1, 1]
-    assert "exit code 3" in cluster.process.err
 
 
 LAST = """
@@ -156,75 +147,6 @@ def test_keep_alive_runs_one_job_after_another(processes: Processes) -> None:
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.wait() == 0
     assert server.wait() == 75
-
-
-ROUNDS = """
-import pathlib, sys
-import kvps, torch
-here = pathlib.Path(sys.argv[1])
-kv = kvps.create("dist_sync")
-kv.set_optimizer("test", rescale_grad=1.0)
-kv.init(["w", "stop"], [torch.zeros(4), torch.zeros(4)])
-step = 0
-while True:
-    kv.push("w", torch.ones(4))
-    kv.pull("w")
-    step += 1
-    if step % 10 == 0:
-        (here / f"step-{kv.rank}").write_text(str(step))
-        # Both must stop at the same step: what rank 0 pushes says whether this is it.
-        enough = torch.full((4,), float(kv.rank == 0 and (here / "enough").exists()))
-        if kv.pushpull("stop", enough)[0] > 0:
-            break
-kv.barrier()
-assert kv.pull("w").tolist() == [2.0 * step] * 4, (kv.pull("w"), step)
-print("exact after", step, flush=True)
-"""
-
-
-def test_a_restart_with_the_same_state_goes_on_where_it_was(processes: Processes, tmp_path: Path) -> None:
-    state = tmp_path / "state"
-    cluster = processes.scheduler(2, 1, "--state", state)
-    server = cluster.server()
-    script = processes.script(ROUNDS)
-    marks = tmp_path / "marks"
-    marks.mkdir()
-    workers = [
-        cluster.worker(sys.executable, script, marks, flags=["--rank", 0]),
-        processes.python(script, marks, KVPS_SCHEDULER=cluster.endpoint, KVPS_RANK="1"),
-    ]
-
-    def step() -> int:
-        try:
-            return int((marks / "step-0").read_text() or 0)
-        except OSError:
-            return 0
-
-    until(lambda: step() >= 20, "20 rounds")
-    cluster.process.signal(signal.SIGKILL)
-    cluster.process.wait()
-    before = step()
-    until(lambda: step() >= before + 50, "rounds without a scheduler")
-    again = processes.kvps(
-        "scheduler",
-        "--workers",
-        2,
-        "--servers",
-        1,
-        "--bind",
-        cluster.endpoint,
-        "--state",
-        state,
-        "--log-level",
-        "info",
-    )
-    again.expect("at tcp://")
-    (marks / "enough").touch()
-    assert [one.wait() for one in workers] == [0, 0]
-    assert all("exact after" in one.out for one in workers)
-    assert [one.wait() for one in (server, again)] == [0, 0]
-    assert list(state.iterdir()) == []
-    assert not is_listening(cluster.endpoint)
 
 
 def test_a_restart_before_the_job_has_formed(processes: Processes, tmp_path: Path) -> None:

@@ -90,11 +90,3 @@ def test_without_a_scheduler(processes: Processes, flags: list[str], code: int, 
     assert asked.wait() == code
     assert says in asked.err
     assert asked.out == ""
-
-
-def test_help_teaches(processes: Processes) -> None:
-    helped = status(processes, "--help")
-    assert helped.wait() == 0
-    for part in ("usage: kvps status", "example", "exit codes", "KVPS_TIMEOUT"):
-        assert part in helped.out
-    assert max(map(len, helped.out.splitlines())) <= 110

@@ -124,22 +124,6 @@ def test_too_many_workers_are_refused(processes: Processes) -> None:
     assert all("sum [3.0, 3.0, 3.0, 3.0]" in one.out for one in (first, second))
 
 
-def test_too_few_workers_are_named(processes: Processes) -> None:
-    cluster = processes.scheduler(3, 2)
-    server = cluster.server()
-    cluster.process.expect("server 0 joined")
-    script = processes.script(
-        "import kvps\n"
-        "try: kvps.create('dist_sync', timeout=5)\n"
-        "except kvps.Timeout as error: print('late:', error)\n"
-    )
-    plain = cluster.plain(script, KVPS_RANK="1")
-    assert plain.wait() == 0, plain
-    assert "waiting for 2 of 3 workers (ranks 0, 2) and 1 of 2 servers (rank" in plain.out
-    cluster.process.signal(signal.SIGTERM)
-    assert [one.wait() for one in (server, cluster.process)] == [75, 0]
-
-
 def test_roles_may_start_in_any_order(processes: Processes) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     script = processes.script(SUM)
@@ -241,33 +225,6 @@ def test_children_of_the_command_end_with_it(processes: Processes, end: str) -> 
     processes.check_nothing_left()
 
 
-def test_a_replacement_takes_the_rank(processes: Processes) -> None:
-    cluster = processes.scheduler(2, 1)
-    server = cluster.server()
-    script = processes.script(
-        SUM + "import os\n"
-        "if kv.rank: os._exit(9)\n"
-        "else: print('round', kv.pushpull('w', torch.ones(4)).tolist())\n"
-    )
-    stays = cluster.worker(sys.executable, script, flags=["--rank", 0])
-    dies = cluster.worker(sys.executable, script, flags=["--rank", 1])
-    assert dies.wait() == 9
-    replaced = processes.script(
-        "import kvps, torch\n"
-        "kv = kvps.create('dist_sync', timeout=60)\n"
-        "kv.init('w', torch.zeros(4))\n"
-        "print('resumed at', kv.resume(['w']))\n"
-        "print('round', kv.pushpull('w', torch.full((4,), 2.0)).tolist())\n",
-        "replacement.py",
-    )
-    replacement = cluster.worker(sys.executable, replaced, flags=["--rank", 1])
-    assert [one.wait() for one in (stays, replacement)] == [0, 0]
-    assert "resumed at 1" in replacement.out
-    assert "round [3.0, 3.0, 3.0, 3.0]" in replacement.out
-    assert "round [3.0, 3.0, 3.0, 3.0]" in stays.out
-    assert [one.wait() for one in (server, cluster.process)] == [0, 0]
-
-
 def test_a_command_may_go_on_after_it_left(processes: Processes, tmp_path: Path) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
@@ -330,20 +287,6 @@ def test_a_plain_worker_that_ends_badly_is_lost(processes: Processes, code: str)
     cluster.process.signal(signal.SIGTERM)
     assert cluster.process.wait() == 0
     assert server.wait() == 75
-
-
-def test_a_worker_that_comes_after_the_job_does_not_run(processes: Processes) -> None:
-    cluster = processes.scheduler(1, 0)
-    worker = cluster.worker("sh", "-c", "echo there; sleep 60", flags=["--no-replacement"])
-    worker.expect("there")
-    cluster.process.signal(signal.SIGSTOP)
-    worker.signal(signal.SIGTERM)
-    late = cluster.worker("echo", "ran", KVPS_JOIN_TIMEOUT="2")
-    cluster.process.signal(signal.SIGCONT)
-    assert worker.wait() == 143
-    assert late.wait() in (1, 75, 78)
-    assert "ran" not in late.out
-    assert cluster.process.wait() == 1
 
 
 def test_large_pushes_still_leave_when_the_script_is_over(processes: Processes) -> None:

@@ -5,9 +5,6 @@ kvps-launch -n 2 -s 1 -- python tests/integration/torch_worker.py CASE...
 
 from __future__ import annotations
 
-import copy
-import pickle
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -90,26 +87,6 @@ def an_embedding_with_sparse_gradients_trains() -> None:
 
 
 @case
-def coalesced_calls() -> None:
-    one, two = torch.ones(2), torch.ones(3)
-    with dist._coalescing_manager():
-        dist.all_reduce(one)
-        dist.all_reduce(two)
-    equal(torch.cat([one, two]), torch.full((5,), float(SIZE)))
-    with dist._coalescing_manager(async_ops=True) as manager:
-        dist.all_reduce(one)
-        dist.all_reduce(two)
-    manager.wait()
-    equal(torch.cat([one, two]), torch.full((5,), float(SIZE**2)))
-    first, second = torch.zeros(SIZE), torch.zeros(2 * SIZE)
-    with dist._coalescing_manager():
-        dist.all_gather_into_tensor(first, torch.full((1,), float(RANK)))
-        dist.all_gather_into_tensor(second, torch.full((2,), float(RANK)))
-    equal(first, torch.arange(float(SIZE)))
-    equal(second, torch.arange(float(SIZE)).repeat_interleave(2))
-
-
-@case
 def coalesced_calls_that_name_their_device() -> None:
     before, after = (RANK - 1) % SIZE, (RANK + 1) % SIZE
     total_, ring = torch.ones(2), torch.zeros(3)
@@ -171,13 +148,6 @@ def ranks_that_the_group_does_not_have() -> None:
     for call in (dist.broadcast, dist.reduce, dist.send, dist.recv):
         with pytest.raises(kvps.ConfigError, match=rf"the group has no rank {SIZE}, only 0 to"):
             call(torch.ones(1), SIZE)
-
-
-@case
-def the_result_of_a_work() -> None:
-    work = dist.all_reduce(torch.ones(2), async_op=True)
-    assert work is not None
-    assert work.get_future_result().wait() == 0
 
 
 @case
@@ -292,17 +262,6 @@ def functional_collectives() -> None:
 
 
 @case
-def a_model_is_copied_and_pickled() -> None:
-    model = DistributedDataParallel(nn.Linear(3, 2))
-    model(torch.ones(1, 3)).sum().backward()
-    twin = copy.deepcopy(model.module)
-    again = pickle.loads(pickle.dumps(model.module))
-    for name, weight in model.module.state_dict().items():
-        equal(twin.state_dict()[name], weight)
-        equal(again.state_dict()[name], weight)
-
-
-@case
 def batch_norm_of_torch_names_none_and_ours_works() -> None:
     with pytest.raises(ValueError, match="expected input tensor to be on GPU"):  # as with gloo
         nn.SyncBatchNorm(3)(torch.ones(2, 3))
@@ -392,16 +351,6 @@ def compiled_autograd() -> None:
         torch._dynamo.config.optimize_ddp = True
     for mine, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, other)
-
-
-@slow
-def mixed_precision_is_refused_by_torch_as_with_gloo() -> None:
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    half = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    mixed = DistributedDataParallel(nn.Linear(4, 2), mixed_precision=half)
-    with pytest.raises(RuntimeError, match=re.escape("cpu backend doesn't support events")):
-        mixed(torch.ones(3, 4))
 
 
 @case

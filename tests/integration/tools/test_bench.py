@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import kvps
-from tests.integration.processes import BIN, Process, Processes, is_quick, until
+from tests.integration.processes import BIN, Process, Processes, until
 
 EXIT_CONFIG = 78
 QUICK = ("--workloads", "small", "--rounds", "2", "--repeat", "1")
-COMMANDS: list[list[str]] = [[], ["bench"], ["checkpoint"], ["checkpoint", "export"]]
 
 
 def called(processes: Processes, *words: object, **env: str) -> Process:
@@ -33,36 +31,6 @@ def test_help_of_the_comparison_teaches(processes: Processes) -> None:
     for part in ("usage: python -m benchmarks.compare ", "examples:", "--sweep AXIS", "exit codes"):
         assert part in helped.out
     assert max(map(len, helped.out.splitlines())) <= 110
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_teaches(processes: Processes, command: list[str]) -> None:
-    helped = called(processes, *command, "--help")
-    assert helped.wait() == 0
-    name = " ".join(["kvps", *command])
-    for part in (f"usage: {name} ", "example", "exit codes", "KVPS_LOG_LEVEL", "--version"):
-        assert part in helped.out
-    assert max(map(len, helped.out.splitlines())) <= 110
-    assert helped.err == ""
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_version(processes: Processes, command: list[str]) -> None:
-    asked = called(processes, *command, "--version")
-    assert asked.wait() == 0
-    assert asked.out == f"{' '.join(['kvps', *command])} {kvps.__version__}\n"
-
-
-@pytest.mark.usefixtures("fresh_interpreters")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_comes_at_once_and_without_torch(processes: Processes, command: list[str]) -> None:
-    code = (
-        "import sys; from kvps.cli.main import main\n"
-        f"try: main([*{command}, '--help'])\n"
-        "finally: sys.exit(bool({'torch', 'numpy', 'rich'} & sys.modules.keys()))"
-    )
-    assert processes.python("-c", code).wait() == 0
-    assert is_quick(processes, 5, BIN / "kvps", *command, "--help")
 
 
 @pytest.mark.parametrize(
@@ -110,14 +78,6 @@ def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.thorough
-def test_a_system_that_fails_is_named(processes: Processes) -> None:
-    bench = called(processes, "bench", *QUICK, "--systems", "kvps", KVPS_TRANSPORT="pigeon")
-    assert bench.wait() == 1
-    assert "kvps: kvps-launch ended with exit code" in bench.err.replace("kvps bench", "kvps")
-    assert "pigeon" in bench.err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(processes: Processes, number: int) -> None:
     bench = called(processes, "bench", "--workloads", "small", "--rounds", "100000", "--no-limits")
@@ -159,14 +119,6 @@ class TestNetwork:
         network.signal(signal.SIGINT)
         assert network.wait() == 130
         assert namespaces_of(network.pid) == []
-
-    def test_a_kill_leaves_no_namespace(self, network: Process, processes: Processes) -> None:
-        until(lambda: len(namespaces_of(network.pid)) == 4, "namespaces")
-        network.signal(signal.SIGKILL)
-        network.wait()
-        until(lambda: not namespaces_of(network.pid), "end of the namespaces")
-        for folder in processes.temp.glob("kvps-bench-*"):  # nobody is left to remove it
-            shutil.rmtree(folder)
 
 
 def namespaces_of(pid: int) -> list[str]:

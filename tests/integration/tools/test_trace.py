@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from benchmarks.compare.networks.namespaces import Namespaces
 from kvps.protocol.envelope import Role
 from kvps.tools.trace import chrome
 from tests.integration.processes import BIN, Process, Processes
@@ -147,56 +146,6 @@ def test_a_slow_worker_is_named_while_the_job_runs(processes: Processes) -> None
     (processes.folder / "go").touch()
     for one in workers:
         assert one.wait(60.0) == 0, one
-
-
-@pytest.mark.thorough
-def test_a_full_server_is_named(processes: Processes) -> None:
-    """One thread, and a step of adam on many elements."""
-    cluster = processes.scheduler(2, 1, KVPS_INSECURE="1")
-    cluster.server("--threads", 1)
-    script = processes.script(TRAIN)
-    env = {"COUNT": "6000000", "PAUSE": "0.001,0.001", "ADAM": "1", "OMP_NUM_THREADS": "1"}
-    workers = [cluster.plain(script, KVPS_RANK=str(rank), **env) for rank in range(2)]
-    for one in workers:
-        one.expect("ready")
-    text = explained(processes, cluster.endpoint, 6)
-    assert text.startswith("server 0's work bounds the step"), text
-    assert "optimizer steps" in text
-    assert shares(text)["server 0's work"] > 40
-    (processes.folder / "go").touch()
-    for one in workers:
-        assert one.wait(90.0) == 0, one
-
-
-@pytest.mark.thorough
-def test_a_slow_link_is_named(processes: Processes, has_namespaces: None) -> None:
-    """Worker 1 is on a host behind 8 Mbit/s; all others have 1 Gbit/s."""
-    with Namespaces(3, "1gbit") as hosts:
-        hosts.limit(2, "8mbit", burst="16k", latency="400ms")
-        endpoint = f"tcp://{hosts.address(0)}:9091"
-
-        def start(host: int, *argv: object, **env: str) -> Process:
-            words = hosts.inside(host, [str(one) for one in argv])
-            place = {"KVPS_SCHEDULER": endpoint, "KVPS_INSECURE": "1", "OMP_NUM_THREADS": "1"}
-            return processes.start(f"host{host}", *words, **place, **env)
-
-        job = [
-            start(0, BIN / "kvps-scheduler", "--workers", 2, "--servers", 1, "--bind", endpoint),
-            start(0, BIN / "kvps-server", "--bind", f"tcp://{hosts.address(0)}:9092"),
-        ]
-        script = processes.script(TRAIN)
-        env = {"COUNT": "50000", "PAUSE": "0.02,0.02"}
-        workers = [start(1 + rank, sys.executable, script, KVPS_RANK=str(rank), **env) for rank in range(2)]
-        for one in workers:
-            one.expect("ready", 60.0)
-        asked = start(0, BIN / "kvps", "trace", "--seconds", 8, "--timeout", 30)
-        assert asked.wait(120.0) == 0, asked
-        first = asked.out.splitlines()[0]
-        assert first.startswith("the link between worker 1 and server 0 bounds the step"), asked
-        assert shares(asked.out)["the link between worker 1 and server 0"] > 50
-        (processes.folder / "go").touch()
-        for one in (*workers, *job):
-            assert one.wait(90.0) == 0, one
 
 
 def test_a_trace_without_a_scheduler_is_given_up(processes: Processes) -> None:
