@@ -214,15 +214,6 @@ def test_a_model_comes_out_as_it_was(tmp_path: Path, capsys: Output) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
 
 
-def test_every_element_type_comes_out(tmp_path: Path) -> None:
-    snapshots.put(tmp_path, 1, servers=3)
-    assert called("export", tmp_path, tmp_path / "all") == 0  # the other store has no keys
-    found = load_file(tmp_path / "all")
-    assert {name: spec_of(tensor) for name, tensor in found.items()} == snapshots.KEYS
-    for name, tensor in found.items():
-        assert torch.equal(tensor.flatten(), snapshots.values(snapshots.KEYS[name]))
-
-
 def test_several_stores_must_be_told_apart(tmp_path: Path, capsys: Output) -> None:
     both = []
     for server in range(2):

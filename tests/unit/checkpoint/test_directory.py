@@ -143,14 +143,6 @@ def test_each_server_may_have_a_folder_of_its_own(tmp_path: Path) -> None:
             shelf.load(manifest, 0, 1)
 
 
-def test_more_servers_go_on_in_the_same_folder(tmp_path: Path) -> None:
-    snapshots.put(tmp_path, 1)
-    snapshots.put(tmp_path, 2, servers=3)
-    assert numbers(CheckpointDirectory(tmp_path).complete(server=2)) == [1, 2]
-    snapshots.put(tmp_path, 3, servers=3)
-    assert CheckpointDirectory(tmp_path).numbers() == [2, 3]
-
-
 def test_a_cut_that_is_given_up(tmp_path: Path) -> None:
     shelves = [CheckpointDirectory(tmp_path, server) for server in range(2)]
     for server, shelf in enumerate(shelves):
@@ -162,15 +154,6 @@ def test_a_cut_that_is_given_up(tmp_path: Path) -> None:
     manifest = snapshots.put(tmp_path, 5)
     shelves[0].drop(5)  # too late: it is complete
     assert shelves[0].complete() == [manifest]
-
-
-def test_servers_1_and_10_are_two(tmp_path: Path) -> None:
-    CheckpointDirectory(tmp_path, 10).write(1, snapshots.image(10, 11))
-    CheckpointDirectory(tmp_path, 1).write(1, snapshots.image(1, 11))
-    (tmp_path / "cut-00000001" / "server-10.0abc.tmp").touch()
-    CheckpointDirectory(tmp_path, 1).write(2, snapshots.image(1, 11))
-    CheckpointDirectory(tmp_path, 1).drop(1)
-    assert files(tmp_path / "cut-00000001") == {image_name(10, 11), "server-10.0abc.tmp"}
 
 
 def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path) -> None:

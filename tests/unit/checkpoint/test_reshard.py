@@ -23,19 +23,6 @@ def cut_of(servers: int, **more: object) -> list[Snapshot]:
     return [snapshots.image(server, servers, **more) for server in range(servers)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 7)])
-def test_every_element_is_where_it_belongs(before: int, after: int) -> None:
-    old = cut_of(before)
-    new = [regroup(old, server, after) for server in range(after)]
-    assert [(one.server, one.servers) for one in new] == [(n, after) for n in range(after)]
-    assert snapshots.elements(new) == snapshots.elements(old)
-    for one in new:
-        demand_own(one)
-        assert [store.opened for store in one.stores] == [s.opened for s in old[0].stores]
-    back = [regroup(new, server, before) for server in range(before)]
-    assert snapshots.elements(back) == snapshots.elements(old)
-
-
 @given(
     counts=st.dictionaries(st.text("abcdef", min_size=1, max_size=4), st.integers(0, 300), max_size=6),
     inner=st.sets(st.integers(1, 299), max_size=4),
@@ -60,11 +47,6 @@ def test_resharding_back_restores_every_element(
             held = {key.name: key for key in image.stores[0].keys}
             assert (name in held) == (image.server in placed)
             demand_own(image)
-
-
-def test_the_same_number_gives_the_same_image() -> None:
-    old = cut_of(3)
-    assert [regroup(old[::-1], server, 3) for server in range(3)] == old
 
 
 def test_nothing_is_copied() -> None:

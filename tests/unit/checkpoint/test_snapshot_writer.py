@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from kvps.checkpoint import atomic_file, snapshot_writer
 from kvps.checkpoint.safetensors_writer import HEADER_MAX, TITLES, Column, stream_of
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
+from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, StoreSnapshot
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import StorageError
 from tests.support import snapshots
@@ -49,12 +49,6 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "image"
     got = written(path, snapshots.image(0, 1))
     assert got.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def test_an_image_of_nothing_comes_back(tmp_path: Path) -> None:
-    image = Snapshot(2, 3, ())
-    written(tmp_path / "image", image)
-    assert snapshot_writer.read(tmp_path / "image") == image
 
 
 def test_keys_of_nothing_come_back(tmp_path: Path) -> None:
@@ -405,16 +399,6 @@ def test_a_file_that_is_not_there_or_a_folder(tmp_path: Path) -> None:
             snapshot_writer.read(path)
 
 
-def test_every_truncation_is_found_out(tmp_path: Path) -> None:
-    path = tmp_path / "image"
-    written(path, snapshots.image(0, 2))
-    whole = path.read_bytes()
-    for length in {*range(0, 64), *range(64, len(whole), 97), len(whole) - 1}:
-        path.write_bytes(whole[:length])
-        with pytest.raises(StorageError, match="cannot read the snapshot"):
-            snapshot_writer.read(path)
-
-
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
@@ -428,11 +412,3 @@ def test_no_damage_raises_anything_else(tmp_path: Path, data: st.DataObject) -> 
     path.write_bytes(octets)
     with suppress(StorageError):
         assert isinstance(snapshot_writer.read(path), Snapshot)
-
-
-def test_histories_of_equal_portions_are_one_object(tmp_path: Path) -> None:
-    written(tmp_path / "image", snapshots.image(0, 1))
-    (store, _) = snapshot_writer.read(tmp_path / "image").stores
-    found = [portion.history for key in store.keys for portion in key.portions]
-    assert all(type(one) is SpanHistory for one in found)
-    assert len({id(one) for one in found}) == 3

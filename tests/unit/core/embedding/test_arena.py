@@ -43,22 +43,6 @@ def test_rows_are_found_where_they_were_written(small: Arenas) -> None:
     assert small.read(again[:0])["sum"].shape == small.weights(again[:0]).shape == (0, 2)
 
 
-def test_single_arena_needs_no_sorting(small: Arenas) -> None:
-    small.reserve(4)
-    small.write(np.array([2, 0]), rows(2))
-    assert small.weights(np.array([0, 2])).tolist() == [[2.0, 3.0], [0.0, 1.0]]
-    assert small.read(np.array([2]))["sum"].tolist() == [[0.0, -1.0]]
-    assert small.weights(np.empty(0, np.int64)).shape == (0, 2)
-
-
-def test_a_row_longer_than_an_arena_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ARENA_BYTES_MIN", 16)
-    monkeypatch.setattr(module, "ARENA_BYTES_MAX", 16)
-    long = Arenas(8, {"weight": torch.float64})
-    long.reserve(2)
-    assert [one.rows for one in long] == [1, 1]
-
-
 def test_held_arenas_keep_their_values(small: Arenas) -> None:
     small.reserve(16)
     everywhere = np.arange(16)

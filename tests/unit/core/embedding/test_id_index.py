@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvps.core.embedding import id_index as module
-from kvps.core.embedding.id_index import CELLS_MIN, FULL, IdIndex, grown
+from kvps.core.embedding.id_index import CELLS_MIN, FULL, IdIndex
 
 
 def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
@@ -16,14 +16,6 @@ def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
     assert index.find(np.array([2**62, 8, 7, 7], np.int64)).tolist() == [2, -1, 0, 0]
     assert index.ids_at(np.array([1])).tolist() == [-1]
     assert len(index) == 3
-    index.check()
-
-
-def test_nothing_is_found_for_nobody() -> None:
-    index = IdIndex()
-    assert index.find(np.empty(0, np.int64)).tolist() == []
-    assert index.add(np.empty(0, np.int64)).tolist() == []
-    index.drop(np.empty(0, np.int64))
     index.check()
 
 
@@ -68,13 +60,3 @@ def test_slots_end_where_four_octets_cannot_number_them(monkeypatch: pytest.Monk
     index.add(np.arange(10))
     with pytest.raises(OverflowError, match="10 slots"):
         index.add(np.array([10]))
-
-
-def test_a_column_grows_by_half() -> None:
-    column = grown(np.zeros(0, np.int64), 0, 5)
-    assert len(column) == 1024
-    column[:] = 1
-    assert grown(column, 1024, 1024) is column
-    larger = grown(column, 1000, 1025)
-    assert len(larger) == 1536
-    assert larger.sum() == 1000

@@ -113,16 +113,6 @@ def test_lost_worker_keeps_its_place_at_a_barrier() -> None:
     assert stand(barriers, 1) == [RoutedMessage("w0", Released(1)), RoutedMessage("w1", Released(1))]
 
 
-def test_a_release_that_nobody_waits_for_any_more() -> None:
-    barriers = Barriers(range(3))
-    stand(barriers, 0)
-    stand(barriers, 1)
-    barriers.withdraw(0)
-    barriers.withdraw(1)
-    assert require(barriers, 1, w0="exit code 1") == []
-    assert barriers.released == {("kv", "b"): 0}
-
-
 def test_limits() -> None:
     barriers = Barriers(range(2), names_max=8)
     for number in range(OPEN_MAX):
@@ -137,17 +127,6 @@ def test_limits() -> None:
     with pytest.raises(Overload, match=r"8 names .* kvps-scheduler --limit barrier_names=NUMBER"):
         stand(barriers, 0, name="one more")
     assert stand(barriers, 0, 1, name="5") == []
-
-
-def test_another_job_knows_nothing_of_it() -> None:
-    barriers = Barriers(range(2))
-    stand(barriers, 0)
-    stand(barriers, 1)
-    stand(barriers, 0, 1)
-    barriers.clear([0])
-    assert not barriers.open
-    assert not barriers.released
-    assert stand(barriers, 0) == [RoutedMessage("w0", Released(1))]
 
 
 class TestWithoutWaiting:

@@ -159,11 +159,6 @@ class TestByTheClock:
         desk.ask(0)
         assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
-    def test_nobody_wants_any(self) -> None:
-        desk = Desk(every_s=0.0)
-        assert desk.core.due is None
-        assert desk.wait(1e6) == []
-
     @pytest.mark.spec("R136")
     def test_from_halt_to_complete(self) -> None:
         desk = Desk()
@@ -293,14 +288,6 @@ class TestTheLast:
     def test_last_cut_waits_until_the_job_is_complete(self) -> None:
         desk = Desk()
         desk.meet(servers=1)
-        desk.core.conclude(desk.now)
-        assert desk.outgoing() == []
-        desk.meet()
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
-
-    def test_last_cut_does_not_wait_for_the_interval_when_the_job_runs_again(self) -> None:
-        desk = Desk()
-        desk.meet(is_running=False)
         desk.core.conclude(desk.now)
         assert desk.outgoing() == []
         desk.meet()
@@ -437,15 +424,6 @@ class TestByWish:
         assert len(desk.answers()) == 2
         desk.take(3)
         assert desk.answers() == [(b"w0", Checkpointed(9, 3))]
-
-    def test_a_newer_wish_takes_the_place_of_one_that_nobody_waits_for(self) -> None:
-        desk = Desk(every_s=0.0)
-        desk.ask(0)
-        desk.ask(0, number=2)
-        desk.take()
-        assert desk.answers() == []
-        desk.take(2)
-        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
 
     @pytest.mark.spec("R146")
     def test_a_full_disk_ends_it(self) -> None:

@@ -47,15 +47,6 @@ def to_writing(cut: Cut) -> Cut:
     return hear(stand(cut), (S0, ImageTaken(7)), (S1, ImageTaken(7)))
 
 
-def test_first_all_workers_are_asked_to_halt() -> None:
-    assert list(cut_of().outgoing()) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
-
-
-def test_standing_worker_is_not_asked_again() -> None:
-    cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})))
-    assert list(cut.outgoing()) == [(W1, Halt(7, {"kv": 5}))]
-
-
 @pytest.mark.spec("R134")
 def test_worker_that_is_behind_goes_on_to_where_the_others_are() -> None:
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))

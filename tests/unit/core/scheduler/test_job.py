@@ -6,11 +6,10 @@ import pytest
 
 from kvps.core.effects import Effect, Exit, Finish, Save, Send
 from kvps.core.scheduler import pace
-from kvps.core.scheduler.job import LOOK_EVERY_S, UNUSED, Job, Place, next_job
+from kvps.core.scheduler.job import UNUSED, Job, Place, next_job
 from kvps.core.scheduler.seat import GOES_ON, NAME_MAX, SEATS, SEATS_MAX, Settings, State
-from kvps.errors import WorkerLost
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
-from kvps.protocol.membership import Beat, Error, Hello, Released, Stop, View, Welcome
+from kvps.protocol.membership import Beat, Hello, Released, Stop, View, Welcome
 from kvps.protocol.wire import decode, encode
 from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
 
@@ -43,13 +42,6 @@ def test_each_later_change_makes_a_view() -> None:
         for effects in (stage.leave("w0", done=False), stage.hello("w5"), stage.leave("w1"), stage.beat("w5"))
     ]
     assert numbers == [[2], [3], [4], []]
-
-
-def test_a_single_view_tells_of_all_workers_lost_at_once() -> None:
-    stage = running(4)
-    effects = stage.wait(12, beating=["s0", "w0"])
-    assert [view.number for view in sent(effects, View, "w0")] == [2]
-    assert sum("lost: silent" in note for note in notes(effects)) == 3
 
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Stage:
@@ -229,13 +221,6 @@ class TestFarewell:
         assert not exits(stage.wait(10))
         assert not exits(stage.beat("s0"))
 
-    def test_also_if_the_operator_ends_it(self) -> None:
-        stage = self.restarted()
-        assert not exits(stage.stop())
-        for route in ("w0", "s0"):
-            assert not exits(stage.beat(route))
-        assert [end.code for end in exits(stage.beat("s1"))] == [0]
-
     def test_a_server_that_has_just_broken_off(self) -> None:
         stage = Stage(1, 1)
         stage.hello("s0")
@@ -279,15 +264,6 @@ class TestForming:
         ]
         assert sent(effects, Stop, "w0")[0].exit_code == 75
 
-    def test_a_job_that_runs_is_not_given_up(self) -> None:
-        stage = running(forming_max_s=60.0)
-        assert not exits(stage.wait(100, beating=["s0", "w0", "w1"]))
-
-    def test_all_workers_may_leave_before_the_servers_come(self) -> None:
-        stage = Stage(1, 1)
-        stage.hello("w0")
-        assert [end.code for end in exits(stage.leave("w0"))] == [0]
-
 
 class TestScriptsWithoutAStore:
     """The commands of workers that end well, and have never spoken to the scheduler."""
@@ -309,12 +285,6 @@ class TestScriptsWithoutAStore:
     @pytest.mark.parametrize("attached", [("w1",), ("w0", "w1")])
     def test_a_script_with_a_store_is_not(self, attached: tuple[str, ...]) -> None:
         assert UNUSED not in self.ended(attached)
-
-    def test_a_worker_without_a_guardian_is_its_own_script(self) -> None:
-        assert UNUSED not in self.ended(guardian=False)
-
-    def test_without_servers_none_is_expected(self) -> None:
-        assert UNUSED not in self.ended(servers=0)
 
     def test_a_scheduler_that_was_restarted_does_not_know(self) -> None:
         stage = Stage(2, 1, persist=True)
@@ -341,43 +311,12 @@ class TestWelcome:
         assert stage.phase == "forming"
         assert stage.scheduler.job.places()[2] == Place(1, 2)
 
-    def test_replacement_is_welcomed_at_once(self) -> None:
-        stage = running(2, 0)
-        stage.leave("w1", done=False)
-        assert sent(stage.hello("w2", guardian=True), Welcome, "w2")
-
     def test_returned_worker_is_welcomed_with_the_others(self) -> None:
         stage = Stage(2, 0)
         stage.hello("w0", guardian=True)
         stage.wait(12)
         stage.hello("w1", rank=1, guardian=True)
         assert told(stage.hello("w0", guardian=True), Welcome) == ["w0", "w1"]
-
-
-def test_a_drop_makes_the_deadline_sooner() -> None:
-    stage = running()
-    stage.shelf("s0")
-    assert stage.scheduler.deadline() == stage.now + LOOK_EVERY_S
-    stage.drop("w0")
-    assert stage.scheduler.deadline() == stage.now + 1
-
-
-def test_barriers_hear_of_changes() -> None:
-    stage = running(3)
-    stage.barrier("w0", seq=5)
-    assert sent(stage.barrier("w1", seq=6), Released) == []
-    effects = stage.leave("w2", done=False, code=9, replaceable=False)
-    assert {
-        (route, error.code) for route, error in zip(told(effects, Error), sent(effects, Error), strict=True)
-    } == {("w0", WorkerLost.code), ("w1", WorkerLost.code)}
-
-
-def test_the_first_barrier_waits_for_workers_that_have_not_come_yet() -> None:
-    stage = Stage(2, 0)
-    stage.hello("w0")
-    assert not sent(stage.barrier("w0"), Released)
-    stage.hello("w1")
-    assert told(stage.barrier("w1"), Released) == ["w0", "w1"]
 
 
 class TestNextJob:
@@ -406,14 +345,6 @@ class TestNextJob:
         assert sent(effects, View, "s0")[0].number == 4
         assert not sent(stage.barrier("w7"), Released)
 
-    def test_after_a_bad_end_too(self) -> None:
-        stage = running(1, 1, keep_alive=True)
-        stage.leave("s0", done=False)
-        effects = stage.leave("w0", done=False, replaceable=False)
-        assert sent(effects, Stop, "w0")[0].exit_code == 1
-        assert stage.states() == {"server 0": "empty", "worker 0": "empty"}
-        assert stage.scheduler.deadline() is None
-
 
 class TestSaving:
     def test_before_anybody_is_told(self) -> None:
@@ -428,14 +359,6 @@ class TestSaving:
         assert not any(isinstance(one, Save) for one in stage.beat("w0"))
         assert not any(isinstance(one, Save) for one in stage.barrier("w0"))
         assert stage.leave("w0")[-2:] == [Save(b""), Exit(0, "every worker left (1 of 1)")]
-
-    def test_a_save_is_the_state_after_the_change(self) -> None:
-        stage = Stage(1, 1, persist=True)
-        assert stage.hello("s0")[0] == Save(stage.scheduler.snapshot())
-
-    def test_not_unless_asked_to(self) -> None:
-        stage = Stage(1, 1)
-        assert not any(isinstance(one, Save) for one in stage.hello("s0"))
 
     def test_a_restored_job_ends_if_it_was_over(self) -> None:
         stage = running(1, 0, persist=True)

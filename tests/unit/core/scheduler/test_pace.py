@@ -6,10 +6,6 @@ LARGE = 1_064 * 1_064
 """Rows of the views of 1,000 workers and 64 servers."""
 
 
-def test_the_first_may_go_at_once() -> None:
-    assert ViewRateLimiter().free_at < 0.0
-
-
 def test_views_of_few_members_need_not_wait_for_each_other() -> None:
     pace = ViewRateLimiter()
     for _ in range(100):

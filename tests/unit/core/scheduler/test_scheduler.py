@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Effect, Finish, Note, Send
+from kvps.core.effects import Effect, Finish, Note
 from kvps.core.liveness import QUIET_AFTER_S
 from kvps.core.scheduler.job import CONCLUDED, LOOK_EVERY_S
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
@@ -53,12 +53,6 @@ def running(workers: int = 2, servers: int = 1, **limits: object) -> Stage:
 
 
 class TestHello:
-    def test_is_answered_by_welcome_which_names_the_job(self) -> None:
-        stage = Stage(2, 1)
-        (effect,) = [one for one in stage.hello("s0") if isinstance(one, Send)]
-        assert effect.packet.message == Welcome(0, 1, 2, 1)
-        assert effect.packet.envelope == Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0)
-
     @pytest.mark.spec("R23")
     def test_repeated_takes_no_second_seat(self) -> None:
         stage = Stage(3, 1)
@@ -227,12 +221,6 @@ class TestHello:
         answers = stage.hello("s1", endpoint="tcp://a:1", host="host-s0")
         assert [one.incarnation for one in sent(answers, Welcome)] == [3]
 
-    def test_naming_the_job_is_fine(self) -> None:
-        stage = Stage()
-        stage.hello("w0")
-        stage.peers["w1"] = replace(stage.peers["w0"], incarnation=0)
-        assert sent(stage.hello("w1"), Welcome)
-
     def test_of_a_role_without_seats_or_with_endless_names(self) -> None:
         stage = Stage()
         assert "cannot take a seat" in sent(stage.hello("x", "scheduler"), Error)[0].text
@@ -260,14 +248,6 @@ class TestHello:
 
 
 class TestAttach:
-    def test_to_the_seat_of_a_guardian(self) -> None:
-        stage = Stage(1, 1)
-        stage.hello("w0", guardian=True)
-        (welcome,) = sent(stage.attach("c", "w0", pid=8), Welcome)
-        assert (welcome.rank, welcome.incarnation) == (0, 1)
-        effects = stage.hello("s0")
-        assert set(told(effects, View)) == {"w0", "c", "s0"}
-
     @pytest.mark.spec("R3", "R69")
     def test_brings_a_lost_seat_back(self) -> None:
         stage = running()
@@ -278,13 +258,6 @@ class TestAttach:
         assert "info: worker 1 is back" in notes(effects)
         assert stage.states()["worker 1"] == "held"
         assert sent(effects, View, "w0")
-
-    def test_returned_member_is_welcomed_once(self) -> None:
-        stage = Stage(2, 0)
-        stage.hello("w0", guardian=True)
-        stage.wait(12)
-        stage.hello("w1", rank=1, guardian=True)
-        assert told(stage.hello("w0", guardian=True), Welcome) == ["w0", "w1"]
 
     @pytest.mark.spec("R21")
     def test_with_an_older_incarnation(self) -> None:
@@ -367,11 +340,6 @@ class TestBeat:
         stage.say("second", Beat(2, rounds=1))
         assert (seat.figures.rounds, seat.progress.calls) == (1, 2)
 
-    def test_of_one_who_waits_for_its_welcome(self) -> None:
-        stage = Stage(2, 0, keep_alive=True)
-        stage.hello("w0", guardian=True)
-        assert not sent(stage.beat("w0"), View)
-
     @pytest.mark.spec("R3", "R69", "R70")
     def test_brings_a_lost_seat_back_along_a_new_route(self) -> None:
         stage = running()
@@ -440,22 +408,6 @@ class TestLeave:
         assert stage.states()["server 0"] == "lost"
         assert sent(stage.hello("s1"), Welcome)
 
-    def test_of_a_former_job_is_known(self) -> None:
-        stage = running(1, 1, keep_alive=True)
-        stage.leave("w0")
-        assert told(stage.leave("w0"), Left) == ["w0"]
-
-    def test_of_a_stranger(self) -> None:
-        stage = running()
-        stage.peers["x"] = replace(stage.peers["w0"], job=bytes(16), incarnation=0)
-        assert sent(stage.leave("x"), Error)[0].code == ProtocolError.code
-
-    def test_after_the_end(self) -> None:
-        stage = running(1, 1)
-        stage.leave("w0")
-        assert told(stage.leave("w0"), Left) == ["w0"]
-        assert told(stage.leave("s0"), Left) == ["s0"]
-
 
 class TestResume:
     def resume(self, stage: Stage, route: str, pushed: int | None = 3) -> list[Effect]:
@@ -506,16 +458,6 @@ class TestResume:
 
 
 class TestBarrier:
-    @pytest.mark.spec("R33")
-    def test_releases_all_who_stand_there(self) -> None:
-        stage = running()
-        assert not sent(stage.barrier("w0", seq=3), Released)
-        effects = stage.barrier("w1", seq=8)
-        assert list(zip(told(effects, Released), sent(effects, Released), strict=True)) == [
-            ("w0", Released(3)),
-            ("w1", Released(8)),
-        ]
-
     @pytest.mark.spec("R127")
     def test_repeated_barrier_is_told_the_missing_ranks(self) -> None:
         stage = running(3)
@@ -543,21 +485,6 @@ class TestBarrier:
             "waits for ranks 1 (alive, but no progress for 12 s), 2 (alive, has waited in pull() for 4 s), "
             "3 (lost for 4 s: exit code 0: killed), 4 (silent for 4 s)"
         )
-
-    def test_replaced_worker_at_a_barrier_is_not_answered(self) -> None:
-        stage = running()
-        stage.barrier("w1")
-        stage.leave("w1", done=False)
-        stage.hello("w5")
-        assert told(stage.barrier("w0"), Released) == ["w0"]
-        assert told(stage.barrier("w5"), Released) == ["w5"]
-
-    def test_returned_worker_at_a_barrier_is_answered(self) -> None:
-        stage = running()
-        stage.barrier("w1")
-        stage.wait(12, beating=["s0", "w0"])
-        assert sent(stage.barrier("w1", name="c"), View)
-        assert told(stage.barrier("w0"), Released) == ["w1", "w0"]
 
     @pytest.mark.spec("R16")
     def test_is_for_workers_that_are_here(self) -> None:
@@ -619,12 +546,6 @@ def test_scheduler_does_not_stand_still_while_no_member_has_joined() -> None:
     stage.wait(1_000)
     effects = stage.hello("w0") + stage.wait(3, beating=["w0"])
     assert not [one for one in effects if isinstance(one, Note) and "was stopped" in one.text]
-
-
-def test_a_timer_that_rings_early_does_nothing() -> None:
-    stage = running()
-    stage.shelf("s0")
-    assert stage.take(stage.scheduler.on_timer(stage.now)) == []
 
 
 def test_asked_to_stop() -> None:

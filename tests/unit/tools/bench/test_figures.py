@@ -46,11 +46,6 @@ def test_ratios_are_to_gloo_in_the_same_case() -> None:
     assert [ratio_of(one, rows) for one in rows] == [0.5, 1.0, 1.5, 1.0]
 
 
-def test_without_gloo_there_is_no_ratio() -> None:
-    rows = [row(SMALL, "kvps", 5.0), row(BIG, "gloo", 10.0)]
-    assert ratio_of(rows[0], rows) is None
-
-
 def test_the_document_is_json() -> None:
     rows = [row(SMALL, "kvps", 5.0, 7.0), row(SMALL, "gloo", 12.0)]
     whole = document(rows, {"cores": 2}, {"rounds": 1}, {"copy": 8.0})

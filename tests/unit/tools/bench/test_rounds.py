@@ -72,30 +72,6 @@ def test_every_number_is_compared(place: tuple[int, int]) -> None:
         demand(period, rows, "here")
 
 
-def test_nan_is_reported_as_wrong() -> None:
-    rows = rows_of(3)
-    spread(noise(0, 0), rows)
-    rows[0][1] = np.nan
-    with pytest.raises(ValueError, match="nan off"):
-        demand(noise(0, 0), rows, "here")
-
-
-def test_many_short_rows_are_compared_too() -> None:
-    rows = rows_of(*[64] * (rounds.JOINED_MAX + 1))
-    period = noise(0, 0)
-    spread(period, rows)
-    demand(period, rows, "here")
-    rows[-1][-1] += 1
-    with pytest.raises(ValueError, match="off"):
-        demand(period, rows, "here")
-
-
-def test_the_truth_of_a_sum() -> None:
-    truth = Truth(3, "sum")
-    expected = noise(4, 0) + noise(4, 1) + noise(4, 2)
-    assert np.allclose(truth.after(4), expected)
-
-
 @pytest.mark.parametrize("how", ["2bit", "1bit", "fp16"])
 def test_the_truth_of_a_codec_is_what_the_codec_says(how: str) -> None:
     """Two implementations that know nothing of each other."""

@@ -22,7 +22,6 @@ from kvps.tools.replay.format import (
     Event,
     Record,
     What,
-    bare_packet_parts,
     checksum_of,
     event_bytes,
     packet_of,
@@ -98,14 +97,6 @@ def test_packets_come_back_with_their_payload(loans: tuple[Loan, ...]) -> None:
     found = packet_of(event)
     assert found == packet
     assert not found.payload[0].readonly, "a round may add to it"
-
-
-def test_a_bare_packet_has_zeros() -> None:
-    packet = Packet(WORKER, PUSH, PAYLOAD)
-    found = packet_of(Event(What.BARE_PACKET, 1.0, [b"bw", *bare_packet_parts(packet)]))
-    assert found == Packet(WORKER, PUSH, (memoryview(bytes(8)),))
-    beat = Packet(WORKER, p.Beat(3))
-    assert packet_of(Event(What.BARE_PACKET, 1.0, [b"bw", *bare_packet_parts(beat)])) == beat
 
 
 def test_a_damaged_packet_is_refused() -> None:

@@ -133,19 +133,6 @@ def test_halves_are_reduced_in_float32_and_rounded_once() -> None:
     assert fold("SUM", tiny).item() == 1.0 + 2.0**-7
 
 
-def test_a_mean_of_whole_numbers_is_cut_off() -> None:
-    rows = [torch.tensor([-4, 4, 3]), torch.tensor([-1, 1, 3])]
-    assert fold("AVG", rows).tolist() == [-2, 2, 3]
-
-
-def test_flags_are_reduced_as_flags() -> None:
-    rows = [torch.tensor([True, False, True]), torch.tensor([True, False, False])]
-    wanted = {"or": [True, False, True], "and": [True, False, False], "xor": [False, False, True]}
-    kinds = {"SUM": "or", "MAX": "or", "BOR": "or", "PRODUCT": "and", "MIN": "and", "BAND": "and"}
-    for name, kind in (kinds | {"BXOR": "xor"}).items():
-        assert fold(name, rows).tolist() == wanted[kind], name
-
-
 @pytest.mark.parametrize("dtype", UNSIGNED)
 def test_unsigned_numbers_are_reduced(dtype: torch.dtype) -> None:
     rows = [one.to(dtype) for one in ROWS]
