@@ -131,18 +131,6 @@ def test_a_full_disk_ends_no_job(processes: Processes, disk: SmallDisk) -> None:
     assert len(watched.lives) == 2
 
 
-@pytest.mark.slow
-def test_a_scheduler_that_begins_on_a_full_disk(processes: Processes, disk: SmallDisk) -> None:
-    disk.fill()
-    watched = OnSmallDisk(Job(processes), disk)
-    watched.start_scheduler()
-    watched.start_members("async", 6)
-    watched.run(60.0)
-    watched.check()
-    assert "No space left on device" in watched.lives[0].err
-    assert {one.name for one in disk.seen.iterdir()} == {"filler"}
-
-
 KEEPING = """
 import pathlib, torch, kvps
 

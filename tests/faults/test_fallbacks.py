@@ -1,19 +1,11 @@
 """The newest checkpoint is harmed and a server killed: all return to an older one, and the end is the same bits.
 
-Each file of a checkpoint, an image or the manifest, is cut short, changed in one bit, taken away, emptied,
-or is that of another checkpoint. Two of these every day; all, KVPS_FALLBACKS times each (3) and while
-KVPS_BUSY other processes (4) keep the machine busy, with ``-m slow``.
+The manifest is emptied, or a bit of an image is changed; ``tests/unit/checkpoint`` has every other harm.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,28 +13,17 @@ import pytest
 from tests.faults.test_soak import Run
 from tests.integration.processes import Processes, until
 
-log = logging.getLogger(__name__)
-TIMES = int(os.environ.get("KVPS_FALLBACKS", "3"))
-BUSY = int(os.environ.get("KVPS_BUSY", "4"))
 LIMIT_S = 60.0
 UNIT = 20
 """Runs end at a multiple of so many steps, so that they can be compared with few unharmed ones."""
 PAUSE_S = 0.03
-HARMS = ("truncated", "flipped", "deleted", "emptied", "swapped")
-FILES = ("image", "manifest")
 
 
-def harm(how: str, path: Path, other: Path) -> None:
-    """Do to a file what disks and people do; ``other`` is that of an older checkpoint."""
+def harm(how: str, path: Path) -> None:
+    """Do to a file what disks and people do."""
     octets = path.read_bytes()
-    if how == "deleted":
-        path.unlink()
-    elif how == "truncated":
-        path.write_bytes(octets[: len(octets) // 2])
-    elif how == "emptied":
+    if how == "emptied":
         path.write_bytes(b"")
-    elif how == "swapped":
-        path.write_bytes(other.read_bytes())
     else:
         at = len(octets) // 2
         path.write_bytes(octets[:at] + bytes([octets[at] ^ 1]) + octets[at + 1 :])
@@ -61,7 +42,7 @@ def fall_back(run: Run, file: str, how: str) -> int:
     run.members["scheduler"].expect(r"server 1 \(.*\) lost", LIMIT_S)
     older, newest = cuts(run)[-2:]
     (name,) = [one.name for one in newest.iterdir() if _is(one, file)]
-    harm(how, newest / name, older / name)
+    harm(how, newest / name)
     # A step may be done that is not written down yet.
     limit = ((max(run.step(rank) for rank in range(2)) + 5) // UNIT + 1) * UNIT
     (run.folder / "limit").write_text(str(limit))
@@ -95,18 +76,6 @@ class Compared:
         assert end == self._ends[limit], f"{file} {how}, run {self._count}"
 
 
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """Keep the machine busy meanwhile."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for one in others:
-            one.kill()
-            one.wait()
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("file", "how"), [("manifest", "emptied"), pytest.param("image", "flipped", marks=pytest.mark.thorough)]
@@ -120,15 +89,3 @@ def test_a_harmed_checkpoint_is_passed_over(processes: Processes, file: str, how
 def test_a_checkpoint_from_before_the_optimizer(processes: Processes) -> None:
     """On a busy machine the first checkpoint may come between init() and set_optimizer()."""
     Compared(processes).run("manifest", "emptied", "late")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120 + 60 * TIMES * len(HARMS))
-@pytest.mark.parametrize("file", FILES)
-def test_any_harm_under_load(processes: Processes, file: str) -> None:
-    compared = Compared(processes)
-    with busy(BUSY):
-        for turn in range(TIMES):
-            for how in HARMS:
-                compared.run(file, how)
-                log.info("%s %s, %d: the same bits", file, how, turn)

@@ -62,14 +62,3 @@ def test_bits_that_change(
     assert any("(from server " in one for one in told), "the worker says where they came from"
     assert any("(from 127.0.0.1)" in one for one in told), "and so does the server"
     assert len(told) < mischief.done.total(), "not each of them is worth a line"
-
-
-@pytest.mark.slow
-@pytest.mark.spec("R51", "R111")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(8))
-def test_more_of_each(monkeypatch: pytest.MonkeyPatch, mode: str, seed: int) -> None:
-    one: Mischief = Flip(0.05 + 0.02 * seed, seed=seed)
-    if seed % 2:
-        one = Replay("Push", "Pull", "Load", "Declare", "Optimize", "Probe", "Hello", seed=seed)
-    play(monkeypatch, mode, one, 10 * STEPS)

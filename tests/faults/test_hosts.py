@@ -121,33 +121,6 @@ def test_a_worker_that_only_hears_or_is_only_heard(
     assert "lost" not in spread.scheduler.err
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.spec("R51", "R69", "R113")
-@pytest.mark.parametrize("chains", [("INPUT",), ("OUTPUT",), ("INPUT", "OUTPUT")])
-def test_a_host_that_is_given_up_and_comes_back(
-    processes: Processes, hosts: Namespaces, chains: tuple[str, ...]
-) -> None:
-    """Its silence is noticed in time; when it is heard again, it holds its seat again."""
-    spread = Spread(processes, hosts)
-    spread.start(spread.job.command("sync", 60))
-    until(lambda: len(spread.job.rounds(0)) >= 3, f"rounds {spread.members}", 60.0)
-    spread.drop(2, *chains)
-    try:
-        if "OUTPUT" in chains:
-            cut_at = time.monotonic()
-            spread.scheduler.expect(r"worker 1 .*lost: silent", NOTICED_MAX_S)
-            took = time.monotonic() - cut_at
-            log.info("%s: noticed after %.1f s", chains, took)
-            assert took <= NOTICED_MAX_S
-        told = time.monotonic() + 8.0
-        until(lambda: time.monotonic() > told, "end of the cut")
-    finally:
-        spread.heal(2, *chains)
-    log.info("cut %s: three rounds %.1f s after healing", chains, spread.goes_on())
-    spread.check()
-
-
 FAILS = """
 import sys, time, kvps, torch
 kv = kvps.create("dist_sync", on_worker_lost="fail", timeout=60)

@@ -70,19 +70,6 @@ def test_connections_that_are_cut(monkeypatch: pytest.MonkeyPatch, mode: str) ->
     assert sum(one.is_cut for one in cut) >= len(cut) // 2
 
 
-@pytest.mark.slow
-@pytest.mark.spec("R3", "R41", "R51")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("begin", range(10))
-def test_connections_that_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, mode: str, begin: int) -> None:
-    """After each number of octets of a handshake and what follows, over all of these tests."""
-    cut = [Stream(cut_after=count, by_reset=count % 2 == 0) for count in range(begin, 500, 10)]
-    cut += [Stream(cut_after=50_000 * count + begin) for count in range(1, 10)]
-    play(monkeypatch, mode, first(cut), steps=10 * STEPS)
-    assert sum(one.is_cut for one in cut) >= len(cut) // 2
-
-
 # --- half open ------------------------------------------------------------------------------------
 
 
@@ -111,21 +98,6 @@ def test_connections_to_the_scheduler_that_carry_nothing_any_more(
     assert not [one for one in caplog.messages if "lost" in one], "they came back in time"
 
 
-@pytest.mark.slow
-@pytest.mark.spec("R71", "R113")
-@pytest.mark.timeout(300)
-def test_half_open_connections_at_the_usual_pace(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    control = Streams(first([Stream(mute_after=count) for count in (2_000, 2_500)]))
-    # Of six connections two are between the servers, and carry little; they may come first or last.
-    data = Streams(first([Stream(mute_after=count) for count in 2 * (100_000, 200_000)]))
-    with behind(monkeypatch, data.proxy, control.proxy) as cluster:
-        cluster.run(lambda rank: train("sync", 40 * STEPS, rank))
-    assert sum(one.is_mute for one in data.all) >= 2
-    assert not [one for one in caplog.messages if "lost" in one]
-
-
 # --- damaged --------------------------------------------------------------------------------------
 
 
@@ -141,20 +113,6 @@ def test_streams_whose_bits_change(monkeypatch: pytest.MonkeyPatch, mode: str) -
     ]
     streams = play(monkeypatch, mode, first(damaged), steps=2 * STEPS)
     assert sum(one.flipped for one in streams.all) >= 5
-
-
-@pytest.mark.slow
-@pytest.mark.spec("R111", "R113")
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("begin", range(12))
-@pytest.mark.usefixtures("attentive")
-def test_streams_of_which_any_bit_changes(monkeypatch: pytest.MonkeyPatch, begin: int) -> None:
-    """Over all of these tests, each octet of a handshake and of what follows it."""
-    flipped = [
-        Stream(flip_at=at, dice=random.Random(at), cut_after=at + 2_000) for at in range(begin, 600, 12)
-    ]
-    play(monkeypatch, ["sync", "async"][begin % 2], first(flipped), steps=10 * STEPS)
-    assert sum(one.flipped for one in flipped) >= 40
 
 
 # --- slow -----------------------------------------------------------------------------------------

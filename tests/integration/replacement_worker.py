@@ -4,7 +4,7 @@
 
 It makes the collective calls of a usual script: a learning rate for each epoch, a barrier, a checkpoint where there is
 a place for it. Each rank prints its weights at the end; ``resume`` behind FOLDER lets it ask where to begin, and
-with ``slow`` a replacement computes for a while in each step, and ``loader`` reads its batches from there by a DataLoader, and prints which examples these were.
+with ``loader`` it reads its batches from there by a DataLoader, and prints which examples these were.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ import kvps.torch
 
 EPOCHS, STEPS = 4, 3
 LR = 0.1
-SLOW_S = 6.0
 EPOCH = 2
 """In which a worker dies."""
 MOMENTS = (
@@ -46,7 +44,7 @@ class Front:
         parameters = self.model.parameters()
         self.scaler: Any = None
         kind = "dist_async" if name.endswith("async") else "dist_sync"
-        kv: Any = kvps.create(kind, timeout=float(os.environ.get("TIMEOUT_S", "300")))
+        kv: Any = kvps.create(kind, timeout=300.0)
         with torch.no_grad():
             for index, param in enumerate(self.model.parameters()):
                 param.copy_(torch.linspace(-1.0, 1.0 + index, param.numel()).view(param.shape))
@@ -71,11 +69,7 @@ class Front:
         else:
             sgd = torch.optim.SGD(parameters, lr=LR, momentum=0.9)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(sgd, lambda epoch: 1 / (1 + epoch))
-            if name.endswith("plateau"):
-                self.scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                    sgd, factor=0.5, patience=0, threshold=0.2
-                )
-            elif name.endswith("scaler"):
+            if name.endswith("scaler"):
                 self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             if name == "shard":
                 self.front = kvps.torch.shard(self.model, optimizer=sgd)
@@ -99,10 +93,7 @@ class Front:
 
     def end_epoch(self) -> None:
         """Let a scheduler go on."""
-        if self.name.endswith("plateau"):
-            with torch.no_grad():
-                self.scheduler.step(self.model(torch.ones(4, 3)).square().mean())
-        elif self.scheduler is not None:
+        if self.scheduler is not None:
             self.scheduler.step()
         if self.name == "diloco":
             self.front.average()
@@ -167,7 +158,6 @@ def train(
     *,
     resumes: bool = False,
     saves: bool = False,
-    compute: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Train with a front end; return the weights."""
     die("start", EPOCH)
@@ -184,7 +174,6 @@ def train(
             if epoch * STEPS + step >= start:
                 if step == 1:
                     die("step", epoch)
-                compute()
                 one.step(one.model(batch).square().mean())
                 if step == 1:
                     die("pushed", epoch)
@@ -244,8 +233,7 @@ def main(name: str, rank: str, moment: str, folder: str, *more: str) -> None:
     if "loader" in more:
         weights = train_by_loader(name, lambda text: print(text, flush=True), die)  # noqa: T201
     else:
-        slow_s = SLOW_S if "slow" in more and mark.exists() else 0.0
-        weights = train(name, die, resumes="resume" in more, saves=saves, compute=lambda: time.sleep(slow_s))
+        weights = train(name, die, resumes="resume" in more, saves=saves)
     sys.stdout.write(f"weights {weights}\n")
     sys.stdout.flush()
 

@@ -48,17 +48,6 @@ def test_parameters_and_buffers_are_those_of_the_root(root, kvstore):
         assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
-def test_each_call_sends_the_present_values():
-    def work(rank):
-        weight = torch.full((3,), float(rank))
-        for step in range(3):
-            weight.fill_(10.0 * step + rank)
-            front.broadcast_parameters({"w": weight}, root_rank=step % 2)
-            assert weight.tolist() == [10.0 * step + step % 2] * 3
-
-    run(work)
-
-
 @pytest.mark.parametrize("root", [0, 1])
 def test_bits_are_exact_in_any_type_and_stride(root):
     def work(rank):
@@ -195,15 +184,6 @@ def test_objects_of_all_workers_and_some_that_cannot_be_sent():
     assert run(work) == [[0, 1]] * 2
 
 
-def test_objects_of_one_worker_alone():
-    def work(rank):
-        with pytest.raises(kvps.ConfigError, match="obj is a builtins"):
-            front.gather_object(print)
-        return front.all_gather_object({1, 2}), front.gather_object(None)
-
-    assert run(work, workers=1) == [([{1, 2}], [None])]
-
-
 # --- optimizers -----------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
@@ -250,15 +230,6 @@ def test_a_resumed_optimizer_is_the_same_on_all_workers(name, root):
 
     first, second = run(work)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_states_that_the_root_has_not_are_dropped():
-    def work(rank):
-        _, optimizer, _ = trained(OPTIMIZERS["adam"], rank * 2, 0)
-        front.broadcast_optimizer_state(optimizer)
-        return len(optimizer.state)
-
-    assert run(work) == [0, 0]
 
 
 def test_optimizers_of_other_parameters():

@@ -326,18 +326,6 @@ def test_a_state_dict_has_what_is_owed(on_store: bool, tmp_path: Path) -> None:
     assert alone.state_dict().keys() == {"state", "param_groups"}
 
 
-def test_a_state_dict_can_be_had_behind_the_end() -> None:
-    def work(rank: int) -> None:
-        params = parameters()
-        optimizer = wrapped(params)
-        loss_of(params, rank, 0).backward()
-        optimizer.step()
-        optimizer.close()
-        assert optimizer.state_dict().keys() == {"state", "param_groups"}
-
-    run(work)
-
-
 def test_a_state_dict_of_another_rank_owes_nothing() -> None:
     def work(rank: int) -> bool:
         params = parameters()

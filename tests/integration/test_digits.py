@@ -72,13 +72,6 @@ def test_digits_fails_below_the_accuracy_that_is_asked_for(capsys: pytest.Captur
     assert "below 1.01" in capsys.readouterr().err
 
 
-def test_only_rank_0_of_digits_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    with kvps.LocalCluster(workers=2) as cluster:
-        codes = cluster.run(lambda rank: digits.main(["--epochs", "1", "--min-accuracy", "0"]))
-    assert codes == [0, 0]
-    assert capsys.readouterr().out.count("test accuracy") == 1
-
-
 def test_linear_numpy_finds_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
     with kvps.LocalCluster(workers=3, servers=2) as cluster:
         codes = cluster.run(lambda rank: linear_numpy.main([]))

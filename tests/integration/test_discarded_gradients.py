@@ -72,18 +72,6 @@ WAYS: dict[str, Way] = {
     "model.zero_grad(False)": lambda model, optimizer: model.zero_grad(set_to_none=False),
     "grad.zero_()": fill_with_zeros,
 }
-IN_PLACE = {"model.zero_grad(False)", "grad.zero_()"}
-FRONT_ENDS: list[tuple[str, dict[str, Any], set[str]]] = [
-    ("optimizer", {"update_on_kvstore": True}, set()),
-    ("optimizer", {"update_on_kvstore": True, "overlap_forward": True}, set()),
-    ("optimizer", {}, IN_PLACE),  # these are taken for a second pass, and refused
-    ("optimizer", {"overlap_forward": True}, IN_PLACE),
-    ("optimizer", {"find_unused": True}, IN_PLACE),
-    ("trainer", {}, set()),
-    ("trainer", {"update_on_kvstore": False}, set()),
-    ("trainer", {"update_on_kvstore": False, "overlap": True}, {*IN_PLACE, "optimizer.zero_grad(False)"}),
-]
-"""Front ends, and the ways of discarding that they refuse."""
 
 
 def rows_of(rank: int, workers: int) -> slice:
@@ -110,21 +98,6 @@ def train(model: torch.nn.Module, optimizer: Any, rows: slice, ways: list[Way]) 
         loss_of(model, rows).backward()
         optimizer.step()
     return values(model)
-
-
-@pytest.mark.parametrize(("name", "options", "refused"), FRONT_ENDS)
-def test_a_discarded_backward_counts_nowhere(name: str, options: dict[str, Any], refused: set[str]) -> None:
-    ways = [way for told, way in WAYS.items() if told not in refused]
-
-    def work(rank: int) -> list[torch.Tensor]:
-        model = Pair()
-        return train(model, front_end(name, model, **options), rows_of(rank, WORKERS), ways)
-
-    model = Pair()
-    expected = train(model, sgd(model), slice(24), ways)
-    with kvps.LocalCluster(WORKERS, 2) as cluster:
-        for found in cluster.run(work):
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("told", WAYS)

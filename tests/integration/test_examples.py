@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 import kvps
-from examples import digits, gluon_digits, gpt, horovod_digits, recommender, word_vectors
+from examples import digits, gluon_digits, gpt, horovod_digits, recommender
 from kvps.store.metrics import NAMES
 from tests.integration.processes import BIN, ROOT, Processes
 
@@ -137,43 +137,6 @@ def test_gpt_by_local_steps(processes: Processes, flags: list[str]) -> None:
     assert len(ages) == (2 if "async" in flags else 0), launched
 
 
-@pytest.mark.thorough
-def test_compressed_digits_puts_codecs_side_by_side(processes: Processes) -> None:
-    """In a process of its own: it imports digits.py as its neighbour."""
-    example = ROOT / "examples" / "compressed_digits.py"
-    short = ("--codecs", "1bit", "fp16", "--epochs", 4, "--min-accuracy", 0.7)
-    process = processes.python(example, *short)
-    assert process.wait(90.0) == 0, process
-    rows = re.findall(r"│ (none|fp16|1bit).*?│.*│ +(0\.\d+) │ +([\d.]+) │ +([\d.]+) │", process.out)
-    assert [name for name, *_ in rows] == ["none", "fp16", "fp16", "1bit", "1bit"], process
-    pushed = {name: float(one) for name, _, one, _ in rows}
-    assert pushed["none"] / 2.1 < pushed["fp16"] < pushed["none"] / 1.9
-    assert pushed["1bit"] < pushed["none"] / 25
-    assert len({pulled for *_, pulled in rows}) == 3, "as they are, by fp16, by 2bit"
-    assert "1bit has a learning rate of its own, 0.3" in process.out
-
-    process = processes.python(example, "--codecs", "--epochs", 1, "--min-accuracy", 1.01)
-    assert process.wait(90.0) == 1, process
-    assert "below 1.01" in process.err
-
-
-@pytest.mark.thorough
-def test_word_vectors_beat_frequency(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    loaded = word_vectors.load()
-    monkeypatch.setattr(word_vectors, "load", lambda: loaded)
-    path = tmp_path / "vectors.safetensors"
-    assert run(word_vectors, "--seconds", "6", "--export", str(path), "--min-gain", "0")[0] == 0
-    printed = capsys.readouterr().out
-    assert sorted(re.findall(r"worker (\d): [1-9]\d* steps", printed)) == ["0", "1"]
-    found = re.search(r"([\d,]+) of ([\d,]+) words have a vector", printed)
-    assert found
-    vectors = load_file(path)
-    assert len(vectors["ids"]) == int(found[1].replace(",", "")) > 1000
-    assert word_vectors.id_of("file") in vectors["ids"].tolist()
-
-
 # --- as the table says --------------------------------------------------------------------------------
 
 SEEN = {
@@ -270,32 +233,3 @@ def test_numbers_are_logged_for_tensorboard(processes: Processes) -> None:
     process = processes.python(ROOT / "examples" / "metrics.py", *flags)
     assert process.wait(120) == 0, process
     assert list((processes.folder / "runs").glob("events.out.tfevents.*"))
-
-
-CURVES = [
-    ("ddp_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
-    ("horovod_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
-    ("gluon_digits.py", ["--epochs", "1", "--save", "w.safetensors"]),
-    ("digits.py", ["--epochs", "1"]),
-    ("gpt.py", ["--steps", "3", "--batch-size", "8"]),
-    ("word_vectors.py", ["--seconds", "2"]),
-    ("recommender.py", ["--seconds", "2"]),
-    ("sharded_mlp.py", ["--steps", "3", "--depth", "1"]),
-    ("linear_numpy.py", ["--rounds", "10"]),
-    ("compressed_digits.py", ["--epochs", "1", "--codecs", "fp16"]),
-]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "flags"), CURVES)
-def test_an_example_draws_its_learning_curve(processes: Processes, name: str, flags: list[str]) -> None:
-    """The runs are short, and so learn too little for their exit code."""
-    words = [ROOT / "examples" / name, *flags, "--plot", "curve.png"]
-    if name == "ddp_digits.py":
-        words = [BIN / "kvps-launch", "-n", "1", "-s", "1", "--", sys.executable, *words]
-        process = processes.start("example", *words)
-    else:
-        process = processes.python(*words)
-    process.wait(300)
-    assert "Traceback" not in process.err, process
-    assert (processes.folder / "curve.png").read_bytes().startswith(PNG), process

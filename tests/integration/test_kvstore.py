@@ -112,16 +112,6 @@ def test_scalars_and_empty_tensors():
     run(work, servers=2)
 
 
-def test_an_int_key_is_its_decimal_name():
-    def work(rank):
-        kv = store()
-        kv.init(3, torch.zeros(1))
-        kv.push("3", torch.ones(1))
-        assert kv.pull(3).item() == 1
-
-    run(work)
-
-
 def test_lists_of_keys_with_lists_of_devices():
     def work(rank):
         kv = store("dist_sync_device")
@@ -165,34 +155,6 @@ def test_a_pushed_array_is_written_to_only_if_it_is_the_output():
     assert run(work, workers=2) == [3, 3]
 
 
-def test_keys_in_any_order_with_any_lists():
-    def work(rank):
-        kv = store()
-        names = [f"k{i}" for i in range(40)]
-        order = names if rank == 0 else names[::-1]
-        for name in order:
-            kv.init(name, torch.zeros(10 + int(name[1:])))
-        for step in range(1, 4):
-            for begin in range(0, 40, 10 if rank else 20):
-                part = order[begin : begin + (10 if rank else 20)]
-                kv.push(part, [torch.full((10 + int(n[1:]),), float(step)) for n in part])
-        return [kv.pull(name)[0].item() for name in names]
-
-    assert run(work, workers=2, servers=3) == [[6.0] * 40] * 2
-
-
-def test_a_thousand_small_keys():
-    def work(rank):
-        kv = store()
-        names = [f"k{i}" for i in range(1000)]
-        kv.init(names, [torch.zeros(256)] * 1000)
-        values = [torch.randn(256) for _ in names]
-        out = kv.pushpull(names, values)
-        assert all(torch.equal(a, b) for a, b in zip(out, values, strict=True))
-
-    run(work, servers=2)
-
-
 def test_broadcast_creates_and_replaces():
     def work(rank):
         kv = store()
@@ -219,18 +181,6 @@ def test_init_gives_everyone_the_value_of_rank_0():
 
 
 # --- rounds -----------------------------------------------------------------------------------
-
-
-def test_sync_reads_exactly_the_version_after_its_pushes():
-    def work(rank):
-        kv = store()
-        kv.init("w", torch.zeros(150_000))
-        for step in range(1, 11):
-            out = kv.pushpull("w", torch.full((150_000,), step * 10.0 + rank))
-            assert out.unique().tolist() == [step * 30.0 + 3]
-        assert kv.version("w") == 10
-
-    run(work, workers=3, servers=2)
 
 
 def test_many_rounds_in_flight():
@@ -309,88 +259,6 @@ def test_several_stores_in_one_job():
 # --- the optimizer on the servers -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_optimizer_on_the_servers_equals_torch(workers):
-    torch.manual_seed(0)
-    shapes = [(7,), (400, 300), (20, 30)]
-    start = [torch.randn(shape) for shape in shapes]
-    gradients = [[[torch.randn(s) for s in shapes] for _ in range(4)] for _ in range(workers)]
-    params = [one.clone().requires_grad_() for one in start]
-    reference = torch.optim.Adam(params, lr=0.01, weight_decay=0.1)
-    for step in range(4):
-        for i, param in enumerate(params):
-            param.grad = torch.stack([gradients[r][step][i] for r in range(workers)]).sum(0)
-        reference.step()
-
-    def work(rank):
-        kv = store(deterministic=True)
-        kv.set_optimizer("adam", lr=0.01, weight_decay=0.1)
-        kv.init([0, 1, 2], start)
-        for step in range(4):
-            out = kv.pushpull([0, 1, 2], gradients[rank][step])
-        return out
-
-    for result in run(work, workers=workers, servers=2):
-        for got, param in zip(result, params, strict=True):
-            torch.testing.assert_close(got, param.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_a_torch_optimizer_describes_itself():
-    def work(rank):
-        kv = store()
-        param = torch.zeros(2, requires_grad=True)
-        kv.set_optimizer(torch.optim.SGD([param], lr=0.5, momentum=0.9))
-        kv.init("w", torch.zeros(2))
-        kv.pushpull("w", torch.ones(2))
-        assert kv.pushpull("w", torch.ones(2)).tolist() == pytest.approx([-1.45, -1.45])
-
-    run(work)
-
-
-@pytest.mark.parametrize("name", ["local", "dist_sync"])
-def test_the_learning_rate_reaches_the_next_round(name):
-    def work(rank):
-        kv = store(name)
-        kv.set_optimizer("sgd", lr=1.0)
-        kv.init("w", torch.zeros(2))
-        kv.push("w", torch.ones(2))
-        kv.set_learning_rate(0.25)
-        kv.push("w", torch.ones(2))
-        assert kv.learning_rate == 0.25
-        return kv.pull("w")[0].item()
-
-    workers = 1 if name == "local" else 2
-    assert run(work, workers=workers) == [-1.25 * workers] * workers
-
-
-def test_optimizer_states_survive_in_a_file(tmp_path):
-    path = str(tmp_path / "states.safetensors")
-
-    def work(rank):
-        kv = store()
-        kv.set_optimizer("adam", lr=0.1)
-        kv.init(["a", "b"], [torch.zeros(250_000), torch.zeros(3)])
-        kv.push(["a", "b"], [torch.randn(250_000), torch.randn(3)])
-        if rank == 0:
-            kv.save_optimizer_states(path)
-        before = kv.pull("a")
-        kv.barrier()
-        value = torch.randn(250_000)
-        straight = kv.pushpull("a", value)
-        again = store(name="again")
-        again.set_optimizer("adam", lr=0.1)
-        again.init(["a", "b"], [before, torch.zeros(3)])
-        again.load_optimizer_states(path)
-        assert torch.equal(again.pushpull("a", value), straight)
-        with pytest.raises(kvps.StorageError):
-            kv.load_optimizer_states(path + ".none")
-        again.set_optimizer("sgd", lr=0.1)
-        with pytest.raises(kvps.Mismatch, match="adam"):
-            again.load_optimizer_states(path)
-
-    run(work, servers=2)
-
-
 def test_seven_workers_and_seven_servers():
     shapes = [(3, 4), (1200, 1200), (1211, 1211)]
     n, pushes = 7, 3
@@ -410,25 +278,6 @@ def test_seven_workers_and_seven_servers():
 
 
 # --- names, options, bad input ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spelling", "kind"),
-    [
-        ("dist", "dist_sync"),
-        ("DIST_SYNC", "dist_sync"),
-        ("dist_device_sync", "dist_sync_device"),
-        ("dist_device_async", "dist_async_device"),
-        ("local_allreduce_cpu", "local"),
-        ("local_update_cpu", "local"),
-        ("local_allreduce_device", "device"),
-    ],
-)
-def test_mxnets_spellings(spelling, kind):
-    def work(rank):
-        assert kvps.KVStore.create(spelling).type == kind
-
-    run(work)
 
 
 BAD_CREATE = [

@@ -59,8 +59,9 @@ VARIABLES = {
 }
 
 
-@pytest.mark.parametrize("way", ["script", "kvps-worker", "DMLC"])
-@pytest.mark.parametrize("launcher", VARIABLES)
+@pytest.mark.parametrize(
+    ("launcher", "way"), list(zip(VARIABLES, ("kvps-worker", "DMLC", "script", "script"), strict=True))
+)
 def test_ranks_follow_from_the_variables_alone(processes: Processes, launcher: str, way: str) -> None:
     cluster = processes.scheduler(3, 1)
     cluster.server()

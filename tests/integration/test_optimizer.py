@@ -112,40 +112,6 @@ def test_step_pushes_the_gradients_that_no_pass_has_pushed() -> None:
     assert_all(run(2, work), weights(model))
 
 
-@pytest.mark.parametrize("op", ["average", "sum"])
-def test_buffers_of_any_type_take_the_values_of_rank_0(op: str) -> None:
-    """BatchNorm counts its batches in an int64, of which no store takes means."""
-
-    class Counted(torch.nn.BatchNorm1d):
-        def __init__(self, rank: int) -> None:
-            super().__init__(3)
-            self.num_batches_tracked.fill_(-(1 << 40) - rank)
-            self.register_buffer("mask", torch.tensor([rank == 0, False, True]))
-            self.running_mean.fill_(rank + 0.5)
-
-    def work(rank: int) -> list[torch.Tensor]:
-        model = Counted(rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        DistributedOptimizer(sgd, model, op=op)
-        return [model.num_batches_tracked, model.mask, model.running_mean]
-
-    expected = [torch.tensor(-(1 << 40)), torch.tensor([True, False, True]), torch.full((3,), 0.5)]
-    for found in run(2, work):
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_a_sum_is_divided_by_nothing() -> None:
-    def work(rank: int) -> list[float]:
-        param = torch.nn.Parameter(torch.zeros(2))
-        sgd = torch.optim.SGD([param], lr=1.0)
-        optimizer = DistributedOptimizer(sgd, [("w", param)], op="sum")
-        (param * (rank + 1.0)).sum().backward()
-        optimizer.step()
-        return param.tolist()
-
-    assert run(2, work) == [[-3.0, -3.0]] * 2
-
-
 def test_a_scheduler_that_was_made_before(recwarn: pytest.WarningsRecorder) -> None:
     with kvps.LocalCluster():
         model = net()
@@ -746,16 +712,3 @@ def test_asynchronous_stores(store: str) -> None:
         return float(kv.pull("w"))
 
     assert run(2, work) == [-2.0, -2.0]
-
-
-def test_without_a_cluster() -> None:
-    model = net()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, "local")
-    loss_of(model, slice(24)).backward()
-    optimizer.step()
-    other = net()
-    sgd = torch.optim.SGD(other.parameters(), lr=0.1)
-    loss_of(other, slice(24)).backward()
-    sgd.step()
-    torch.testing.assert_close(weights(model), weights(other))
-    assert "DistributedOptimizer over <KVStore local" in repr(optimizer)

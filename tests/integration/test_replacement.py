@@ -84,15 +84,6 @@ def test_at_every_moment_of_a_script(
     assert (processes.folder / "died").exists()
 
 
-@pytest.mark.thorough
-def test_the_others_wait_for_a_replacement_as_long_as_it_goes_on(processes: Processes) -> None:
-    """It passes over 6 steps of 6 s, and their calls have a limit of 24 s."""
-    job = launched(processes, "trainer", "1", "epoch", "slow", flags=("--env", "TIMEOUT_S=24"))
-    assert job.wait(120.0) == 0, job
-    assert weights_of(job) == [undisturbed("trainer")] * 2
-    assert job.err.count("its first 6 steps are passed over") == 1, job
-
-
 @cache
 def undisturbed_by_loader(front: str) -> tuple[list[float], list[list[str]]]:
     """Return the weights of a job that loses nobody, and the batches of each rank."""
@@ -126,13 +117,6 @@ def test_a_replacement_reads_the_batches_that_its_predecessor_did_not(
         # Local steps since the last merge are made again.
         assert (said == batches[each]) or (front == "diloco" and set(said) == set(batches[each]))
     assert (processes.folder / "died").exists()
-
-
-@pytest.mark.thorough
-def test_a_schedule_that_follows_the_loss_goes_on_where_rank_0_is(processes: Processes) -> None:
-    job = launched(processes, "optimizer-plateau", "1", "step")
-    assert job.wait(60.0) == 0, job
-    assert weights_of(job) == [undisturbed("optimizer-plateau")] * 2
 
 
 @pytest.mark.thorough

@@ -165,20 +165,6 @@ def test_rows_come_in_the_order_of_their_numbers_repeats_allowed(kind):
     run(work, 1 if kind != "dist_sync" else 2)
 
 
-def test_several_keys_at_once():
-    def work(rank):
-        kv = store()
-        kv.init(["a", "b"], [table(), table(1)])
-        found = kv.row_sparse_pull(["a", "b"], row_ids=[[1], torch.tensor([2, 3])], priority=[1, 0])
-        outs = [torch.zeros(1, WIDTH), torch.zeros(2, WIDTH)]
-        assert kv.row_sparse_pull(["a", "b"], out=outs, row_ids=[[1], [2, 3]]) is outs
-        for one in (found, outs):
-            assert torch.equal(one[0], table()[[1]])
-            assert torch.equal(one[1], table(1)[[2, 3]])
-
-    run(work)
-
-
 # --- mistakes ----------------------------------------------------------------------------------
 
 

@@ -154,67 +154,6 @@ def test_tied_weights(as_blocks: bool) -> None:
     assert_all(run(2, work), copied(model))
 
 
-def test_frozen_weights_are_pulled_and_never_pushed() -> None:
-    def freeze(model: Net) -> Net:
-        model.layers[1].requires_grad_(False)
-        model.layers[2].norm.requires_grad_(False)
-        model.begin.requires_grad_(False)
-        return model
-
-    def work(rank: int) -> tuple[Weights, int]:
-        model = freeze(net(rank))
-        optimizer = OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad])
-        sharded = shard(model, optimizer=optimizer)
-        for _ in range(3):
-            loss_of(model, part(rank, 2)).backward()
-            assert is_away(model)
-            sharded.step()
-        return copied(model), sharded.kvstore.version("begin.weight")
-
-    model = freeze(net())
-    optimizer = OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad])
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of(model, slice(24)).backward()
-        optimizer.step()
-    results = run(2, work)
-    assert_all([one for one, _ in results], copied(model))
-    assert [version for _, version in results] == [0, 0]
-
-
-def test_evaluation_between_steps() -> None:
-    """It pulls and frees, pushes nothing, and sees every step that is made."""
-
-    def work(rank: int) -> tuple[Weights, list[float]]:
-        model = net(rank)
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        shard(model, optimizer=optimizer)
-        losses = []
-        for _ in range(3):
-            with torch.no_grad():
-                losses.append(loss_of(model.eval(), slice(24)).item())
-            assert is_away(model)
-            with torch.inference_mode():
-                assert loss_of(model, slice(24)).item() == losses[-1]
-            loss_of(model.train(), part(rank, 2)).backward()
-            optimizer.step()
-        return copied(model), losses
-
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    expected = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = loss_of(model, slice(24))
-        expected.append(loss.item())
-        loss.backward()
-        optimizer.step()
-    results = run(2, work)
-    assert_all([one for one, _ in results], copied(model))
-    for _, losses in results:
-        assert losses == pytest.approx(expected, rel=1e-4)
-
-
 # --- the beginning and the end ----------------------------------------------------------------------
 
 
@@ -260,27 +199,6 @@ def test_a_model_on_the_meta_device(by: str) -> None:
     loss_of(model, slice(24)).backward()
     optimizer.step()
     assert_all([ended, *(one for _, one in others)], copied(model))
-
-
-def test_a_name_and_its_numbers() -> None:
-    def work(rank: int) -> Weights:
-        model = net(rank)
-        sharded = shard(model, optimizer="sgd", lr=0.1, momentum=0.9)
-        for _ in range(2):
-            loss_of(model, part(rank, 2)).backward()
-            sharded.step()
-            sharded.set_learning_rate(0.05)
-        return {name: one.clone() for name, one in sharded.weights()}
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        sgd.zero_grad()
-        loss_of(model, slice(24)).backward()
-        sgd.step()
-        sgd.param_groups[0]["lr"] = 0.05
-    expected = {name: one.detach() for name, one in model.named_parameters()}
-    assert_all(run(2, work), expected)
 
 
 def test_a_state_dict_is_that_of_the_module() -> None:
@@ -391,15 +309,3 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], told: str) -> None:
     given = {"optimizer": "sgd", **arguments}
     with kvps.LocalCluster(), pytest.raises(kvps.KvpsError, match=told):
         shard(net(), **given)
-
-
-def test_a_local_store() -> None:
-    model = net()
-    optimizer = OPTIMIZERS["adam"](model.parameters())
-    shard(model, "local", optimizer=optimizer)
-    scheduler = StepLR(optimizer, 2, 0.5)
-    for _ in range(STEPS):
-        loss_of(model, slice(24)).backward()
-        optimizer.step()
-        scheduler.step()
-    assert_all([copied(model)], train_alone(net(), OPTIMIZERS["adam"]))

@@ -168,20 +168,6 @@ def test_a_batch_size_that_comes_too_late_is_told() -> None:
             trainer.step(7)
 
 
-def test_each_worker_may_divide_by_its_own_batch_size() -> None:
-    """What a loop with local batch sizes does: the sum of two means."""
-
-    def work(rank: int) -> float:
-        param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync")
-        for _ in range(2):
-            param.grad = torch.ones(1)
-            trainer.step((4, 8)[rank])
-        return param.item()
-
-    assert run(2, work) == [-0.75, -0.75]
-
-
 @pytest.mark.parametrize("on_store", [True, False])
 def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
     def work(rank: int) -> float:
@@ -192,36 +178,6 @@ def test_a_missing_gradient_may_be_only_one_workers(on_store: bool) -> None:
         return param.item()
 
     assert run(2, work) == [-0.5, -0.5]
-
-
-def test_gradients_can_be_looked_at_between_sum_and_update() -> None:
-    def work(rank: int) -> tuple[float, float]:
-        param = torch.nn.Parameter(torch.zeros(1))
-        trainer = kvps.Trainer({"w": param}, "sgd", {"lr": 1.0}, "dist_sync", update_on_kvstore=False)
-        param.grad = torch.tensor([rank + 1.0])
-        trainer.allreduce_grads()
-        total = param.grad.item()
-        param.grad.clamp_(max=2.0)
-        trainer.update(4)
-        return total, param.item()
-
-    assert run(2, work) == [(3.0, -0.5)] * 2
-
-
-def test_big_parameters_are_spread_over_servers() -> None:
-    def work(rank: int) -> tuple[float, float]:
-        param = torch.nn.Parameter(torch.full((70_000,), float(rank)))
-        big = torch.nn.Parameter(torch.full((400, 300), float(rank)))
-        trainer = kvps.Trainer({"w": param, "big": big}, "lamb", {"lr": 0.1}, "dist_sync")
-        for one in (param, big):
-            one.grad = torch.ones_like(one)
-        trainer.step(2)
-        assert len(set(big.flatten().tolist())) == 1
-        return param[0].item(), big[0, 0].item()
-
-    both = run(2, work, servers=3)
-    assert both[0] == both[1]
-    assert all(value < 0 for value in both[0])
 
 
 # --- what is sent around at the start -----------------------------------------------------------------
@@ -245,14 +201,6 @@ def test_weights_and_buffers_come_from_rank_0(on_store: bool) -> None:
     assert [[1.0, 1.0], [1.0, 1.0]] in first
     assert [True, False] in first
     assert [1j] in first
-
-
-def test_workers_must_agree_on_the_model() -> None:
-    def work(rank: int) -> None:
-        kvps.Trainer(torch.nn.Linear(2, 2 + rank), "sgd", kvstore="dist_sync")
-
-    with pytest.raises(kvps.Mismatch, match=r"'(weight|bias)'"):
-        run(2, work)
 
 
 def test_workers_must_agree_on_the_optimizer() -> None:
@@ -293,25 +241,6 @@ def test_the_names_of_own_stores_are_reserved() -> None:
 
 
 # --- the optimizer ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on_store", [True, False])
-def test_a_new_learning_rate_counts_from_the_next_step(on_store: bool) -> None:
-    rates = {0: 0.2, 3: 0.02}
-
-    def work(rank: int) -> tuple[Weights, float]:
-        model = net()
-        trainer = kvps.Trainer(model, "sgd", OPTIMIZERS["sgd"][0], "dist_sync", update_on_kvstore=on_store)
-        for number in range(STEPS):
-            if number in rates:
-                trainer.set_learning_rate(rates[number])
-            backward(model, part(rank, 2, 24))
-            trainer.step(24)
-        return weights(model), trainer.learning_rate
-
-    results = run(2, work)
-    assert_all([one[0] for one in results], alone("sgd", [24] * STEPS, rates))
-    assert [one[1] for one in results] == [0.02, 0.02]
 
 
 @pytest.mark.parametrize("on_store", [True, False])

@@ -137,21 +137,13 @@ def test_200_trials(front_end: str) -> None:
         sweep(FRONT_ENDS[front_end], 200)
 
 
-@pytest.mark.parametrize("options", [{}, {"update_on_kvstore": True}, {"overlap_forward": True}])
-def test_an_optimizer_that_was_not_closed_is_freed(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "name", ["optimizer", "optimizer on servers", "optimizer, overlap_forward", "trainer, overlap"]
+)
+def test_a_front_end_that_was_not_closed_is_freed(name: str) -> None:
     with kvps.LocalCluster(1, 1):
         model = model_of(3)
-        optimizer(**options)(model)
-        alive = weakref.ref(model)
-        del model
-        gc.collect()
-        assert alive() is None
-
-
-def test_a_trainer_that_was_not_closed_is_freed() -> None:
-    with kvps.LocalCluster(1, 1):
-        model = model_of(3)
-        trainer(overlap=True)(model)
+        FRONT_ENDS[name](model)
         alive = weakref.ref(model)
         del model
         gc.collect()

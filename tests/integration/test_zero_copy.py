@@ -105,19 +105,6 @@ def test_copying_or_not_gives_the_same(kind, dtype, servers, transport, monkeypa
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_single_key_gives_a_single_tensor():
-    def work(rank):
-        kv = kvps.create("dist_sync")
-        kv.init("w", torch.zeros(3, 4))
-        gradient = kv.empty_like("w")
-        assert gradient.shape == (3, 4)
-        view = kv.pushpull("w", gradient.fill_(2), copy=False)
-        assert torch.equal(view, torch.full((3, 4), 2.0))
-        assert torch.equal(kv.pull("w", copy=False, async_op=True).wait(), view)
-
-    run(work)
-
-
 def test_the_memory_that_is_pushed_may_take_the_result():
     def work(rank):
         kv = kvps.create("dist_sync")
@@ -182,16 +169,6 @@ def test_a_tensor_of_one_store_is_lent_in_another():
         assert second.pushpull("w", view, copy=False).eq(3).all(), "a view is copied"
 
     run(work, servers=2)
-
-
-def test_no_keys():
-    def work(rank):
-        kv = kvps.create("dist_sync")
-        kv.push([], [])
-        assert kv.pull([]) == kv.pull([], copy=False) == kv.empty_like([]) == []
-        assert kv.pushpull([], [], copy=False) == []
-
-    run(work)
 
 
 @pytest.mark.parametrize("name", ["local", "dist_sync"])

@@ -21,12 +21,10 @@ from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.training import (
     FEWER,
-    SEEDS,
     WAYS,
     Job,
     check,
     faults_of,
-    one_hot,
     outlive,
     patient,
     replayable,
@@ -71,17 +69,6 @@ def play(job: Job) -> Cluster:
         cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
     cluster.run()
     return cluster
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_all_weights_are_those_of_one_process(seed: int, request: pytest.FixtureRequest) -> None:
-    job = job_of(seed)
-    with replayable(request, job):
-        cluster = play(job)
-        for client in cluster.clients.values():
-            assert client.error is None, client.error
-            assert all(isinstance(one, Timeout) for one in client.later), client.later
-            check(job.steps, client.result, job.versions[-1])
 
 
 @pytest.mark.spec("R111")
@@ -132,19 +119,6 @@ def play_script(job: Job, script: Callable[[int], Script]) -> Cluster:
         assert client.error is None, client.error
         assert not client.later, client.later
     return cluster
-
-
-@pytest.mark.parametrize("mode", ["async", "ssp"])
-@pytest.mark.parametrize("seed", FEWER)
-def test_each_element_is_pushed_to_once(seed: int, mode: str, request: pytest.FixtureRequest) -> None:
-    dice, job = draw(seed)
-    job.store.mode, job.store.staleness = mode, dice.choice([0, 1, 5])
-    job.ways = [dice.choice(["pull", "push", "push", "pushpull"]) for _ in range(job.steps)]
-    with replayable(request, job):
-        cluster = play_script(job, lambda rank: one_hot(job, rank))
-        for client in cluster.clients.values():
-            assert torch.equal(client.result["hot"], torch.ones_like(client.result["hot"]))
-            assert client.result["even"].unique().tolist() == [job.workers * job.steps]
 
 
 def many_pulls(job: Job, rank: int) -> Script:

@@ -105,15 +105,6 @@ def test_sparse_tensors(two: Run) -> None:
     two(work)
 
 
-def test_adasum_adds_orthogonal_gradients(two: Run) -> None:
-    def work(rank: int) -> None:
-        mine = torch.tensor([3.0, 0.0]) if rank == 0 else torch.tensor([0.0, 4.0])
-        assert hvd.allreduce(mine, op=hvd.Adasum).tolist() == [3.0, 4.0]
-        assert hvd.allreduce(torch.full((2,), 5.0), op=hvd.Adasum).tolist() == [5.0, 5.0]
-
-    two(work)
-
-
 def test_gradients_flow_through_each_collective(two: Run) -> None:
     def work(rank: int) -> None:
         def grad(work: Callable[[torch.Tensor], torch.Tensor], rows: int) -> list[float]:

@@ -222,25 +222,6 @@ def test_a_lost_rank_is_named_on_the_others(processes: Processes) -> None:
     assert len(re.findall(r"told: worker 1 .*is lost", launched.out)) == 2, launched
 
 
-def test_a_rank_that_ends_early_does_not_leave_the_others_waiting(processes: Processes) -> None:
-    script = processes.folder / "early.py"
-    script.write_text(
-        "import torch\n"
-        "import kvps.compat.horovod as hvd\n"
-        "hvd.init()\n"
-        "assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3\n"
-        "if hvd.rank() == 0:\n"
-        "    raise SystemExit\n"
-        "try:\n"
-        "    hvd.allreduce(torch.ones(3))\n"
-        "except hvd.HorovodInternalError as error:\n"
-        f"    print('told:', error, flush=True)\n{TOLD}"
-    )
-    launched = processes.kvps("launch", "-n", 3, "-s", 1, "--", sys.executable, script)
-    assert launched.wait(LIMIT_S) == 0, launched
-    assert launched.out.count("told: rank 0 has left: it has called hvd.shutdown()") == 2, launched
-
-
 def test_tests_written_for_horovod_run_over_kvps(processes: Processes) -> None:
     tests = processes.folder / "test_theirs.py"
     tests.write_text(

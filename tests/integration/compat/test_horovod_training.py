@@ -5,7 +5,6 @@ The measure is one process with the batches of all ranks.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,48 +51,6 @@ def test_ranks_learn_what_one_process_learns_from_all_batches(
 ) -> None:
     for model in two(lambda rank: trained(rank, **arguments)):
         close(model, alone(**of_alone), atol)
-
-
-@pytest.mark.thorough
-def test_groups_of_parameters_and_a_deprecated_number(two: Run) -> None:
-    def work(rank: int) -> torch.nn.Module:
-        model = net()
-        params = list(model.parameters())
-        optimizer = hvd.DistributedOptimizer(sgd(model), groups=[params[:2], [params[3]]])
-        with pytest.warns(DeprecationWarning, match="replaced by groups"):
-            hvd.DistributedOptimizer(sgd(net()), num_groups=2)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(rank, step)).backward()
-            optimizer.step()
-        return model
-
-    for model in two(work):
-        close(model, alone())
-
-
-@pytest.mark.thorough
-def test_the_optimizer_is_one_of_its_class_and_schedulers_take_it(two: Run) -> None:
-    def work(rank: int) -> None:
-        model = net()
-        inner = sgd(model)
-        torch.optim.lr_scheduler.StepLR(inner, 1)  # wraps inner.step
-        optimizer = hvd.DistributedOptimizer(inner, named_parameters=model.named_parameters())
-        assert isinstance(optimizer, torch.optim.SGD)
-        assert type(optimizer).__name__ == "SGD"
-        assert optimizer.backward_passes_per_step == 1
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        loss_of(model, batch(rank, 0)).backward()
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 0.05
-        optimizer.set_backward_passes_per_step(2)
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        for _ in range(2):
-            loss_of(model, batch(rank, 0)).backward()
-        optimizer.step()
-
-    two(work)
 
 
 def test_clipping_after_synchronize(two: Run) -> None:
@@ -218,29 +175,6 @@ def test_adasum_of_equal_ranks_is_the_step_of_one(two: Run) -> None:
         loss_of(model, batch(0, step)).backward()
         optimizer.step()
     for found in two(work):
-        close(found, model)
-
-
-@pytest.mark.thorough
-def test_an_optimizer_of_a_process_set_leaves_other_ranks_alone(two: Run) -> None:
-    def work(rank: int) -> torch.nn.Module:
-        one = hvd.add_process_set([1])
-        model = net()
-        optimizer = hvd.DistributedOptimizer(
-            sgd(model), model.named_parameters(), process_set=one, op=hvd.Sum
-        )
-        loss_of(model, batch(rank, 0)).backward()
-        optimizer.synchronize()
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        hvd.barrier()
-        return model
-
-    for rank, found in enumerate(two(work)):
-        model = net()
-        optimizer = sgd(model)
-        loss_of(model, batch(rank, 0)).backward()
-        optimizer.step()
         close(found, model)
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import BIN, Cluster, Process, Processes, free_port, until
+from tests.integration.processes import BIN, Process, Processes, free_port, until
 
 LIMIT_S = 90.0
 QUICK = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
@@ -127,69 +123,6 @@ def test_a_group_is_started_again_by_torchrun(processes: Processes, dies: str, b
     assert cluster.process.wait() == 0, cluster.process
 
 
-STORE = """
-import os
-import torch
-import kvps
-
-kv = kvps.create("dist_sync", deterministic=True)
-kv.init("w", torch.zeros(4))
-for step in range(kv.resume("w"), 8):
-    if step == 4 and kv.rank == 1 and not os.path.exists("died"):
-        open("died", "w").close()
-        os._exit(9)
-    kv.pushpull("w", torch.full((4,), kv.rank + 1.0 + step), out=(out := torch.empty(4)))
-assert kv.rank == int(os.environ["RANK"])
-restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
-print(f"rank {kv.rank} restart {restart} {out.tolist()}\\n", end="", flush=True)
-kv.close()
-"""
-
-
-@pytest.mark.thorough
-def test_a_killed_worker_of_a_store_comes_back_by_torchrun_and_resumes(processes: Processes) -> None:
-    cluster = processes.scheduler(2, 1)
-    cluster.server()
-    words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1")
-    flags = ("--rdzv-backend=kvps", f"--rdzv-endpoint={cluster.endpoint}")
-    agent = processes.python(*words, *flags, processes.script(STORE), TMPDIR=left(processes))
-    assert agent.wait(LIMIT_S) == 0, agent
-    last = [1.0 + 2.0 + 2 * 7] * 4
-    for rank in (0, 1):
-        assert f"rank {rank} restart 1 {last}" in agent.out, agent
-    assert cluster.process.wait() == 0, cluster.process
-
-
-FOR_EVER = """
-import kvps, torch
-
-kv = kvps.create("dist_sync")
-kv.init("w", torch.zeros(4))
-for step in range(10**9):
-    kv.pushpull("w", torch.ones(4))
-    if step == 20:
-        print("running", flush=True)
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_torchrun_leaves_no_worker(processes: Processes, number: signal.Signals) -> None:
-    cluster = processes.scheduler(2, 1)
-    server = cluster.server()
-    words = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=kvps")
-    script = processes.script(FOR_EVER, "steady.py")
-    flags = (f"--rdzv-endpoint={cluster.endpoint}", script)
-    agent = processes.python(*words, *flags, TMPDIR=left(processes))
-    agent.expect("running(.|\n)*running", LIMIT_S)
-    agent.signal(number)
-    assert agent.wait(LIMIT_S) != 0
-    until(lambda: not processes.pids("steady"), "end of the workers", LIMIT_S)
-    cluster.process.signal(signal.SIGTERM)
-    for process in (cluster.process, server):
-        process.wait(LIMIT_S)
-
-
 # --- what is lost ---------------------------------------------------------------------------------------
 
 
@@ -265,58 +198,6 @@ def test_the_agents_outlive_the_scheduler(processes: Processes) -> None:
 
 
 # --- what is wrong --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stranger() -> Iterator[str]:
-    """Yield the endpoint of a web server, which is no scheduler."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def serve() -> None:
-            with suppress(OSError):
-                while True:
-                    peer, _ = listening.accept()
-                    peer.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
-                    peer.close()
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
-        thread.join()
-
-
-def refused(agent: Process, says: str, limit_s: float = 30.0) -> None:
-    """Expect the agent to end in time (and in what its interpreter takes on a busy machine), and to say why."""
-    began = time.monotonic()
-    assert agent.wait(limit_s + 30.0) == 1, agent
-    assert re.search(f"RendezvousConnectionError: {says}", agent.err), agent
-    assert time.monotonic() - began < limit_s + 30.0
-
-
-@pytest.mark.thorough
-def test_no_scheduler_there(processes: Processes, stranger: str) -> None:
-    script = processes.script(RANK)
-    nobody = f"127.0.0.1:{free_port()}"
-    for endpoint in (nobody, stranger, "no-such-host.invalid:9091"):
-        agent = torchrun(processes, endpoint, "1", script)
-        refused(agent, rf".* at tcp://{re.escape(endpoint)}.*--scheduler")
-
-
-@pytest.mark.thorough
-def test_other_keys(processes: Processes) -> None:
-    good, other = keys(processes.folder / "good"), keys(processes.folder / "other")
-    script = processes.script(RANK)
-    locked: Cluster = processes.scheduler(1, 0, KVPS_KEYS=good)
-    refused(
-        torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=other),
-        "the process at .* is not the scheduler whose public key is in --keys",
-    )
-    refused(torchrun(processes, locked.endpoint, "1", script), "the scheduler at .* has keys, and this")
-    missing = processes.folder / "missing"
-    refused(torchrun(processes, locked.endpoint, "1", script, KVPS_KEYS=str(missing)), "cannot read the key")
-    locked.process.signal(signal.SIGTERM)
-    locked.process.wait()
 
 
 def test_the_entry_point_is_found() -> None:
