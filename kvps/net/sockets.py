@@ -91,7 +91,7 @@ class Sockets:
         return ready
 
     def wake(self) -> None:
-        """Make a waiting :meth:`wait` return; any thread may call this."""
+        """Make a waiting :meth:`wait` return; any thread may call this, at any time."""
         try:  # noqa: SIM105  # suppress() is three calls
             self._waker.send(b"\0")
         except OSError:  # it is closed, or has been woken many times

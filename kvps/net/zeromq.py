@@ -98,6 +98,7 @@ class ZmqTransport:
         self._outflow = Outflow(limits.unread)
         frame_bytes_max = CONTROL_BYTES_MAX if is_control else wire.FRAME_BYTES_MAX
         self._sockets = Sockets(role, keys, frame_bytes_max)
+        self.wake = self._sockets.wake
         self._outgoing = OutgoingConnections(self._sockets, keys)
         self._incoming = IncomingConnections(
             self._sockets, role, keys, self._doorman, self._inflow, QUEUE_MAX[is_control]
@@ -254,10 +255,6 @@ class ZmqTransport:
         if fd is not None and packet is not None:
             self._inflow.know(fd)
         return route, packet
-
-    def wake(self) -> None:
-        """Make a waiting :meth:`poll` return; any thread may call this."""
-        self._sockets.wake()
 
     def close(self, linger_s: float) -> None:
         """Close all sockets, giving what is queued ``linger_s`` to leave."""

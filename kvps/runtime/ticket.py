@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -28,14 +28,12 @@ class CallWatch(Protocol):
         """The calling thread has waited."""
 
 
-_NOTHING: AbstractContextManager[object] = nullcontext()
+is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch is active in this thread."""
 
 
 def profiled(what: str) -> AbstractContextManager[object]:
-    """Return a range ``kvps::WHAT``, for a call ``WHAT()``, of torch.profiler, if a profiler is
-    active; else nothing."""
-    if not torch._C._autograd._profiler_enabled():
-        return _NOTHING
+    """Return a range ``kvps::WHAT`` of torch.profiler, for a call ``WHAT()``."""
     name = what.partition("(")[0]
     return torch.profiler.record_function(f"kvps::{name}")
 
@@ -115,8 +113,12 @@ class Ticket:
         """Wait until ``gate`` is free, and tell a timeline and a profiler that are there."""
         watch = self._watch
         began = 0 if watch is None else watch.clock()
-        with profiled("wait"), gate:
-            pass
+        if is_profiled():
+            with profiled("wait"), gate:
+                pass
+        else:
+            with gate:
+                pass
         if watch is not None:
             watch.waited(began, watch.clock())
 

@@ -41,7 +41,7 @@ from kvps.protocol.envelope import Role
 from kvps.runtime.cuda_staging import Staging
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.threads import TURNS, waited_tickets
-from kvps.runtime.ticket import Ticket, profiled
+from kvps.runtime.ticket import Ticket, is_profiled, profiled
 from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 
@@ -228,9 +228,12 @@ class WorkerSession(Listener):
                 "return data, not push)"
             )
         number, ticket = self._ticket()
-        deadline = time.monotonic() + timeout_s
-        with profiled(call.title):
-            self._put(number, CoreRequest("on_call", (number, call, deadline)))
+        request = CoreRequest("on_call", (number, call, time.monotonic() + timeout_s))
+        if is_profiled():
+            with profiled(call.title):
+                self._put(number, request)
+        else:
+            self._put(number, request)
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:

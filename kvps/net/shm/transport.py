@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -116,8 +116,8 @@ class SharingTransport:
         """That of what was last sent: who we are."""
         self._sweep_at = clock() + SWEEP_EVERY_S
         self._is_warned = False
-        self._is_woken = False
         self._frames_come = False
+        self.wake = inner.wake
 
     # --- the transport ---------------------------------------------------------------------------
 
@@ -188,27 +188,23 @@ class SharingTransport:
             self._sweep(now)
         for peer in self._peers.values():
             if (peer.taken.dropped or peer.taken.unsaid) and self._owes(RELEASE_EVERY):
-                return self._poll_owing(timeout_s)
+                return self._poll_owing()
         return self._arrivals(timeout_s)
 
-    def _poll_owing(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
+    def _poll_owing(self) -> Iterator[tuple[Route, Packet | Disconnected]]:
         """Poll where only a packet can say what was given back: not while there is other work, and before
         a wait."""
-        is_idle = yield from self._arrivals(0.0)
+        is_idle = True
+        for arrival in self._arrivals(0.0):
+            is_idle = False
+            yield arrival
         if is_idle:
             self._owes(1)
-            if timeout_s != 0.0:
-                yield from self._arrivals(timeout_s)
 
     @property
     def mappings(self) -> list[Mapping]:
         """The mapped memory of peers."""
         return [peer.mapping for peer in self._peers.values()]
-
-    def wake(self) -> None:
-        """Make a waiting :meth:`poll` return; any thread may call this."""
-        self._is_woken = True
-        self._inner.wake()
 
     def close(self, linger_s: float) -> None:
         """Close all connections, and let no further process read our memory."""
@@ -260,14 +256,8 @@ class SharingTransport:
 
     # --- receiving -------------------------------------------------------------------------------
 
-    def _arrivals(
-        self, timeout_s: float | None
-    ) -> Generator[tuple[Route, Packet | Disconnected], None, bool]:
-        """Wait, and take back what peers have returned before the first packet is served.
-
-        Returns:
-            Whether nothing came, and no thread has woken the poll.
-        """
+    def _arrivals(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
+        """Wait, and take back what peers have returned before the first packet is served."""
         is_first = True
         for route, packet in self._inner.poll(timeout_s):
             if is_first:
@@ -288,11 +278,10 @@ class SharingTransport:
                 del passed
         if is_first:
             self._take_back(self._peers.values())
-        if not self._is_woken:
-            return is_first
-        self._is_woken = False  # the wake may have ended this poll
-        self._owes(1)  # what a call lets go, its requests should find free
-        return False
+        for peer in self._peers.values():
+            if peer.taken.dropped:  # what a call lets go, its requests should find free
+                self._owes(RELEASE_EVERY)
+                break
 
     def _take_in(self, route: Route, packet: Packet | Disconnected) -> Packet | Disconnected | None:
         """Return what the core hears; None if the packet was of memory alone."""

@@ -912,9 +912,9 @@ def test_where_a_packet_has_to_say_what_was_given_back_it_looks_before_it_waits(
     assert len(lone.hear(push(0))) == 1
     assert lone.inner.waits == [0.0], "what is there is enough"
     assert list(lone.transport.poll(3.0)) == []
-    assert lone.inner.waits == [0.0, 0.0, 3.0]
+    assert lone.inner.waits == [0.0, 0.0]
     assert list(lone.transport.poll(3.0)) == []
-    assert lone.inner.waits == [0.0, 0.0, 3.0, 3.0], "it was told"
+    assert lone.inner.waits == [0.0, 0.0, 3.0], "it was told"
 
 
 def test_released_loans_are_told_before_a_wait(lone: Lone) -> None:
@@ -923,7 +923,8 @@ def test_released_loans_are_told_before_a_wait(lone: Lone) -> None:
     assert lone.inner.messages == []
     told: list[list[Message]] = []
     lone.inner.on_poll = lambda: told.append(lone.inner.messages)
-    list(lone.transport.poll(None))
+    for _ in range(2):
+        list(lone.transport.poll(None))
     assert told == [[], [m.Release(2, ())]]
 
 
