@@ -86,21 +86,12 @@ class OnSmallDisk(Watched):
 
     def start_scheduler(self) -> Process:
         """Start the scheduler, or its next life."""
+        flags = (
+            *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
+            *("--state", self._disk.folder, "--log-level", "info"),
+        )
         one = self.job.processes.start(
-            "scheduler",
-            *self._disk.inside(),
-            BIN / "kvps-scheduler",
-            "--workers",
-            2,
-            "--servers",
-            2,
-            "--bind",
-            self.endpoint,
-            "--state",
-            self._disk.folder,
-            "--log-level",
-            "info",
-            **self.job.env,
+            "scheduler", *self._disk.inside(), BIN / "kvps-scheduler", *flags, **self.job.env
         )
         one.expect("at tcp://")
         self.lives.append(one)
@@ -154,15 +145,8 @@ print("cut", kv.checkpoint() > 1, flush=True)
 
 def test_a_server_whose_disk_is_full_serves_on(processes: Processes, disk: SmallDisk) -> None:
     cluster = processes.scheduler(1, 1)
-    server = processes.start(
-        "server",
-        *disk.inside(),
-        BIN / "kvps-server",
-        "--scheduler",
-        cluster.endpoint,
-        "--checkpoint-dir",
-        disk.folder,
-    )
+    flags = ("--scheduler", cluster.endpoint, "--checkpoint-dir", disk.folder)
+    server = processes.start("server", *disk.inside(), BIN / "kvps-server", *flags)
     worker = cluster.plain(processes.script(KEEPING))
     worker.expect("cut 1")
     kept = [one.name for one in disk.seen.iterdir()]

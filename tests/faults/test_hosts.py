@@ -49,19 +49,11 @@ class Spread:
     def start(self, command: Sequence[object]) -> None:
         """Start all of it; the workers run ``command``."""
         here, there = f"tcp://{self._hosts.address(0)}", ("--scheduler", self.scheduler_at)
-        self.scheduler = self._start(
-            0,
-            "scheduler",
-            "--workers",
-            WORKERS,
-            "--servers",
-            1,
-            "--bind",
-            self.scheduler_at,
-            "--insecure",
-            "--log-level",
-            "info",
+        flags = (
+            *("--workers", WORKERS, "--servers", 1),
+            *("--bind", self.scheduler_at, "--insecure", "--log-level", "info"),
         )
+        self.scheduler = self._start(0, "scheduler", *flags)
         self._start(0, "server", *there, "--bind", f"{here}:0", "--insecure")
         for rank in range(WORKERS):
             self._start(1 + rank, "worker", *there, "--rank", rank, "--", *command)

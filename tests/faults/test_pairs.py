@@ -108,24 +108,11 @@ def launched(processes: Processes, limit: int) -> str:
     folder.mkdir()
     (folder / "limit").write_text(str(limit))
     cuts = folder / "checkpoints"
-    launch = processes.kvps(
-        "launch",
-        "-n",
-        WORKERS,
-        "-s",
-        SERVERS,
-        "--max-restarts",
-        5,
-        "--checkpoint-dir",
-        cuts,
-        "--checkpoint-every",
-        0.3,
-        "--",
-        sys.executable,
-        SCRIPT,
-        folder,
-        PAUSE_S,
+    flags = (
+        *("-n", WORKERS, "-s", SERVERS, "--max-restarts", 5),
+        *("--checkpoint-dir", cuts, "--checkpoint-every", 0.3),
     )
+    launch = processes.kvps("launch", *flags, "--", sys.executable, SCRIPT, folder, PAUSE_S)
     until(lambda: has_checkpoint(cuts), "checkpoint", HEALED_MAX_S)
     for name in ("server 0", "worker 0", "server 1", "worker 1"):
         role, rank = name.split()

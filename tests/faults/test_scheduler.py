@@ -30,20 +30,11 @@ class Watched:
 
     def start_scheduler(self) -> Process:
         """Start the scheduler, or its next life."""
-        one = self.job.processes.kvps(
-            "scheduler",
-            "--workers",
-            2,
-            "--servers",
-            2,
-            "--bind",
-            self.endpoint,
-            "--state",
-            self.job.folder / "state",
-            "--log-level",
-            "info",
-            **self.job.env,
+        flags = (
+            *("--workers", 2, "--servers", 2, "--bind", self.endpoint),
+            *("--state", self.job.folder / "state", "--log-level", "info"),
         )
+        one = self.job.processes.kvps("scheduler", *flags, **self.job.env)
         one.expect("at tcp://")
         self.lives.append(one)
         return one

@@ -138,17 +138,11 @@ class Target:
         files.write(self.keys, files.generate())
         keys = ("--keys", self.keys)
         self.cluster = processes.scheduler(2, 1, *keys, *HTTP, "--limit", f"looks={LOOKS}")
-        self.server = processes.kvps(
-            "server",
-            "--scheduler",
-            self.cluster.endpoint,
-            *keys,
-            *HTTP,
-            "--checkpoint-dir",
-            self.folder / "checkpoints",
-            "--memory-limit",
-            64 << 20,
+        flags = (
+            *("--scheduler", self.cluster.endpoint, *keys, *HTTP),
+            *("--checkpoint-dir", self.folder / "checkpoints", "--memory-limit", 64 << 20),
         )
+        self.server = processes.kvps("server", *flags)
         env = {"KVPS_KEYS": str(self.keys)}
         self.canary = self.cluster.plain(processes.script(CANARY, "canary.py"), KVPS_RANK="0", **env)
         self.insider = self.cluster.plain(processes.script(INSIDER, "insider.py"), KVPS_RANK="1", **env)

@@ -181,19 +181,11 @@ class Processes:
 
     def scheduler(self, workers: int, servers: int, *flags: object, **env: str) -> Cluster:
         """Start a scheduler at a free port."""
-        process = self.kvps(
-            "scheduler",
-            "--workers",
-            workers,
-            "--servers",
-            servers,
-            "--bind",
-            "tcp://127.0.0.1:0",
-            "--log-level",
-            "info",
-            *flags,
-            **env,
+        words = (
+            *("--workers", workers, "--servers", servers),
+            *("--bind", "tcp://127.0.0.1:0", "--log-level", "info", *flags),
         )
+        process = self.kvps("scheduler", *words, **env)
         return Cluster(self, process, process.expect(ENDPOINT.pattern).group())
 
     def script(self, text: str, name: str = "train.py") -> Path:

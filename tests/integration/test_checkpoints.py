@@ -240,23 +240,11 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
 ) -> None:
     text = f"{BEGIN}\nOPTIONS = {options}\n{front_end}\n{TRAIN}"
     script, enough = processes.script(text), tmp_path / "enough"
-    launch = processes.kvps(
-        "launch",
-        "-n",
-        2,
-        "-s",
-        2,
-        "--max-restarts",
-        3,
-        "--checkpoint-dir",
-        tmp_path / "checkpoints",
-        "--checkpoint-every",
-        0.3,
-        "--",
-        sys.executable,
-        script,
-        enough,
+    flags = (
+        *("-n", 2, "-s", 2, "--max-restarts", 3),
+        *("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 0.3),
     )
+    launch = processes.kvps("launch", *flags, "--", sys.executable, script, enough)
     launch.expect("steps 60")
     until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)

@@ -644,24 +644,11 @@ def test_a_server_that_is_lost(processes: Processes, tmp_path: Path, options: st
     """The weights, the outer momentum, the rounds and the speeds come from the checkpoint."""
     script = processes.script(SCRIPT.replace("fragments=2, delay=2", options))
     enough = tmp_path / "enough"
-    launched = processes.kvps(
-        "launch",
-        "-n",
-        2,
-        "-s",
-        2,
-        "--max-restarts",
-        3,
-        "--checkpoint-dir",
-        tmp_path / "checkpoints",
-        "--checkpoint-every",
-        0.3,
-        "--",
-        sys.executable,
-        script,
-        enough,
-        "not",
+    flags = (
+        *("-n", 2, "-s", 2, "--max-restarts", 3),
+        *("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", 0.3),
     )
+    launched = processes.kvps("launch", *flags, "--", sys.executable, script, enough, "not")
     launched.expect("steps 100")
     until(lambda: has_checkpoint(tmp_path / "checkpoints"), "checkpoint")
     os.kill(processes.pids(r"kvps\.cli\.server.*--rank 1")[0], signal.SIGKILL)

@@ -106,15 +106,8 @@ class Job:
             0, "kvps-scheduler", "--workers", WORKERS, "--servers", 2, "--bind", place, "--insecure"
         )
         for host in (1, 2):
-            self.start(
-                host,
-                "kvps-server",
-                "--scheduler",
-                place,
-                "--insecure",
-                "--bind",
-                f"tcp://{self.hosts.address(host)}:0",
-            )
+            flags = ("--scheduler", place, "--insecure", "--bind", f"tcp://{self.hosts.address(host)}:0")
+            self.start(host, "kvps-server", *flags)
         return [
             self.start(0, train, KVPS_SCHEDULER=place, KVPS_RANK=str(rank), OMP_NUM_THREADS="1", **env)
             for rank in range(WORKERS)

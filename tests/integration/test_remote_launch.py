@@ -73,23 +73,8 @@ def test_a_killed_worker_and_a_killed_server_come_back(
     options = {"update_on_kvstore": True}
     script = processes.script(f"{BEGIN}\nOPTIONS = {options}\n{trainer}\n{TRAIN}")
     enough, folder = tmp_path / "enough", tmp_path / "checkpoints"
-    launch = engine.launch(
-        processes,
-        "-n",
-        2,
-        "-s",
-        2,
-        "--max-restarts",
-        3,
-        "--checkpoint-dir",
-        folder,
-        "--checkpoint-every",
-        0.3,
-        "--",
-        sys.executable,
-        script,
-        enough,
-    )
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 3, "--checkpoint-dir", folder, "--checkpoint-every", 0.3)
+    launch = engine.launch(processes, *flags, "--", sys.executable, script, enough)
     launch.expect("steps 40", 60.0)
     os.kill(processes.pids(r"kvps\.cli\.worker.*--rank 1")[0], signal.SIGKILL)
     launch.expect("worker 1 ended with exit code 137; starting it again")

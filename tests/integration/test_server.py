@@ -37,15 +37,8 @@ def test_nobody_there_ends_with_75(processes: Processes) -> None:
 
 
 def test_a_name_that_nobody_knows_ends_with_75(processes: Processes) -> None:
-    server = processes.kvps(
-        "server",
-        "--scheduler",
-        "tcp://no-such-host.invalid:9091",
-        "--bind",
-        "tcp://0.0.0.0:0",
-        "--insecure",
-        KVPS_JOIN_TIMEOUT="0.1",
-    )
+    flags = ("--scheduler", "tcp://no-such-host.invalid:9091", "--bind", "tcp://0.0.0.0:0", "--insecure")
+    server = processes.kvps("server", *flags, KVPS_JOIN_TIMEOUT="0.1")
     assert server.wait(120.0) == 75, "a resolver may wait for name servers that do not answer"
     assert "no-such-host.invalid" in server.err
 

@@ -65,20 +65,9 @@ def test_the_timeline_of_a_whole_job(processes: Processes) -> None:
     """A slow worker is named; every process is there, every request is joined, and the file is private."""
     script = processes.script(TRAIN)
     path = processes.folder / "trace.json"
+    flags = ("-n", 2, "-s", 1, "--timeline", path)
     job = processes.kvps(
-        "launch",
-        "-n",
-        2,
-        "-s",
-        1,
-        "--timeline",
-        path,
-        "--",
-        sys.executable,
-        script,
-        STEPS="25",
-        COUNT="20000",
-        PAUSE="0.01,0.12",
+        "launch", *flags, "--", sys.executable, script, STEPS="25", COUNT="20000", PAUSE="0.01,0.12"
     )
     assert job.wait(120.0) == 0, job
     assert path.stat().st_mode & 0o777 == 0o600
