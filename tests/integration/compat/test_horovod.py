@@ -6,6 +6,7 @@ Ranks are the two workers of a LocalCluster; ``test_horovod_three.py`` has more 
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import kvps.compat.horovod as hvd
+from kvps.compat.horovod.engine.engine import Engine
 from tests.support.drop_in import Run, check_collectives, equal, ranks
 
 TOLD_S = 2.0
@@ -313,6 +315,30 @@ def test_a_rank_that_has_joined_adds_zeros(two: Run) -> None:
             assert hvd.join(hvd.local_rank()) == rank
 
     two(work)
+
+
+def test_late_end_of_a_sum_with_zeros_leaves_the_next_operation_of_its_name_alone(
+    two: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requested, deliver = threading.Event(), Engine._deliver
+
+    def late(self: Engine, *of_bucket: Any) -> None:
+        if self.rank == 0:  # it has joined: the sum is that of rank 1 and its zeros
+            assert requested.wait(60)
+        deliver(self, *of_bucket)
+
+    def work(rank: int) -> list[float]:
+        if rank == 1:
+            assert hvd.allreduce(torch.full((3,), 4.0), name="same").tolist() == [2.0] * 3
+        hvd.join()
+        handle = hvd.allreduce_async(torch.full((3,), 8.0 - rank), name="same")
+        if rank == 0:
+            requested.set()
+        found: list[float] = hvd.synchronize(handle).tolist()
+        return found
+
+    monkeypatch.setattr(Engine, "_deliver", late)
+    assert two(work) == [[7.5] * 3] * 2
 
 
 def test_static_process_sets(two: Run) -> None:

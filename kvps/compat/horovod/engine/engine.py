@@ -269,12 +269,16 @@ class Engine:
                 if run.process_set:
                     operation.deliver([run.process_set])
         execution = self._planner.plan(bucket, mine)
-        ended = self._ending(execution, keys)
+        ended = self._ending(execution, list(mine))
         for track, steps in execution.plans:
             self._executor.begin(track, steps, _Transfer(ended))
 
     def _ending(self, execution: Execution, keys: Sequence[Key]) -> Callable[[BaseException | None], None]:
-        """Return what each transfer of a bucket calls when it has ended."""
+        """Return the function that each transfer of a bucket calls at its end.
+
+        ``keys`` are those of operations that this rank has requested. A rank that has joined may request an
+        operation of the same name before its zeros have been summed, and that operation is not over.
+        """
         left = len(execution.plans)
         failure: BaseException | None = None
 
