@@ -11,102 +11,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from kvps import protocol as p
 from kvps.errors import ProtocolError, Unauthorized
-from kvps.protocol.checkpoint import (
-    Checkpoint,
-    Checkpointed,
-    Commit,
-    Committed,
-    GiveUp,
-    Halt,
-    Halted,
-    ImageKept,
-    ImageTaken,
-    Proceed,
-    Proceeding,
-    Recall,
-    Restore,
-    Restored,
-    Revive,
-    Revived,
-    Shelf,
-    TakeImage,
-)
 from kvps.protocol.envelope import Envelope, Message, Node, Role
-from kvps.protocol.membership import (
-    Alive,
-    Barrier,
-    Beat,
-    Challenge,
-    Done,
-    Enrol,
-    Error,
-    Evict,
-    Hello,
-    History,
-    HistoryIs,
-    Join,
-    Joined,
-    Leave,
-    Left,
-    Look,
-    Measure,
-    Measured,
-    Ping,
-    Pong,
-    Probe,
-    Probed,
-    Released,
-    Rendezvous,
-    RendezvousIs,
-    Resume,
-    Resumed,
-    Return,
-    Seen,
-    Stop,
-    View,
-    Welcome,
-)
-from kvps.protocol.shared_memory import Offer, Release, Taken
-from kvps.protocol.stores import (
-    Close,
-    Closed,
-    Declare,
-    Declared,
-    Find,
-    FoundAll,
-    GetState,
-    Norms,
-    Open,
-    Opened,
-    Optimize,
-    Rate,
-    SetState,
-    StateIs,
-    Status,
-    StatusIs,
-    StepNorm,
-)
-from kvps.protocol.tracing import AskClock, ClockIs, Fetch, Part, Spans, Trace, Tracing
-from kvps.protocol.values import (
-    Ack,
-    Changed,
-    Embed,
-    Export,
-    Exported,
-    Load,
-    Pull,
-    PullChanged,
-    Pulled,
-    PulledIds,
-    PulledRows,
-    PullIds,
-    PullRows,
-    Push,
-    PushIds,
-    PushRows,
-    TableRate,
-)
+from kvps.protocol.wire import HEAD_BYTES_MAX
 
 
 class Place(enum.Enum):
@@ -121,6 +29,8 @@ class Place(enum.Enum):
     TO_WORKER = "a client of a worker"
     """And these the near ends of connections that a process has opened."""
 
+    __hash__ = object.__hash__  # the one of Enum is a function in Python, and called for each packet
+
 
 LISTENING = {
     Role.SCHEDULER: Place.SCHEDULER,
@@ -129,48 +39,52 @@ LISTENING = {
 }
 """Where others come in to a process of each role."""
 
-_MEMBER = frozenset({Enrol, Hello, Beat, Leave, Alive, Look, Ping, Error, ClockIs, Spans})
-_SHARING = frozenset({Offer, Taken, Release})
+_MEMBER = frozenset({p.Enrol, p.Hello, p.Beat, p.Leave, p.Alive, p.Look, p.Ping, p.Error, p.ClockIs, p.Spans})
+_SHARING = frozenset({p.Offer, p.Taken, p.Release})
 
 ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.SCHEDULER: {
         Role.WORKER: _MEMBER
-        | {Evict, Rendezvous, Barrier, Resume, Checkpoint, Halted, Proceeding, Trace, Fetch}
-        | {Close},
-        Role.SERVER: _MEMBER | {Measured, ImageTaken, ImageKept, Committed, Shelf, Restored},
+        | {p.Evict, p.Rendezvous, p.Barrier, p.Resume, p.Checkpoint, p.Halted, p.Proceeding, p.Trace, p.Fetch}
+        | {p.Close},
+        Role.SERVER: _MEMBER | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored},
     },
     Place.SERVER: {
         Role.WORKER: _SHARING
-        | {Hello, Probe, Join, Return, History, Revive, Open, Declare, Find, Status}
-        | {Optimize, Rate, GetState, SetState, Load, Push, Pull, PushRows, PullRows, PullChanged}
-        | {Embed, PushIds, PullIds, Export, TableRate, Pong, Close},
-        Role.SERVER: frozenset({Hello, Norms, StepNorm}),
+        | {p.Hello, p.Probe, p.Join, p.Return, p.History, p.Revive, p.Open, p.Declare, p.Find, p.Status}
+        | {p.Optimize, p.Rate, p.GetState, p.SetState, p.Load, p.Push, p.Pull}
+        | {p.PushRows, p.PullRows, p.PullChanged}
+        | {p.Embed, p.PushIds, p.PullIds, p.Export, p.TableRate, p.Pong, p.Close},
+        Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
     },
     Place.WORKER: {
-        Role.WORKER: _SHARING | {Hello, Push, Pull, Probe, Join},
+        Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join},
     },
     Place.TO_SCHEDULER: {
-        Role.SCHEDULER: frozenset({Done, Welcome, View, Beat, Left, Stop, Error, Challenge, Seen, Pong})
-        | {Released, Resumed, Checkpointed, Probed, Halt, Proceed, RendezvousIs, Closed}
-        | {TakeImage, Commit, GiveUp, Recall, Restore, Measure, AskClock, Tracing, Part},
+        Role.SCHEDULER: frozenset(
+            {p.Done, p.Welcome, p.View, p.Beat, p.Left, p.Stop, p.Error, p.Challenge, p.Seen, p.Pong}
+        )
+        | {p.Released, p.Resumed, p.Checkpointed, p.Probed, p.Halt, p.Proceed, p.RendezvousIs, p.Closed}
+        | {p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore, p.Measure, p.AskClock, p.Tracing, p.Part},
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
-        | {Welcome, Error, Ack, Done, Probed, Declared, FoundAll, Pulled, PulledRows, Changed}
-        | {PulledIds, Exported, StateIs, StatusIs, Joined, HistoryIs, Revived, Ping}
-        | {Opened, Closed},
+        | {p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
+        | {p.Pulled, p.PulledRows, p.Changed}
+        | {p.PulledIds, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
+        | {p.Opened, p.Closed},
     },
     Place.TO_WORKER: {
-        Role.WORKER: _SHARING | {Welcome, Error, Ack, Probed, Pulled},
+        Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled},
     },
 }
 """By place and by the role of the sender: what may be said there."""
 
 BY_KEY: dict[str, frozenset[type[Message]]] = {
-    "worker": frozenset({Enrol, Hello, Rendezvous}),
-    "server": frozenset({Enrol, Hello}),
-    "admin": frozenset({Evict, Look, Ping, Trace, Fetch}),
-    "look": frozenset({Look, Ping}),
+    "worker": frozenset({p.Enrol, p.Hello, p.Rendezvous}),
+    "server": frozenset({p.Enrol, p.Hello}),
+    "admin": frozenset({p.Evict, p.Look, p.Ping, p.Trace, p.Fetch}),
+    "look": frozenset({p.Look, p.Ping}),
 }
 """By the role that a key opens: the messages that may come along its connections."""
 
@@ -178,12 +92,21 @@ HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
     {
-        *(View, Seen, Measured, Halt, Halted, ImageKept, Commit, Shelf),
-        *(Declare, Declared, Find, FoundAll, Optimize, Probe, Probed, Release),
-        *(Push, Pull, Pulled, Load, Ack, StatusIs, Resumed, Revived, StateIs, SetState),
+        *(p.View, p.Seen, p.Measured, p.Halt, p.Halted, p.ImageKept, p.Commit, p.Shelf),
+        *(p.Declare, p.Declared, p.Find, p.FoundAll, p.Optimize, p.Probe, p.Probed, p.Release),
+        *(p.Push, p.Pull, p.Pulled, p.Load, p.Ack, p.StatusIs, p.Resumed, p.Revived, p.StateIs, p.SetState),
     }
 )
 """Messages whose head may be as long as any: they have an entry for each key, run, seat or cut."""
+
+
+_HEAD_MAX = {
+    (place, role, kind): HEAD_BYTES_MAX if kind in LONG else HEAD_BYTES
+    for place, roles in ALLOWED.items()
+    for role, kinds in roles.items()
+    for kind in kinds
+}
+"""The longest head of each message that is allowed."""
 
 
 def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
@@ -198,11 +121,12 @@ def check(place: Place, envelope: Envelope, kind: type[Message], head_bytes: int
     Raises:
         ProtocolError: if it may not.
     """
-    if kind not in ALLOWED[place].get(envelope.role, ()):
-        raise ProtocolError(f"a {envelope.role} may not send {kind.__name__} to {place.value}")
-    if head_bytes > HEAD_BYTES and kind not in LONG:
+    head_max = _HEAD_MAX.get((place, envelope.role, kind), 0)
+    if head_bytes > head_max:
+        if not head_max:
+            raise ProtocolError(f"a {envelope.role} may not send {kind.__name__} to {place.value}")
         raise ProtocolError(
-            f"a head of {head_bytes} octets is too long for {kind.__name__}: the limit is {HEAD_BYTES}"
+            f"a head of {head_bytes} octets is too long for {kind.__name__}: the limit is {head_max}"
         )
 
 
@@ -234,7 +158,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
                 f"the session key of {name} speaks for {name_of(envelope.node, envelope.incarnation)}",
                 reason="other_member",
             )
-        if kind in (Enrol, Evict, Rendezvous, Trace, Fetch):
+        if kind in (p.Enrol, p.Evict, p.Rendezvous, p.Trace, p.Fetch):
             raise Unauthorized(
                 f"the session key of {name} may not send {kind.__name__}", reason="key_may_not"
             )
@@ -244,7 +168,7 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
             f"the key of the role {who} may not send {kind.__name__} to {place.value}",
             reason="key_may_not",
         )
-    asks_for_seat = kind in (Enrol, Hello)
+    asks_for_seat = kind in (p.Enrol, p.Hello)
     if asks_for_seat and str(envelope.role) != who:
         raise Unauthorized(
             f"the key of the role {who} asked for the seat of a {envelope.role}",
