@@ -51,8 +51,7 @@ class Node(NamedTuple):
         return "scheduler" if self.role is Role.SCHEDULER else f"{self.role} {self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(NamedTuple):
     """The sender, its job and view, and the number of this request."""
 
     job: bytes
@@ -102,8 +101,7 @@ class Loan(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Packet:
+class Packet(NamedTuple):
     """One message with its envelope and its payload frames, or loans in their place."""
 
     envelope: Envelope

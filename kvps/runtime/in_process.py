@@ -17,7 +17,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -199,9 +198,9 @@ class InProcessSession:
         target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
         if packet.payload and source == SERVER:  # which changes its values while they are still read
             copies = tuple([memoryview(bytearray(frame)) for frame in packet.payload])
-            packet = replace(packet, payload=copies)
+            packet = packet._replace(payload=copies)
         elif packet.payload:
-            packet = replace(packet, loans=(_LENT,) * len(packet.payload))
+            packet = packet._replace(loans=(_LENT,) * len(packet.payload))
         self._arrivals.append((target, route, packet))
         if effect.hold is not None:
             effect.hold.release()

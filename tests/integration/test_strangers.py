@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,7 +135,7 @@ def test_stranger_without_the_jobs_name_speaks_for_no_member(job: Job, port: str
     guesses = (bytes(16), job.name[:4] + bytes(12), random.Random(3).randbytes(16))
     for name in guesses:
         with closing(Liar(endpoint)) as liar:
-            answer = liar.asked(replace(job.envelope(Role.WORKER), job=name), message)
+            answer = liar.asked(job.envelope(Role.WORKER)._replace(job=name), message)
             assert answer is not None
             assert isinstance(answer.message, m.Error | m.Left), answer  # of another job
             assert answer.envelope.job == bytes(16)

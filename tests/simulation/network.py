@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from kvps.core.effects import (
@@ -341,7 +341,7 @@ class Network:
                 return
             frames = [bytes(head), *(bytes(one) for one in payload)]
             if self.faults.flip:
-                now = replace(packet, payload=tuple([memoryview(one) for one in frames[1:]]))
+                now = packet._replace(payload=tuple([memoryview(one) for one in frames[1:]]))
                 frames = [bytes(one) for one in wire.encode(now, checked=True)]
                 if self.random.random() < self.faults.flip:
                     self._flip_bit_of(frames)
@@ -419,7 +419,7 @@ class Network:
             self._view = frames[0], packet
         if self.faults.lent and packet.payload:
             loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)
-            packet = replace(packet, loans=loans)
+            packet = packet._replace(loans=loans)
             self._lent.extend(zip(memory, frames, strict=True))
         self.perform(target, target.core.on_packet(route, packet, self.time(target.name)))
 

@@ -81,7 +81,7 @@ class Stranger:
         if source is self._process or self._dice.random() > 0.3:
             return
         network = self.cluster.network
-        copy = replace(packet, payload=tuple([memoryview(bytes(one)) for one in packet.payload]))
+        copy = packet._replace(payload=tuple([memoryview(bytes(one)) for one in packet.payload]))
         network.at(network.now + self._dice.random() * 0.1, lambda: self._say(copy))
 
     def _say(self, packet: Packet) -> None:
@@ -116,12 +116,12 @@ class Stranger:
         yield packet
         rank = dice.randrange(self.cluster.workers)
         for envelope in (
-            replace(of, rank=rank),
-            replace(of, incarnation=of.incarnation + dice.randint(1, 9)),
-            replace(of, seq=of.seq + 1),
-            replace(of, role=Role.SERVER, rank=0),
+            of._replace(rank=rank),
+            of._replace(incarnation=of.incarnation + dice.randint(1, 9)),
+            of._replace(seq=of.seq + 1),
+            of._replace(role=Role.SERVER, rank=0),
         ):
-            yield replace(packet, envelope=envelope)
+            yield packet._replace(envelope=envelope)
             yield Packet(envelope, p.Leave(True, 0, False, "a stranger says so"))
             yield Packet(envelope, p.Evict("worker", rank))
 

@@ -401,7 +401,7 @@ def lending(envelope: Envelope, message: Message, *payload: torch.Tensor) -> Pac
     frames = tuple(to_frame(tensor) for tensor in payload)
     loans = tuple(Loan(1, 1, 0, frame.nbytes) for frame in frames)
     head = wire.encode(Packet(envelope, message, (), loans))
-    return replace(wire.decode([bytes(frame) for frame in head]), payload=frames)
+    return wire.decode([bytes(frame) for frame in head])._replace(payload=frames)
 
 
 def greeting(**fields: object) -> Hello:

@@ -18,7 +18,6 @@ along any route. :meth:`Server.admit` judges by the envelope alone, before a pac
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from kvps import protocol as p
@@ -505,7 +504,7 @@ class Server:
         self.counts.refused(error)
         packet = self.member.packet(p.Error(envelope.seq, error.code, str(error)))
         if envelope.job != self.member.job:
-            packet = replace(packet, envelope=replace(packet.envelope, job=bytes(16)))
+            packet = packet._replace(envelope=packet.envelope._replace(job=bytes(16)))
         self._outbox.append(Send(route, packet))
 
     def check(self) -> None:

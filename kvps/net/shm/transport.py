@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -395,7 +394,7 @@ class SharingTransport:
 
     def _say(self, route: Route, message: Message) -> None:
         assert self._envelope is not None, "we have said HELLO, or WELCOME"
-        self._inner.send(route, Packet(replace(self._envelope, seq=0), message), None)
+        self._inner.send(route, Packet(self._envelope._replace(seq=0), message), None)
 
     def _complain(self, reason: str, is_ours: bool) -> None:
         """Memory cannot be shared; ``is_ours`` says that this process opened the connection.
@@ -509,5 +508,5 @@ def _insisting(reason: str) -> Demanded:
 def _framed(packet: Packet) -> Packet:
     """Return ``packet``, whose payload lies in several frames, with it in one if it declares one."""
     if len(packet.message.payload_sizes()) == 1:
-        return replace(packet, payload=(memoryview(b"".join(packet.payload)),))
+        return packet._replace(payload=(memoryview(b"".join(packet.payload)),))
     return packet

@@ -425,6 +425,6 @@ def test_supervisor_and_worker_admit_the_scheduler_and_asked_servers() -> None:
     assert Supervisor(identity, 0.0).admit("scheduler", envelope, m.View)
     worker = Worker(identity, 0.0)
     assert worker.admit("scheduler", envelope, m.View)
-    assert worker.admit("server 0", replace(envelope, role=Role.SERVER), m.Ack)
+    assert worker.admit("server 0", envelope._replace(role=Role.SERVER), m.Ack)
     with pytest.raises(Mismatch, match="is not a neighbour of worker 0"):
-        worker.admit(b"somebody", replace(envelope, role=Role.WORKER), m.Push)
+        worker.admit(b"somebody", envelope._replace(role=Role.WORKER), m.Push)

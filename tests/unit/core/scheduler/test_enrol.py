@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvps.core.effects import Save, Trust
@@ -105,7 +103,7 @@ def test_a_hello_for_another_role_than_its_sender_has() -> None:
     one = Stage()
     one.hello("w0")
     one.peers["w9"] = one.peers["w0"]
-    said = replace(one.peers["w0"].envelope(), incarnation=0)
+    said = one.peers["w0"].envelope()._replace(incarnation=0)
     effects = one.say("w9", Hello(1, 0, "k", 0, 1, 0, "h", 7), envelope=said)
     (error,) = sent(effects, Error)
     assert (error.code, error.text) == (ProtocolError.code, "a worker asked for the seat of a server")

@@ -618,7 +618,7 @@ class TestCuts:
     def test_request_of_the_epoch_before_is_not_answered(self) -> None:
         stage = self.returned()
         for message in (Barrier("kv", "b", 0), Checkpoint("kv", "", 1)):
-            old = replace(stage.peers["w0"].envelope(seq=3), view=1)
+            old = stage.peers["w0"].envelope(seq=3)._replace(view=1)
             assert stage.say("w0", message, envelope=old) == []
         stage.barrier("w0")
         assert told(stage.barrier("w1"), Released) == ["w0", "w1"]

@@ -216,7 +216,7 @@ def test_nothing_is_offered_to_another_machine(network: MemoryNetwork, carried: 
 
 @pytest.mark.spec("R77")
 def test_workers_of_one_machine_share_with_each_other(network: MemoryNetwork) -> None:
-    leader, follower = Process(network, WORKER), Process(network, replace(WORKER, rank=1))
+    leader, follower = Process(network, WORKER), Process(network, WORKER._replace(rank=1))
     leader.transport.listen("mem://leader")
     leader.inner.endpoint = "mem://leader"
     route = greet(leader, follower, "worker 3")
@@ -1004,7 +1004,7 @@ def test_chunks_of_other_sizes_are_refused(chunk_bytes: int) -> None:
 def test_two_neighbours_lend_along_both_of_their_connections(network: MemoryNetwork) -> None:
     """Each has opened one to the other, since each leads some chunks."""
     one = Process(network, WORKER, "mem://one")
-    other = Process(network, replace(WORKER, rank=4), "mem://other")
+    other = Process(network, WORKER._replace(rank=4), "mem://other")
     to_other = greet(one, other, "worker 3")
     to_one = greet(other, one, "worker 4")
     assert one.segment
