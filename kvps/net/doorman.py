@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import zmq
 
@@ -24,7 +25,7 @@ from kvps.errors import KvpsError, ProtocolError
 from kvps.net.transport import Guard, Refused
 from kvps.net.zap import Porter
 from kvps.protocol import permissions, wire
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Packet, Role
 from kvps.protocol.permissions import Place
 
 WITHIN_S = 10.0
@@ -74,23 +75,13 @@ class Misbehaviour:
 
 
 log = logging.getLogger("kvps")
+_BUFFER = attrgetter("buffer")
 _OPENED = {
     "scheduler": Place.TO_SCHEDULER,
     "server": Place.TO_SERVER,
     "worker": Place.TO_WORKER,
 }
 """By the first word of the name of a connection: what comes along it."""
-
-
-class _Refusal(Exception):
-    """A packet is not to be decoded, and its sender told why."""
-
-    def __init__(self, envelope: Envelope) -> None:
-        self.envelope = envelope
-
-
-class _Unheard(Exception):
-    """A packet is not to be decoded, and its sender not told."""
 
 
 class Doorman:
@@ -130,34 +121,34 @@ class Doorman:
         if self._misbehaviour.records and self._misbehaviour.is_ignored(route, self._clock()):
             self.counts["ignored"] += 1
             return None
-        name = None if self.porter is None or isinstance(route, str) else _name_of(frames)
-        place = self._place if isinstance(route, bytes) else _OPENED[route.partition(" ")[0]]
-
-        def admit(envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
-            try:
-                if name is not None:
-                    permissions.check_name(name, place, envelope, kind)
-                permissions.check(place, envelope, kind, head_bytes)
-                is_heard = self.admit(route, envelope, kind)
-            except KvpsError as error:
-                raise _Refusal(envelope) from error
-            if not is_heard:
-                raise _Unheard
-
         try:
-            return wire.decode([frame.buffer for frame in frames], admit)
-        except _Unheard:
+            unread = wire.read_envelope(list(map(_BUFFER, frames)))
+        except ProtocolError as error:
+            raise self._malformed(route, frames, error) from None
+        is_opened = isinstance(route, str)
+        place = _OPENED[route.partition(" ")[0]] if isinstance(route, str) else self._place
+        try:
+            if self.porter is not None and not is_opened:
+                permissions.check_name(_name_of(frames), place, unread.envelope, unread.kind)
+            permissions.check(place, unread.envelope, unread.kind, len(unread.head))
+            is_heard = self.admit(route, unread.envelope, unread.kind)
+        except KvpsError as error:
+            self._refused(route, "untold" if is_opened else "refused", frames)
+            if is_opened:
+                raise ProtocolError(f"{error} (from {route!s})") from None
+            raise Refused(route, unread.envelope) from error
+        if not is_heard:
             self.counts["unheard"] += 1
             return None
-        except _Refusal as refusal:
-            cause = refusal.__cause__
-            self._refused(route, "refused" if isinstance(route, bytes) else "untold", frames)
-            if isinstance(route, bytes):
-                raise Refused(route, refusal.envelope) from cause
-            raise ProtocolError(f"{cause} (from {route})") from None
+        try:
+            return wire.read_body(unread)
         except ProtocolError as error:
-            self._refused(route, "bytes", frames)
-            raise type(error)(f"{error} (from {whence(route, frames)})") from None
+            raise self._malformed(route, frames, error) from None
+
+    def _malformed(self, route: Route, frames: Sequence[zmq.Frame], error: ProtocolError) -> ProtocolError:
+        """Count a packet that is none, and return the error with the place where it came from."""
+        self._refused(route, "bytes", frames)
+        return type(error)(f"{error} (from {whence(route, frames)})")
 
     def _refused(self, route: Route, why: str, frames: Sequence[zmq.Frame]) -> None:
         self.counts[why] += 1

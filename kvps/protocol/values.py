@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvps.compression.spec import CodecSpec
@@ -66,7 +67,7 @@ class Stand(NamedTuple):
 
 
 def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, ...]:
-    return (BY_ID[dtype].itemsize * sum([run.size for run in runs]),)
+    return (BY_ID[dtype].itemsize * sum(map(attrgetter("size"), runs)),)
 
 
 def _octets(dtype: int, stand: Stand, steps: Steps) -> int:

@@ -26,13 +26,16 @@ that speed, and serves where zlib-ng is not installed.
 
 from __future__ import annotations
 
-import math
 import re
 import struct
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from itertools import starmap
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
 
 import msgpack
 
@@ -89,7 +92,6 @@ ARRAY_MAX = 8192
 array or map of which :mod:`kvps.protocol` says nothing else."""
 
 _INT_MAX = 2**63 - 1
-_INT_32_MAX = 2**32 - 1
 
 _ROLES: dict[int, Role] = {role.value: role for role in Role}
 
@@ -109,22 +111,13 @@ def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]
     Of a packet with loans the payload stays where it is. One that is ``checked`` has a checksum,
     for which its payload is read once.
     """
-    envelope, message = packet.envelope, packet.message
+    (job, view, role, rank, incarnation, seq), message, payload, loans = packet
     head = HEAD.pack(
-        b"KV",
-        VERSION,
-        message.TAG,
-        envelope.job,
-        envelope.view,
-        envelope.role,
-        len(packet.loans),
-        checked,
-        envelope.rank,
-        envelope.incarnation,
-        envelope.seq,
+        b"KV", VERSION, message.TAG, job, view, role, len(loans), checked, rank, incarnation, seq
     )
-    parts = [head, *[LOAN.pack(*loan) for loan in packet.loans], _body(message)]
-    payload = () if packet.loans else packet.payload
+    parts = [head, *starmap(LOAN.pack, loans), _body(message)]
+    if loans:
+        payload = ()
     if checked:
         parts.append(CHECKSUM.pack(checksum([*parts, *payload])))
     return [b"".join(parts), *payload]
@@ -138,27 +131,38 @@ def _body(message: Message) -> bytes:
     global _view_body
     if message is _view_body[0]:
         return _view_body[1]
-    body: bytes = msgpack.packb([getattr(message, name) for name in _NAMES[type(message)]])
+    body: bytes = msgpack.packb(_VALUES[type(message)](message))
     if isinstance(message, View):
         _view_body = message, body
     return body
 
 
-Admit = Callable[[Envelope, type[Message], int], None]
-"""Judges a packet by its envelope, its message's class and the octets of its head; raises if it is not to
-be decoded."""
+class Unread(NamedTuple):
+    """A packet of which only the envelope was read."""
+
+    envelope: Envelope
+    kind: type[Message]
+    head: memoryview
+    """The head without its checksum."""
+    payload: tuple[memoryview, ...]
+    lent: int
+    """Number of loans behind the envelope."""
 
 
-def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> Packet:
-    """Return the packet that ``frames`` spell.
-
-    Args:
-        frames: the head, and the payload.
-        admit: asked before the body is decoded; what it raises is passed on.
+def decode(frames: Sequence[bytes | memoryview]) -> Packet:
+    """Return the packet that ``frames`` spell: the head, and the payload.
 
     Raises:
         ProtocolError: for any bytes that are not a packet of this protocol.
         Damaged: if its checksum is not that of its octets.
+    """
+    return read_body(read_envelope(frames))
+
+
+def read_envelope(frames: Sequence[bytes | memoryview]) -> Unread:
+    """Return the packet that ``frames`` spell as far as its envelope tells; see :func:`decode`.
+
+    A receiver that judges packets by their envelope decodes nothing of a packet that it refuses.
     """
     if not 1 <= len(frames) <= 1 + PAYLOAD_FRAMES_MAX:
         raise ProtocolError(f"expected 1 to {1 + PAYLOAD_FRAMES_MAX} frames, got {len(frames)}")
@@ -168,11 +172,11 @@ def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> 
     magic, version, tag, job, view, role, lent, checked, rank, incarnation, seq = HEAD.unpack_from(head)
     if magic != b"KV" or version != VERSION:
         raise ProtocolError(f"expected a packet of version {VERSION}, got magic {magic!r} version {version}")
-    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]])
+    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]]) if len(frames) > 1 else ()
     if checked:
         head = _verified(head, checked, payload)
-    cls = MESSAGES.get(tag)
-    if cls is None:
+    kind = MESSAGES.get(tag)
+    if kind is None:
         raise ProtocolError(f"no message has tag {tag}")
     if head[27]:
         raise ProtocolError("the envelope's reserved octet is not zero")
@@ -180,19 +184,27 @@ def decode(frames: Sequence[bytes | memoryview], admit: Admit | None = None) -> 
         raise ProtocolError(f"no role has number {role}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
-    envelope = Envelope(job, view, _ROLES[role], rank, incarnation, seq)
-    if admit is not None:
-        admit(envelope, cls, len(head))
+    return Unread(Envelope(job, view, _ROLES[role], rank, incarnation, seq), kind, head, payload, lent)
+
+
+def read_body(unread: Unread) -> Packet:
+    """Return the packet whose envelope was read; see :func:`decode`."""
+    envelope, kind, head, payload, lent = unread
     loans = _loans(head, lent) if lent else ()
-    message = _build(cls, _unpack(head[HEAD.size + lent * LOAN.size :]))
+    message = _build(kind, _unpack(head[HEAD.size + lent * LOAN.size :]))
     sizes = message.payload_sizes()
     if payload or loans or sizes:
         if payload and loans:
-            raise ProtocolError(f"a {cls.__name__} with both payload frames and loans")
-        got = [loan.size for loan in loans] if loans else [len(frame) for frame in payload]
-        if loans and isinstance(message, Load | Push):
-            got = [_sum(message, got)]
-        _compare(cls, tuple(got), sizes)
+            raise ProtocolError(f"a {kind.__name__} with both payload frames and loans")
+        got = tuple(map(attrgetter("size"), loans) if loans else map(len, payload))
+        if len(loans) > 1 and isinstance(message, Load | Push):
+            got = (_sum(message, got),)
+        if got != sizes:
+            raise ProtocolError(
+                f"{kind.__name__} declares payload frames of {sizes!s:.60} octets, got {got!s:.60}"
+            )
+        if max(got) > FRAME_BYTES_MAX:
+            raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
     return Packet(envelope, message, payload, loans)
 
 
@@ -215,28 +227,18 @@ def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
     body = head[HEAD.size : HEAD.size + count * LOAN.size]
     if len(body) < count * LOAN.size:
         raise ProtocolError(f"a head of {len(head)} octets does not hold {count} loans")
-    loans = tuple([Loan(*parts) for parts in LOAN.iter_unpack(body)])
-    if max(max(loan) for loan in loans) > _INT_MAX:
+    if not bytes(body[::8]).isascii():  # the first octet of each number
         raise ProtocolError("a number in a loan is over 2^63-1")
-    return loans
+    return tuple(map(Loan._make, LOAN.iter_unpack(body)))
 
 
-def _sum(message: Load | Push, sizes: list[int]) -> int:
-    """Return the octets of a payload that is lent in one place or several."""
+def _sum(message: Load | Push, sizes: tuple[int, ...]) -> int:
+    """Return the octets of a payload that is lent in several places."""
     is_coded = isinstance(message, Push) and message.code is not None
     itemsize = 1 if is_coded else BY_ID[message.dtype].itemsize
     if any(size % itemsize for size in sizes):
         raise ProtocolError(f"a loan of {sizes!s:.60} octets ends within an element of {itemsize}")
     return sum(sizes)
-
-
-def _compare(cls: type[Message], got: tuple[int, ...], declared: tuple[int, ...]) -> None:
-    if got != declared:
-        raise ProtocolError(
-            f"{cls.__name__} declares payload frames of {declared!s:.60} octets, got {got!s:.60}"
-        )
-    if max(got) > FRAME_BYTES_MAX:
-        raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
 
 
 def _unpack(body: memoryview) -> tuple[object, ...]:
@@ -270,13 +272,36 @@ def _no_twins(pairs: list[tuple[object, object]]) -> dict[object, object]:
 
 
 def _build(cls: type[Message], values: tuple[object, ...]) -> Message:
-    checks, required = _CHECKS[cls]
-    if not required <= len(values) <= len(checks):
-        raise ProtocolError(f"{cls.__name__} has {required} to {len(checks)} fields, got {len(values)}")
-    return cls(*[check(value) for check, value in zip(checks, values, strict=False)])
+    declared, required = _FIELDS[cls]
+    if not required <= len(values) <= len(declared):
+        raise ProtocolError(f"{cls.__name__} has {required} to {len(declared)} fields, got {len(values)}")
+    return cls(*_checked(declared, values))
 
 
 # --- from a declared type to its check ----------------------------------------------------------
+
+
+class _Field(NamedTuple):
+    """The values that a field of a message or record may have."""
+
+    default: object
+    kind: type
+    least: Any
+    most: Any
+    """The default, and values of type ``kind`` within these bounds, need no further check."""
+    check: Check
+    """Checks all other values."""
+
+
+def _checked(declared: Iterable[_Field], values: tuple[object, ...]) -> list[object]:
+    """Return the values of fields; a call for each would cost more than all that is checked here."""
+    checked = []
+    for value, (default, kind, least, most, check) in zip(values, declared, strict=False):
+        if value is default or (type(value) is kind and least <= value <= most):
+            checked.append(value)
+        else:
+            checked.append(check(value))
+    return checked
 
 
 def _unlike(expected: str, value: object) -> ProtocolError:
@@ -285,56 +310,28 @@ def _unlike(expected: str, value: object) -> ProtocolError:
     return ProtocolError(f"expected {expected}, got {shown}")
 
 
-def _int(value: object) -> object:
-    if type(value) is not int or not -_INT_MAX <= value <= _INT_MAX:
-        raise _unlike("an integer of 63 bits", value)
-    return value
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A check of flags or numbers: the values of one type within bounds."""
 
+    kind: type
+    least: float
+    most: float
+    words: str
 
-def _natural(value: object) -> object:
-    if type(value) is not int or not 0 <= value <= _INT_MAX:
-        raise _unlike("an integer from 0 to 2^63-1", value)
-    return value
-
-
-def _natural_32(value: object) -> object:
-    if type(value) is not int or not 0 <= value <= _INT_32_MAX:
-        raise _unlike("an integer from 0 to 2^32-1", value)
-    return value
-
-
-def _bool(value: object) -> object:
-    if type(value) is not bool:
-        raise _unlike("true or false", value)
-    return value
-
-
-def _float(value: object) -> object:
-    if type(value) not in (float, int) or not math.isfinite(typing.cast("float", value)):
-        raise _unlike("a finite number", value)
-    return float(typing.cast("float", value))
+    def __call__(self, value: object) -> object:
+        """Return ``value``, or an integer as the number that it stands for."""
+        if self.kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.kind or not self.least <= cast("float", value) <= self.most:
+            raise _unlike(self.words, value)
+        return value
 
 
 def _text(value: object) -> object:
     if type(value) is not str:
         raise _unlike("text", value)
     return value
-
-
-def _role(value: object) -> object:
-    if type(value) is not int or value not in _ROLES:
-        raise _unlike("the number of a role", value)
-    return value
-
-
-def _dtype(value: object) -> object:
-    if type(value) is not int or value not in BY_ID:
-        raise _unlike("the number of an element type", value)
-    return value
-
-
-def _dtype_or_zero(value: object) -> object:
-    return value if value == 0 and type(value) is int else _dtype(value)
 
 
 def _key(value: object) -> object:
@@ -349,33 +346,39 @@ def _public(value: object) -> object:
     return value
 
 
+_INTEGER = _Range(int, -_INT_MAX, _INT_MAX, "an integer of 63 bits")
+_NATURAL = _Range(int, 0, _INT_MAX, "an integer from 0 to 2^63-1")
+_NATURAL_32 = _Range(int, 0, 2**32 - 1, "an integer from 0 to 2^32-1")
+_DTYPE = _Range(int, min(BY_ID), max(BY_ID), "the number of an element type")
+assert sorted(BY_ID) == [*range(min(BY_ID), max(BY_ID) + 1)], "a number of an element type is left out"
+
 _BY_TYPE: dict[object, Check] = {
-    int: _natural,
-    bool: _bool,
-    float: _float,
+    int: _NATURAL,
+    bool: _Range(bool, False, True, "true or false"),
+    float: _Range(float, -sys.float_info.max, sys.float_info.max, "a finite number"),
     str: _text,
     types.NoneType: lambda none: none,  # within a union only, which has looked at the type
 }
 
 _BY_FIELD: dict[str, Check] = {
-    "dtype": _dtype,
-    "Found.dtype": _dtype_or_zero,
+    "dtype": _DTYPE,
+    "Found.dtype": replace(_DTYPE, least=0),
     "key": _key,
     "keys": _key,
     "store": _key,
-    "role": _role,
-    "rank": _natural_32,
-    "creator": _natural_32,
-    "ranks": _natural_32,
-    "culprits": _natural_32,
-    "View.number": _natural_32,
+    "role": _Range(int, min(Role), max(Role), "the number of a role"),
+    "rank": _NATURAL_32,
+    "creator": _NATURAL_32,
+    "ranks": _NATURAL_32,
+    "culprits": _NATURAL_32,
+    "View.number": _NATURAL_32,
     "View.keys": _public,
     "Enrol.public": _public,
     "Enrol.command": _public,
     "Rendezvous.run": _key,
-    "exit_code": _int,
-    "numbers": _int,
-    "held": _int,
+    "exit_code": _INTEGER,
+    "numbers": _INTEGER,
+    "held": _INTEGER,
 }
 """Integers and texts whose field, or class and field, says more than their type does."""
 
@@ -384,7 +387,7 @@ def _check_for(hint: object, owner: type, name: str) -> Check:
     """Return the check of one declared type; recursive for tuples, maps and unions."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
-        return _array_of(_check_for(arguments[0], owner, name), name)
+        return _array_of(arguments[0], owner, name)
     if origin is dict:
         return _map_of(_check_for(arguments[1], owner, name))
     if origin is types.UnionType:
@@ -392,20 +395,51 @@ def _check_for(hint: object, owner: type, name: str) -> Check:
     if isinstance(hint, type) and issubclass(hint, tuple):
         return _record_of(hint)
     if hint in (int, str):
-        named = _BY_FIELD.get(f"{owner.__name__}.{name}") or _BY_FIELD.get(name)
-        return named or _BY_TYPE[hint]
+        return _BY_FIELD.get(f"{owner.__name__}.{name}") or _BY_FIELD.get(name) or _BY_TYPE[hint]
     return _BY_TYPE[hint]
 
 
-def _array_of(check: Check, name: str) -> Check:
+def _field(default: object, check: Check) -> _Field:
+    if isinstance(check, _Range):
+        return _Field(default, check.kind, check.least, check.most, check)
+    return _Field(default, _Field, 0, 0, check)  # no value is a _Field, so that each is checked
+
+
+def _array_of(hint: object, owner: type, name: str) -> Check:
     limit = {"runs": RUNS_MAX, "entries": ENTRIES_MAX}.get(name, ARRAY_MAX)
+    if isinstance(hint, type) and issubclass(hint, tuple) and {*_checks_of(hint)} == {_NATURAL}:
+        return _table_of(hint, name, limit)
+    _, kind, least, most, check = _field(None, _check_for(hint, owner, name))
 
     def array(value: object) -> object:
         if type(value) is not tuple or len(value) > limit:
             raise _unlike(f"in {name} an array of at most {limit}", value)
-        return tuple([check(element) for element in value])
+        for element in value:
+            if type(element) is not kind or not least <= element <= most:
+                return tuple(map(check, value))
+        return value
 
     return array
+
+
+def _table_of(cls: type[tuple[object, ...]], name: str, limit: int) -> Check:
+    """Return the check of an array of records that are integers from 0: it may have thousands."""
+    width, new = len(typing.get_type_hints(cls)), tuple.__new__
+
+    def table(value: object) -> object:
+        if type(value) is not tuple or len(value) > limit:
+            raise _unlike(f"in {name} an array of at most {limit}", value)
+        records = []
+        for row in value:
+            if type(row) is not tuple or len(row) != width:
+                raise _unlike(f"a {cls.__name__} of {width} fields", row)
+            for number in row:
+                if type(number) is not int or not 0 <= number <= _INT_MAX:
+                    raise _unlike(f"in a {cls.__name__} integers from 0 to 2^63-1", number)
+            records.append(new(cls, row))
+        return tuple(records)
+
+    return table
 
 
 def _map_of(check: Check) -> Check:
@@ -434,27 +468,21 @@ def _one_of(checks: dict[type, Check]) -> Check:
     return union
 
 
+def _checks_of(cls: type) -> list[Check]:
+    return [_check_for(hint, cls, name) for name, hint in typing.get_type_hints(cls).items()]
+
+
 def _record_of(cls: type[tuple[object, ...]]) -> Check:
-    hints = typing.get_type_hints(cls)
-    checks = [_check_for(hint, cls, name) for name, hint in hints.items()]
-    width = len(checks)
-    finish = _FINISH.get(cls)
+    declared = [_field(_Field, check) for check in _checks_of(cls)]
+    width, finish = len(declared), _FINISH.get(cls)
 
     def record(value: object) -> object:
         if type(value) is not tuple or len(value) != width:
             raise _unlike(f"a {cls.__name__} of {width} fields", value)
-        made = tuple.__new__(cls, [check(field) for check, field in zip(checks, value, strict=True)])
+        made = tuple.__new__(cls, _checked(declared, value))
         return made if finish is None else finish(made)
 
-    def naturals(value: object) -> object:
-        if type(value) is not tuple or len(value) != width:
-            raise _unlike(f"a {cls.__name__} of {width} fields", value)
-        for number in value:
-            if type(number) is not int or not 0 <= number <= _INT_MAX:
-                raise _unlike(f"in a {cls.__name__} integers from 0 to 2^63-1", number)
-        return tuple.__new__(cls, value)
-
-    return naturals if all(check is _natural for check in checks) else record
+    return record
 
 
 def _within(entry: Entry) -> Entry:
@@ -474,12 +502,21 @@ _FINISH: dict[type, Callable[[typing.Any], object]] = {Entry: _within, spec.Code
 """Further checks of a record whose fields are valid."""
 
 
-def _checks_of(cls: type[Message]) -> tuple[list[Check], int]:
+def _fields_of(cls: type[Message]) -> tuple[list[_Field], int]:
     hints = typing.get_type_hints(cls)
     declared = fields(cls)  # type: ignore[arg-type]  # every registered message is a dataclass
     required = sum(field.default is MISSING and field.default_factory is MISSING for field in declared)
-    return [_check_for(hints[field.name], cls, field.name) for field in declared], required
+    checks = [_check_for(hints[field.name], cls, field.name) for field in declared]
+    return [_field(field.default, check) for field, check in zip(declared, checks, strict=True)], required
 
 
-_NAMES = {cls: tuple(field.name for field in fields(cls)) for cls in MESSAGES.values()}  # type: ignore[arg-type]  # as above
-_CHECKS = {cls: _checks_of(cls) for cls in MESSAGES.values()}
+def _values_of(cls: type[Message]) -> Callable[[Message], object]:
+    """Return the function that gets the values of the fields of a message."""
+    names = [field.name for field in fields(cls)]  # type: ignore[arg-type]  # as above
+    return (
+        attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, name) for name in names]
+    )
+
+
+_FIELDS = {cls: _fields_of(cls) for cls in MESSAGES.values()}
+_VALUES = {cls: _values_of(cls) for cls in MESSAGES.values()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -59,6 +58,18 @@ def test_message_of_another_role_is_refused_before_the_core_is_asked() -> None:
 
 
 @pytest.mark.spec("R240")
+def test_nothing_is_decoded_that_is_not_admitted() -> None:
+    door = Door()
+    head = bytes(wire.encode(BEAT)[0][: wire.HEAD.size]) + b"\xc1 no fields"
+    door.answer = False
+    assert door.take(head) is None
+    assert (door.asked, door.counts) == ([m.Beat], {"unheard": 1})
+    door.answer = True
+    with pytest.raises(ProtocolError, match=r"not msgpack.* \(from an unknown host\)"):
+        door.take(head)
+
+
+@pytest.mark.spec("R240")
 def test_refusal_of_the_core_is_told_and_an_ignored_packet_is_not() -> None:
     door = Door()
     door.answer = Fenced("you were replaced")
@@ -72,7 +83,7 @@ def test_refusal_of_the_core_is_told_and_an_ignored_packet_is_not() -> None:
 
 def test_an_answer_that_is_none_is_dropped() -> None:
     door = Door(Role.WORKER)
-    answer = replace(PACKETS["DONE"], message=m.Done(1))
+    answer = PACKETS["DONE"]._replace(message=m.Done(1))
     assert door.take(answer, "server 0") == answer
     with pytest.raises(ProtocolError, match=r"may not send Done to a member \(from scheduler\)"):
         door.take(answer, "scheduler")

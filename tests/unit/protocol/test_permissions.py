@@ -9,10 +9,10 @@ import pytest
 
 from kvps import protocol as m
 from kvps.errors import ProtocolError, Unauthorized
-from kvps.protocol import permissions, wire
-from kvps.protocol.envelope import MESSAGES, Envelope, Message, Node, Packet, Role
+from kvps.protocol import permissions
+from kvps.protocol.envelope import MESSAGES, Envelope, Message, Node, Role
 from kvps.protocol.permissions import ALLOWED, HEAD_BYTES, LONG, Place, check
-from tests.vectors.packets import PACKETS, name_of
+from tests.vectors.packets import name_of
 
 PLACES = {"scheduler": Place.SCHEDULER, "server": Place.SERVER, "worker": Place.WORKER}
 LISTENING = tuple(PLACES.values())
@@ -67,22 +67,6 @@ def test_a_long_head_is_for_messages_with_many_entries() -> None:
     check(Place.SERVER, sender(Role.WORKER), m.Declare, 1 << 20)
     for kind in LONG:
         assert any("tuple" in str(one) or "dict" in str(one) for one in kind.__annotations__.values())
-
-
-@pytest.mark.spec("R240")
-def test_nothing_is_decoded_that_is_not_admitted() -> None:
-    packet = PACKETS["BEAT"]
-    (head,) = wire.encode(packet)
-    asked: list[tuple[Envelope, type[Message], int]] = []
-
-    def admit(envelope: Envelope, kind: type[Message], head_bytes: int) -> None:
-        asked.append((envelope, kind, head_bytes))
-        raise PermissionError
-
-    with pytest.raises(PermissionError):
-        wire.decode([head[:48] + b"\xc1 no fields"], admit)
-    assert asked == [(packet.envelope, m.Beat, 48 + len(b"\xc1 no fields"))]
-    assert wire.decode([head], lambda *_: None) == Packet(packet.envelope, packet.message)
 
 
 WORKER = Node(Role.WORKER, 3)
