@@ -69,10 +69,7 @@ CASES = [
     Case("adamw", {}),
     Case("adamw", {"lr": 0.1, "weight_decay": 0.5, "amsgrad": True}),
     Case("adagrad", {}),
-    Case(
-        "adagrad",
-        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1},
-    ),
+    Case("adagrad", {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "weight_decay": 0.1}),
     Case("adadelta", {}),
     Case("adadelta", {"lr": 2.0, "rho": 0.5, "eps": 1e-3, "weight_decay": 0.1, "maximize": True}),
     Case("rmsprop", {}),
@@ -131,10 +128,7 @@ def by_slices(case: Case, start: Tensor) -> Tensor:
                 steps[key] += 1
                 piece = {name: tensor[span] for name, tensor in state.items()}
                 updater.apply(
-                    weight[span],
-                    grad[span],
-                    piece,
-                    Terms(step=steps[key], lr=lr, weight_decay=decay),
+                    weight[span], grad[span], piece, Terms(step=steps[key], lr=lr, weight_decay=decay)
                 )
     return weight
 
@@ -201,11 +195,7 @@ def test_state_has_torchs_names_and_only_what_is_used() -> None:
     assert names("adagrad") == ["sum"]
     assert names("adadelta") == ["acc_delta", "square_avg"]
     assert names("rmsprop") == ["square_avg"]
-    assert names("rmsprop", centered=True, momentum=0.1) == [
-        "grad_avg",
-        "momentum_buffer",
-        "square_avg",
-    ]
+    assert names("rmsprop", centered=True, momentum=0.1) == ["grad_avg", "momentum_buffer", "square_avg"]
     assert names("nadam") == names("radam") == ["exp_avg", "exp_avg_sq"]
     assert names("adamax") == ["exp_avg", "exp_inf"]
 
