@@ -16,7 +16,7 @@ import torch
 
 from kvps.core.texts import TAG_RULE, is_tag
 from kvps.core.worker import calls
-from kvps.core.worker.plan import Numbers, alike
+from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
@@ -239,7 +239,7 @@ def weighted(rows: tuple[torch.Tensor, ...], weight: float) -> tuple[torch.Tenso
     return tuple([row * weight for row in rows])
 
 
-def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
+def priority_of(names: tuple[str, ...], priority: object) -> Priority:
     """Return the priority of each key, or one number where they are alike.
 
     Raises:
@@ -249,9 +249,15 @@ def priority_of(names: tuple[str, ...], priority: object) -> Numbers:
         return priority
     if isinstance(priority, list | tuple) and all(type(number) is int for number in priority):
         if len(priority) == len(names):
-            return alike(priority)
+            return shared(priority)
         raise ConfigError(f"{len(names)} keys need as many priorities, got {len(priority)}")
     raise ConfigError(f"priority={priority!r:.40}: use a whole number, or a list with one for each key")
+
+
+def shared(priorities: Sequence[int]) -> Priority:
+    """Return the priority that all keys have, or one for each."""
+    some = alike(priorities)
+    return some[0] if len(some) == 1 else priorities
 
 
 def version_of(min_version: int | None) -> int:

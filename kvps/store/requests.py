@@ -18,7 +18,7 @@ import torch
 from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
 from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
-from kvps.core.worker.plan import Numbers, alike, of_key
+from kvps.core.worker.plan import Priority, of_key
 from kvps.errors import ConfigError
 from kvps.runtime.cuda_staging import Staging, ready_on_device
 from kvps.store.arguments import (
@@ -28,6 +28,7 @@ from kvps.store.arguments import (
     outcome_for,
     reduce,
     rows_of,
+    shared,
     values_of,
     weighted,
 )
@@ -109,7 +110,7 @@ class Requests:
         self,
         keys: KeyList,
         value: object,
-        urgency: Numbers,
+        urgency: Priority,
         eager: bool,
         limit_s: float,
         weight: float,
@@ -134,14 +135,14 @@ class Requests:
         if dense:
             whole = tuple([keys.names[index] for index in dense])
             rows = self.rows(whole, True, [given[index] for index in dense], limit_s)
-            each = alike([of_key(urgency, index) for index in dense])
+            each = shared([of_key(urgency, index) for index in dense])
             yield self.push_call(self._store, whole, rows, None, each, eager)
         tables = tuple([keys.names[index] for index in sparse])
-        each = alike([of_key(urgency, index) for index in sparse])
+        each = shared([of_key(urgency, index) for index in sparse])
         parts = tuple([part for found in sparse.values() for part in found])
         yield calls.PushKeyRows(self._store, tables, parts, each, eager)
 
-    def pull(self, keys: KeyList, out: object, copy: bool, urgency: Numbers, least: int) -> PlannedCall:
+    def pull(self, keys: KeyList, out: object, copy: bool, urgency: Priority, least: int) -> PlannedCall:
         """Pull whole keys of at least version ``least``."""
         sinks, result = self.wanted(keys, out, copy)
         return PlannedCall(calls.PullValues(self._store, keys.names, sinks, urgency, least), result)
@@ -152,7 +153,7 @@ class Requests:
         value: object,
         out: object,
         copy: bool,
-        urgency: Numbers,
+        urgency: Priority,
         limit_s: float,
         weight: float,
     ) -> PlannedCall:
@@ -168,7 +169,7 @@ class Requests:
 
     # --- rows that are pulled -----------------------------------------------------------------------
 
-    def pull_rows(self, keys: KeyList, row_ids: object, out: object, urgency: Numbers) -> PlannedCall:
+    def pull_rows(self, keys: KeyList, row_ids: object, out: object, urgency: Priority) -> PlannedCall:
         """Pull the rows ``row_ids``."""
         picks = picks_of(keys.names, keys.is_many, self._specs, row_ids, out)
         ids = tuple([pick.ids for pick in picks])
@@ -181,13 +182,13 @@ class Requests:
         return PlannedCall(calls.PullKeyRows(self._store, keys.names, ids, places, urgency), deliver)
 
     def refresh(
-        self, keys: KeyList, out: object, held: object, urgency: Numbers, is_direct: bool
+        self, keys: KeyList, out: object, held: object, urgency: Priority, is_direct: bool
     ) -> PlannedCall:
         """Bring ``out`` up to date; ``is_direct``: its owner waits until that is done."""
         copies = Copies(keys.names, keys.is_many, out, held, self._specs, is_direct=is_direct)
         return self._changes(keys.names, copies.sinks, copies.marks, urgency, copies.deliver)
 
-    def pull_changed(self, keys: KeyList, held: object, urgency: Numbers) -> PlannedCall:
+    def pull_changed(self, keys: KeyList, held: object, urgency: Priority) -> PlannedCall:
         """Pull the rows that changed since ``held``."""
         marks = marks_of(keys.names, keys.is_many, held)
         specs = [table_of(name, self._specs[name]) for name in keys.names]
@@ -203,7 +204,7 @@ class Requests:
         names: tuple[str, ...],
         sinks: tuple[torch.Tensor | None, ...],
         marks: Marks,
-        urgency: Numbers,
+        urgency: Priority,
         deliver: Callable[[Sequence[Fresh]], object],
     ) -> PlannedCall:
         """Ask for the changes; in a store that does not record them, for all rows, in new tensors."""

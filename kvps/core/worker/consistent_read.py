@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -28,11 +29,13 @@ from kvps.core.worker.connection import Request
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import (
+    ANY,
     ChunkSlice,
-    CompressionGroup,
     Key,
     Numbers,
     PieceLocation,
+    Priority,
+    Rows,
     TransferPlan,
     make,
 )
@@ -60,16 +63,6 @@ Parts = dict[PieceLocation, tuple[int, int]]
 """Part of a key -> (version, next push number that this rank owes)."""
 
 
-class Sink(Protocol):
-    """The destination of the values of the keys of a plan."""
-
-    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
-        """Take the elements of ``share``."""
-
-    def only(self, indices: Iterable[int]) -> Sink:
-        """Return the sink of some of the keys."""
-
-
 class ReadInParts(Protocol):
     """A read whose parts may have been answered at different versions."""
 
@@ -81,31 +74,21 @@ class ReadInParts(Protocol):
     def is_unwanted(self) -> bool:
         """Whether the caller stopped waiting, and will not hear of dropped updates."""
 
-    def settle(self, ordered: bool) -> None:
-        """Note in the keys what is applied."""
+    def settle(self, ordered: bool) -> bool:
+        """Note in the keys what is applied; return whether some parts may lag behind."""
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind others of their key; none if no key is torn."""
 
 
 @dataclass(frozen=True, slots=True)
-class RowSink:
-    """A sink that copies values into one tensor for each key."""
+class HeldValues:
+    """Values that stay where they came, until they are written into tensors.
 
-    rows: Sequence[torch.Tensor]
-
-    def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
-        """Take the elements of ``share``."""
-        share.scatter(values, self.rows)
-
-    def only(self, indices: Iterable[int]) -> RowSink:
-        """Return the sink of some of the keys."""
-        return RowSink([self.rows[index] for index in indices])
-
-
-@dataclass(frozen=True, slots=True)
-class _Uncopied:
-    """The common part of sinks that leave values where they are."""
+    Example:
+        >>> held = handle.wait()  # doctest: +SKIP
+        >>> held.copy_to([weight, bias])  # doctest: +SKIP
+    """
 
     indices: Sequence[int]
     """For each key here, its index among the keys of the call."""
@@ -113,18 +96,8 @@ class _Uncopied:
     """(indices, share, values) in the order in which they came; the later ones count."""
 
     def write(self, share: ChunkSlice, values: torch.Tensor) -> None:
-        """Take the elements of ``share``."""
+        """Hold the elements of ``share``."""
         self.written.append((self.indices, share, values))
-
-    def only(self, indices: Iterable[int]) -> Self:
-        """Return the sink of some of the keys."""
-        return type(self)([self.indices[index] for index in indices], self.written)
-
-
-class PieceSink(_Uncopied):
-    """A sink that leaves values where they are."""
-
-    __slots__ = ()
 
     def views(self, keys: Sequence[Key], memory: Memory) -> list[torch.Tensor]:
         """Return one tensor for each key: a view of where it lies, or a copy if it lies in several places.
@@ -155,17 +128,6 @@ class PieceSink(_Uncopied):
                 views[index] = memory.empty(0, keys[index].spec.dtype).view(keys[index].spec.shape)
         return [views[index] for index in range(len(keys))]
 
-
-class HeldValues(_Uncopied):
-    """A sink that leaves values where they are, until they are written into tensors.
-
-    Example:
-        >>> held = handle.wait()  # doctest: +SKIP
-        >>> held.copy_to([weight, bias])  # doctest: +SKIP
-    """
-
-    __slots__ = ()
-
     def copy_to(self, rows: Sequence[torch.Tensor]) -> None:
         """Write the values into contiguous tensors, one for each key of the call, and hold them no more.
 
@@ -176,9 +138,15 @@ class HeldValues(_Uncopied):
         self.written.clear()
 
 
-def own_sink(group: CompressionGroup, sink: Sink) -> Sink:
+Sink = Rows | HeldValues
+"""The destination of the values of the keys of a plan: one tensor for each, or where they are held."""
+
+
+def own_sink(group: TransferPlan, sink: Sink) -> Sink:
     """Return the sink of the keys of a call that are in ``group``."""
-    return sink if group.indices is None else sink.only(group.indices)
+    if isinstance(sink, HeldValues):
+        return sink if group.indices is None else HeldValues(group.indices, sink.written)
+    return group.picked(sink)
 
 
 @dataclass(slots=True)
@@ -188,9 +156,9 @@ class ReadTracker:
     plan: TransferPlan
     sink: Sink | None = None
     """None if no values are wanted."""
-    after: Numbers = 0
+    after: Numbers = ANY
     """Least number of pushes of this rank that the values of each key include."""
-    priority: Numbers = 0
+    priority: Priority = 0
     answers: list[tuple[ChunkSlice, tuple[Stand, ...]]] = field(default_factory=list)
     """In the order in which they came; for each part the last answer counts."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
@@ -207,7 +175,7 @@ class ReadTracker:
         store: WorkerStore,
         shares: Iterable[ChunkSlice],
         least: Numbers,
-        group: CompressionGroup | None = None,
+        may_be_deltas: bool = False,
     ) -> list[Request]:
         """Return the requests for ``shares``.
 
@@ -215,25 +183,52 @@ class ReadTracker:
             store: the store.
             shares: parts of the plan.
             least: for each key, the version that it has at least.
-            group: how its values may travel; None for as they are.
+            may_be_deltas: values may travel as the plan says, instead of as they are.
         """
-        feedback = None if group is None or not group.is_by_deltas else store.feedback
+        feedback = store.feedback if may_be_deltas and self.plan.is_by_deltas else None
         requests = []
         for share in shares:
             asks = share.asks(self.after, least)
             message = Pull(share.chunk, self.sink is not None, asks, store.broadcasts)
-            if group is not None and feedback is not None:
-                message = feedback.pull(group, share, message)
+            if feedback is not None:
+                message = feedback.pull(self.plan, share, message)
             requests.append(
                 Request(
                     share.server,
                     message,
                     priority=share.highest(self.priority),
                     lane=share.chunk,
-                    on_reply=ReplySink(self, share, feedback),
+                    on_reply=partial(self.take, share, feedback),
                 )
             )
         return requests
+
+    def take(self, share: ChunkSlice, feedback: ErrorFeedback | None, packet: Packet, wanted: bool) -> None:
+        """Note at which versions the values of ``share`` are; write them to the sink if they are ``wanted``.
+
+        ``feedback`` decodes the answer, if it may come as deltas.
+        """
+        answer, sink = packet.message, self.sink
+        assert isinstance(answer, Pulled)
+        self.answers.append((share, answer.runs))
+        self.is_unwanted = self.is_unwanted or not wanted
+        if answer.dropped:
+            self.note(share, answer.dropped)
+        if sink is None or not wanted:
+            return
+        if feedback is None:
+            values = from_frame(packet.payload[0], share.dtype)
+        else:
+            values = feedback.values_of(packet, share, self.plan.keys)
+        if values.numel() != share.size:  # memory is read by its address from here on
+            raise ProtocolError(
+                f"server {share.server} answered {len(values)} elements of chunk "
+                f"{share.chunk}, and {share.size} were requested"
+            )
+        if isinstance(sink, HeldValues):
+            sink.write(share, values)
+        else:
+            share.scatter(values, sink)
 
     def note(self, share: ChunkSlice, dropped: tuple[Dropped, ...]) -> None:
         """Note which updates were not made, as one share's answer says."""
@@ -257,8 +252,8 @@ class ReadTracker:
                 by_key[index][piece] = (stand.version, stand.owed)
         return by_key
 
-    def settle(self, ordered: bool) -> None:
-        """Note in the keys what is applied, and here which keys were read torn."""
+    def settle(self, ordered: bool) -> bool:
+        """Note in the keys what is applied, and here which keys were read torn; return whether any were."""
         stands = {(stand.version, stand.owed) for _, runs in self.answers for stand in runs}
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
@@ -266,13 +261,15 @@ class ReadTracker:
             for key in self.plan.keys:
                 if key.applied < applied:
                     key.applied = applied
-                if self.skips:
+            if self.skips:
+                for key in self.plan.keys:
                     key.number = max(key.number, owed)
-                if not ordered:
+            if not ordered:
+                for key in self.plan.keys:
                     key.version = max(key.version, version)
                     if self.sink is not None:
                         key.read(version - owed)
-            return
+            return False
         for index, (key, parts) in enumerate(zip(self.plan.keys, self.by_key(), strict=True)):
             if parts:
                 applied = min(stand[0 if ordered else 1] for stand in parts.values())
@@ -284,6 +281,7 @@ class ReadTracker:
                     key.read(max(version - owed for version, owed in parts.values()))
             if len({version for version, _ in parts.values()}) > 1:
                 self._torn.append(index)
+        return bool(self._torn)
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind others of their key; none if no key is torn."""
@@ -306,43 +304,13 @@ class ReadTracker:
         return self.ask(store, make(keys).shares, least)
 
 
-@dataclass(slots=True)
-class ReplySink:
-    """The receiver of the answer to one request for values."""
-
-    read: ReadTracker
-    share: ChunkSlice
-    feedback: ErrorFeedback | None = None
-    """Decodes the answer, if it may come as deltas."""
-
-    def __call__(self, packet: Packet, wanted: bool) -> None:
-        """Note at which versions the values are, and write them to the sink if they are ``wanted``."""
-        answer, read = packet.message, self.read
-        assert isinstance(answer, Pulled)
-        read.answers.append((self.share, answer.runs))
-        read.is_unwanted = read.is_unwanted or not wanted
-        if answer.dropped:
-            read.note(self.share, answer.dropped)
-        if read.sink is not None and wanted:
-            if self.feedback is None:
-                values = from_frame(packet.payload[0], self.share.dtype)
-            else:
-                values = self.feedback.values_of(packet, self.share, read.plan.keys)
-            if len(values) != self.share.size:  # memory is read by its address from here on
-                raise ProtocolError(
-                    f"server {self.share.server} answered {len(values)} elements of chunk "
-                    f"{self.share.chunk}, and {self.share.size} were requested"
-                )
-            read.sink.write(self.share, values)
-
-
 def read(
     store: WorkerStore,
     plan: TransferPlan,
     sink: Sink,
     after: Numbers,
     least: Numbers,
-    priority: Numbers,
+    priority: Priority,
     tells: bool = True,
 ) -> Generator[Step, list[Packet], list[ReadTracker]]:
     """Read the keys of ``plan`` into ``sink``, each at one version that meets its conditions.
@@ -352,11 +320,11 @@ def read(
     """
     reads: list[ReadTracker] = []
     requests: list[Request] = []
-    for group in store.read_groups(plan):
+    for group in plan.groups or (plan,):
         own = own_sink(group, sink)
-        tracker = ReadTracker(group.plan, own, group.numbers(after), group.numbers(priority))
-        tracker.skips = store.skips_rounds
-        requests += tracker.ask(store, group.plan.shares, group.numbers(least), group)
+        urgency = priority if isinstance(priority, int) else group.picked(priority)
+        tracker = ReadTracker(group, own, group.picked(after), urgency, skips=store.skips_rounds)
+        requests += tracker.ask(store, group.shares, group.picked(least), may_be_deltas=True)
         reads.append(tracker)
     yield requests
     yield from settle_reads(store, reads, tells)
@@ -371,13 +339,16 @@ def settle_reads(store: WorkerStore, reads: Sequence[ReadInParts], tells: bool =
     Raises:
         NonFinite: if it ``tells``, and there are any of which the caller was not told before.
     """
+    is_torn = False
+    dropped: dict[str, Dropped] = {}
     for read in reads:
-        read.settle(store.ordered)
-    while store.ordered or not store.is_short:
+        is_torn |= read.settle(store.ordered)
+    while is_torn and (store.ordered or not store.is_short):
         requests = LaggingReads([request for torn in reads for request in torn.lagging(store)])
         if not requests or not (yield requests):
             break  # all is well, or nobody waits any more for what may never come
-    dropped = {key: update for read in reads for key, update in read.dropped.items()}
+    for read in reads:
+        dropped.update(read.dropped)
     if dropped and tells and not any(read.is_unwanted for read in reads):
         complain(store.name, store.ordered, store.keys, dropped)
 
@@ -397,13 +368,13 @@ def loaded(
             Pull(
                 share.chunk,
                 True,
-                share.asks(0, 0),
+                share.asks(ANY, ANY),
                 store.broadcasts,
                 call=call,
                 stamp=stamps[share.server],
             ),
             lane=share.chunk,
-            on_reply=ReplySink(tracker, share),
+            on_reply=partial(tracker.take, share, None),
         )
         for share in plan.shares
     ]

@@ -14,7 +14,7 @@ of a key are cached here, and later deltas are added to them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,16 +23,7 @@ from kvps.compression import spec
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import OFF, CompressionPolicy, KeyCompression
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import (
-    ChunkSlice,
-    CompressionGroup,
-    Key,
-    KeySlice,
-    Numbers,
-    Tensors,
-    TransferPlan,
-    make,
-)
+from kvps.core.worker.plan import ChunkSlice, Key, KeySlice, Numbers, TransferPlan, make
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
@@ -59,7 +50,6 @@ class ErrorFeedback:
     """Key -> float32, flat, on the device of its last gradient."""
     _cached: dict[str, dict[tuple[int, int], CachedValues]] = field(default_factory=dict)
     """Key -> (chunk, first element in it) of a piece -> its values."""
-    _groups: dict[TransferPlan, list[CompressionGroup]] = field(default_factory=dict)
     _unencoded: dict[int, deque[Request]] = field(default_factory=dict)
     """Chunk -> pushes that were made and are not encoded yet, in order."""
 
@@ -68,49 +58,40 @@ class ErrorFeedback:
     def use(self, rules: CompressionPolicy) -> None:
         """Compress by ``rules`` from the next push on. Residuals stay: they are owed."""
         self.rules, self.is_on = rules, not rules.are_off
-        self._groups.clear()
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop what is cached of these keys: they have new values, or lie elsewhere."""
         for name in names:
             self._cached.pop(name, None)
-        self._groups.clear()
 
     def begin_anew(self) -> None:
         """Drop what is cached, and pushes that are not encoded: nothing pushed or pulled so far
         counts any more."""
         self._cached.clear()
-        self._groups.clear()
         self._unencoded.clear()
 
-    def groups(self, plan: TransferPlan, rank: int) -> list[CompressionGroup]:
-        """Return the keys of ``plan``, by how they travel."""
-        groups = self._groups.get(plan)
-        if groups is None:
-            if len(self._groups) >= 64:
-                self._groups.clear()
-            groups = self._groups[plan] = list(self._grouped(plan, rank))
-        return groups
-
-    def _grouped(self, plan: TransferPlan, rank: int) -> Iterator[CompressionGroup]:
+    def groups(self, plan: TransferPlan, rank: int) -> tuple[TransferPlan, ...]:
+        """Return the keys of ``plan``, by how they travel; nothing if all travel as they are."""
         by_setting: dict[KeyCompression | None, list[int]] = {}
         for index, key in enumerate(plan.keys):
             by_setting.setdefault(self.rules.setting_of(key.name, key.spec), []).append(index)
         if len(by_setting) == 1:
-            yield CompressionGroup(plan, next(iter(by_setting)))
-            return
+            (setting,) = by_setting
+            return () if setting is None else (replace(plan, setting=setting),)
+        groups: list[TransferPlan] = []
         for setting, indices in by_setting.items():
             part = make([plan.keys[index] for index in indices], rank)
-            yield CompressionGroup(part, setting, tuple(indices))
+            groups.append(replace(part, setting=setting, indices=tuple(indices)))
+        return tuple(groups)
 
     # --- pushes ---------------------------------------------------------------------------------
 
     def push(
         self,
-        group: CompressionGroup,
+        group: TransferPlan,
         share: ChunkSlice,
         message: Push,
-        rows: Tensors,
+        rows: Sequence[torch.Tensor],
         memory: Memory,
         numbers: Numbers,
     ) -> Request:
@@ -124,7 +105,7 @@ class ErrorFeedback:
             memory: where the payload is made.
             numbers: the number of the push, for each key of the group.
         """
-        setting, keys = group.setting, group.plan.keys
+        setting, keys = group.setting, group.keys
         assert setting is not None
         runs = share.runs_by_key(numbers)
         # The same elements on every worker, others in every round, where a codec draws them.
@@ -183,9 +164,9 @@ class ErrorFeedback:
 
     # --- pulls ----------------------------------------------------------------------------------
 
-    def pull(self, group: CompressionGroup, share: ChunkSlice, message: Pull) -> Pull:
+    def pull(self, group: TransferPlan, share: ChunkSlice, message: Pull) -> Pull:
         """Return ``message`` as a request for deltas."""
-        held = self._held(share, group.plan.keys)
+        held = self._held(share, group.keys)
         asks = []
         index = 0
         for segment in share.segments:

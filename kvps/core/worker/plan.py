@@ -8,10 +8,11 @@ elements. From there on, no code on the path of a gradient knows of keys.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, Protocol, overload
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,17 +32,17 @@ WINDOWS_MAX = 4
 in turns. Where every message lies elsewhere, each address costs 670 bytes per key."""
 
 
-Numbers = int | Sequence[int]
-"""One number for each key of a plan, or one number for all of them."""
+T = TypeVar("T")
+Rows = list[torch.Tensor] | tuple[torch.Tensor, ...]
+"""A contiguous tensor for each key of a plan."""
+Numbers = Sequence[int]
+"""One number for each key of a plan, or a single one for all of them."""
+ANY: Numbers = (0,)
+"""The version, or the number of pushes, of a read without a condition."""
+Priority = int | Sequence[int]
+"""The priority of all keys of a call, or one for each."""
 Sizes = npt.NDArray[np.int64]
 """Bytes of each key of a plan."""
-
-
-class Tensors(Protocol):
-    """One tensor for each key of a list, looked up when it is read."""
-
-    def __getitem__(self, index: int, /) -> torch.Tensor:
-        """Return the tensor of one key."""
 
 
 class PieceLocation(NamedTuple):
@@ -126,6 +127,10 @@ class ChunkSlice:
     blocks: list[tuple[int, int]] = field(default_factory=list)
     """(start, size) of the elements that the segments cover, neighbours joined."""
     size: int = 0
+    payload_bytes: int = 0
+    """Bytes of all elements of this share."""
+    _pick: Callable[[Rows], Rows] | None = None
+    """Returns the rows of the keys that lie here, if each is here as a whole."""
     _cuts: list[tuple[int, slice | None]] = field(default_factory=list)
     """(index of the key, slice of its elements) for each segment; None for all elements."""
     _sizes: list[int] = field(default_factory=list)
@@ -153,11 +158,18 @@ class ChunkSlice:
             self._shapes.append(keys[index].spec.shape if whole else (size,))
             self._is_flat = self._is_flat and len(self._shapes[-1]) == 1
             self.size += size
+        self.payload_bytes = self.size * BY_NAME[self.dtype].itemsize
+        if all(cut is None for _, cut in self._cuts):
+            order = [index for index, _ in self._cuts]
+            stop = order[0] + len(order)
+            is_range = order == list(range(order[0], stop))
+            self._pick = itemgetter(slice(order[0], stop)) if is_range else itemgetter(*order)
 
     def runs(self, numbers: Numbers) -> tuple[Run, ...]:
         """Return the runs of a push with these numbers."""
-        if isinstance(numbers, int):
-            return tuple([Run(start, size, numbers) for start, size in self.blocks])
+        if len(numbers) == 1:
+            (number,) = numbers
+            return tuple([Run(start, size, number) for start, size in self.blocks])
         runs: list[Run] = []
         stop, last = -1, -1
         for segment in self.segments:
@@ -179,8 +191,8 @@ class ChunkSlice:
 
     def asks(self, after: Numbers, least: Numbers) -> tuple[Ask, ...]:
         """Return the runs of a pull, with each key's conditions."""
-        if isinstance(after, int) and isinstance(least, int):
-            return tuple([Ask(start, size, after, least) for start, size in self.blocks])
+        if len(after) == len(least) == 1:
+            return tuple([Ask(start, size, after[0], least[0]) for start, size in self.blocks])
         asks: list[Ask] = []
         stop, last = -1, (-1, -1)
         for segment in self.segments:
@@ -192,19 +204,19 @@ class ChunkSlice:
             stop, last = segment.start + segment.size, conditions
         return tuple(asks)
 
-    def highest(self, priorities: Numbers) -> int:
+    def highest(self, priorities: Priority) -> int:
         """Return the highest priority of the keys in this share."""
         if isinstance(priorities, int):
             return priorities
         return max([priorities[segment.key] for segment in self.segments])
 
-    def gather(self, rows: Tensors, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
+    def gather(self, rows: Rows, memory: Memory, route: str) -> tuple[torch.Tensor, ...]:
         """Return this share's elements of ``rows``, one contiguous tensor per key of the plan.
 
         They are copied into ``memory``, unless the peer along ``route`` can read them where they
         lie, or they are read :data:`HERE`: then they are returned as they are, neighbours joined.
         """
-        parts = self._parts(rows)
+        parts = self._parts(rows) if self._pick is None else self._pick(rows)
         if route == HERE:
             return tuple(self._joined(parts))
         if memory.lends(route, parts[:1]):
@@ -212,21 +224,27 @@ class ChunkSlice:
             if len(pieces) <= PIECES_MAX and memory.lends(route, pieces):
                 return tuple(pieces)
         out = memory.empty(self.size, self.dtype)
-        if self._is_flat and len(parts) > 1:
+        if len(parts) == 1:
+            out.copy_(parts[0].view(-1))
+        elif self._is_flat:
             torch.cat(parts, out=out)  # faster than many copies
         else:
             torch._foreach_copy_(self._windows_of(out), parts)
         return (out,)
 
-    def scatter(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    def scatter(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``."""
-        torch._foreach_copy_(self._parts(rows), self._windows_of(values))
+        parts = self._parts(rows) if self._pick is None else self._pick(rows)
+        if len(parts) == 1:
+            parts[0].view(-1).copy_(values)
+        else:
+            torch._foreach_copy_(parts, self._windows_of(values))
 
-    def copy_out(self, values: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+    def copy_out(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``, as :meth:`scatter`; any thread may call this."""
         parts = torch.split(values, self._sizes)
         shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        torch._foreach_copy_(self._parts(rows), shaped)
+        torch._foreach_copy_(self._parts(rows) if self._pick is None else self._pick(rows), shaped)
 
     def split(self, values: torch.Tensor) -> Iterator[tuple[KeySlice, torch.Tensor]]:
         """Yield the segments and their elements."""
@@ -240,7 +258,7 @@ class ChunkSlice:
             return _one_storage(parts)
         return _joined(parts, begins)
 
-    def _parts(self, rows: Tensors) -> list[torch.Tensor]:
+    def _parts(self, rows: Rows) -> Rows:
         """Return the part of each row that lies in this share; a whole row as it is."""
         return [rows[key] if cut is None else rows[key].view(-1)[cut] for key, cut in self._cuts]
 
@@ -251,8 +269,6 @@ class ChunkSlice:
         tensors takes longer than copying them. So the tensors are remembered by address. They keep
         no memory alive, and are only used while ``values`` does.
         """
-        if len(self.segments) == 1:
-            return [values.view(self._shapes[0])]
         address = values.data_ptr()
         windows = self._windows.get(address)
         if windows is None:
@@ -262,11 +278,6 @@ class ChunkSlice:
             windows = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
             self._windows[address] = windows
         return windows
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all elements of this share."""
-        return self.size * BY_NAME[self.dtype].itemsize
 
 
 def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
@@ -319,26 +330,54 @@ def _one_storage(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [parts[0].as_strided((count,), (1,))]
 
 
-def alike(numbers: Sequence[int]) -> Numbers:
-    """Return ``numbers``, or the number that all of them are."""
-    first = numbers[0] if numbers else 0
-    return first if numbers.count(first) == len(numbers) else numbers
+def alike(numbers: Numbers) -> Numbers:
+    """Return ``numbers``, or the single number that all of them are."""
+    return numbers[:1] if len(numbers) > 1 and numbers.count(numbers[0]) == len(numbers) else numbers
 
 
-def of_key(numbers: Numbers, index: int) -> int:
+def of_key(numbers: Priority, index: int) -> int:
     """Return the number of one key."""
-    return numbers if isinstance(numbers, int) else numbers[index]
+    if isinstance(numbers, int):
+        return numbers
+    return numbers[index] if len(numbers) > 1 else numbers[0]
 
 
 @dataclass(slots=True, eq=False)
 class TransferPlan:
-    """A list of keys, by chunk; equal to no other plan, so that it is a quick key of a dict."""
+    """A list of keys, by chunk, with all that their pushes and pulls need of it."""
 
     keys: tuple[Key, ...]
     shares: list[ChunkSlice]
+    setting: KeyCompression | None = None
+    """How the values of all its keys are encoded; None if they travel as they are."""
+    indices: tuple[int, ...] | None = None
+    """The indices of its keys among those of a call; None for all."""
+    groups: tuple[TransferPlan, ...] = ()
+    """Its keys by how they travel, if some are encoded."""
+    payload_bytes: int = field(init=False)
+    """Bytes of all elements of its keys."""
     _sizes: Sizes | None = field(default=None, repr=False)
     _digest: tuple[tuple[int, ...], int] = field(default=((), 0), repr=False)
     """The hash of the step that :meth:`step` returned last, and how far its keys were behind."""
+
+    def __post_init__(self) -> None:
+        self.payload_bytes = sum([share.payload_bytes for share in self.shares])
+
+    @property
+    def is_by_deltas(self) -> bool:
+        """Whether servers answer with what has changed, encoded."""
+        return self.setting is not None and self.setting.back is not None
+
+    def picked(self, items: Sequence[T]) -> list[T]:
+        """Return the items of this plan's keys, of one for each key of the call, or one for all."""
+        if self.indices is None or len(items) == 1:
+            return list(items)
+        return [items[index] for index in self.indices]
+
+    def refuse(self) -> None:
+        """A push of these keys was refused, so its number is free again, perhaps."""
+        for key in self.keys:
+            key.is_refused = True
 
     def step(self, store: str, numbers: Sequence[int]) -> dict[int, StepPart]:
         """Return the step that a push of these keys is, by server; every rank comes to the same.
@@ -365,55 +404,6 @@ class TransferPlan:
         if self._sizes is None:
             self._sizes = np.array([key.spec.nbytes for key in self.keys], np.int64)
         return self._sizes
-
-    @property
-    def payload_bytes(self) -> int:
-        """Bytes of all elements of its keys."""
-        return sum([share.payload_bytes for share in self.shares])
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The tensors of some keys of a call; the list may be filled anew before they are read."""
-
-    rows: Tensors
-    indices: Sequence[int]
-
-    def __getitem__(self, index: int, /) -> torch.Tensor:
-        """Return the tensor of one key of the group."""
-        return self.rows[self.indices[index]]
-
-
-@dataclass(frozen=True, slots=True)
-class CompressionGroup:
-    """The keys of a call that travel in one form: as they are, or encoded in one way."""
-
-    plan: TransferPlan
-    setting: KeyCompression | None = None
-    """None if they travel as they are."""
-    indices: tuple[int, ...] | None = None
-    """Their indices among the keys of the call; None for all."""
-
-    @property
-    def is_by_deltas(self) -> bool:
-        """Whether servers answer with what has changed, encoded."""
-        return self.setting is not None and self.setting.back is not None
-
-    @overload
-    def numbers(self, numbers: Sequence[int]) -> Sequence[int]: ...
-
-    @overload
-    def numbers(self, numbers: Numbers) -> Numbers: ...
-
-    def numbers(self, numbers: Numbers) -> Numbers:
-        """Return the numbers of this group, of one for each key of the call."""
-        if isinstance(numbers, int) or self.indices is None:
-            return numbers
-        return [numbers[index] for index in self.indices]
-
-    def rows(self, rows: Tensors) -> Tensors:
-        """Return the tensors of this group, of one for each key of the call."""
-        return rows if self.indices is None else Selected(rows, self.indices)
 
 
 def cut(plan: TransferPlan, most_bytes: int) -> TransferPlan:

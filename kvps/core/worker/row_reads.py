@@ -120,14 +120,15 @@ class RowRead(Generic[PartT]):
         """Return the requests for all rows."""
         return [part.ask(store.name, self.after, 0, self.priority) for part in self.parts]
 
-    def settle(self, ordered: bool) -> None:
-        """Note in the key what is applied."""
+    def settle(self, ordered: bool) -> bool:
+        """Note in the key what is applied; return whether some parts may lag behind."""
         key, told = self.key, [part.told for part in self.parts]
         if len(told) == len(ranges(key)):  # nothing is known of servers that were not asked
             applied = min([answer.lowest if ordered else answer.owed for answer in told])
             key.applied = max(key.applied, applied)
         if not ordered:
             key.version = max([key.version, *(answer.highest for answer in told)])
+        return True
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind the newest version; as whole keys are read."""

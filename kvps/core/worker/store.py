@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvps.compression.policy import CompressionPolicy
 from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
 from kvps.core.worker.closed_stores import label_of
 from kvps.core.worker.connection import Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
-from kvps.core.worker.plan import CompressionGroup, Key, PieceLocation, TransferPlan, make
+from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.phrases import never_initialised
@@ -82,22 +83,19 @@ class WorkerStore:
     """Counts of refusals of calls that all ranks make: of keys, the optimizer, its rate, barriers."""
     feedback: ErrorFeedback = field(default_factory=ErrorFeedback)
     traffic: Traffic = field(default_factory=Traffic)
+    name: str = field(init=False)
+    """The store's name, the same on every rank."""
+    ordered: bool = field(init=False)
+    """Whether push numbers are round numbers."""
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """The store's name, the same on every rank."""
-        return self.opened.store
+    def __post_init__(self) -> None:
+        self.name, self.ordered = self.opened.store, self.opened.mode == "sync"
 
     @property
     def label(self) -> str:
         """The name by which the scheduler knows this life of the store."""
         return label_of(self.name, self.opened.life)
-
-    @property
-    def ordered(self) -> bool:
-        """Whether push numbers are round numbers."""
-        return self.opened.mode == "sync"
 
     @property
     def skips_rounds(self) -> bool:
@@ -174,25 +172,27 @@ class WorkerStore:
         plan = self._plans.get(names)
         if plan is None:
             plan = make([self.key(name) for name in names], self.rank)
+            if self.feedback.is_on:
+                plan.groups = self.feedback.groups(plan, self.rank)
             if len(self._plans) >= 4 * len(self.keys) + 16:
                 self._plans.clear()
             self._plans[names] = plan
         return plan
 
-    def push_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
+    def compress(self, rules: CompressionPolicy) -> None:
+        """Compress by ``rules`` from the next push on."""
+        self.feedback.use(rules)
+        self._plans.clear()
+
+    def push_groups(self, plan: TransferPlan) -> tuple[TransferPlan, ...]:
         """Return the keys of ``plan`` that is to be pushed, by how they travel.
 
         A push that may be refused is not compressed: what was encoded of it would be gone from the
         residual.
         """
-        is_taken = self.takes_pushes or any(key.applied for key in plan.keys)
-        return self.read_groups(plan) if is_taken else [CompressionGroup(plan)]
-
-    def read_groups(self, plan: TransferPlan) -> list[CompressionGroup]:
-        """Return the keys of ``plan`` that is to be read, by how they travel."""
-        if not self.feedback.is_on:
-            return [CompressionGroup(plan)]
-        return self.feedback.groups(plan, self.rank)
+        if plan.groups and (self.takes_pushes or any(key.applied for key in plan.keys)):
+            return plan.groups
+        return (plan,)
 
     def key(self, name: str) -> Key:
         """Return one key.

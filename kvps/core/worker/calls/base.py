@@ -17,13 +17,14 @@ import abc
 import enum
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
-from kvps.core.worker.plan import ChunkSlice, Key, Numbers, Tensors, TransferPlan, alike
+from kvps.core.worker.plan import ANY, ChunkSlice, Key, Priority, Rows, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, KvpsError
 from kvps.protocol.envelope import WINDOW, Packet
@@ -97,14 +98,14 @@ def bulk(
     store: WorkerStore,
     share: ChunkSlice,
     message: Load | Push,
-    rows: Tensors,
-    priority: Numbers = 0,
+    rows: Rows,
+    priority: Priority = 0,
 ) -> Request:
     """Return the request that carries the elements of ``share``, as they are."""
     return Request(
         share.server,
         message,
-        fill=lambda route: share.gather(rows, store.memory, route),
+        fill=partial(share.gather, rows, store.memory),
         payload_bytes=share.payload_bytes,
         lane=share.chunk,
         priority=share.highest(priority),
@@ -117,41 +118,36 @@ def number_push(
     """Number a push of ``names``, and wait until the window has room for it.
 
     Returns:
-        The plan of the keys, and for each the number of this push and that after the one before it. Its
-        requests are to be made within :class:`RefusalMarker`.
+        The plan of the keys, and for each the number of this push and that after the one before it. If its
+        requests are refused, the plan is to be told (:meth:`TransferPlan.refuse`).
 
     Raises:
         ConfigError: if this rank has joined: rounds close without it.
     """
     _demand_presence(store)
-    plan = yield from numbered(store, names)
-    numbers, sinces = [key.number for key in plan.keys], [key.since for key in plan.keys]
-    full: list[Key] = []
-    if max(numbers, default=0) - min([key.applied for key in plan.keys], default=0) >= WINDOW:
-        full = [key for key in plan.keys if key.number - key.applied >= WINDOW]
+    plan = store.plan(names)
     for key in plan.keys:
-        key.number += 1
-        key.since = key.number
+        if key.is_refused:
+            yield from numbered(store, names)
+            break
+    numbers: list[int] = []
+    sinces: list[int] = []
+    full: list[Key] = []
+    for key in plan.keys:
+        number = key.number
+        numbers.append(number)
+        sinces.append(key.since)
+        if number - key.applied >= WINDOW:
+            full.append(key)
+        key.number = key.since = number + 1
     if full:
-        with RefusalMarker(plan):
+        try:
             yield from _make_room(store, full)
             _demand_presence(store)
+        except KvpsError:
+            plan.refuse()
+            raise
     return plan, numbers, sinces
-
-
-@dataclass(frozen=True, slots=True)
-class RefusalMarker:
-    """Marks keys whose push is refused in the block: its number is free again, perhaps."""
-
-    plan: TransferPlan
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KvpsError):
-            for key in self.plan.keys:
-                key.is_refused = True
 
 
 def demand_numbered_rounds(store: WorkerStore) -> None:
@@ -187,7 +183,7 @@ def numbered(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list
     """
     plan = store.plan(names)
     if any(key.is_refused for key in plan.keys):
-        read = yield from read_versions(store, plan, 0, 0)
+        read = yield from read_versions(store, plan, ANY, ANY)
         for key, parts in zip(plan.keys, read.by_key(), strict=True):
             if key.is_refused:  # and no other call has asked meanwhile
                 key.is_refused, key.since = False, 0
@@ -199,7 +195,7 @@ def _make_room(store: WorkerStore, full: list[Key]) -> Steps:
     """Wait until fewer than :data:`WINDOW` pushes of each of these keys are under way."""
     if store.ordered:
         plan = store.plan(tuple(key.name for key in full))
-        yield from read_versions(store, plan, 0, alike([key.number - WINDOW for key in full]))
+        yield from read_versions(store, plan, ANY, alike([key.number - WINDOW for key in full]))
         return
     numbers = [key.number - 1 for key in full]
     yield AwaitAcks()
@@ -215,4 +211,4 @@ def settle(store: WorkerStore, names: tuple[str, ...]) -> Steps:
     pushed = tuple(name for name in names if store.keys[name].number > store.keys[name].applied)
     if pushed:
         plan = yield from numbered(store, pushed)
-        yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)
+        yield from read_versions(store, plan, alike([key.number for key in plan.keys]), ANY)

@@ -23,6 +23,7 @@ from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.calls.resume import inherit
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, read_versions
+from kvps.core.worker.plan import ANY
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import REFUSED, StorageError
 from kvps.protocol.envelope import Packet
@@ -121,7 +122,7 @@ def recount(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list[
     store.keys.clear()
     yield from lookup(store, names)
     plan = store.plan(tuple(store.keys))
-    read = yield from read_versions(store, plan, 0, 0)
+    read = yield from read_versions(store, plan, ANY, ANY)
     versions: dict[str, int] = {}
     yield from inherit(store)
     for key, parts in zip(plan.keys, read.by_key(), strict=True):

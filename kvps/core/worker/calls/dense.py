@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
-    RefusalMarker,
     Values,
     bulk,
     number_push,
@@ -25,26 +26,19 @@ from kvps.core.worker.calls.base import (
 from kvps.core.worker.connection import Request, route_of
 from kvps.core.worker.consistent_read import (
     HeldValues,
-    PieceSink,
     ReadTracker,
-    ReplySink,
-    RowSink,
     Sink,
     own_sink,
     read,
     read_versions,
     settle_reads,
 )
-from kvps.core.worker.plan import (
-    CompressionGroup,
-    Numbers,
-    Sizes,
-    Tensors,
-    TransferPlan,
-    alike,
-)
+from kvps.core.worker.plan import ANY, Numbers, Priority, Rows, Sizes, TransferPlan, alike
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
+from kvps.errors import KvpsError
+
+_payload_bytes = attrgetter("payload_bytes")
 
 
 class Views(enum.Enum):
@@ -60,15 +54,6 @@ Sinks = tuple[torch.Tensor, ...] | Views | None
 """Destination of pulled values: contiguous tensors, one per key; VIEWS, if the call finishes with
 views of them; HELD, if it finishes with :class:`~kvps.core.worker.consistent_read.HeldValues`; or
 None if none are wanted."""
-
-
-def sink_for(sinks: Sinks, plan: TransferPlan) -> Sink | None:
-    """Return the sink that a call asks for."""
-    if sinks is None:
-        return None
-    if sinks is Views.VIEWS:
-        return PieceSink(range(len(plan.keys)))
-    return HeldValues(range(len(plan.keys))) if sinks is Views.HELD else RowSink(sinks)
 
 
 def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None:
@@ -110,7 +95,7 @@ class PushValues(PushCall):
 
     rows: tuple[torch.Tensor, ...]
     sinks: Sinks
-    priority: Numbers
+    priority: Priority
     eager: bool
     """Copy all values before anything else, so that the caller may reuse them soonest."""
     weight: float = 1.0
@@ -131,35 +116,24 @@ class PushValues(PushCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
         groups = store.push_groups(plan)
-        if (
-            isinstance(self.sinks, tuple)
-            and sum([len(member_group.plan.shares) for member_group in groups]) > 1
-        ):
+        if isinstance(self.sinks, tuple) and (len(groups) > 1 or len(plan.shares) > 1):
             unshare(values, self.sinks, plan.sizes)
-        sink = sink_for(self.sinks, plan)
+        sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         reads: list[ReadTracker] = []
         requests: list[Request] = []
-        with RefusalMarker(plan):
+        try:
             for group in groups:
-                own = group.numbers(numbers)
-                since = alike(group.numbers(sinces)) if store.opened.late == "next" else None
-                tracker = ReadTracker(
-                    group.plan,
-                    priority=group.numbers(self.priority),
-                    skips=store.skips_rounds,
-                )
-                if sink is not None:
-                    tracker.sink = own_sink(group, sink)
-                    tracker.after = alike([number + 1 for number in own])
-                requests += self._pushed(store, group, group.rows(values), alike(own), since, tracker)
-                reads.append(tracker)
+                requests += self._pushed(store, group, values, numbers, sinces, sink, reads)
             self._tagged(store, plan, numbers, requests)
-            store.traffic.encoded(plan.payload_bytes, [request.payload_bytes for request in requests])
+            store.traffic.encoded(plan.payload_bytes, map(_payload_bytes, requests))
             yield requests
+        except KvpsError:
+            plan.refuse()
+            raise
         store.was_pushed_to = True
-        if sink is not None:
+        if reads:
             yield from settle_reads(store, reads)
-        return _views(store, plan, sink)
+        return _result(store, plan, self.sinks, sink)
 
     def _tagged(
         self,
@@ -173,34 +147,43 @@ class PushValues(PushCall):
     def _pushed(
         self,
         store: WorkerStore,
-        group: CompressionGroup,
-        gradients: Tensors,
+        group: TransferPlan,
+        gradients: Rows,
         numbers: Numbers,
-        since: Numbers | None,
-        tracker: ReadTracker,
+        sinces: Numbers,
+        sink: Sink | None,
+        reads: list[ReadTracker],
     ) -> list[Request]:
-        """Return the requests that push the keys of ``group``, whose answers go to ``tracker``.
-
-        ``since`` has the numbers after the pushes before these, where servers have to know them.
-        """
-        is_pull = tracker.sink is not None
+        """Return the requests that push the keys of ``group``, and add their read, if there is a ``sink``."""
+        urgency = self.priority
+        if group.indices is not None:
+            numbers, sinces, gradients = group.picked(numbers), group.picked(sinces), group.picked(gradients)
+            sink = sink and own_sink(group, sink)
+            urgency = urgency if isinstance(urgency, int) else group.picked(urgency)
+        numbers = alike(numbers)
+        tracker = None
+        if sink is not None:
+            after = [number + 1 for number in numbers]
+            tracker = ReadTracker(group, sink, after, urgency, skips=store.skips_rounds)
+            reads.append(tracker)
         requests = []
-        for share in group.plan.shares:
+        for share in group.shares:
             dtype = BY_NAME[share.dtype].id
             runs = share.runs(numbers)
-            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, is_pull, runs)
-            if since is not None:  # a run for each key, in the order of the elements
-                message = replace(message, runs=share.runs_by_key(numbers), since=share.numbers_by_key(since))
+            message = p.Push(share.chunk, dtype, (store.rank,), self.weight, tracker is not None, runs)
+            if store.opened.late == "next":  # a run for each key, in the order of the elements
+                runs, since = share.runs_by_key(numbers), share.numbers_by_key(sinces)
+                message = replace(message, runs=runs, since=since)
             if group.setting is None:
-                request = bulk(store, share, message, gradients, tracker.priority)
+                request = bulk(store, share, message, gradients, urgency)
             else:
                 request = store.feedback.push(group, share, message, gradients, store.memory, numbers)
-                request.priority = share.highest(tracker.priority)
+                request.priority = share.highest(urgency)
             if self.eager:
                 request.freeze()
-            if is_pull:
+            if tracker is not None:
                 feedback = store.feedback if group.is_by_deltas else None
-                request.on_reply = ReplySink(tracker, share, feedback)
+                request.on_reply = partial(tracker.take, share, feedback)
             requests.append(request)
         return requests
 
@@ -223,12 +206,12 @@ class PushStep(PushValues):
             request.message = replace(request.message, step=step[request.server])
 
 
-def _views(
-    store: WorkerStore, plan: TransferPlan, sink: Sink | None
+def _result(
+    store: WorkerStore, plan: TransferPlan, wish: Sinks, sink: Sink | None
 ) -> list[torch.Tensor] | HeldValues | None:
-    if isinstance(sink, PieceSink):
-        return sink.views(plan.keys, store.memory)
-    return sink if isinstance(sink, HeldValues) else None
+    if not isinstance(sink, HeldValues):
+        return None
+    return sink if wish is Views.HELD else sink.views(plan.keys, store.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,16 +223,16 @@ class PullValues(Call):
 
     keys: tuple[str, ...]
     sinks: Sinks
-    priority: Numbers
+    priority: Priority
     min_version: int
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
         after = alike([key.number for key in plan.keys])
-        sink = sink_for(self.sinks, plan)
+        sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         assert sink is not None
-        yield from read(store, plan, sink, after, self.min_version, self.priority)
-        return _views(store, plan, sink)
+        yield from read(store, plan, sink, after, (self.min_version,), self.priority)
+        return _result(store, plan, self.sinks, sink)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,5 +287,5 @@ class Versions(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), 0)
+        read = yield from read_versions(store, plan, alike([key.number for key in plan.keys]), ANY)
         return [min((version for version, _ in parts.values()), default=0) for parts in read.by_key()]

@@ -22,7 +22,6 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
-    RefusalMarker,
     Values,
     demand_numbered_rounds,
     number_push,
@@ -33,7 +32,7 @@ from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
-from kvps.errors import Mismatch, ProtocolError
+from kvps.errors import KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.tensors import TORCH, dtype_of, from_frame
 
@@ -106,8 +105,11 @@ class PushTableRows(PushCall):
         demand_numbered_rounds(store)
         plan, (number,), _ = yield from number_push(store, self.keys)
         (key,) = plan.keys
-        with RefusalMarker(plan):
+        try:
             yield [_push(store, piece, number, *self.parts[piece.server], self.dim) for piece in key.pieces]
+        except KvpsError:
+            plan.refuse()
+            raise
         return None
 
 

@@ -17,12 +17,12 @@ from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk
 from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
-    RowSink,
     Step,
     loaded,
     read,
 )
 from kvps.core.worker.plan import (
+    ANY,
     Key,
     PieceLocation,
     alike,
@@ -158,7 +158,7 @@ class Broadcast(Call):
             is_read = yield from _relay(store, self, values, numbers)
             if not is_read:
                 # An update that was dropped before this broadcast is none of its values.
-                yield from read(store, store.plan(names), RowSink(self.sinks), 0, 0, 0, tells=False)
+                yield from read(store, store.plan(names), self.sinks, ANY, ANY, 0, tells=False)
             if not store.ordered:
                 yield from barrier(store, BROADCAST)
         except BaseException as error:
@@ -201,7 +201,7 @@ def _relay(
     for number in sorted(set(numbers)):
         indices = [index for index, own in enumerate(numbers) if own == number]
         plan = plans.cut(make([stubs[index] for index in indices], store.rank), most)
-        into = RowSink([call.sinks[index] for index in indices])
+        into = [call.sinks[index] for index in indices]
         requests += loaded(store, plan, number, begun.stamps, into)
     made = yield from _create(store, call.keys, rows, numbers, beside=requests)
     return made.stamps == begun.stamps

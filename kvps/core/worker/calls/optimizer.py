@@ -169,7 +169,7 @@ class Compress(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield []
-        store.feedback.use(self.rules)
+        store.compress(self.rules)
         return None
 
 

@@ -21,7 +21,7 @@ from kvps.core.worker import consistent_read
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
-from kvps.core.worker.plan import CopyVersion, Key, Numbers, PieceLocation, of_key
+from kvps.core.worker.plan import ANY, CopyVersion, Key, PieceLocation, Priority, of_key
 from kvps.core.worker.row_reads import RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ProtocolError
@@ -94,7 +94,7 @@ class Refresh(Call):
     """Tensors for keys that have to be read as a whole; None for a new tensor."""
     marks: tuple[CopyVersion | None, ...]
     """The version that each copy holds, if that is known."""
-    priority: Numbers
+    priority: Priority
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
@@ -153,7 +153,7 @@ def _read_whole(
     plan = store.plan(tuple([copy.key.name for copy in copies]))
     after = [copy.after for copy in copies]
     priority = [copy.priority for copy in copies]
-    reads = yield from consistent_read.read(store, plan, consistent_read.RowSink(wholes), after, 0, priority)
+    reads = yield from consistent_read.read(store, plan, wholes, after, ANY, priority)
     known: dict[str, int] = {}
     for read in reads:
         for key, parts in zip(read.plan.keys, read.by_key(), strict=True):

@@ -23,6 +23,7 @@ from kvps.core.worker.calls.collective import BROADCAST
 from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step, Steps, read_versions
+from kvps.core.worker.plan import ANY
 from kvps.core.worker.store import Made, WorkerStore
 from kvps.protocol.envelope import Packet
 
@@ -105,7 +106,7 @@ def _take_place(
     yield AwaitAcks()
     specs = yield from lookup(store, names)
     plan = store.plan(tuple(name for name in names if specs[name] is not None))
-    read = yield from read_versions(store, plan, 0, 0)
+    read = yield from read_versions(store, plan, ANY, ANY)
     numbers = [owed for parts in read.by_key() for _, owed in parts.values()]
     if len(plan.keys) < len(names):
         numbers.append(0)  # of a key that is not there yet, all pushes are owed

@@ -25,7 +25,6 @@ from kvps.core.worker.calls.base import (
     OnTimeout,
     Operation,
     PushCall,
-    RefusalMarker,
     Values,
     demand_numbered_rounds,
     number_push,
@@ -33,7 +32,7 @@ from kvps.core.worker.calls.base import (
 )
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
-from kvps.core.worker.plan import Key, Numbers, make, of_key
+from kvps.core.worker.plan import ANY, Key, Priority, make, of_key
 from kvps.core.worker.row_reads import (
     Range,
     RowRead,
@@ -42,7 +41,7 @@ from kvps.core.worker.row_reads import (
 )
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
-from kvps.errors import ConfigError, ProtocolError
+from kvps.errors import ConfigError, KvpsError, ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.tensors import TORCH, Memory, from_frame
 
@@ -56,7 +55,7 @@ class PushKeyRows(PushCall):
     rows: tuple[torch.Tensor, ...]
     """Three tensors for each key: the numbers of rows, int64 [k], ascending, each once and in the
     key; the index of each of these rows in the third; and rows, [at least k, width]."""
-    priority: Numbers
+    priority: Priority
     eager: bool
     """As in PushValues."""
 
@@ -76,7 +75,7 @@ class PushKeyRows(PushCall):
                 _demand_room(key, some.stop - some.start)
         plan, numbers, _ = yield from number_push(store, self.keys)
         requests: list[Request] = []
-        with RefusalMarker(plan):
+        try:
             for index, (key, number) in enumerate(zip(plan.keys, numbers, strict=True)):
                 rows = values[3 * index : 3 * index + 3]
                 pushed = _pushes(store, key, number, *rows) or _whole_pushes(store, key, number, *rows)
@@ -86,6 +85,9 @@ class PushKeyRows(PushCall):
                         request.freeze()
                 requests += pushed
             yield requests
+        except KvpsError:
+            plan.refuse()
+            raise
         store.was_pushed_to = True
         return None
 
@@ -179,7 +181,7 @@ def _whole_pushes(
                 (store.rank,),
                 1.0,
                 False,
-                share.runs(number),
+                share.runs((number,)),
             ),
             fill=partial(share.gather, [dense.view(key.spec.shape)], store.memory),
             payload_bytes=share.payload_bytes,
@@ -240,7 +242,7 @@ class PullKeyRows(Call):
     """Row numbers of each key, int64 [k], ascending, each once and in the key."""
     places: tuple[torch.Tensor, ...]
     """Index in the result of each of these rows, int64 [k] for each key, each once."""
-    priority: Numbers
+    priority: Priority
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
@@ -278,7 +280,5 @@ def _read_whole(
     """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
     dense = torch.empty(read.key.spec.shape, dtype=out.dtype)
     plan = store.plan((read.key.name,))
-    yield from consistent_read.read(
-        store, plan, consistent_read.RowSink([dense]), read.after, 0, read.priority
-    )
+    yield from consistent_read.read(store, plan, [dense], (read.after,), ANY, read.priority)
     out.index_copy_(0, places, dense.view(-1, read.key.spec.width).index_select(0, ids))

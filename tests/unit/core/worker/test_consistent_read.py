@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from kvps.compression.policy import rules_of
 from kvps.core.worker.calls import Views
-from kvps.core.worker.calls.dense import sink_for
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import (
     AwaitAcks,
     HeldValues,
     LaggingReads,
-    PieceSink,
-    RowSink,
+    Sink,
     Step,
     Steps,
     read,
     read_versions,
 )
-from kvps.core.worker.plan import PieceLocation
+from kvps.core.worker.plan import ANY, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ProtocolError
@@ -55,7 +53,7 @@ def reading(one: WorkerStore, *names: str, after: int = 0) -> tuple[Steps, list[
     plan = one.plan(names)
     sinks = [torch.full((key.spec.count,), -1.0) for key in plan.keys]
     conditions = [after] * len(names)
-    return read(one, plan, RowSink(sinks), conditions, 0, 0), sinks
+    return read(one, plan, sinks, conditions, ANY, 0), sinks
 
 
 def read_versions_alone(one: WorkerStore) -> None:
@@ -109,19 +107,18 @@ def test_keys_of_one_chunk_are_read_by_one_request() -> None:
 @pytest.mark.parametrize("wanted", [None, Views.VIEWS, Views.HELD])
 def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wanted: Views | None) -> None:
     one = new_store()
-    one.feedback.use(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
+    one.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
     plan = one.plan(("b", "a"))
     sinks = [torch.zeros(3), torch.zeros(2)]
-    sink = sink_for(wanted or tuple(sinks), plan)
-    assert sink is not None
-    steps = read(one, plan, sink, 0, 0, 0)
+    sink: Sink = sinks if wanted is None else HeldValues(range(2))
+    steps = read(one, plan, sink, ANY, ANY, 0)
     step = next(steps)
     assert [message.runs for message in pulls(step)] == [(Ask(2, 3, 0, 0),), (Ask(0, 2, 0, 0),)]
     assert isinstance(step, list)
     assert ends(steps, [answer(step[0], 3), answer(step[1], 4)])
-    if isinstance(sink, PieceSink):
-        sinks = sink.views(plan.keys, one.memory)
     if isinstance(sink, HeldValues):
+        if wanted is Views.VIEWS:
+            sinks = sink.views(plan.keys, one.memory)
         sink.copy_to(sinks)
     assert [row.tolist() for row in sinks] == [[3, 3, 3], [4, 4]], "each at its own place"
 
@@ -131,7 +128,7 @@ def test_keys_may_stand_at_different_versions() -> None:
     one.key("a").number = 1
     plan = one.plan(("a", "b"))
     sinks = [torch.zeros(2), torch.zeros(3)]
-    steps = read(one, plan, RowSink(sinks), [1, 0], [0, 4], 0)
+    steps = read(one, plan, sinks, [1, 0], [0, 4], 0)
     step = next(steps)
     assert pulls(step) == [Pull(1, True, (Ask(0, 2, 1, 0), Ask(2, 3, 0, 4)))]
     assert isinstance(step, list)
@@ -321,10 +318,9 @@ class TestAge:
 class TestViews:
     """Values that stay where they are."""
 
-    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, PieceSink]:
-        sink = sink_for(Views.VIEWS, one.plan(names))
-        assert isinstance(sink, PieceSink)
-        return read(one, one.plan(names), sink, 0, 0, 0), sink
+    def read(self, one: WorkerStore, *names: str) -> tuple[Steps, HeldValues]:
+        sink = HeldValues(range(len(names)))
+        return read(one, one.plan(names), sink, ANY, ANY, 0), sink
 
     def test_are_of_the_memory_in_which_values_came(self) -> None:
         one = new_store()
@@ -357,8 +353,7 @@ class TestViews:
     def test_the_order_of_answers_does_not_matter(self) -> None:
         one = new_store()
         plan = one.plan(("big",))
-        sink = sink_for(Views.VIEWS, plan)
-        assert isinstance(sink, PieceSink)
+        sink = HeldValues(range(1))
         for share in reversed(plan.shares):
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
@@ -398,15 +393,8 @@ class TestViews:
             answers = [answer(request, 1, wanted=flag) for request, flag in zip(step, flags, strict=False)]
             assert ends(steps, answers)
             assert sink.views(one.plan(names).keys, PRIVATE) == []
-        sink = PieceSink(range(1))
+        sink = HeldValues(range(1))
         assert sink.views(one.plan(("a",)).keys, PRIVATE) == []
-
-    def test_are_one_of_three_things_that_a_call_may_want(self) -> None:
-        plan, row = new_store().plan(("a",)), torch.zeros(2)
-        assert sink_for(None, plan) is None
-        assert sink_for((row,), plan) == RowSink((row,))
-        assert sink_for(Views.VIEWS, plan) == PieceSink(range(1))
-        assert sink_for(Views.HELD, plan) == HeldValues(range(1))
 
 
 class TestHeldValues:
@@ -416,8 +404,7 @@ class TestHeldValues:
         one = new_store()
         one.place([("m", Spec("float32", (2, 2)), [PieceLocation(0, 1, 5, 4, 0)])])
         plan = one.plan(("b", "m", "big"))
-        sink = sink_for(Views.HELD, plan)
-        assert isinstance(sink, HeldValues)
+        sink = HeldValues(range(len(plan.keys)))
         values = torch.arange(7.0)
         for share in plan.shares:
             own = values if share.chunk == 1 and share.server == 0 else torch.full((4,), 8.0)
@@ -432,8 +419,7 @@ class TestHeldValues:
 
     def test_the_last_value_of_an_element_counts(self) -> None:
         plan = new_store().plan(("a",))
-        sink = sink_for(Views.HELD, plan)
-        assert isinstance(sink, HeldValues)
+        sink = HeldValues(range(len(plan.keys)))
         for value in (1.0, 2.0):
             sink.write(plan.shares[0], torch.full((2,), value))
         row = torch.zeros(2)

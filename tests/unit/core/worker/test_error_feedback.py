@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.compression.codecs import decode, encode
-from kvps.compression.policy import rules_of
+from kvps.compression.policy import OFF, rules_of
 from kvps.compression.spec import BIT2, FP16, RANDOMK, CodecSpec, size
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
@@ -477,18 +477,18 @@ def test_a_refused_push_is_an_error() -> None:
     assert "no" in str(one.error(ticket))
 
 
-def test_groups_are_remembered_and_forgotten() -> None:
+def test_groups_are_made_once_for_a_list_of_keys_and_anew_for_other_rules() -> None:
     one = bench(ALL)
-    feedback = one.core.stores["kv"].feedback
-    plan = one.core.stores["kv"].plan(("a", "b"))
-    groups = feedback.groups(plan, 0)
-    assert feedback.groups(plan, 0) is groups
-    feedback.use(rules_of("fp16"))
-    assert feedback.groups(plan, 0) is not groups
-    for index in range(70):
-        feedback._groups[(f"k{index}",)] = groups
-    feedback.groups(one.core.stores["kv"].plan(("b",)), 0)
-    assert len(feedback._groups) == 1
+    store = one.core.stores["kv"]
+    plan = store.plan(("a", "b"))
+    assert store.plan(("a", "b")).groups is plan.groups
+    assert [group.setting is None for group in plan.groups] == [False]
+    store.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
+    apart = store.plan(("a", "b"))
+    assert [(group.indices, group.setting is None) for group in apart.groups] == [((0,), True), ((1,), False)]
+    assert apart.groups[1].picked([3, 4]) == [4]
+    store.compress(OFF)
+    assert store.plan(("a", "b")).groups == ()
 
 
 def test_sizes_agree_with_the_wire() -> None:

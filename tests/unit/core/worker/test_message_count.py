@@ -33,11 +33,11 @@ def test_a_thousand_keys_on_two_servers() -> None:
     rows = [torch.full((256,), float(index)) for index in range(KEYS)]
     messages = answers = 0
     for share in plan.shares:
-        load = Load(share.chunk, 1, share.runs(0))
+        load = Load(share.chunk, 1, share.runs((0,)))
         stages[share.server].say(0, load, share.gather(rows, PRIVATE, "server 0")[0])
     for rank in range(2):
         for share in plan.shares:
-            push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs(0))
+            push = Push(share.chunk, 1, (rank,), 1.0, True, share.runs((0,)))
             assert len(push.runs) == 1
             said = stages[share.server].say(rank, push, share.gather(rows, PRIVATE, "server 0")[0])
             messages += 1

@@ -175,6 +175,15 @@ def test_a_full_window_is_waited_for_and_a_refusal_frees_the_number() -> None:
     assert one.keys["t"].is_refused
 
 
+def test_refused_push_of_rows_frees_the_number() -> None:
+    one = new_store()
+    steps = pushing(one, (1,))
+    assert next(steps)
+    with pytest.raises(ProtocolError):
+        steps.throw(ProtocolError("no"))
+    assert one.keys["t"].is_refused
+
+
 @pytest.mark.spec("R227")
 def test_rows_that_may_be_refused_wait_for_the_answer_once() -> None:
     """Where each push is applied by itself there may be no optimizer."""
