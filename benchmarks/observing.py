@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from kvps import protocol as p
-from kvps.core.effects import Send
+from kvps.core.effects import CoreOutbox, Send
 from kvps.net.driver import Lens
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Envelope, Packet, Role
@@ -88,28 +88,32 @@ def per_packet(count: int = 20_000) -> None:
     answer = Send(b"w", Packet(packet.envelope, p.Ack((p.Receipt(42, 7),))))
 
     class Core:
-        def on_packet(self, route: object, packet: object, now: float) -> object:
-            return iter((answer,))
+        def __init__(self) -> None:
+            self.outbox = CoreOutbox()
+
+        def on_packet(self, route: object, packet: object, now: float) -> None:
+            self.outbox.append(answer)
 
     def tracer() -> Tracer:
         return Tracer(TracedMember("a", 1), Role.SERVER, Encoding())
 
     recording = MemberLens(tracer(), lambda: packet.envelope)
-    recording.member.begin(7, 0.0)
     ring = RingLens({"role": "server"}, Path("none"))
     lenses: dict[str, Lens] = {
         "none": Lens(),
-        "off": MemberLens(tracer(), lambda: packet.envelope).current,
-        "flight recorder": MemberLens(tracer(), lambda: packet.envelope, below=ring).current,
+        "off": MemberLens(tracer(), lambda: packet.envelope),
+        "flight recorder": MemberLens(tracer(), lambda: packet.envelope, below=ring),
         "timeline": recording,
     }
-    core, times = Core(), {name: [] for name in lenses}
+    cores, times = {name: Core() for name in lenses}, {name: [] for name in lenses}
+    for name, lens in lenses.items():
+        lens.connect(cores[name], lambda effect: None)
+    recording.packet(cores["timeline"], "scheduler", Packet(packet.envelope, p.AskClock(7, 0)), 0.0)
     for _ in range(9):
         for name, lens in lenses.items():
-            began = time.thread_time()
+            core, began = cores[name], time.thread_time()
             for _ in range(count):
-                for _effect in lens.packet(core, b"w", packet, 1.0):
-                    pass
+                lens.current.packet(core, b"w", packet, 1.0)
             times[name].append((time.thread_time() - began) / count * 1e6)
             recording.member.spans.clear()
     base = statistics.median(times["none"])

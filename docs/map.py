@@ -63,14 +63,13 @@ def doors(package: Path) -> str:
 
 
 def _doors(path: Path, name: str) -> Iterator[ast.FunctionDef]:
-    """Yield the public methods of a class that return effects, and those by which the loop asks."""
+    """Yield the public methods of a class that are told the time, and those by which the loop asks."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ClassDef) and node.name == name:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-                    gives = ast.unparse(method.returns) if method.returns else ""
-                    is_asked = method.name in ("admit", "deadline")
-                    if is_asked or (gives == "Effects" and method.name != "take_effects"):
+                    is_told = method.args.args[-1].arg == "now" and ast.unparse(method.returns) == "None"
+                    if is_told or method.name in ("admit", "deadline"):
                         yield method
 
 

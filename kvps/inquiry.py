@@ -65,7 +65,7 @@ class Inquirer:
 
     def stop(self) -> None:
         """End the call of :meth:`ask` that is under way; any thread may call this."""
-        self._inbox.put(lambda core, now: iter((Exit(0, "stopped"),)))
+        self._inbox.put(lambda core, now: core.outbox.append(Exit(0, "stopped")))
 
 
 def inquire(

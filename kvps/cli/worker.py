@@ -16,7 +16,7 @@ from shutil import which
 
 from kvps import config
 from kvps.cli import flags
-from kvps.core.effects import Effects, Finish
+from kvps.core.effects import Finish
 from kvps.core.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
@@ -202,7 +202,7 @@ class Shell(Listener):
             return report("worker", ending)
         return ending.code
 
-    def _reap(self, now: float) -> Effects:
+    def _reap(self, now: float) -> None:
         """Find out whether the command has ended."""
         if self._process is None or self._process.returncode is not None:
             return
@@ -215,12 +215,12 @@ class Shell(Listener):
         reason = f"{self._command[0]} ended"
         if code < 0:
             reason, code = (f"{self._command[0]} was killed by {signal.Signals(-code).name}", 128 - code)
-        yield from self._tell(code, reason, now)
+        self._tell(code, reason, now)
 
-    def _tell(self, code: int, reason: str, now: float) -> Effects:
+    def _tell(self, code: int, reason: str, now: float) -> None:
         if self._report_fd is not None:
             os.write(self._report_fd, f"worker {os.getpid()} {code}\n".encode())
-        yield from self._core.on_end(code, reason, now)
+        self._core.on_end(code, reason, now)
 
     # --- the orders of the core ------------------------------------------------------------------
 

@@ -1,15 +1,14 @@
 """Effects: what a core may ask of the world, and the methods through which the world calls a core.
 
-A core never does anything itself. The caller of a method takes all of its effects, in order, before it calls
-another; the method has finished when they have been taken. The scheduler and the server have done their work
-before they return the first effect: their state never depends on the iteration. The worker makes each effect
-as it is taken, so that a chunk is on the wire while the next is being copied. A test collects effects into a
-list and compares.
+A core never does anything itself: it appends effects to its outbox, and the world performs them in order.
+The outbox of a process performs an effect as it is appended. So a worker's chunk is on the wire while the
+next is being copied. The scheduler and the server append the effects of a method when its work is done:
+their state never depends on the world. A test's outbox collects, and the test compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -124,7 +123,34 @@ class Exit:
 
 
 Effect = Send | Connect | Trust | Listen | Note | Finish | Copied | Save | Disk | Exit
-Effects = Iterator[Effect]
+
+
+class Outbox(Protocol):
+    """The place for the effects of a part of a core, in their order; a list will do."""
+
+    def append(self, effect: Effect, /) -> None:
+        """Have ``effect`` performed, now or later."""
+
+
+class CoreOutbox:
+    """The outbox of a core: it performs effects at once if it is connected, and else collects them."""
+
+    def __init__(self) -> None:
+        self._collected: list[Effect] = []
+
+    def append(self, effect: Effect, /) -> None:
+        """Have ``effect`` performed, or collect it."""
+        self._collected.append(effect)
+
+    def connect(self, perform: Callable[[Effect], None]) -> None:
+        """Have each effect performed by ``perform`` from now on."""
+        self.append = perform  # type: ignore[method-assign]  # a call less for each effect
+
+    def take(self) -> list[Effect]:
+        """Return the effects that were collected since the last call."""
+        taken = self._collected.copy()
+        self._collected.clear()
+        return taken
 
 
 class Core(Protocol):
@@ -132,6 +158,9 @@ class Core(Protocol):
 
     A core that inherits these defaults admits every packet, and ignores failures and broken connections.
     """
+
+    outbox: CoreOutbox
+    """The effects of all doors."""
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet by its envelope, before it is decoded.
@@ -149,22 +178,22 @@ class Core(Protocol):
         """
         return True
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """A peer said something that :meth:`admit` has just let in: it is not judged again."""
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused by its envelope (a KvpsError), or caused an unexpected error.
 
         Raises:
             Exception: ``error``, if this process cannot go on.
         """
-        yield from ()
+        return
 
-    def on_drop(self, route: Route, now: float) -> Effects:
+    def on_drop(self, route: Route, now: float) -> None:
         """The connection along ``route`` broke: a hint that the peer may have ended."""
-        yield from ()
+        return
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """The deadline is reached."""
 
     def deadline(self) -> float | None:

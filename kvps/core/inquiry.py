@@ -7,7 +7,7 @@ request must be one that may be made twice, such as LOOK or EVICT.
 
 from __future__ import annotations
 
-from kvps.core.effects import Connect, Core, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Note, Route, Send
 from kvps.core.membership_client import ASK_DOCTOR, EXIT_TEMPORARY, SCHEDULER
 from kvps.errors import KvpsError, SchedulerLost, from_code
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
@@ -40,6 +40,7 @@ class Inquiry(Core):
         payload: tuple[memoryview, ...] = (),
         seq: int = 1,
     ) -> None:
+        self.outbox = CoreOutbox()
         self.answer: Packet | None = None
         """The scheduler's answer."""
         self.error: KvpsError = SchedulerLost(
@@ -53,34 +54,34 @@ class Inquiry(Core):
         self._until = now + limit_s
         self._ask_at = now
 
-    def start(self, now: float) -> Effects:
+    def start(self, now: float) -> None:
         """Connect, and ask."""
-        yield Connect("scheduler", self._scheduler)
-        yield from self.on_timer(now)
+        self.outbox.append(Connect("scheduler", self._scheduler))
+        self.on_timer(now)
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler said something."""
         match packet.message:
             case Error(code=code, text=text):
                 self.error = from_code(code, text)
-                yield Exit(1, text)
+                self.outbox.append(Exit(1, text))
             case Stop(reason=reason):
                 self.error = SchedulerLost(f"the job is over: {reason}")
-                yield Exit(EXIT_TEMPORARY, str(self.error))
+                self.outbox.append(Exit(EXIT_TEMPORARY, str(self.error)))
             case message if isinstance(message, self._kind) and message.seq == self._seq:
                 self.answer = packet
-                yield Exit(0, "answered")
+                self.outbox.append(Exit(0, "answered"))
             case message:
-                yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+                self.outbox.append(Note("debug", f"unexpected {type(message).__name__} from the scheduler"))
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Ask again, or give up."""
         if now >= self._until:
-            yield Exit(EXIT_TEMPORARY, str(self.error))
+            self.outbox.append(Exit(EXIT_TEMPORARY, str(self.error)))
         elif now >= self._ask_at:
             self._ask_at = now + ASK_AGAIN_S
             envelope = Envelope(bytes(16), 0, Role.WORKER, 0, 0, self._seq)
-            yield Send(SCHEDULER, Packet(envelope, self._request, self._payload))
+            self.outbox.append(Send(SCHEDULER, Packet(envelope, self._request, self._payload)))
 
     def deadline(self) -> float:
         """Return when to ask again, or to give up."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import (
     ConfigError,
@@ -131,8 +131,9 @@ class BeatFigures(NamedTuple):
 class MembershipClient:
     """One process's membership of one job, from HELLO to LEFT."""
 
-    def __init__(self, identity: Identity, now: float) -> None:
+    def __init__(self, identity: Identity, now: float, outbox: Outbox) -> None:
         self.identity = identity
+        self._outbox = outbox
         self.job = identity.job
         self.rank = (identity.rank or 0) if identity.incarnation else 0
         self.incarnation = identity.incarnation
@@ -220,20 +221,22 @@ class MembershipClient:
 
     # --- what it does -----------------------------------------------------------------------
 
-    def start(self, now: float) -> Effects:
+    def start(self, now: float) -> None:
         """Connect and say HELLO."""
-        yield self._connect(self.identity.is_enrolled)
-        yield from self.on_timer(now)
+        self._outbox.append(self._connect(self.identity.is_enrolled))
+        self.on_timer(now)
 
     def _connect(self, is_member: bool) -> Connect:
         return Connect("scheduler", self.identity.scheduler, is_member=is_member)
 
-    def _join(self) -> Effects:
+    def _join(self) -> None:
         """Say HELLO, and where there are keys, before it by which of them this process will speak."""
         identity = self.identity
         if identity.public_key and not identity.is_enrolled:
-            yield Send(SCHEDULER, self.packet(p.Enrol(identity.public_key, identity.command_key)))
-        yield Send(SCHEDULER, self.hello())
+            self._outbox.append(
+                Send(SCHEDULER, self.packet(p.Enrol(identity.public_key, identity.command_key)))
+            )
+        self._outbox.append(Send(SCHEDULER, self.hello()))
 
     def key_of(self, node: Node) -> str:
         """Return the public key of a member; empty if it has none."""
@@ -269,13 +272,13 @@ class MembershipClient:
             ),
         )
 
-    def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> Effects:
+    def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> None:
         """Say that this process ends, and how."""
         if not self.left and self.welcome is not None:
             self._leave = p.Leave(done, exit_code, replaceable, reason)
-            yield Send(SCHEDULER, self.packet(self._leave))
+            self._outbox.append(Send(SCHEDULER, self.packet(self._leave)))
 
-    def on_packet(self, packet: Packet, now: float) -> Effects:
+    def on_packet(self, packet: Packet, now: float) -> None:
         """The scheduler said something about membership; anything else is not for here."""
         self.heard_at = now
         message = packet.message
@@ -286,10 +289,10 @@ class MembershipClient:
                     self.job = packet.envelope.job
                     self.rank, self.incarnation = message.rank, message.incarnation
                     self.reason = "waiting for the other members"
-                    yield Note("debug", f"joined as {Node(self.identity.role, self.rank)}")
+                    self._outbox.append(Note("debug", f"joined as {Node(self.identity.role, self.rank)}"))
                     if self.identity.public_key and not self.identity.is_enrolled:
-                        yield self._connect(is_member=True)
-                    yield Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in)))
+                        self._outbox.append(self._connect(is_member=True))
+                    self._outbox.append(Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in))))
                     self._next_beat = now + BEAT_EVERY_S
             case p.View():
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
@@ -303,26 +306,26 @@ class MembershipClient:
                 # One that ends does not answer: another may take its seat.
                 if not (self._leave or self.stopped or self.error):
                     alive = p.Alive(message.number, self.identity.guardian)
-                    yield Send(SCHEDULER, self.packet(alive))
+                    self._outbox.append(Send(SCHEDULER, self.packet(alive)))
             case p.Left():
                 self.left = True
             case p.Stop():
                 self.stopped = message
             case p.Error():
-                yield from self._refused(message)
+                self._refused(message)
             case _:
-                yield Note("debug", f"unexpected {type(message).__name__} from the scheduler")
+                self._outbox.append(Note("debug", f"unexpected {type(message).__name__} from the scheduler"))
 
-    def _refused(self, message: p.Error) -> Effects:
+    def _refused(self, message: p.Error) -> None:
         error = from_code(message.code, message.text)
         if self.welcome is None or isinstance(error, Fenced | Unauthorized):
             self.error = error
             code = EXIT_CONFIG if isinstance(error, ConfigError | Unauthorized) else 1
-            yield Exit(code, str(error))
+            self._outbox.append(Exit(code, str(error)))
         else:
-            yield Note("warning", str(error))
+            self._outbox.append(Note("warning", str(error)))
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Say HELLO again, or beat, or LEAVE again, if it is time."""
         if now > self._last_timer_at + STILL_S:  # this process stood still, and not the scheduler
             self.heard_at = now
@@ -330,15 +333,15 @@ class MembershipClient:
         if now < self._next_beat or self.stopped or self.left or self.error:
             return
         self._next_beat = now + BEAT_EVERY_S
-        yield from self._say_that_it_waits(now)
+        self._say_that_it_waits(now)
         if self.welcome is not None:
             figures = self.figures()._asdict()
             beat = p.Beat(self.progress, self.waits_in, standstill=self.standstill, **figures)
-            yield Send(SCHEDULER, self.packet(beat))
+            self._outbox.append(Send(SCHEDULER, self.packet(beat)))
             if self._leave is not None:
-                yield Send(SCHEDULER, self.packet(self._leave))
+                self._outbox.append(Send(SCHEDULER, self.packet(self._leave)))
         elif self.silent_for(now) < self.identity.join_max_s:
-            yield from self._join()
+            self._join()
         else:
             self.error = SchedulerLost(
                 f"{self.identity.role} on {self.identity.host}: no answer from the scheduler at "
@@ -346,9 +349,9 @@ class MembershipClient:
                 "Check that kvps-scheduler runs and that KVPS_SCHEDULER or --scheduler names its "
                 "--bind address, then start this again"
             )
-            yield Exit(EXIT_TEMPORARY, str(self.error))
+            self._outbox.append(Exit(EXIT_TEMPORARY, str(self.error)))
 
-    def _say_that_it_waits(self, now: float) -> Effects:
+    def _say_that_it_waits(self, now: float) -> None:
         """Tell a person whose script does not begin why; a supervisor's command says so itself."""
         waited_s = now - self._began_at
         if self.view is not None or self.identity.role != Role.WORKER or waited_s < self._waits_s:
@@ -356,7 +359,7 @@ class MembershipClient:
         if self.welcome is None or not self.identity.guardian:
             self._waits_s = 2 * waited_s
             said = f"this worker has waited {waited_s:.0f} s for its place in the job: {self.reason}"
-            yield Note("warning", f"{said}{ASK_DOCTOR}")
+            self._outbox.append(Note("warning", f"{said}{ASK_DOCTOR}"))
 
     def deadline(self) -> float | None:
         """When the next HELLO or beat is due."""

@@ -29,7 +29,7 @@ from __future__ import annotations
 import enum
 import signal
 
-from kvps.core.effects import Core, Effects, Exit, Finish, Note, Route
+from kvps.core.effects import Core, CoreOutbox, Effect, Exit, Finish, Note, Route
 from kvps.core.membership_client import (
     EXIT_CONFIG,
     EXIT_TEMPORARY,
@@ -68,7 +68,10 @@ class Supervisor(Core):
         grace_s: float = END_MAX_S,
     ) -> None:
         """Hold a seat for a command; it may take ``grace_s`` to end when SIGTERM is passed on."""
-        self.member = MembershipClient(identity, now)
+        self.outbox = CoreOutbox()
+        of_member = CoreOutbox()
+        of_member.connect(self._pass_on)
+        self.member = MembershipClient(identity, now, of_member)
         self.stage = Stage.JOINING
         self.exit_code = 0
         """The command's, once it has ended."""
@@ -81,59 +84,56 @@ class Supervisor(Core):
 
     # --- the doors ----------------------------------------------------------------------------
 
-    def start(self, now: float) -> Effects:
+    def start(self, now: float) -> None:
         """Join the cluster."""
-        yield from self.member.start(now)
+        self.member.start(now)
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler said something."""
-        for effect in self.member.on_packet(packet, now):
-            if isinstance(effect, Exit) and self.stage is Stage.RUNNING:
-                yield Note("error", f"{effect.reason}; ending the command")
-                yield from self._ask(signal.SIGTERM, now)
-            else:
-                yield effect
+        self.member.on_packet(packet, now)
         if self.stage is Stage.JOINING:
-            yield from self._begin()
+            self._begin()
         elif self.stage is Stage.RUNNING:
             self._on_stop(now)
         else:
-            yield from self._end()
+            self._end()
 
-    def on_signal(self, number: int, now: float) -> Effects:
+    def on_signal(self, number: int, now: float) -> None:
         """The operator wants an end: the command is asked, and at the second time killed."""
         if self.stage is not Stage.RUNNING:
-            yield Exit(self.exit_code or 128 + number, f"asked to stop by {signal.Signals(number).name}")
+            self.outbox.append(
+                Exit(self.exit_code or 128 + number, f"asked to stop by {signal.Signals(number).name}")
+            )
         elif self._kill_at is None:
-            yield from self._ask(number, now)
+            self._ask(number, now)
             if number == signal.SIGTERM:
                 self._kill_at = now + self._grace_s
         else:
-            yield Finish(KILL)
+            self.outbox.append(Finish(KILL))
 
-    def on_end(self, exit_code: int, reason: str, now: float) -> Effects:
+    def on_end(self, exit_code: int, reason: str, now: float) -> None:
         """The command ended."""
         self.stage, self.exit_code, self._reason = Stage.LEAVING, exit_code, reason
         self._ask_at = self._kill_at = None
         self._leave_until = now + LEAVE_MAX_S
-        yield from self._end()
+        self._end()
         if not self.member.stopped:
             # After a wrong configuration, another command would end like this one.
             is_replaceable = self._is_replaceable and exit_code != EXIT_CONFIG
-            yield from self.member.leave(exit_code == 0, exit_code, is_replaceable, reason)
+            self.member.leave(exit_code == 0, exit_code, is_replaceable, reason)
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Beat, ask or kill the command, say again how it ended, or give up saying it."""
-        yield from self.member.on_timer(now)
+        self.member.on_timer(now)
         if self._ask_at is not None and now >= self._ask_at:
-            yield Note("error", f"{self._reason}, and the command goes on; ending it")
-            yield from self._ask(signal.SIGTERM, now)
+            self.outbox.append(Note("error", f"{self._reason}, and the command goes on; ending it"))
+            self._ask(signal.SIGTERM, now)
         if self._kill_at is not None and now >= self._kill_at:
             self._kill_at = now + END_MAX_S
-            yield Finish(KILL)
+            self.outbox.append(Finish(KILL))
         if self._leave_until is not None and now >= self._leave_until:
-            yield Note("warning", f"the scheduler did not answer LEAVE in {LEAVE_MAX_S:.0f} s")
-            yield Exit(self.exit_code, self._reason)
+            self.outbox.append(Note("warning", f"the scheduler did not answer LEAVE in {LEAVE_MAX_S:.0f} s"))
+            self.outbox.append(Exit(self.exit_code, self._reason))
 
     def deadline(self) -> float | None:
         """When the next of that is due."""
@@ -142,13 +142,21 @@ class Supervisor(Core):
 
     # --- what follows -------------------------------------------------------------------------
 
-    def _begin(self) -> Effects:
+    def _pass_on(self, effect: Effect) -> None:
+        """Perform an effect of the membership; its end is that of the command, which is asked first."""
+        if isinstance(effect, Exit) and self.stage is Stage.RUNNING:
+            self.outbox.append(Note("error", f"{effect.reason}; ending the command"))
+            self._ask(signal.SIGTERM, self.member.heard_at)
+        else:
+            self.outbox.append(effect)
+
+    def _begin(self) -> None:
         """Start the command, if the seat is ours."""
         if self.member.stopped is not None:
-            yield Exit(self.member.stopped.exit_code or EXIT_TEMPORARY, str(self.member.end))
+            self.outbox.append(Exit(self.member.stopped.exit_code or EXIT_TEMPORARY, str(self.member.end)))
         elif self.member.welcome is not None and self.member.error is None:
             self.stage = Stage.RUNNING
-            yield Finish(START, self.member.welcome)
+            self.outbox.append(Finish(START, self.member.welcome))
 
     def _on_stop(self, now: float) -> None:
         """Give the command its time, if the job is over for it."""
@@ -168,11 +176,11 @@ class Supervisor(Core):
             for member in view.members
         )
 
-    def _ask(self, number: int, now: float) -> Effects:
+    def _ask(self, number: int, now: float) -> None:
         self._ask_at, self._kill_at = None, now + END_MAX_S
-        yield Finish(ASK, number)
+        self.outbox.append(Finish(ASK, number))
 
-    def _end(self) -> Effects:
+    def _end(self) -> None:
         """End with the command's exit code, once the scheduler knows it or is gone."""
         if self.member.left or self.member.stopped or self.member.error:
-            yield Exit(self.exit_code, self._reason)
+            self.outbox.append(Exit(self.exit_code, self._reason))

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -27,7 +26,6 @@ from kvps.core.effects import (
     Core,
     Disk,
     Effect,
-    Effects,
     Exit,
     Finish,
     Listen,
@@ -78,8 +76,9 @@ class Listener:
         """Something is to be done with files."""
 
 
-Item = Callable[[C, float], Effects]
+Item = Callable[[C, float], None]
 """A request of another thread to a core: called with the core and the time."""
+Perform = Callable[[Effect], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +92,19 @@ class CoreRequest:
     options: Mapping[str, object] = field(default_factory=dict)
     is_timed: bool = True
     """Whether the method is told the time."""
-    then: tuple[Effect, ...] = ()
-    """Effects after those of the method."""
 
-    def __call__(self, core: object, now: float) -> Effects:
+    def __call__(self, core: object, now: float) -> None:
         """Call the method."""
-        door: Callable[..., Effects] = attrgetter(self.name)(core)
+        door: Callable[..., None] = attrgetter(self.name)(core)
         times = {"now": now} if self.is_timed else {}
-        return chain(door(*self.args, **self.options, **times), self.then)
+        door(*self.args, **self.options, **times)
 
 
 class Lens:
     """The object between the loop and the core: it calls the core in the loop's place, and may look on.
 
-    All that a core is given comes through here, and all effects leave through here. This lens does not look.
+    All that a core is given comes through here, and a lens may look on while effects are performed. This lens
+    does not look.
     """
 
     due: float | None = None
@@ -118,29 +116,32 @@ class Lens:
         self.current: Lens = self
         """The lens to look through now: this one, or the next below it while this one has nothing to see."""
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+    def connect(self, core: Core, perform: Perform) -> None:
+        """The loop begins: have the effects of ``core`` performed."""
+        core.outbox.connect(perform)
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
-        return core.on_packet(route, packet, now)
+        core.on_packet(route, packet, now)
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error."""
-        return core.on_failure(route, envelope, error, now)
+        core.on_failure(route, envelope, error, now)
 
-    def drop(self, core: Core, route: Route, now: float) -> Effects:
+    def drop(self, core: Core, route: Route, now: float) -> None:
         """A connection broke."""
-        return core.on_drop(route, now)
+        core.on_drop(route, now)
 
-    def timer(self, core: Core, now: float) -> Effects:
+    def timer(self, core: Core, now: float) -> None:
         """The deadline is reached."""
-        return core.on_timer(now)
+        core.on_timer(now)
 
-    def item(self, core: C, item: Item[C], now: float) -> Effects:
+    def item(self, core: C, item: Item[C], now: float) -> None:
         """Another thread asks for something."""
-        return item(core, now)
+        item(core, now)
 
-    def tick(self, now: float) -> Effects:
+    def tick(self, now: float) -> None:
         """It is time for what the lens itself does; this one does nothing."""
-        yield from ()
 
 
 class Inbox(Generic[C]):
@@ -155,10 +156,9 @@ class Inbox(Generic[C]):
         self._items.append(item)
         self._transport.wake()
 
-    def take(self) -> Iterator[Item[C]]:
-        """Yield what is there now."""
-        while self._items:
-            yield self._items.popleft()
+    def take(self) -> Item[C] | None:
+        """Return the request that came first, which is then gone; None if there is none."""
+        return self._items.popleft() if self._items else None
 
 
 class Net:
@@ -214,6 +214,58 @@ def _kind_of(error: Exception) -> tuple[object, ...]:
     return type(error), place.tb_frame.f_code.co_filename, place.tb_lineno
 
 
+class Performer:
+    """Performs the effects of a core. No error of the world reaches the core.
+
+    Args:
+        transport: the network.
+        listener: hears of finished calls and of state to keep.
+        net: catches the errors that peers cause.
+    """
+
+    def __init__(self, transport: Transport, listener: Listener, net: Net) -> None:
+        self._transport, self._listener, self._net = transport, listener, net
+        self.whose: Envelope | None = None
+        """The sender of the packet that is served; None while another thread or the time is."""
+        self.ends: list[Exit | Exception] = []
+        """What ends the loop, the last of them; an error is of this process's own doing."""
+
+    def perform(self, effect: Effect) -> None:
+        """Do what the core asks for; nothing after an error."""
+        if self.ends and isinstance(self.ends[-1], Exception):
+            return
+        try:
+            match effect:
+                case Send():
+                    self._transport.send(effect.to, effect.packet, effect.hold)
+                case Note():
+                    log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
+                case Connect():
+                    self._transport.connect(effect)
+                case Trust():
+                    self._transport.trust(effect.keys)
+                case Listen():
+                    self._transport.listen(effect.endpoint)
+                case Finish():
+                    self._listener.finish(effect)
+                case Copied():
+                    self._listener.copied(effect)
+                case Save():
+                    self._listener.save(effect.state)
+                case Disk():
+                    self._listener.order(effect)
+                case Exit():
+                    self.ends.append(effect)
+        except Demanded as error:
+            self.ends.append(ConfigError(str(error)))
+        except Exception as error:  # what led to it may be of a peer
+            # Where we listen and what we save is our own doing, whatever it was that led to it.
+            if self.whose is None or isinstance(effect, Listen | Save):
+                self.ends.append(error)
+            else:
+                self._net.caught(error, f"{type(effect).__name__} because of a packet of {self.whose.node}")
+
+
 def drive(
     core: C,
     transport: Transport,
@@ -236,11 +288,10 @@ def drive(
         Exception: what ``core`` or ``transport`` raised by itself; what a peer's packet has led to is
             logged and counted, and told to the core, which may raise it again.
     """
-    heard = listener or Listener()
     net = Net(clock)
     view = lens or Lens()
     quiet_until, unsaid = -math.inf, 0
-    own: Exception | None = None
+    world = Performer(transport, listener or Listener(), net)
 
     def receive(
         arrivals: Iterator[tuple[Route, Packet | Disconnected]],
@@ -262,99 +313,55 @@ def drive(
         except Demanded as error:
             raise ConfigError(str(error)) from None
 
-    def do(effect: Effect) -> None:
-        match effect:
-            case Send():
-                transport.send(effect.to, effect.packet, effect.hold)
-            case Note():
-                log.log(LEVELS[effect.level], "%s", effect.text, extra={"fields": effect.fields})
-            case Connect():
-                transport.connect(effect)
-            case Trust():
-                transport.trust(effect.keys)
-            case Listen():
-                transport.listen(effect.endpoint)
-            case Finish():
-                heard.finish(effect)
-            case Copied():
-                heard.copied(effect)
-            case Save():
-                heard.save(effect.state)
-            case Disk():
-                heard.order(effect)
-            case Exit():
-                raise AssertionError("perform() returns an Exit to the loop")
-
-    def perform(effects: Effects, whose: Envelope | None = None) -> Exit | None:
-        """Do what a core asks for, because of ``whose`` packet; None if it was nobody's."""
-        nonlocal own
-        ending = None
-        for effect in effects:
-            if isinstance(effect, Exit):
-                ending = effect
-                continue
-            try:
-                do(effect)
-            except Demanded as error:
-                own = ConfigError(str(error))
-                raise own from None
-            except Exception as error:  # what led to it may be of a peer: judged below
-                # Where we listen and what we save is our own doing, whatever it was that led to it.
-                if whose is None or isinstance(effect, Listen | Save):
-                    own = error
-                    raise
-                net.caught(error, f"{type(effect).__name__} because of a packet of {whose.node}")
-        return ending
-
-    def serve(route: Route, packet: Packet) -> Exit | None:
+    def serve(route: Route, packet: Packet) -> None:
         """Let the core hear a packet; what it does not foresee is logged, and answered."""
+        world.whose = packet.envelope
         try:
             seen = view if packet.message.TAG in view.tags else view.current
-            return perform(seen.packet(core, route, packet, clock()), packet.envelope)
+            seen.packet(core, route, packet, clock())
         except Exception as error:  # R200: no packet ends the process
-            if error is own:
-                raise
-            return fail(route, packet.envelope, error)
+            fail(route, packet.envelope, error)
 
-    def fail(route: Route, envelope: Envelope, error: Exception) -> Exit | None:
+    def fail(route: Route, envelope: Envelope, error: Exception) -> None:
+        world.whose = envelope
         net.caught(error, f"a packet of {envelope.node}")
-        return perform(view.current.failure(core, route, envelope, error, clock()), envelope)
+        view.current.failure(core, route, envelope, error, clock())
 
-    def refuse(refused: Refused) -> Exit | None:
+    def refuse(refused: Refused) -> None:
         """Tell a sender why it is not heard."""
-        cause, whose = refused.__cause__, refused.envelope
+        cause, world.whose = refused.__cause__, refused.envelope
         assert isinstance(cause, Exception)
-        log.debug("refused a packet of %s: %s", whose.node, cause)
-        return perform(view.current.failure(core, refused.route, whose, cause, clock()), whose)
+        log.debug("refused a packet of %s: %s", refused.envelope.node, cause)
+        view.current.failure(core, refused.route, refused.envelope, cause, clock())
 
     transport.guard(core.admit)
-    while True:
+    view.connect(core, world.perform)
+    while not world.ends:
         due = core.deadline()
         timeout_s = LOOK_EVERY_S if due is None else min(max(0.0, due - clock()), LOOK_EVERY_S)
         arrivals = transport.poll(timeout_s)
-        while (arrival := receive(arrivals)) is not None:
+        while not world.ends and (arrival := receive(arrivals)) is not None:
             route, packet = arrival
             match packet:
                 case Disconnected():
-                    ending = perform(view.current.drop(core, route, clock()))
+                    view.current.drop(core, route, clock())
                 case Unserved():
                     assert isinstance(packet.__cause__, Exception)
-                    ending = fail(route, packet.envelope, packet.__cause__)
+                    fail(route, packet.envelope, packet.__cause__)
                 case Refused():
-                    ending = refuse(packet)
+                    refuse(packet)
                 case _:
-                    ending = serve(route, packet)
-            if ending is not None:
-                return ending
+                    serve(route, packet)
+            world.whose = None
             del arrival, packet  # it may be what keeps a loan from being given back
-        for item in inbox.take():
-            ending = perform(view.current.item(core, item, clock()))
-            if ending is not None:
-                return ending
+        while not world.ends and (item := inbox.take()) is not None:
+            view.current.item(core, item, clock())
             del item  # it has the values of a call, which may be needed no more
-        if due is not None and clock() >= due:
-            ending = perform(view.current.timer(core, clock()))
-            if ending is not None:
-                return ending
-        if view.due is not None and clock() >= view.due:
-            perform(view.tick(clock()))
+        if not world.ends and due is not None and clock() >= due:
+            view.current.timer(core, clock())
+        if not world.ends and view.due is not None and clock() >= view.due:
+            view.tick(clock())
+    end = world.ends[-1]
+    if isinstance(end, Exception):
+        raise end
+    return end

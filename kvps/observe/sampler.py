@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvps.core.counts import Counts, Durations
-from kvps.core.effects import Core, Effects
+from kvps.core.effects import Core
 from kvps.core.scheduler.figures.measurements import ServerFigures
 from kvps.net.transport import Refusals
 
@@ -52,7 +52,7 @@ NOTHING = Sample()
 class Queue(Protocol[C_co]):
     """Where requests to the loop are put: an :class:`~kvps.net.driver.Inbox`."""
 
-    def put(self, item: Callable[[C_co, float], Effects]) -> None:
+    def put(self, item: Callable[[C_co, float], None]) -> None:
         """Have ``item(core, now)`` run by the loop."""
 
 
@@ -76,7 +76,7 @@ class Sampler(Generic[C]):
         counts: Callable[[C], Counts],
         network: Callable[[], Values],
         clock: Callable[[], float] = time.monotonic,
-        also: Callable[[C, float], Effects] | None = None,
+        also: Callable[[C, float], None] | None = None,
         document: Callable[[Sample], Mapping[str, object]] = lambda sample: sample.status,
     ) -> None:
         self.newest = NOTHING
@@ -145,7 +145,7 @@ class Sampler(Generic[C]):
         with self.changed:
             self.changed.notify_all()
 
-    def _take(self, core: C, now: float) -> Iterator[Any]:
+    def _take(self, core: C, now: float) -> None:
         """Copy all numbers; the loop runs this."""
         self._ticked_at = self._clock()
         lag_s = self._ticked_at - self._asked_at
@@ -162,7 +162,6 @@ class Sampler(Generic[C]):
         self._taken = replace(state, values=values, durations=counts.durations(), at=now)
         self._is_asked = False
         self._arrived.set()
-        yield from ()
 
 
 def network_values(refused: Refusals) -> Values:

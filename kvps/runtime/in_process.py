@@ -17,12 +17,13 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from typing import cast
 
 import torch
 from torch._C import DisableTorchFunction
 
-from kvps.core.effects import Copied, Core, Disk, Effects, Finish, Note, Route, Send
+from kvps.core.effects import Copied, Core, Disk, Effect, Finish, Note, Route, Send
 from kvps.core.limits import ALONE
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler
@@ -76,6 +77,7 @@ class InProcessSession:
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket] = {}
         self._arrivals: deque[tuple[str, Route, Packet]] = deque()
+        self._orders: deque[Disk] = deque()
         every_s = None if folder is None else 0.0  # cuts are taken when the user asks for one
         self._server = Server(_identity(Role.SERVER), self._now, checkpoint_every_s=every_s)
         self._worker = Worker(_identity(Role.WORKER), self._now)
@@ -84,11 +86,13 @@ class InProcessSession:
             SERVER: self._server,
             WORKER: self._worker,
         }
-        self._perform(SERVER, self._server.start(self._now))
-        self._perform(WORKER, self._worker.start(self._now))
+        for name, core in self._cores.items():
+            core.outbox.connect(partial(self._perform, name))
+        self._server.start(self._now)
+        self._worker.start(self._now)
         _sessions.add(self)
         number, ticket = self._ticket()
-        self._perform(WORKER, self._worker.on_join(number, JOIN_MAX_S, self._now))
+        self._worker.on_join(number, JOIN_MAX_S, self._now)
         self._pump(ticket)
         ticket.wait()
 
@@ -110,7 +114,7 @@ class InProcessSession:
     def close_store(self, name: str) -> None:
         """No object uses a store any more."""
         with self._lock:
-            self._perform(WORKER, self._worker.on_close(name, self._now))
+            self._worker.on_close(name, self._now)
             self._hear()
 
     @torch.no_grad()
@@ -120,8 +124,7 @@ class InProcessSession:
         with self._lock, DisableTorchFunction():
             self._let_time_pass()
             number, ticket = self._ticket()
-            deadline = self._now + timeout_s
-            self._perform(WORKER, self._worker.on_call(number, call, deadline, self._now))
+            self._worker.on_call(number, call, self._now + timeout_s, self._now)
             self._pump(ticket)
         return ticket
 
@@ -144,12 +147,15 @@ class InProcessSession:
         return min([(due, name) for due, name in dues if due is not None])
 
     def _ring(self, name: str) -> None:
-        self._perform(name, self._cores[name].on_timer(self._now))
+        self._cores[name].on_timer(self._now)
         self._hear()
 
     def _hear(self) -> None:
-        while self._arrivals:
-            self._serve(*self._arrivals.popleft())
+        while self._arrivals or self._orders:
+            if self._orders:
+                self._carry_out(self._orders.popleft())
+            else:
+                self._serve(*self._arrivals.popleft())
 
     def _pump(self, ticket: Ticket) -> None:
         """Pass packets on until ``ticket`` has ended, and time where there are none."""
@@ -162,34 +168,32 @@ class InProcessSession:
     def _serve(self, name: str, route: Route, packet: Packet) -> None:
         core = self._cores[name]
         try:
-            self._perform(name, core.on_packet(route, packet, self._now))
+            core.on_packet(route, packet, self._now)
         except Exception as error:  # as the driver does with what a peer's packet leads to
             log.debug("a packet to %s", name, exc_info=error)
-            self._perform(name, core.on_failure(route, packet.envelope, error, self._now))
+            core.on_failure(route, packet.envelope, error, self._now)
 
-    def _perform(self, name: str, effects: Effects) -> None:
-        for effect in effects:
-            match effect:
-                case Send():
-                    self._send(name, effect)
-                case Finish() if effect.ticket == ASK_SCRIPT:
-                    pass  # the script is in this call, and waits for nobody
-                case Finish():
-                    self._tickets.pop(effect.ticket).end(effect.value, effect.error)
-                case Copied():
-                    self._tickets[effect.ticket].copied()
-                case Disk():
-                    assert self._folder is not None
-                    answer = carry_out(
-                        self._folder,
-                        cast("AnyOrder", effect.order),
-                        rest_s=0.0,
-                        tagged_max=ALONE.tagged_checkpoints,
-                    )
-                    if answer is not None:
-                        self._perform(name, self._server.on_disk(answer, self._now))
-                case Note(level, text) if level != "info":  # who joined is no news here
-                    log.log(LEVELS[level], "%s", text)
+    def _perform(self, name: str, effect: Effect) -> None:
+        match effect:
+            case Send():
+                self._send(name, effect)
+            case Finish() if effect.ticket == ASK_SCRIPT:
+                pass  # the script is in this call, and waits for nobody
+            case Finish():
+                self._tickets.pop(effect.ticket).end(effect.value, effect.error)
+            case Copied():
+                self._tickets[effect.ticket].copied()
+            case Disk():
+                self._orders.append(effect)
+            case Note(level, text) if level != "info":  # who joined is no news here
+                log.log(LEVELS[level], "%s", text)
+
+    def _carry_out(self, effect: Disk) -> None:
+        assert self._folder is not None
+        order = cast("AnyOrder", effect.order)
+        answer = carry_out(self._folder, order, rest_s=0.0, tagged_max=ALONE.tagged_checkpoints)
+        if answer is not None:
+            self._server.on_disk(answer, self._now)
 
     def _send(self, source: str, effect: Send) -> None:
         """Bring a packet to its receiver; a route is the name of the other end, as bytes where

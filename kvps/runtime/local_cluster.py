@@ -322,7 +322,7 @@ class LocalCluster:
 
         thread = threading.Thread(target=run, name=f"kvps {name}", daemon=True)
         self._threads.append(thread)
-        self._stops.append(lambda: inbox.put(lambda core, now: iter((Exit(0, "stopped"),))))
+        self._stops.append(lambda: inbox.put(lambda core, now: core.outbox.append(Exit(0, "stopped"))))
         thread.start()
 
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from kvps import __version__, annexes, config
 from kvps.checkpoint import atomic_file
-from kvps.core.effects import Effects, Finish
+from kvps.core.effects import Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
@@ -358,7 +358,7 @@ def _at(number: int, inbox: Inbox[Scheduler], item: Item[Scheduler]) -> Iterator
         signal.signal(number, before)
 
 
-def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) -> Effects:
+def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) -> None:
     """Let the door be opened by the keys of roles that are there now; sessions go on."""
     try:
         keys = keys_again()
@@ -368,4 +368,3 @@ def _open_again(transport: ZmqTransport, keys_again: Callable[[], Keys | None]) 
         if keys is not None:
             transport.open_by(keys.opens)
             log.warning("the scheduler now accepts %d keys of roles", len(keys.opens))
-    yield from ()

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from kvps import annexes, config
-from kvps.core.effects import Exit
 from kvps.core.limits import Limits
 from kvps.core.scheduler.seat import SEATS_MAX
 from kvps.core.server.measured import gauges
@@ -38,12 +37,7 @@ from kvps.runtime.transport import open_transport
 log = logging.getLogger("kvps")
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
-_LEAVE = CoreRequest(
-    "member.leave",
-    (True, 0, True, "asked to stop"),
-    is_timed=False,
-    then=(Exit(0, "asked to stop"),),
-)
+_LEAVE = CoreRequest("leave", ("asked to stop",))
 
 
 def run_server(

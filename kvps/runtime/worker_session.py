@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 
 from kvps import annexes, config
-from kvps.core.effects import Copied, Effects, Exit, Finish
+from kvps.core.effects import Copied, Exit, Finish
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.worker.calls import Call, Flush
 from kvps.core.worker.cluster_info import ClusterInfo
@@ -182,10 +182,9 @@ class WorkerSession(Listener):
         copied: list[dict[str, float]] = []
         done = threading.Event()
 
-        def copy(core: Worker, now: float) -> Effects:
+        def copy(core: Worker, now: float) -> None:
             copied.append({**core.figures(store), "reconnects": self._transport.reconnects})
             done.set()
-            yield from ()
 
         self._inbox.put(copy)
         while not done.wait(LOOK_EVERY_S):
@@ -255,20 +254,18 @@ class WorkerSession(Listener):
             self._thread.join(LEAVE_MAX_S)  # it may be closing its sockets
             return
         if say:
-            options = {"replaceable": self._is_replaceable}
-            self._inbox.put(CoreRequest("leave", (done, exit_code, reason), options, is_timed=False))
+            self._inbox.put(CoreRequest("leave", (done, exit_code, reason, self._is_replaceable)))
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)
-        self._inbox.put(lambda core, now: iter((Exit(0, "left"),)))
+        self._inbox.put(lambda core, now: core.outbox.append(Exit(0, "left")))
         self._thread.join(LEAVE_MAX_S)
 
     def give_up(self, error: KvpsError) -> None:
         """End the loop; its calls, and all later ones, raise ``error``."""
 
-        def end(core: Worker, now: float) -> Effects:
+        def end(core: Worker, now: float) -> None:
             raise error
-            yield  # a generator, as every request to a core
 
         self._inbox.put(end)
 

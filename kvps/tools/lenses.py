@@ -16,7 +16,6 @@ from typing import Any, TypeVar, cast
 
 from kvps import __version__, config
 from kvps.core.counts import Counts
-from kvps.core.effects import Effects
 from kvps.core.membership_client import Identity
 from kvps.errors import ConfigError
 from kvps.net.driver import Inbox, Lens
@@ -127,9 +126,8 @@ def dump_at_signal(inbox: Inbox[Any], lens: RingLens | None) -> bool:
     if lens is None or not is_main or signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL:
         return False
 
-    def dump(core: Any, now: float) -> Effects:
+    def dump(core: Any, now: float) -> None:
         lens.dump(core, "SIGUSR1")
-        yield from ()
 
     signal.signal(signal.SIGUSR1, lambda *_: inbox.put(dump))
     return True

@@ -18,7 +18,7 @@ import zmq
 
 import kvps
 from kvps import protocol as m
-from kvps.core.effects import Connect, Exit, Send
+from kvps.core.effects import Connect, Effect, Exit, Send
 from kvps.core.keys import near_door
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
@@ -121,24 +121,25 @@ def joined(endpoint: str, keys: Keys | None, role: Role = Role.WORKER) -> tuple[
     public = keys.session.public if keys else ""
     identity = Identity(role, endpoint, "here", 7, kvps.__version__, public_key=public)
     began = time.monotonic()
-    client = MembershipClient(identity, began)
+    outbox: list[Effect] = []
+    client = MembershipClient(identity, began, outbox)
     transport = ZmqTransport(keys=keys)
     try:
-        effects = list(client.start(began))
+        client.start(began)
         while client.error is None and time.monotonic() < began + 10.0:
-            for effect in effects:
+            for effect in outbox:
                 if isinstance(effect, Connect):
                     transport.connect(effect)
                 elif isinstance(effect, Send):
                     transport.send(effect.to, effect.packet, None)
-            effects = []
+            outbox.clear()
             for _, packet in transport.poll(0.05):
                 assert isinstance(packet, Packet)
-                effects += client.on_packet(packet, time.monotonic())
-            effects += client.on_timer(time.monotonic())
+                client.on_packet(packet, time.monotonic())
+            client.on_timer(time.monotonic())
     finally:
         transport.close(0.0)
-    assert any(isinstance(one, Exit) for one in effects)
+    assert any(isinstance(one, Exit) for one in outbox)
     return client, time.monotonic() - began
 
 
@@ -244,26 +245,26 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
     identity = Identity(
         Role.WORKER, cluster.endpoint, "here", 7, kvps.__version__, 1, public_key=ours.session.public
     )
-    client = MembershipClient(identity, time.monotonic())
+    outbox: list[Effect] = []
+    client = MembershipClient(identity, time.monotonic(), outbox)
     transport = ZmqTransport(keys=ours)
-    effects = list(client.start(time.monotonic()))
+    client.start(time.monotonic())
 
     def beat(until: str, limit_s: float = 60.0) -> None:
         """Be rank 1 until the worker has printed this."""
-        nonlocal effects
         end = time.monotonic() + limit_s
         while until not in worker.out:
             assert time.monotonic() < end, worker
-            for effect in effects:
+            for effect in outbox:
                 if isinstance(effect, Connect):
                     transport.connect(effect)
                 elif isinstance(effect, Send):
                     transport.send(effect.to, effect.packet, None)
-            effects = []
+            outbox.clear()
             for _, packet in transport.poll(0.05):
                 assert isinstance(packet, Packet)
-                effects += client.on_packet(packet, time.monotonic())
-            effects += client.on_timer(time.monotonic())
+                client.on_packet(packet, time.monotonic())
+            client.on_timer(time.monotonic())
 
     try:
         beat("at tcp")
@@ -295,7 +296,7 @@ def test_a_session_speaks_for_itself(processes: Processes) -> None:
             assert isinstance(answer, m.Error)
             assert answer.code == Unauthorized.code
             assert "pushes for ranks (0,)" in answer.text
-        effects += client.leave(True, 0, True, "")
+        client.leave(True, 0, True, "")
         (processes.folder / "go").touch()
         beat("right")
         assert server.wait() == 0

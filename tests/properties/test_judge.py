@@ -71,7 +71,7 @@ def test_judging_changes_nothing_and_applying_does_what_was_judged(data: st.Data
         assert everything(stage) == before
         assert bool(judged.ranges) is (judged.verdict is Verdict.COUNTED)
         aggregator.apply(judged, context.quorum(store), stage.now)
-        stage.take(stage.server.take_effects())
+        stage.take(stage.server._flush())
         if judged.verdict is not Verdict.COUNTED:
             assert everything(stage)[0] == before[0]  # type: ignore[index]
             continue

@@ -20,6 +20,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol import wire
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
 from tests.properties.test_wire import messages_of
+from tests.support.effects import taken
 from tests.support.server_harness import JOB, ServerStage
 
 PIECES = st.sampled_from([(0, 4), (4, 4), (0, 8), (8, 4)])
@@ -178,7 +179,7 @@ def test_a_scheduler_answers_or_drops_whatever_comes(data: st.DataObject) -> Non
 
     def hear(route: bytes, envelope: Envelope, message: Message) -> None:
         packet = packed(envelope, message, 0)
-        for effect in () if packet is None else scheduler.on_packet(route, packet, now):
+        for effect in () if packet is None else taken(scheduler, scheduler.on_packet(route, packet, now)):
             if isinstance(effect, Send):
                 wire.decode([bytes(one) for one in wire.encode(effect.packet)])
 
@@ -196,4 +197,4 @@ def test_a_scheduler_answers_or_drops_whatever_comes(data: st.DataObject) -> Non
         envelope = Envelope(JOB, scheduler.job.number, role, rank, index + 1, 100 + step)
         hear(data.draw(st.sampled_from([b"0", b"1", b"2", b"x"])), envelope, message)
         now += 0.5
-        list(scheduler.on_timer(now))
+        scheduler.on_timer(now)

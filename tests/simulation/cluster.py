@@ -248,8 +248,8 @@ class Client:
             self._is_idle = False
             self._soon(None, None)
 
-    def _perform(self, effects: Any) -> None:
-        self._network.perform(self.process, effects)
+    def _perform(self, door: None) -> None:
+        self._network.perform(self.process, door)
 
     def _finished(self, effect: Finish) -> None:
         if effect.ticket == ASK_SCRIPT:
@@ -307,7 +307,8 @@ class Client:
     def _end(self, result: Any, error: KvpsError | None) -> None:
         self.result, self.error, self.done_at = result, error, self._network.now
         code = 0 if error is None else 1
-        self._perform(self.core.leave(error is None, code, "the script ended"))
+        now = self._network.time(self.process.name)
+        self._perform(self.core.leave(error is None, code, "the script ended", True, now))
         self._network.at(self._network.now + LEAVE_MAX_S, self._stop)
 
     def _stop(self) -> None:

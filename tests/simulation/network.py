@@ -21,7 +21,6 @@ from kvps.core.effects import (
     Copied,
     Core,
     Disk,
-    Effects,
     Exit,
     Finish,
     Hold,
@@ -243,12 +242,12 @@ class Network:
         self.spent_ns[process.name.partition(" ")[0]] += self.clock_ns() - began
         return done
 
-    def perform(self, process: Process, effects: Effects) -> None:
-        """Do what a core asks for."""
-        self._spend(process, lambda: self._perform(process, effects))
+    def perform(self, process: Process, door: None) -> None:
+        """Do what a core asks for, of which a door was just called."""
+        self._spend(process, lambda: self._perform(process))
 
-    def _perform(self, process: Process, effects: Effects) -> None:
-        for effect in effects:
+    def _perform(self, process: Process) -> None:
+        for effect in process.core.outbox.take():
             match effect:
                 case Send():
                     self._send(process, effect.to, effect.packet, effect.hold)

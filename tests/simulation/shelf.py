@@ -125,8 +125,7 @@ class Shelves:
                     self._changed.add((server, order.cut))
             answer = self._answer(server, order, former)
             if answer is not None:
-                effects = process.core.on_disk(answer, network.time(process.name))
-                network.perform(process, effects)
+                network.perform(process, process.core.on_disk(answer, network.time(process.name)))
 
         network.at(ends, end)
 

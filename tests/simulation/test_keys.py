@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Effects, Exit, Route, Send
+from kvps.core.effects import Connect, CoreOutbox, Exit, Route, Send
 from kvps.core.keys import KEY_CHARACTERS
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.simulation.cluster import Cluster
@@ -31,20 +31,23 @@ UNKNOWN = "x" * KEY_CHARACTERS
 class Silent:
     """A core that says nothing by itself."""
 
+    def __init__(self) -> None:
+        self.outbox = CoreOutbox()
+
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         return True
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        return iter(())
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
+        pass
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        return iter(())
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
+        pass
 
-    def on_drop(self, route: Route, now: float) -> Effects:
-        return iter(())
+    def on_drop(self, route: Route, now: float) -> None:
+        pass
 
-    def on_timer(self, now: float) -> Effects:
-        return iter(())
+    def on_timer(self, now: float) -> None:
+        pass
 
     def deadline(self) -> float | None:
         return None

@@ -37,6 +37,7 @@ from kvps.protocol.envelope import PROTOCOL, Envelope, Packet, Role
 from kvps.protocol.membership import Barrier, Beat, Hello, Leave, View
 from tests.simulation.cluster import JOB, Cluster, Script, Store
 from tests.simulation.network import Faults
+from tests.support.effects import taken
 
 ROUNDS = int(os.environ.get("KVPS_SCALE_ROUNDS", "5"))
 SIZES = ((10, 2), (100, 8), (1_000, 64))
@@ -211,7 +212,7 @@ class Full:
         return said
 
     def say(self, name: str, envelope: Envelope, message: Any) -> list[Send]:
-        effects = self.core.on_packet(name.encode(), Packet(envelope, message), self.now)
+        effects = taken(self.core, self.core.on_packet(name.encode(), Packet(envelope, message), self.now))
         return [one for one in effects if isinstance(one, Send)]
 
     def of(self, rank: int, seq: int = 0) -> Envelope:
@@ -280,7 +281,7 @@ def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) ->
             due = one.core.deadline()
             assert due is not None
             one.now = max(one.now, due)
-            effects = list(one.core.on_timer(one.now))
+            effects = taken(one.core, one.core.on_timer(one.now))
             views += sum(isinstance(o.packet.message, View) for o in effects if type(o) is Send)
         one.core.check()
         assert not one.core.job.is_untold, "the last change is told to all"

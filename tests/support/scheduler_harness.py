@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from kvps.core.effects import Effect, Effects, Exit, Note, Save, Send
+from kvps.core.effects import Effect, Exit, Note, Save, Send
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.protocol.checkpoint import Shelf
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Packet, Role
@@ -141,9 +141,9 @@ class Stage:
         self.now += seconds
         return self.take(self.scheduler.on_timer(self.now))
 
-    def take(self, effects: Effects) -> list[Effect]:
+    def take(self, door: None) -> list[Effect]:
         """Collect effects, let the peers learn from them, and check the scheduler."""
-        taken = list(effects)
+        taken = self.scheduler.outbox.take()
         for effect in taken:
             if isinstance(effect, Save):
                 self.saved = effect.state

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from kvps.core.effects import Disk, Effect, Effects, Send
+from kvps.core.effects import Disk, Effect, Send
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.optim.hyperparams import resolve
@@ -157,7 +157,7 @@ class ServerStage:
     def revive(self, snapshot: Snapshot, store: str = "kv") -> list[Said]:
         """A store takes the values that it has in ``snapshot``."""
         self.server.control.revive(store, snapshot)
-        return self.take(self.server.take_effects())
+        return self.take(self.server._flush())
 
     # --- workers ----------------------------------------------------------------------------
 
@@ -214,10 +214,10 @@ class ServerStage:
         assert (answer.code, answer.text) == (error.code, str(error))
         return said
 
-    def take(self, effects: Effects) -> list[Said]:
+    def take(self, door: None = None) -> list[Said]:
         """Collect what is said, and check the server. Who was handed memory must release it."""
         said: list[Said] = []
-        for effect in effects:
+        for effect in self.server.outbox.take():
             if not isinstance(effect, Send):
                 self.notes.append(effect)
                 continue

@@ -1,6 +1,6 @@
 """A worker core on a bench: the test is the scheduler, the servers, the user and the clock.
 
-Nothing answers by itself. The effects that the worker yields are kept in ``effects``; a step returns the effects of
+Nothing answers by itself. The effects of the worker are kept in ``effects``; a step returns the effects of
 that step.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from kvps.core.effects import Copied, Effect, Effects, Exit, Finish, Note, Route, Send
+from kvps.core.effects import Copied, Effect, Exit, Finish, Note, Route, Send
 from kvps.core.membership_client import Identity
 from kvps.core.placement import parts
 from kvps.core.worker import calls
@@ -115,8 +115,8 @@ class Bench:
 
     # --- steps ------------------------------------------------------------------------------
 
-    def take(self, effects: Effects) -> list[Effect]:
-        taken = list(effects)
+    def take(self, door: None = None) -> list[Effect]:
+        taken = self.core.outbox.take()
         self.effects += taken
         self.core.check()
         return taken

@@ -26,7 +26,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from kvps.core.counts import Counts
-from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Save, Send, Trust
+from kvps.core.effects import Effect, Exit, Finish, Note, Outbox, Route, Save, Send, Trust
 from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.cut import NodeMessage
@@ -469,8 +469,8 @@ class Job:
             self.send(route, view)
         self._pace.spend(len(self.seats.routes) * len(self.seats.by_node), now)
 
-    def flush(self) -> Effects:
-        """Return what is to be done now, in this order."""
+    def flush(self, outbox: Outbox) -> None:
+        """Have performed what is to be done now, in this order."""
         if self.seats.has_new_suspect:
             self._schedule()
         effects, self._outbox = self._outbox, []
@@ -480,7 +480,8 @@ class Job:
         if self.has_changed and self.settings.persist:
             effects.insert(0, Save(self.snapshot()))
         self.has_changed = False
-        return iter(effects)
+        for effect in effects:
+            outbox.append(effect)
 
     # --- a restart --------------------------------------------------------------------------
 

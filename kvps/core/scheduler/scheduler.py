@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvps import protocol as p
-from kvps.core.effects import Effects, Route
+from kvps.core.effects import CoreOutbox, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.figures.measurements import printable
@@ -85,6 +85,7 @@ class Scheduler:
         self._begin(process, now)
 
     def _begin(self, process: ProcessInfo, now: float) -> None:
+        self.outbox = CoreOutbox()
         self._process = process
         self._standstills = Standstills(now)
         self._replaying: dict[Node, Seat] = {}
@@ -102,7 +103,7 @@ class Scheduler:
             self._demand_seat(route, envelope)
         return True
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """A peer said something."""
         self.job.counts.now = now
         envelope, message = packet.envelope, packet.message
@@ -156,54 +157,54 @@ class Scheduler:
                 self._note_refusal(f"{shown(message.host):.60}:{message.pid}", error, now)
             self.job.counts.refused(error)
             self.job.send(route, p.Error(envelope.seq, error.code, str(error)))
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: its sender is told, and the job goes on."""
         self.job.counts.now = now
         self.job.counts.refused(error)
         said = unforeseen("the scheduler", error)
         self.job.send(route, p.Error(envelope.seq, said.code, str(said)))
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_drop(self, route: Route, now: float) -> Effects:
+    def on_drop(self, route: Route, now: float) -> None:
         """The connection along ``route`` broke: its seat has a moment to speak again."""
         self.job.counts.now = now
         self.job.seats.drop(route, now)
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Find the members that were silent for too long, and the waits that have lasted too long."""
         self.job.counts.now = now
         if self.job.stop is None:
             self.job.on_time(now)
         else:
             self.job.part(None, now)
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_stop(self, now: float) -> Effects:
+    def on_stop(self, now: float) -> None:
         """The operator ends the scheduler, and with it the job."""
         self.job.counts.now = now
         if self.job.stop is None:
             self.job.note("info", "asked to stop")
             self.job.halt(p.Stop(EXIT_TEMPORARY, "the scheduler was asked to stop"), EXIT_DONE, now)
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_conclude(self, now: float) -> Effects:
+    def on_conclude(self, now: float) -> None:
         """The operator is about to stop the job: one more checkpoint is taken, and none after it."""
         self.job.counts.now = now
         if self.job.stop is None:
             self.job.conclude(now)
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
-    def on_measure(self, now: float) -> Effects:
+    def on_measure(self, now: float) -> None:
         """Ask servers for their figures; called every second while the dashboard is served."""
         if self.job.stop is None:
             seats = self.job.seats.by_node.values()
             for seat, question in self.job.measurements.ask(seats, now):
                 for route in seat.links:
                     self.job.send(route, question)
-        return self.job.flush()
+        self.job.flush(self.outbox)
 
     def deadline(self) -> float | None:
         """When :meth:`on_timer` must be called next."""

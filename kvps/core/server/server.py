@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
-from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Route, Send, Trust
+from kvps.core.effects import Connect, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
 from kvps.core.limits import Limits
 from kvps.core.membership_client import (
     SCHEDULER,
@@ -100,9 +100,10 @@ class Server:
                 without a place for them.
             limits: the named limits; None for the defaults.
         """
+        self.outbox = CoreOutbox()
         self._outbox: list[Effect] = []
         """Effects of the door that is being called, in order."""
-        self.member = MembershipClient(identity, now)
+        self.member = MembershipClient(identity, now, self._outbox)
         self._tally = Tally(Counts())
         self.counts = self._tally.counts
         self.oldest_round_s = 0.0
@@ -129,10 +130,10 @@ class Server:
 
     # --- the doors ----------------------------------------------------------------------------
 
-    def start(self, now: float) -> Effects:
+    def start(self, now: float) -> None:
         """Join the cluster."""
-        self._outbox.extend(self.member.start(now))
-        return self.take_effects()
+        self.member.start(now)
+        self._flush()
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet by its envelope: from members of this job, as the view names them, or HELLO.
@@ -154,7 +155,7 @@ class Server:
                 self.context.check_server(envelope)
         return True
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """A worker, another server or the scheduler said something; :meth:`admit` has let it in."""
         self.counts.now = now
         if packet.payload:
@@ -171,9 +172,9 @@ class Server:
                 self._refuse(route, packet.envelope, error)
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
-        return self.take_effects()
+        self._flush()
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: its sender is told, and nothing was changed.
 
         A server whose values were being changed at that moment ends: half an update is in them. Its
@@ -188,9 +189,9 @@ class Server:
             self._outbox.append(Exit(EXIT_TORN, reason))
         elif route != SCHEDULER:
             self._refuse(route, envelope, unforeseen(self.context.me, error))
-        return self.take_effects()
+        self._flush()
 
-    def on_disk(self, answer: Answer, now: float) -> Effects:
+    def on_disk(self, answer: Answer, now: float) -> None:
         """Files were written or read."""
         self.counts.now = now
         if isinstance(answer, FoundCuts | Loaded) and isinstance(answer.for_whom, Reviving):
@@ -199,23 +200,28 @@ class Server:
             self.checkpointer.on_disk(answer)
         elif self.checkpointer.is_for_us(answer):
             self._return(answer)
-        return self.take_effects()
+        self._flush()
 
-    def on_memory(self, used_bytes: int, total_bytes: int, now: float) -> Effects:
+    def on_memory(self, used_bytes: int, total_bytes: int, now: float) -> None:
         """So much memory of the machine or container is in use."""
         self.counts.now = now
         if news := self.control.budget.pressure.take_in(used_bytes, total_bytes):
             self._outbox.append(Note("warning", f"{self.context.me} {news}"))
-        return self.take_effects()
+        self._flush()
 
-    def on_drop(self, route: Route, now: float) -> Effects:
+    def leave(self, reason: str, now: float) -> None:
+        """The operator ends this server."""
+        self.member.leave(True, 0, True, reason)
+        self._outbox.append(Exit(0, reason))
+        self._flush()
+
+    def on_drop(self, route: Route, now: float) -> None:
         """A connection broke: only the scheduler judges what that means."""
-        return self.take_effects()
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Beat, send norms again that other servers may have missed, and report the ranks that
         rounds wait for."""
-        self._outbox.extend(self.member.on_timer(now))
+        self.member.on_timer(now)
         self.counts.now = now
         if now >= self.push_pull.aggregator.deadline():
             self.push_pull.close_overdue(now)
@@ -233,18 +239,18 @@ class Server:
         if self.member.welcome and now - max(self._heard_at, self.member.heard_at) > limit_s:
             reason = f"the scheduler and all workers have been silent for {limit_s:.0f} s"
             self._outbox.append(Exit(75, reason))
-        return self.take_effects()
+        self._flush()
 
     def deadline(self) -> float | None:
         """Return when the next beat, telling, look at the rounds or close of a round is due."""
         beat, closing = self.member.deadline(), self.push_pull.aggregator.deadline()
         return None if beat is None else min(beat, self._next_tell, self._next_look, closing)
 
-    def take_effects(self) -> Effects:
-        """Return the effects that were not taken yet; a door ends with this."""
-        effects = self._outbox.copy()
+    def _flush(self) -> None:
+        """Have the effects performed that were not performed yet; a door ends with this."""
+        for effect in self._outbox:
+            self.outbox.append(effect)
         self._outbox.clear()
-        return iter(effects)
 
     def _look(self, now: float) -> None:
         """Log the open rounds, and report them to the scheduler for ``kvps status``."""
@@ -268,7 +274,7 @@ class Server:
             if packet.envelope.job == job:
                 self._on_order(packet.message, now)
             return
-        self._outbox.extend(self.member.on_packet(packet, now))
+        self.member.on_packet(packet, now)
         if self.member.stopped is not None:
             self._outbox.append(Exit(self.member.stopped.exit_code, self.member.stopped.reason))
             return

@@ -25,7 +25,7 @@ from itertools import chain, count
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import Copied, Effects, Finish, Note, Send
+from kvps.core.effects import Copied, Finish, Note, Outbox, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls import Call, OnTimeout
@@ -54,7 +54,7 @@ takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
-OnEnd = Callable[[object, KvpsError | None, float], Effects]
+OnEnd = Callable[[object, KvpsError | None, float], None]
 """Takes the result or the error of a call that the core made itself, and the time."""
 
 
@@ -98,6 +98,7 @@ class CallTable:
         losses: what is known of lost members.
         memory: where values lie that travel.
         before_end: hears of a store one of whose calls is about to end.
+        outbox: of the worker.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class CallTable:
         losses: FailurePolicy,
         memory: Memory,
         before_end: Callable[[WorkerStore], None],
+        outbox: Outbox,
     ) -> None:
+        self._outbox = outbox
         self._before_end = before_end
         self._member = member
         self._stores = stores
@@ -115,7 +118,7 @@ class CallTable:
         self.uplink = SendScheduler()
         self.links = self.uplink.links
         """Connections to every server, once the cluster is complete."""
-        self.neighbours = HostGroup(member, memory, self.links, self)
+        self.neighbours = HostGroup(member, memory, self.links, self, outbox)
         self.pending: dict[int, PendingCall] = {}
         """Ticket -> call."""
         self._hello_at = math.inf
@@ -133,13 +136,13 @@ class CallTable:
 
     def begin(
         self, ticket: int, call: Call, deadline: float, now: float, on_end: OnEnd | None = None
-    ) -> Effects:
+    ) -> None:
         """Begin a call; or, if it stands since a Timeout, have ``ticket`` wait for it."""
         if call.on_timeout is OnTimeout.RESUME:
             for late in self._late:
                 if late[0] == call:
                     self._late.remove(late)
-                    yield Finish(ticket, late[1])
+                    self._outbox.append(Finish(ticket, late[1]))
                     return
             for pending in self.pending.values():
                 if pending.finished and pending.call == call:
@@ -153,9 +156,9 @@ class CallTable:
         operation = call.run(self._stores[call.store], values)
         pending = PendingCall(ticket, call, operation, values, deadline, on_end, limit_s=deadline - now)
         self.pending[ticket] = pending
-        yield from self._advance(pending, None, now)
+        self._advance(pending, None, now)
 
-    def _advance(self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float) -> Effects:
+    def _advance(self, pending: PendingCall, answers: list[Packet] | KvpsError | None, now: float) -> None:
         """Let an operation go on until it waits for an answer, or ends."""
         while True:
             try:
@@ -164,10 +167,10 @@ class CallTable:
                 else:
                     step = pending.operation.send(answers)  # type: ignore[arg-type]  # None begins it
             except StopIteration as end:
-                yield from self.finish(pending, now, value=end.value)
+                self.finish(pending, now, value=end.value)
                 return
             except KvpsError as error:
-                yield from self.finish(pending, now, error=error)
+                self.finish(pending, now, error=error)
                 return
             pending.answers = {}
             if isinstance(step, AwaitAcks):
@@ -175,16 +178,16 @@ class CallTable:
                 pending.waiting = dict(self._unacked.get(pending.call.store, {}))
                 if pending.waiting:  # else it goes on at once, and waits for its own next
                     self._draining.append(pending)
-                yield from self.ask_after(pending.waiting, now)
+                self.ask_after(pending.waiting, now)
             else:
                 pending.requests, pending.since = step, now
                 pending.waiting = dict.fromkeys(step)
-                yield from self._ask(pending, now)
+                self._ask(pending, now)
             if pending.waiting:
                 return
             answers = [pending.answers[request] for request in pending.requests]
 
-    def _ask(self, pending: PendingCall, now: float) -> Effects:
+    def _ask(self, pending: PendingCall, now: float) -> None:
         store = self._stores[pending.call.store]
         unacked = self._unacked.setdefault(store.name, {})
         pending.is_asking = True
@@ -193,38 +196,38 @@ class CallTable:
             if request.server is None:
                 request.seq = next(self._numbers)
                 self.asked[request.seq] = request
-                yield from self._ask_scheduler(request, now)
+                self._ask_scheduler(request, now)
                 continue
             if isinstance(request.message, p.Push | p.PushRows | p.PushIds):
                 unacked[request] = None
                 pending.has_pushed = True
             if isinstance(request.message, p.Join | p.Return) and request.server == JOIN_SERVER:
-                yield from self.neighbours.tell(request.message)
+                self.neighbours.tell(request.message)
             if self.neighbours.is_active and self.neighbours.collect(store, request):
-                yield from self.neighbours.ask(request, now)
+                self.neighbours.ask(request, now)
             else:
                 self.links[request.server].queue(request)
         pending.is_asking = False
         is_push = all(request.payload_bytes for request in pending.requests)
         if is_push and pending.call.returns_early(store):
-            yield Copied(pending.ticket)
-        yield from self.flow(now)
+            self._outbox.append(Copied(pending.ticket))
+        self.flow(now)
 
-    def _ask_scheduler(self, request: Request, now: float) -> Effects:
+    def _ask_scheduler(self, request: Request, now: float) -> None:
         """Send a request to the scheduler, perhaps not for the first time."""
         request.sent_at = now
-        yield Send(SCHEDULER, self._member.packet(request.message, request.seq))
+        self._outbox.append(Send(SCHEDULER, self._member.packet(request.message, request.seq)))
 
-    def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
+    def ask_after(self, requests: Iterable[Request], now: float) -> None:
         """Probe the peers of late requests; they may not have reported all that they know."""
         waited_for = list(requests)
         for request in waited_for:
             if request.server is None:
-                yield from self._ask_scheduler(request, now)
+                self._ask_scheduler(request, now)
         for link in self.connections():
             if any(request.link is link and request.seq for request in waited_for):
-                yield from self.probe(link)
-        yield from self.neighbours.ask_after(waited_for, now)
+                self.probe(link)
+        self.neighbours.ask_after(waited_for, now)
 
     def unacked(self) -> list[Request]:
         """Return the pushes that are not known to have been taken in."""
@@ -248,30 +251,30 @@ class CallTable:
         """Yield the connections to all servers and neighbours."""
         return chain(self.links, self.neighbours.links.values())
 
-    def flow(self, now: float) -> Effects:
+    def flow(self, now: float) -> None:
         """Send what there is room for."""
         due = self.uplink.due(now)
         if self.neighbours.is_active:
             due = chain(due, self.neighbours.due(now))
         for link, request in due:
             self._links_at = min(self._links_at, now + PROBE_AFTER_S)
-            yield self._packet(link, request)
+            self._outbox.append(self._packet(link, request))
 
     def _packet(self, link: Connection, request: Request) -> Send:
         frames = tuple([to_frame(piece) for piece in request.payload])
         return Send(link.route, Packet(self._member.envelope(request.seq), request.message, frames))
 
-    def probe(self, link: Connection) -> Effects:
+    def probe(self, link: Connection) -> None:
         """Ask a peer after all that it has not answered."""
         for seqs in link.unanswered():
-            yield Send(link.route, self._member.packet(p.Probe(seqs)))
+            self._outbox.append(Send(link.route, self._member.packet(p.Probe(seqs))))
 
     def greet_again(self, now: float) -> None:
         """Servers were sent HELLO: say it again after a while to those that have not answered."""
         self._hello_at = now + HELLO_AGAIN_S
         self._links_at = min(self._links_at, self._hello_at)
 
-    def on_answer(self, link: Connection, packet: Packet, now: float) -> Effects:
+    def on_answer(self, link: Connection, packet: Packet, now: float) -> None:
         """A server, or a neighbour that was asked, has answered."""
         message = packet.message
         match message:
@@ -283,52 +286,54 @@ class CallTable:
                     if request is None:
                         continue
                     if isinstance(request.message, p.Push) and request.message.pull:
-                        yield from self.taken_in(request, now)  # its PULLED is still to come
+                        self.taken_in(request, now)  # its PULLED is still to come
                     else:
                         link.answer(receipt.seq)
-                        yield from self.answered(request, packet, now)
+                        self.answered(request, packet, now)
             case p.Error():
                 error = from_code(message.code, message.text)
                 request = link.answer(message.seq)
                 if request is not None:
-                    yield from self.refused(request, error, now)
+                    self.refused(request, error, now)
                 elif not link.ready:
                     link.refusal = str(error)
                 elif link.has_sent(message.seq):
                     # Its call is over, for instance since another server refused it for the same reason.
-                    yield Note("debug", f"a call that is over was refused by {link.route!r}: {error}")
+                    self._outbox.append(
+                        Note("debug", f"a call that is over was refused by {link.route!r}: {error}")
+                    )
                 else:
-                    yield Note("warning", str(error))
+                    self._outbox.append(Note("warning", str(error)))
             case p.Answer():
                 request = link.answer(message.seq, packet)
                 if request is not None:
-                    yield from self.answered(request, packet, now)
+                    self.answered(request, packet, now)
             case p.Probed():
-                yield from self._probed(link, message, now)
+                self._probed(link, message, now)
             case p.Ping():
                 pong = p.Pong(packet.envelope.seq, 0.0, 0, link.sending_s(now))
-                yield Send(link.route, self._member.packet(pong))
+                self._outbox.append(Send(link.route, self._member.packet(pong)))
             case _:
-                yield Note("debug", f"unexpected {type(message).__name__} from {link.route!r}")
+                self._outbox.append(Note("debug", f"unexpected {type(message).__name__} from {link.route!r}"))
         link.look(now)
 
-    def _probed(self, link: Connection, message: p.Probed, now: float) -> Effects:
+    def _probed(self, link: Connection, message: p.Probed, now: float) -> None:
         for_workers = frozenset(message.for_workers)
         for stand in message.pending:
             request = link.receive(stand.seq)
             if request is not None:
                 request.waits_for = stand.reason
-                yield from self.taken_in(request, now)
+                self.taken_in(request, now)
                 if isinstance(request.owner, MergedRequest):
                     is_for_workers = stand.seq in for_workers
-                    yield from self.neighbours.waits(request.owner, stand.reason, is_for_workers, now)
+                    self.neighbours.waits(request.owner, stand.reason, is_for_workers, now)
         _confirm(link.outstanding, message, now)
         for seq in message.missing:
             request = link.miss(seq)
             if request is not None:
-                yield self._packet(link, request)
+                self._outbox.append(self._packet(link, request))
 
-    def on_scheduler(self, packet: Packet, now: float) -> Effects:
+    def on_scheduler(self, packet: Packet, now: float) -> None:
         """The scheduler has answered, or says what it waits for."""
         message = packet.message
         assert isinstance(message, p.Released | p.Resumed | p.Checkpointed | p.Error | p.Probed)
@@ -340,16 +345,16 @@ class CallTable:
             return
         request = self.asked.pop(message.seq, None)
         if request is not None and isinstance(message, p.Error):
-            yield from self.refused(request, from_code(message.code, message.text), now)
+            self.refused(request, from_code(message.code, message.text), now)
         elif request is not None:
-            yield from self.answered(request, packet, now)
+            self.answered(request, packet, now)
 
-    def answered(self, request: Request, packet: Packet, now: float) -> Effects:
+    def answered(self, request: Request, packet: Packet, now: float) -> None:
         """All is well with ``request``; its operation goes on if it was the last."""
         if isinstance(request.owner, MergedRequest):
-            yield from self.neighbours.answered(request.owner, packet, now)
+            self.neighbours.answered(request.owner, packet, now)
             return
-        yield from self.taken_in(request, now)
+        self.taken_in(request, now)
         pending = _owner_of(request)
         if request.on_reply is not None:
             request.on_reply(packet, not pending.finished)
@@ -361,23 +366,23 @@ class CallTable:
         pending.waiting.pop(request, None)
         if not pending.waiting and not pending.is_asking and pending.ticket in self.pending:
             answers = [pending.answers[asked] for asked in pending.requests]
-            yield from self._advance(pending, answers, now)
+            self._advance(pending, answers, now)
 
-    def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
+    def refused(self, request: Request, error: KvpsError, now: float) -> None:
         """The peer refused ``request``, and so its call."""
         if isinstance(request.owner, MergedRequest):
-            yield from self.neighbours.refused(request.owner, error, now)
+            self.neighbours.refused(request.owner, error, now)
             return
-        yield from self.taken_in(request, now)
+        self.taken_in(request, now)
         pending = _owner_of(request)
         pending.waiting.pop(request, None)
         if pending.ticket in self.pending:
-            yield from self._advance(pending, error, now)
+            self._advance(pending, error, now)
 
-    def taken_in(self, request: Request, now: float) -> Effects:
+    def taken_in(self, request: Request, now: float) -> None:
         """The server needs ``request`` no more: calls that wait for that go on."""
         if isinstance(request.owner, MergedRequest):
-            yield from self.neighbours.taken_in(request.owner, now)
+            self.neighbours.taken_in(request.owner, now)
             return
         if not isinstance(request.message, p.Push | p.PushRows | p.PushIds):
             return
@@ -386,22 +391,22 @@ class CallTable:
             pending.waiting.pop(request, None)
             if not pending.waiting:
                 self._draining.remove(pending)
-                yield from self._advance(pending, [], now)
+                self._advance(pending, [], now)
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Say HELLO again, probe, ask the scheduler again, send what there is room for."""
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
             for link in [link for link in self.connections() if not link.ready]:
-                yield Send(link.route, self._member.hello())
+                self._outbox.append(Send(link.route, self._member.hello()))
         for link in self.connections():
             if link.is_overdue(now):
-                yield from self.probe(link)
+                self.probe(link)
         self.neighbours.on_timer(now)
-        yield from self.flow(now)
+        self.flow(now)
         for request in list(self.asked.values()):
             if now >= request.sent_at + ASK_AGAIN_S:
-                yield from self._ask_scheduler(request, now)
+                self._ask_scheduler(request, now)
 
     def deadlines(self) -> Iterator[float]:
         """Yield when :meth:`on_timer` or :meth:`end_late_calls` has something to do."""
@@ -424,7 +429,7 @@ class CallTable:
             self._links_at = min(dues, default=math.inf)
         return self._links_at
 
-    def take_what_lags(self, now: float) -> Effects:
+    def take_what_lags(self, now: float) -> None:
         """Let those calls go on that wait for pushes to arrive everywhere that may never do.
 
         So it is while a worker is lost. A worker that took another's place may wait for us, before it makes
@@ -433,7 +438,7 @@ class CallTable:
         for pending in list(self.pending.values()):
             if pending.ticket in self.pending and now >= self._lags_until(pending):
                 self._drop(pending)
-                yield from self._advance(pending, [], now)
+                self._advance(pending, [], now)
 
     def _lags_until(self, pending: PendingCall) -> float:
         """Return until when a call waits for parts that lag behind; for ever, if it need not end."""
@@ -446,16 +451,16 @@ class CallTable:
         is_replaced = self._losses.was_replaced or store.is_resumed
         return pending.since + LAG_MAX_S if is_replaced else math.inf
 
-    def end_late_calls(self, now: float) -> Effects:
+    def end_late_calls(self, now: float) -> None:
         """End calls that are over their deadline, and ask once more after those that soon are."""
         for pending in list(self.pending.values()):
             if pending.finished:
                 continue
             if now >= pending.deadline:
-                yield from self._time_out(pending, now)
+                self._time_out(pending, now)
             elif not pending.probed and now >= pending.deadline - LAST_PROBE_S:
                 pending.probed = True
-                yield from self.ask_after(pending.waiting, now)
+                self.ask_after(pending.waiting, now)
 
     def put_off(self, now: float) -> None:
         """Count the time of the calls that wait anew, but for those to which the user gave much
@@ -466,7 +471,7 @@ class CallTable:
 
     def finish(
         self, pending: PendingCall, now: float, value: object = None, error: KvpsError | None = None
-    ) -> Effects:
+    ) -> None:
         """End a call for good."""
         del self.pending[pending.ticket]
         pending.operation.close()
@@ -478,21 +483,21 @@ class CallTable:
         pending.requests, pending.answers = [], {}
         self._before_end(self._stores[pending.call.store])
         if pending.on_end is not None:
-            yield from pending.on_end(value, error, now)
+            pending.on_end(value, error, now)
         elif not pending.finished:
             pending.finished = True
-            yield Finish(pending.ticket, value, error)
+            self._outbox.append(Finish(pending.ticket, value, error))
         elif error is not None:
-            yield Note("warning", f"{pending.call.title} failed after its Timeout: {error}")
+            self._outbox.append(Note("warning", f"{pending.call.title} failed after its Timeout: {error}"))
         elif pending.call.on_timeout is OnTimeout.RESUME:
             self._late = [*self._late[-LATE_MAX + 1 :], (pending.call, value)]
 
-    def forget(self, store: str, error: KvpsError, now: float) -> Effects:
+    def forget(self, store: str, error: KvpsError, now: float) -> None:
         """A store is closed: end what is under way of it. Its pushes have left, and count."""
         for pending in [entry for entry in self.pending.values() if entry.call.store == store]:
             if pending.finished:  # the caller was told by a Timeout
                 pending.on_end = _nothing
-            yield from self.finish(pending, now, error=error)
+            self.finish(pending, now, error=error)
         self._late = [late for late in self._late if late[0].store != store]
         self._unacked.pop(store, None)
 
@@ -508,22 +513,22 @@ class CallTable:
             elif not request.payload_bytes:
                 request.drop()
 
-    def _time_out(self, pending: PendingCall, now: float) -> Effects:
+    def _time_out(self, pending: PendingCall, now: float) -> None:
         link_of = self.neighbours.link_of
         error = timeout_error(self._member, pending.call, pending.waiting, link_of, now)
-        yield from self.end_early(pending, error, now)
+        self.end_early(pending, error, now)
 
-    def end_early(self, pending: PendingCall, error: KvpsError, now: float) -> Effects:
+    def end_early(self, pending: PendingCall, error: KvpsError, now: float) -> None:
         """End a call for its caller; what changes values goes on."""
         if pending.call.on_timeout is OnTimeout.RETRY:
-            yield from self.finish(pending, now, error=error)
+            self.finish(pending, now, error=error)
             return
         bulk = [request for request in pending.requests if request.payload_bytes]
         for request in bulk:
             request.freeze()
         pending.values[:] = [] if bulk else [row.clone() for row in pending.values]
         pending.finished = True
-        yield Finish(pending.ticket, error=error)
+        self._outbox.append(Finish(pending.ticket, error=error))
 
     def abandon(self) -> list[PendingCall]:
         """Forget all calls and what they have asked, here and of neighbours; return the calls."""
@@ -543,8 +548,8 @@ class CallTable:
             assert not pending.requests, f"{pending.call.title} drains, and has gone on"
 
 
-def _nothing(value: object, error: KvpsError | None, now: float) -> Effects:
-    yield from ()
+def _nothing(value: object, error: KvpsError | None, now: float) -> None:
+    return
 
 
 def _confirm(requests: Mapping[int, Request], message: p.Probed, now: float) -> None:

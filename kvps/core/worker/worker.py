@@ -21,7 +21,7 @@ from types import MappingProxyType
 from kvps import protocol as p
 from kvps.core.effects import (
     Connect,
-    Effects,
+    CoreOutbox,
     Exit,
     Finish,
     Note,
@@ -66,10 +66,13 @@ class Worker:
     """One worker process's part in one job."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
-        self.member = MembershipClient(identity, now)
+        self.outbox = CoreOutbox()
+        self.member = MembershipClient(identity, now, self.outbox)
         self.stores: dict[str, WorkerStore] = {}
         self.losses = FailurePolicy()
-        self.table = CallTable(self.member, self.stores, self.losses, memory, self._publish_joins)
+        self.table = CallTable(
+            self.member, self.stores, self.losses, memory, self._publish_joins, self.outbox
+        )
         self.info = ClusterInfo(self.member.rank)
         """The snapshot that other threads may read; replaced as a whole."""
         self._memory = memory
@@ -99,40 +102,40 @@ class Worker:
 
     # --- the doors ----------------------------------------------------------------------------
 
-    def start(self, now: float) -> Effects:
+    def start(self, now: float) -> None:
         """Join the cluster."""
-        yield from self.member.start(now)
+        self.member.start(now)
 
-    def on_join(self, ticket: int, deadline: float, now: float) -> Effects:
+    def on_join(self, ticket: int, deadline: float, now: float) -> None:
         """The user wants to know when the cluster is complete."""
         self._joining[ticket] = deadline
-        yield from self._end_joining(now)
+        self._end_joining(now)
 
-    def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> Effects:
+    def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> None:
         """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1
         name = call.store
         error = self._error_of(call, now)
         if error is not None:
-            yield Finish(ticket, error=error)
+            self.outbox.append(Finish(ticket, error=error))
             return
         if name in self._rejoins:
             self._rejoins[name].held.append(DeferredCall(ticket, call, deadline))
             return
         if name in self._untold and self._untold[name].ends(call):
             error = epoch_changed(self.stores[name], self._epoch, self._untold.pop(name))
-            yield Finish(ticket, error=error)
+            self.outbox.append(Finish(ticket, error=error))
             return
         is_halting = self._quiesce.is_on and name in self.stores
         if is_halting and self._quiesce.holds(self.stores[name], call):
             self._quiesce.hold(ticket, call, deadline)
-            yield from self._report_halt()
+            self._report_halt()
             return
         if isinstance(call, calls.OpenStore):
-            yield from self._end_closing(now, name)
+            self._end_closing(now, name)
         elif name not in self.stores:
             error = ConfigError(f"{call.title}: store {name!r} is closed; create another store")
-            yield Finish(ticket, error=error)
+            self.outbox.append(Finish(ticket, error=error))
             return
         if isinstance(call, calls.OpenStore) and name not in self.stores:
             self.stores[name] = WorkerStore(
@@ -145,23 +148,23 @@ class Worker:
                 bool(self.losses.workers),
             )
             if self._quiesce.is_on and self.stores[name].ordered:
-                yield from self._break_off(now)
-        yield from self.table.begin(ticket, call, deadline, now)
-        yield from self._report_halt()
+                self._break_off(now)
+        self.table.begin(ticket, call, deadline, now)
+        self._report_halt()
 
-    def on_script(self, tickets: tuple[int, ...], now: float) -> Effects:
+    def on_script(self, tickets: tuple[int, ...], now: float) -> None:
         """The whole script waits in these calls; in none, if some thread of it does not wait."""
         waited_for = [self.table.pending.get(ticket) for ticket in tickets]
         is_known = all(entry is not None and _is_for_user(entry) for entry in waited_for)
         self._standstill.hear(tickets if is_known else (), self._calls())
-        yield from ()
+        return
 
-    def on_close(self, name: str, now: float) -> Effects:
+    def on_close(self, name: str, now: float) -> None:
         """The user needs a store no more."""
         self._closing.add(name)
-        yield from self._end_closing(now)
+        self._end_closing(now)
 
-    def _end_closing(self, now: float, again: str = "") -> Effects:
+    def _end_closing(self, now: float, again: str = "") -> None:
         """Close the stores of which no call of the user is under way; that which is created
         ``again`` in any case."""
         held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
@@ -170,54 +173,54 @@ class Worker:
         for name in sorted(self._closing - (busy - {again})):
             self._closing.discard(name)
             error = ConfigError(f"store {name!r} was closed, and created again")
-            yield from self.table.forget(name, error, now)
+            self.table.forget(name, error, now)
             store = self.stores.pop(name)
             self._rejoins.pop(name, None)
             self._untold.pop(name, None)
             self._closed.close(name, store.opened.life, store.servers)
-            yield from self._tell_closed(now)
+            self._tell_closed(now)
 
-    def _tell_closed(self, now: float) -> Effects:
+    def _tell_closed(self, now: float) -> None:
         for server, message in self._closed.letters(now):
             if server == ClosedStores.SCHEDULER:
-                yield Send(SCHEDULER, self.member.packet(message))
+                self.outbox.append(Send(SCHEDULER, self.member.packet(message)))
             elif (link := self.table.links[server]).ready:  # else it says CLOSE again
-                yield Send(link.route, self.member.packet(message))
+                self.outbox.append(Send(link.route, self.member.packet(message)))
 
-    def leave(self, done: bool, exit_code: int, reason: str, *, replaceable: bool = True) -> Effects:
+    def leave(self, done: bool, exit_code: int, reason: str, replaceable: bool, now: float) -> None:
         """The process ends: say so, and if it failed, whether another can take its place."""
-        yield from self.member.leave(done, exit_code, replaceable, reason)
+        self.member.leave(done, exit_code, replaceable, reason)
         if self.member.welcome is None:
-            yield Exit(0, "left before it had joined")
+            self.outbox.append(Exit(0, "left before it had joined"))
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         """Judge a packet by its envelope: those that come to us are from neighbours."""
         return isinstance(route, str) or self.table.neighbours.admit(envelope, kind)
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler, a server or a neighbour said something."""
         if route == SCHEDULER:
-            yield from self._on_scheduler(packet, now)
+            self._on_scheduler(packet, now)
             return
         if isinstance(route, bytes):
-            yield from self.table.neighbours.on_packet(route, packet, now)
+            self.table.neighbours.on_packet(route, packet, now)
         elif (link := self._link_of(route, packet.envelope)) is not None:
             message = packet.message
             if isinstance(message, p.Error) and message.code == Fenced.code:
-                yield from self._end_fenced(message, now)
+                self._end_fenced(message, now)
             elif isinstance(message, p.Closed):
                 self._closed.hear(self.table.links.index(link), message.stores)
             else:
-                yield from self.table.on_answer(link, packet, now)
+                self.table.on_answer(link, packet, now)
             link.heard_at = now
             if self.table.neighbours.is_active:
                 self.table.neighbours.heard(link)
-        yield from self.table.flow(now)
+        self.table.flow(now)
         if self._closing:
-            yield from self._end_closing(now)
-        yield from self._report_halt()
+            self._end_closing(now)
+        self._report_halt()
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: a neighbour is told.
 
         Raises:
@@ -227,13 +230,13 @@ class Worker:
             raise error
         said = unforeseen(f"worker {self.member.rank}", error)
         answer = p.Error(envelope.seq, said.code, str(said))
-        yield Send(route, self.member.packet(answer))
+        self.outbox.append(Send(route, self.member.packet(answer)))
 
-    def on_drop(self, route: Route, now: float) -> Effects:
+    def on_drop(self, route: Route, now: float) -> None:
         """A connection broke; the probes find out what was lost with it."""
-        yield from ()
+        return
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
         self.member.waits_in = next((call.title for call in self._waited_for()), "")
         beat_at = self.member.deadline()
@@ -242,24 +245,24 @@ class Worker:
             self._standstill.look(self._calls())
             self.member.standstill = self._standstill.number if is_still else 0
             if is_still:
-                yield Finish(ASK_SCRIPT)
-        yield from self.member.on_timer(now)
+                self.outbox.append(Finish(ASK_SCRIPT))
+        self.member.on_timer(now)
         alone_at = self._alone_at()
         if alone_at is not None and now >= alone_at:
             self._told_at = now  # a server that hears neither the scheduler nor a worker would end
             for link in self.table.links:
-                yield Send(link.route, self.member.hello())
-        yield from self.table.on_timer(now)
-        yield from self._end_joining(now)
-        yield from self.table.take_what_lags(now)
-        yield from self._end_calls_of_lost_members(now)
-        yield from self._end_overdue_calls(now)
+                self.outbox.append(Send(link.route, self.member.hello()))
+        self.table.on_timer(now)
+        self._end_joining(now)
+        self.table.take_what_lags(now)
+        self._end_calls_of_lost_members(now)
+        self._end_overdue_calls(now)
         if self._closing:
-            yield from self._end_closing(now)
+            self._end_closing(now)
         if self._closed.is_untold and now >= self._closed.again_at:
-            yield from self._tell_closed(now)
+            self._tell_closed(now)
         if self._quiesce.is_impatient(self.member.heard_at, now):
-            yield from self._break_off(now)
+            self._break_off(now)
 
     def _waited_for(self) -> Iterator[calls.Call]:
         """Yield the calls for which the user waits."""
@@ -287,7 +290,7 @@ class Worker:
         has_quorum = any(store.opened.quorum for store in self.stores.values())
         return not has_quorum and self.table.is_settled(now - CONFIRMED_S)
 
-    def _end_standstill(self, message: p.Beat, now: float) -> Effects:
+    def _end_standstill(self, message: p.Beat, now: float) -> None:
         """The scheduler says that no worker can go on."""
         standstill = self._standstill
         if not standstill.is_at(message.standstill, self._calls()):
@@ -295,17 +298,19 @@ class Worker:
         for ticket in standstill.tickets:
             pending = self.table.pending[ticket]
             error = standstill_error(self.member, pending.call, pending.waiting, message.reason)
-            yield from self.table.end_early(pending, error, now)
+            self.table.end_early(pending, error, now)
         standstill.end()
 
-    def _hear_of_replay(self, replayed: int, now: float) -> Effects:
+    def _hear_of_replay(self, replayed: int, now: float) -> None:
         """Replacements of lost workers have passed over so many steps: who waits for them waits on."""
         if replayed and replayed != self._replayed:
             if not self._replayed:
-                yield Note(
-                    "warning",
-                    "a worker that replaces a lost worker runs its script again, and passes over the steps "
-                    "of its predecessor. Calls that wait for it wait on, as long as it goes on",
+                self.outbox.append(
+                    Note(
+                        "warning",
+                        "a worker that replaces a lost worker runs its script again, and passes over the "
+                        "steps of its predecessor. Calls that wait for it wait on, as long as it goes on",
+                    )
                 )
             self.table.put_off(now)
         self._replayed = replayed
@@ -349,48 +354,48 @@ class Worker:
 
     # --- the scheduler --------------------------------------------------------------------------
 
-    def _on_scheduler(self, packet: Packet, now: float) -> Effects:
+    def _on_scheduler(self, packet: Packet, now: float) -> None:
         message = packet.message
         self.member.heard_at = now
         is_fenced = isinstance(message, p.Error) and message.code == Fenced.code  # and not just a call
         is_asked = isinstance(message, p.Error) and message.seq in self.table.asked
         if isinstance(message, ANSWERS) or (is_asked and not is_fenced):
-            yield from self.table.on_scheduler(packet, now)
+            self.table.on_scheduler(packet, now)
             return
         if isinstance(message, p.Closed):
             self._closed.hear(ClosedStores.SCHEDULER, message.stores)
             return
         if isinstance(message, p.Beat) and message.standstill:
-            yield from self._end_standstill(message, now)
+            self._end_standstill(message, now)
             return
         if isinstance(message, p.Beat):
-            yield from self._hear_of_replay(message.replayed, now)
+            self._hear_of_replay(message.replayed, now)
         is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
         if isinstance(message, p.Halt) and is_welcomed:
-            yield from self._make(self._quiesce.halt(message, self.stores, now), now)
-            yield from self._report_halt()
+            self._make(self._quiesce.halt(message, self.stores, now), now)
+            self._report_halt()
             if self._quiesce.is_asked:
-                yield self._halted(stands=False)
+                self.outbox.append(self._halted(stands=False))
                 # What was lent is in, perhaps, though its values wait for one that stands already.
-                yield from self.table.ask_after(self.table.unacked(), now)
+                self.table.ask_after(self.table.unacked(), now)
             return
         if isinstance(message, p.Proceed) and is_welcomed:
             stood, held = self._quiesce.proceed(message)
-            yield Send(SCHEDULER, self.member.packet(p.Proceeding(message.cut, stood)))
-            yield from self._make(held, now)
+            self.outbox.append(Send(SCHEDULER, self.member.packet(p.Proceeding(message.cut, stood))))
+            self._make(held, now)
             return
         before = self.member.number
-        yield from self.member.on_packet(packet, now)
+        self.member.on_packet(packet, now)
         self._publish()
         if self.member.left:
-            yield Exit(0, "left")
+            self.outbox.append(Exit(0, "left"))
         elif self.member.end is not None:
-            yield from self._end_all(self.member.end, now)
+            self._end_all(self.member.end, now)
             if self.member.stopped is not None:
-                yield Exit(self.member.stopped.exit_code, self.member.stopped.reason)
+                self.outbox.append(Exit(self.member.stopped.exit_code, self.member.stopped.reason))
         elif self.member.number != before:
-            yield from self._on_view(now)
-        yield from self._end_joining(now)
+            self._on_view(now)
+        self._end_joining(now)
 
     def _publish(self) -> None:
         """Let other threads know the newest view."""
@@ -408,7 +413,7 @@ class Worker:
             joins = MappingProxyType({**known, store.name: store.joins})
             self.info = replace(self.info, joins=joins)
 
-    def _on_view(self, now: float) -> Effects:
+    def _on_view(self, now: float) -> None:
         view = self.member.view
         assert view is not None
         neighbours = self.table.neighbours
@@ -425,20 +430,20 @@ class Worker:
                         self._memory,
                         self.table.uplink,
                     )
-                    yield self._connect(link, member)
-                    yield Send(link.route, self.member.hello())
+                    self.outbox.append(self._connect(link, member))
+                    self.outbox.append(Send(link.route, self.member.hello()))
         if self._complete:
             if view.epoch != self._epoch:
-                yield from self._begin_epoch(view, now)
-            yield from neighbours.learn(view.members)
+                self._begin_epoch(view, now)
+            neighbours.learn(view.members)
             self.table.uplink.sharers = neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.table.links)}
         self.losses.learn(view, lives, now)
         for store in self.stores.values():
             store.is_short = bool(self.losses.workers)
-        yield from self._end_calls_of_lost_members(now)
-        yield from self.table.take_what_lags(now)
-        yield from self.table.flow(now)
+        self._end_calls_of_lost_members(now)
+        self.table.take_what_lags(now)
+        self.table.flow(now)
 
     def _connect(self, link: Connection, server: p.Member) -> Connect:
         is_near = 0 != server.machine == self.member.identity.machine
@@ -462,15 +467,15 @@ class Worker:
         link = self.table.neighbours.links.get(int(rank))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
-    def _end_fenced(self, message: p.Error, now: float) -> Effects:
+    def _end_fenced(self, message: p.Error, now: float) -> None:
         """Another process has this worker's seat."""
         self.member.error = from_code(message.code, message.text)
-        yield from self._end_all(self.member.error, now)
-        yield Exit(1, str(self.member.error))
+        self._end_all(self.member.error, now)
+        self.outbox.append(Exit(1, str(self.member.error)))
 
     # --- cuts -------------------------------------------------------------------------------------
 
-    def _report_halt(self) -> Effects:
+    def _report_halt(self) -> None:
         """Tell the scheduler, if it waits for that, that this worker stands and all it did is done."""
         if not self._quiesce.is_asked or self.table.unacked():
             return
@@ -484,23 +489,23 @@ class Worker:
             is_at_rest = is_at_rest or (is_checkpoint and not pending.finished)
         if self._quiesce.stands(self.stores, is_at_rest):
             self._quiesce.is_asked = False
-            yield self._halted(stands=True)
+            self.outbox.append(self._halted(stands=True))
 
     def _halted(self, stands: bool) -> Send:
         numbers = self._quiesce.numbers(self.stores)
         return Send(SCHEDULER, self.member.packet(p.Halted(self._quiesce.cut, numbers, stands)))
 
-    def _break_off(self, now: float) -> Effects:
+    def _break_off(self, now: float) -> None:
         """Go on in spite of a cut that is not taken yet, and say so."""
-        yield Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False)))
-        yield from self._make(self._quiesce.break_off(), now)
+        self.outbox.append(Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False))))
+        self._make(self._quiesce.break_off(), now)
 
-    def _make(self, held: Iterable[DeferredCall], now: float) -> Effects:
+    def _make(self, held: Iterable[DeferredCall], now: float) -> None:
         """Make calls that were held back."""
         for deferred in held:
-            yield from self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
+            self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
-    def _begin_epoch(self, view: p.View, now: float) -> Effects:
+    def _begin_epoch(self, view: p.View, now: float) -> None:
         """The servers return to a cut: what was asked of them is void. Ask what they have now."""
         self._epoch, self._since = view.epoch, view.since
         self.table.greet_again(now)
@@ -511,8 +516,8 @@ class Worker:
                 link.ready, link.refusal = False, ""
                 if link.incarnation != member.incarnation and member.state == "held":
                     link.incarnation, link.endpoint = member.incarnation, member.endpoint
-                    yield self._connect(link, member)
-                yield Send(link.route, self.member.hello())
+                    self.outbox.append(self._connect(link, member))
+                self.outbox.append(Send(link.route, self.member.hello()))
         self._closed.begin_epoch(len(self.table.links), now)
         abandoned = self.table.abandon()
         held = self._quiesce.go_on()
@@ -526,31 +531,31 @@ class Worker:
             self._own_tickets -= 1
             call = calls.RejoinStore(name, tuple(self._rejoins[name].before))
             on_end = partial(self._rejoined, name)
-            yield from self.table.begin(self._own_tickets, call, math.inf, now, on_end)
-        yield from self._make(held, now)
+            self.table.begin(self._own_tickets, call, math.inf, now, on_end)
+        self._make(held, now)
 
-    def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> Effects:
+    def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> None:
         """A store has entered the epoch, or cannot: resume the calls that wait."""
         resync = self._rejoins.pop(name)
         if error is None and not resync.before:
-            yield from self._make(resync.held, now)
+            self._make(resync.held, now)
             return
         if error is None:
             assert isinstance(value, dict)
             resync.after = value
             error = epoch_changed(self.stores[name], self._epoch, resync)
-            yield Note("debug", str(error))
+            self.outbox.append(Note("debug", str(error)))
             flushes = [deferred for deferred in resync.held if not resync.ends(deferred.call)]
             if len(flushes) == len(resync.held):
                 self._untold[name] = resync
             resync.held = [deferred for deferred in resync.held if deferred not in flushes]
-            yield from self._make(flushes, now)
+            self._make(flushes, now)
         for deferred in resync.held:
-            yield Finish(deferred.ticket, error=error)
+            self.outbox.append(Finish(deferred.ticket, error=error))
 
     # --- the end of a call ------------------------------------------------------------------------
 
-    def _end_joining(self, now: float) -> Effects:
+    def _end_joining(self, now: float) -> None:
         """Answer the calls that wait for the cluster."""
         for ticket, deadline in list(self._joining.items()):
             error = self.member.error or self.losses.error(None, now)
@@ -565,7 +570,7 @@ class Worker:
                 )
             if error is not None or self._complete:
                 del self._joining[ticket]
-                yield Finish(ticket, error=error)
+                self.outbox.append(Finish(ticket, error=error))
 
     def _error_of(self, call: calls.Call, now: float) -> KvpsError | None:
         """Return why ``call`` cannot even begin, if it cannot."""
@@ -583,26 +588,26 @@ class Worker:
             return None
         return self.losses.error(self.stores.get(call.store), now)
 
-    def _end_calls_of_lost_members(self, now: float) -> Effects:
+    def _end_calls_of_lost_members(self, now: float) -> None:
         errors = {name: self.losses.error(store, now) for name, store in self.stores.items()}
         for pending in list(self.table.pending.values()):
             error = errors[pending.call.store]
             is_of_core = pending.on_end is not None  # of use when the lost member is replaced
             if error is not None and pending.ticket in self.table.pending and not is_of_core:
-                yield from self.table.finish(pending, now, error=error)
+                self.table.finish(pending, now, error=error)
         for held in (self._quiesce.held, *(resync.held for resync in self._rejoins.values())):
             for deferred in [call for call in held if errors[call.call.store] is not None]:
                 held.remove(deferred)
-                yield Finish(deferred.ticket, error=errors[deferred.call.store])
+                self.outbox.append(Finish(deferred.ticket, error=errors[deferred.call.store]))
 
-    def _end_all(self, error: KvpsError, now: float) -> Effects:
+    def _end_all(self, error: KvpsError, now: float) -> None:
         for pending in list(self.table.pending.values()):
-            yield from self.table.finish(pending, now, error=error)
+            self.table.finish(pending, now, error=error)
         for deferred in self._quiesce.go_on():
-            yield Finish(deferred.ticket, error=error)
+            self.outbox.append(Finish(deferred.ticket, error=error))
 
-    def _end_overdue_calls(self, now: float) -> Effects:
-        yield from self.table.end_late_calls(now)
+    def _end_overdue_calls(self, now: float) -> None:
+        self.table.end_late_calls(now)
         for name, resync in self._rejoins.items():
             for deferred in [call for call in resync.held if now >= call.deadline]:
                 resync.held.remove(deferred)
@@ -614,7 +619,7 @@ class Worker:
                 ]
                 link_of = self.table.neighbours.link_of
                 error = timeout_error(self.member, deferred.call, waiting, link_of, now)
-                yield Finish(deferred.ticket, error=error)
+                self.outbox.append(Finish(deferred.ticket, error=error))
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -26,6 +26,8 @@ SKIPPED = {
     "_memo",
     "lap",
     "_wake",
+    "outbox",
+    "_outbox",
     "_process",
     "on_reply",
     "fill",

@@ -13,15 +13,16 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from kvps.core.effects import Core, Disk, Effect, Effects, Exit, Hold, Route, Send
+from kvps.core.effects import Core, Disk, Effect, Exit, Hold, Route, Send
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import CoreRequest, Item, Lens
+from kvps.net.driver import CoreRequest, Item, Lens, Perform
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet
 from kvps.protocol.membership import Left
@@ -88,43 +89,52 @@ class RingLens(Lens):
         self._header = header
         self._folder = folder
         self._has_dumped = False
+        self._now = 0.0
+        """The time of the door that is called."""
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+    def connect(self, core: Core, perform: Perform) -> None:
+        """The loop begins: note each effect before it is performed."""
+        core.outbox.connect(partial(self._noting, core, perform))
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
         self.ring.add((What.BARE_PACKET, now, route, packet.envelope, packet.message))
-        return self._noting(core, core.on_packet(route, packet, now), now)
+        self._now = now
+        core.on_packet(route, packet, now)
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error: then the ring goes to a file, once."""
         self.ring.add((What.FAILURE, now, failure_parts(route, envelope, error), None, None))
-        effects = core.on_failure(route, envelope, error, now)
+        self._now = now
+        core.on_failure(route, envelope, error, now)
         if not isinstance(error, KvpsError):
             self.dump_once(core, repr(error))
-        return self._noting(core, effects, now)
 
-    def drop(self, core: Core, route: Route, now: float) -> Effects:
+    def drop(self, core: Core, route: Route, now: float) -> None:
         """A connection broke."""
         self.ring.add((What.DROP, now, route, None, None))
-        return self._noting(core, core.on_drop(route, now), now)
+        self._now = now
+        core.on_drop(route, now)
 
-    def timer(self, core: Core, now: float) -> Effects:
+    def timer(self, core: Core, now: float) -> None:
         """The deadline is reached."""
         self.ring.add((What.TIMER, now, None, None, None))
-        return self._noting(core, core.on_timer(now), now)
+        self._now = now
+        core.on_timer(now)
 
-    def item(self, core: C, item: Item[C], now: float) -> Effects:
+    def item(self, core: C, item: Item[C], now: float) -> None:
         """Another thread asks for something."""
         self.ring.add((*self._words(item, now), None, None))
-        return self._noting(core, item(core, now), now)
+        self._now = now
+        item(core, now)
 
-    def _noting(self, core: Core, effects: Effects, now: float) -> Iterator[Effect]:
-        for effect in effects:
-            if isinstance(effect, Send):
-                packet = effect.packet
-                self.ring.add((What.SENT, now, effect.to, packet.envelope, packet.message))
-            elif isinstance(effect, Exit) and effect.code not in EXPECTED:
-                self.dump_once(core, effect.reason, logging.INFO)
-            yield effect
+    def _noting(self, core: Core, perform: Perform, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            packet = effect.packet
+            self.ring.add((What.SENT, self._now, effect.to, packet.envelope, packet.message))
+        elif isinstance(effect, Exit) and effect.code not in EXPECTED:
+            self.dump_once(core, effect.reason, logging.INFO)
+        perform(effect)
 
     def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
         """Return the ring's record of a request: its name, and its arguments if they are small."""
@@ -277,27 +287,27 @@ class FullLens(RingLens):
             self._is_whole = False
             log.warning("the record %s ends here: %s", self.path, error)
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
         self.note(What.PACKET, now, route_bytes(route), *packet_parts(packet))
-        return super().packet(core, route, packet, now)
+        super().packet(core, route, packet, now)
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error."""
         self.note(What.FAILURE, now, *failure_parts(route, envelope, error))
-        return super().failure(core, route, envelope, error, now)
+        super().failure(core, route, envelope, error, now)
 
-    def drop(self, core: Core, route: Route, now: float) -> Effects:
+    def drop(self, core: Core, route: Route, now: float) -> None:
         """A connection broke."""
         self.note(What.DROP, now, route_bytes(route))
-        return super().drop(core, route, now)
+        super().drop(core, route, now)
 
-    def timer(self, core: Core, now: float) -> Effects:
+    def timer(self, core: Core, now: float) -> None:
         """The deadline is reached."""
         self.note(What.TIMER, now)
-        return super().timer(core, now)
+        super().timer(core, now)
 
-    def item(self, core: C, item: Item[C], now: float) -> Effects:
+    def item(self, core: C, item: Item[C], now: float) -> None:
         """Another thread asks for something."""
         octets = None
         if isinstance(item, CoreRequest):
@@ -309,28 +319,26 @@ class FullLens(RingLens):
                 self.note(What.ITEM, now, item.name.encode(), octets)
         else:
             self.note(What.UNKNOWN, now, _name_of(item))
-        return super().item(core, item, now)
+        super().item(core, item, now)
 
     def _place(self, thing: object) -> int | None:
         """Return the order that ``thing`` was given with."""
         return self._awaited.get(id(thing))
 
-    def _noting(self, core: Core, effects: Effects, now: float) -> Iterator[Effect]:
-        for effect in super()._noting(core, effects, now):
-            if isinstance(effect, Send):
-                self.note(What.SENT, now, route_bytes(effect.to), checksum_of(effect.packet))
-                number, self._sent = self._sent, self._sent + 1
-                if effect.hold is not None:
-                    hold = _WatchedHold(effect.hold, lambda number=number: self._released(number))  # type: ignore[misc]  # a default argument
-                    yield Send(effect.to, effect.packet, hold)
-                    continue
-            elif isinstance(effect, Disk):
-                thing = getattr(effect.order, "for_whom", None)
-                if thing is not None:
-                    self._awaited[id(thing)] = self._orders
-                    self._kept.append(thing)
-                self._orders += 1
-            yield effect
+    def _noting(self, core: Core, perform: Perform, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self.note(What.SENT, self._now, route_bytes(effect.to), checksum_of(effect.packet))
+            number, self._sent = self._sent, self._sent + 1
+            if effect.hold is not None:
+                hold = _WatchedHold(effect.hold, partial(self._released, number))
+                effect = Send(effect.to, effect.packet, hold)
+        elif isinstance(effect, Disk):
+            thing = getattr(effect.order, "for_whom", None)
+            if thing is not None:
+                self._awaited[id(thing)] = self._orders
+                self._kept.append(thing)
+            self._orders += 1
+        super()._noting(core, perform, effect)
 
     def _released(self, number: int) -> None:
         self.note(What.RELEASE, self._clock(), str(number).encode())

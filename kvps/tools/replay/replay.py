@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvps.core.effects import Core, Disk, Effects, Hold, Send
+from kvps.core.effects import Core, Disk, Hold, Send
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler, Settings
@@ -170,7 +170,8 @@ class _Replay:
             if event.what in _INPUTS:
                 self._expected = _sent_after(events, index)
                 try:
-                    self._take(self._input(event))
+                    self._input(event)
+                    self._take()
                 except ConfigError as error:
                     found.stopped = str(error)
                     break
@@ -187,37 +188,37 @@ class _Replay:
                 break
         return found
 
-    def _input(self, event: Event) -> Effects:
+    def _input(self, event: Event) -> None:
         core: Core = self._outcome.core
         now = event.at
         match event.what:
             case What.PACKET | What.BARE_PACKET:
                 packet = packet_of(event)
-                return self._guarded(lambda: core.on_packet(route_of(event.parts[0]), packet, now))
+                self._guarded(lambda: core.on_packet(route_of(event.parts[0]), packet, now))
             case What.FAILURE:
                 route, head, code, text = event.parts
                 envelope = wire.decode([head]).envelope
                 error: Exception = RuntimeError(text.decode())
                 if code.isdigit():
                     error = from_code(int(code), text.decode())
-                return core.on_failure(route_of(route), envelope, error, now)
+                core.on_failure(route_of(route), envelope, error, now)
             case What.DROP:
-                return core.on_drop(route_of(event.parts[0]), now)
+                core.on_drop(route_of(event.parts[0]), now)
             case What.TIMER:
-                return core.on_timer(now)
+                core.on_timer(now)
             case _:
-                return self._call(event)
+                self._call(event)
 
-    def _guarded(self, call: Callable[[], Effects]) -> Effects:
+    def _guarded(self, call: Callable[[], None]) -> None:
         """A packet may raise the failure that the record has next."""
         try:
-            yield from call()
+            call()
         except KvpsError:
             raise
         except Exception:  # the record continues with the inputs that followed
             return
 
-    def _call(self, event: Event) -> Effects:
+    def _call(self, event: Event) -> None:
         name, octets = event.parts[0].decode(), event.parts[1]
         if name not in CALLS:
             raise ConfigError(f"this record asks for {name!r}, which no core of kvps offers")
@@ -232,14 +233,13 @@ class _Replay:
             octets_args, options, is_timed = Decoder(self._thing).loads(octets)
         door = attrgetter(name)(self._outcome.core)
         times = {"now": event.at} if is_timed else {}
-        effects: Effects = door(*octets_args, **options, **times)
-        return effects
+        door(*octets_args, **options, **times)
 
     def _thing(self, number: int) -> object:
         return self._for_whom[number]
 
-    def _take(self, effects: Effects) -> None:
-        for effect in effects:
+    def _take(self) -> None:
+        for effect in self._outcome.core.outbox.take():
             if isinstance(effect, Send):
                 number, self._sent = self._sent, self._sent + 1
                 self._check(effect)
@@ -284,7 +284,7 @@ class _Replay:
 
 
 CALLS = {
-    *("start", "on_call", "on_join", "on_close", "leave", "member.leave"),
+    *("start", "on_call", "on_join", "on_close", "leave"),
     *("on_stop", "on_conclude", "on_measure", "on_disk", "on_memory", "on_script"),
 }
 """The methods of cores that a record may name."""

@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
-from kvps.core.effects import Core, Effects, Exit, Note, Route, Send
+from kvps.core.effects import Core, Effect, Exit, Note, Route, Send
 from kvps.core.membership_client import SCHEDULER
 from kvps.errors import ConfigError
-from kvps.net.driver import Item, Lens
+from kvps.net.driver import Item, Lens, Perform
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.tools.trace.coordinator import TraceCoordinator
 from kvps.tools.trace.member import TracedMember
@@ -48,39 +48,50 @@ class TimelineLens(Lens):
         self._counts = counts
         self._below: Lens = below or Lens()
         self.current: Lens = self._below
+        self._now = 0.0
+        """The time of the door that is called."""
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+    def connect(self, core: Core, perform: Perform) -> None:
+        """The loop begins: have the effects of ``core`` performed, and watched while a trace is recorded."""
+        self._below.connect(core, perform)
+        self._perform, self._outbox, self._unwatched = perform, core.outbox, core.outbox.append
+
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
         if packet.message.TAG in TAGS:
-            return self.on_tracing(route, packet, now)
-        began = self.tracer.clock()
-        effects = self._below.packet(core, route, packet, now)
-        return self._watched((route, packet), began, effects, now)
+            self.on_tracing(route, packet, now)
+            return
+        self._now = now
+        self.tracer.begin((route, packet))
+        self._below.packet(core, route, packet, now)
+        self.tracer.finish()
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error."""
-        return self._below.failure(core, route, envelope, error, now)
+        self._below.failure(core, route, envelope, error, now)
 
-    def drop(self, core: Core, route: Route, now: float) -> Effects:
+    def drop(self, core: Core, route: Route, now: float) -> None:
         """A connection broke."""
-        return self._below.drop(core, route, now)
+        self._below.drop(core, route, now)
 
-    def timer(self, core: Core, now: float) -> Effects:
+    def timer(self, core: Core, now: float) -> None:
         """The deadline is reached."""
-        began = self.tracer.clock()
-        return self._watched(None, began, self._below.timer(core, now), now)
+        self._now = now
+        self.tracer.begin(None)
+        self._below.timer(core, now)
+        self.tracer.finish()
 
-    def item(self, core: C, item: Item[C], now: float) -> Effects:
+    def item(self, core: C, item: Item[C], now: float) -> None:
         """Another thread asks for something."""
-        began = self.tracer.clock()
-        return self._watched(None, began, self._below.item(core, item, now), now)
+        self._now = now
+        self.tracer.begin(None)
+        self._below.item(core, item, now)
+        self.tracer.finish()
 
-    def _watched(
-        self, came: tuple[Route, Packet] | None, began: int, effects: Effects, now: float
-    ) -> Effects:
-        return self.tracer.watch(came, began, effects)
+    def _watched(self, effect: Effect) -> None:
+        self.tracer.watch(effect, self._unwatched)
 
-    def on_tracing(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_tracing(self, route: Route, packet: Packet, now: float) -> None:
         """Hear a message of traces."""
         raise NotImplementedError
 
@@ -90,9 +101,11 @@ class TimelineLens(Lens):
         if is_on and not was_on:
             self.tracer.open(self._counts())
             self.watch, self.current = self.tracer, self
+            self._outbox.connect(self._watched)
         elif was_on and not is_on:
             self.tracer.close()
             self.watch, self.current = None, self._below
+            self._outbox.connect(self._unwatched)
 
 
 class MemberLens(TimelineLens):
@@ -115,17 +128,14 @@ class MemberLens(TimelineLens):
         super().__init__(tracer, counts, below)
         self._envelope = envelope
 
-    def _watched(
-        self, came: tuple[Route, Packet] | None, began: int, effects: Effects, now: float
-    ) -> Effects:
-        """Watch ``effects``; the recorded spans leave before this process does."""
-        for effect in self.tracer.watch(came, began, effects):
-            is_leave = isinstance(effect, Send) and isinstance(effect.packet.message, p.Leave)
-            if is_leave or isinstance(effect, Exit):
-                yield from self.tick(now)
-            yield effect
+    def _watched(self, effect: Effect) -> None:
+        """Watch an effect; the recorded spans leave before this process does."""
+        is_leave = isinstance(effect, Send) and isinstance(effect.packet.message, p.Leave)
+        if is_leave or isinstance(effect, Exit):
+            self.tick(self._now)
+        super()._watched(effect)
 
-    def on_tracing(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_tracing(self, route: Route, packet: Packet, now: float) -> None:
         """Answer the scheduler's ASK-CLOCK, and record from then on."""
         message, was_on = packet.message, self.tracer.is_on
         if route != SCHEDULER or not isinstance(message, p.AskClock):
@@ -133,13 +143,13 @@ class MemberLens(TimelineLens):
         answer = self.member.on_ask(message, now, self.tracer.clock())
         self._switch(was_on)
         self.due = self.member.due()
-        yield Send(SCHEDULER, Packet(self._envelope(), answer))
+        self._perform(Send(SCHEDULER, Packet(self._envelope(), answer)))
 
-    def tick(self, now: float) -> Effects:
+    def tick(self, now: float) -> None:
         """Send the recorded spans."""
         was_on = self.tracer.is_on
         for message, octets in self.member.flush(now):
-            yield Send(SCHEDULER, Packet(self._envelope(), message, (memoryview(octets),)))
+            self._perform(Send(SCHEDULER, Packet(self._envelope(), message, (memoryview(octets),))))
         self._switch(was_on)
         self.due = self.member.due() if self.tracer.is_on else None
 
@@ -171,45 +181,46 @@ class SchedulerLens(TimelineLens):
         if from_start:
             self.due = 0.0
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> Effects:
+    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
         """A packet came: a beat, which tells where a member is, whether a trace is recorded or
         not; or any other."""
         if isinstance(packet.message, p.Beat):
             if isinstance(route, bytes):
                 self.coordinator.beat(route, now)
             if self.watch is None:
-                return self._below.packet(core, route, packet, now)
-        return super().packet(core, route, packet, now)
+                self._below.packet(core, route, packet, now)
+                return
+        super().packet(core, route, packet, now)
 
-    def on_tracing(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_tracing(self, route: Route, packet: Packet, now: float) -> None:
         """Hear operators and members."""
         envelope, message, clock = packet.envelope, packet.message, self.tracer.clock()
         try:
             match message:
                 case p.Trace():
                     answer = self.coordinator.on_trace(envelope.seq, message, now, clock, self._wall_clock())
-                    yield Send(route, _ours(answer))
-                    yield from self.tick(now)
+                    self._perform(Send(route, _ours(answer)))
+                    self.tick(now)
                 case p.Fetch():
                     answer, octets = self.coordinator.on_fetch(envelope.seq, message)
-                    yield Send(route, _ours(answer, octets))
+                    self._perform(Send(route, _ours(answer, octets)))
                 case p.ClockIs():
                     self.coordinator.on_clock(envelope, message, clock)
                 case p.Spans():
                     self.coordinator.on_spans(envelope, message, b"".join(packet.payload))
                 case _:
-                    yield Note("debug", f"unexpected {type(message).__name__}")
+                    self._perform(Note("debug", f"unexpected {type(message).__name__}"))
         except ConfigError as error:
-            yield Send(route, _ours(p.Error(envelope.seq, error.code, str(error))))
+            self._perform(Send(route, _ours(p.Error(envelope.seq, error.code, str(error)))))
 
-    def tick(self, now: float) -> Effects:
+    def tick(self, now: float) -> None:
         """Ask the clocks of all members, and keep the scheduler's own spans."""
         was_on = self.tracer.is_on
         if self._from_start and self.coordinator.recording is None:
             self.coordinator.begin(1, math.inf, now)
         self.keep_own(now)
         for route, message in self.coordinator.on_time(now, self.tracer.clock()):
-            yield Send(route, _ours(message))
+            self._perform(Send(route, _ours(message)))
         recording = self.coordinator.recording
         if recording is not None and self.coordinator.is_on(now):
             self.member.begin(recording.number, now)

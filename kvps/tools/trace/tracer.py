@@ -1,19 +1,19 @@
 """The tracer of one process: spans of the work of its loop and its script, while a trace is recorded.
 
-The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after
-each: a core makes an effect before it is taken, and the loop performs it before it takes the next.
-    So no core knows of this.
+The effects of a packet pass through :meth:`Tracer.watch`, which reads the clock before and after each is
+performed. So no core knows of this.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
-from kvps.core.effects import Effect, Effects, Route, Send
+from kvps.core.effects import Effect, Route, Send
+from kvps.net.driver import Perform
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Message, Packet, Role
 from kvps.tools.trace.member import TracedMember
@@ -56,6 +56,10 @@ class Tracer:
         self._lap_at = 0
         self._update_ns = 0
         self._script = threading.local()
+        self._came: tuple[Route, Packet] | None = None
+        """The packet that is served, until an effect of it is performed."""
+        self._began = self._before = 0
+        """When the core was called, and when it had its last effect performed."""
 
     # --- on and off -----------------------------------------------------------------------------
 
@@ -101,31 +105,32 @@ class Tracer:
 
     # --- the loop -------------------------------------------------------------------------------
 
-    def watch(self, came: tuple[Route, Packet] | None, began: int, effects: Effects) -> Iterator[Effect]:
-        """Yield ``effects``, and note how long each took.
+    def begin(self, came: tuple[Route, Packet] | None) -> None:
+        """Note that the core is called, because of the packet that ``came`` along a route, or of none."""
+        self._came, self._began = came, self.clock()
+        self._before = self._began
 
-        Args:
-            came: the packet that they follow from, and its route; None if they follow from no packet.
-            began: when the core was called.
-            effects: those effects.
-        """
-        before, is_first = began, came is not None
-        for effect in effects:
-            made = self.clock()
-            if is_first and came is not None:
-                is_first = False
-                copies = self._is_worker and _has_payload(effect) and not _has_values(came[1])
-                self._handled(*came, began, began if copies else made)
-                before = began if copies else made
-            yield effect
-            done = self.clock()
-            if isinstance(effect, Send):
-                self._sent(effect, before, made, done)
-            elif done - before >= BEFORE_SEND_NS:
-                self._add(SpanKind.SERVE, (NOBODY, 0), before, done)
-            before = done
-        if is_first and came is not None:
-            self._handled(*came, began, self.clock())
+    def watch(self, effect: Effect, perform: Perform) -> None:
+        """Have an effect performed, and note how long it took."""
+        made = self.clock()
+        if self._came is not None:
+            (route, packet), self._came = self._came, None
+            copies = self._is_worker and _has_payload(effect) and not _has_values(packet)
+            self._before = self._began if copies else made
+            self._handled(route, packet, self._began, self._before)
+        perform(effect)
+        done = self.clock()
+        if isinstance(effect, Send):
+            self._sent(effect, self._before, made, done)
+        elif done - self._before >= BEFORE_SEND_NS:
+            self._add(SpanKind.SERVE, (NOBODY, 0), self._before, done)
+        self._before = done
+
+    def finish(self) -> None:
+        """Note that the core has done what it was called for."""
+        if self._came is not None:
+            (route, packet), self._came = self._came, None
+            self._handled(route, packet, self._began, self.clock())
         self.member.bound()
 
     def _handled(self, route: Route, packet: Packet, began: int, made: int) -> None:

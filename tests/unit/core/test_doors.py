@@ -33,6 +33,7 @@ from kvps.errors import ConfigError, Mismatch, ProtocolError, StorageError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.runtime import storage_thread
 from kvps.torch.serialization import DEPTH_MAX, pack, unpack
+from tests.support.effects import taken
 from tests.support.scheduler_harness import Stage
 from tests.support.server_harness import JOB, ServerStage, heard, optimizing, refusal
 
@@ -351,7 +352,7 @@ ENVELOPE = Envelope(JOB, 1, Role.WORKER, 0, 10, 5)
 @pytest.mark.spec("R200")
 def test_a_scheduler_tells_the_sender() -> None:
     stage = Stage()
-    effects = list(stage.scheduler.on_failure(b"w", ENVELOPE, FAILURE, 0.0))
+    effects = taken(stage.scheduler, stage.scheduler.on_failure(b"w", ENVELOPE, FAILURE, 0.0))
     (answer,) = sent(effects)
     assert isinstance(answer, m.Error)
     assert answer.seq == 5
@@ -361,9 +362,9 @@ def test_a_scheduler_tells_the_sender() -> None:
 @pytest.mark.spec("R200")
 def test_so_does_a_server_whose_values_are_whole() -> None:
     server = ServerStage().server
-    (answer,) = sent(list(server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)))
+    (answer,) = sent(taken(server, server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)))
     assert "server 0 could not process this" in str(answer)
-    assert not list(server.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
+    assert not taken(server, server.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
 
 
 @pytest.mark.spec("R200")
@@ -381,7 +382,7 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
     store.updater.apply = fail  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="in the middle"):
         stage.push(0, "w", torch.ones(4), 0)
-    (end,) = stage.server.on_failure(b"w", ENVELOPE, FAILURE, 0.0)
+    (end,) = taken(stage.server, stage.server.on_failure(b"w", ENVELOPE, FAILURE, 0.0))
     assert isinstance(end, Exit)
     assert end.code == 1
     assert "rolls back to the newest checkpoint" in end.reason
@@ -405,18 +406,18 @@ def test_an_image_that_cannot_be_held_is_told_and_ends_nobody(
 @pytest.mark.spec("R200")
 def test_a_worker_tells_a_neighbour_and_ends_by_what_its_calls_wait_for() -> None:
     worker = Worker(Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps"), 0.0)
-    (answer,) = sent(list(worker.on_failure(b"n", ENVELOPE, FAILURE, 0.0)))
+    (answer,) = sent(taken(worker, worker.on_failure(b"n", ENVELOPE, FAILURE, 0.0)))
     assert "worker 0 could not process this" in str(answer)
     with pytest.raises(ValueError, match="nobody foresaw"):
-        list(worker.on_failure("server 0", ENVELOPE, FAILURE, 0.0))
+        worker.on_failure("server 0", ENVELOPE, FAILURE, 0.0)
 
 
 @pytest.mark.spec("R200")
 def test_a_guardian_and_one_who_looks_go_on() -> None:
     guardian = Supervisor(Identity(Role.WORKER, "tcp://s:1", "host", 7, "kvps"), 0.0)
-    assert not list(guardian.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
+    assert not taken(guardian, guardian.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
     inquiry = Inquiry("tcp://s:1", m.Look(), m.Seen, 0.0, 1.0)
-    assert not list(inquiry.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
+    assert not taken(inquiry, inquiry.on_failure("scheduler", ENVELOPE, FAILURE, 0.0))
 
 
 def test_supervisor_and_worker_admit_the_scheduler_and_asked_servers() -> None:

@@ -11,6 +11,7 @@ from kvps.core.inquiry import ASK_AGAIN_S, Inquiry
 from kvps.errors import SchedulerLost, Unauthorized
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done, Error, Evict, Look, Seen, Stop
+from tests.support.effects import taken
 
 AT = "tcp://127.0.0.1:9091"
 SEEN = Seen(1, "running", "going on", (), ())
@@ -20,7 +21,7 @@ SILENT = f"no answer from the scheduler at {AT} for 5 s. Check that kvps-schedul
 
 def begun(request: Message, answer: type[Answer]) -> Inquiry:
     inquiry = Inquiry(AT, request, answer, 100.0, 5.0)
-    connect, ask = inquiry.start(100.0)
+    connect, ask = taken(inquiry, inquiry.start(100.0))
     assert connect == Connect("scheduler", AT)
     assert is_asking(ask, request)
     return inquiry
@@ -32,7 +33,7 @@ def is_asking(effect: Effect, request: Message) -> bool:
 
 def hear(inquiry: Inquiry, message: Message) -> list[Effect]:
     assert inquiry.admit("scheduler", SCHEDULER, type(message))
-    return list(inquiry.on_packet("scheduler", Packet(SCHEDULER, message), 101.0))
+    return taken(inquiry, inquiry.on_packet("scheduler", Packet(SCHEDULER, message), 101.0))
 
 
 @pytest.mark.parametrize(("request_", "answer"), [(Look(), SEEN), (Evict(2, 3), Done(1))])
@@ -45,11 +46,11 @@ def test_answer_ends_the_inquiry(request_: Message, answer: Answer) -> None:
 def test_inquiry_is_repeated_and_given_up() -> None:
     inquiry = begun(Look(), Seen)
     effects: list[Effect] = []
-    assert list(inquiry.on_drop("scheduler", 100.0)) == []
-    assert list(inquiry.on_failure("scheduler", SCHEDULER, ValueError(), 100.0)) == []
+    assert taken(inquiry, inquiry.on_drop("scheduler", 100.0)) == []
+    assert taken(inquiry, inquiry.on_failure("scheduler", SCHEDULER, ValueError(), 100.0)) == []
     assert inquiry.deadline() == 100.0 + ASK_AGAIN_S
     while not any(isinstance(effect, Exit) for effect in effects):
-        effects += inquiry.on_timer(inquiry.deadline())
+        effects += taken(inquiry, inquiry.on_timer(inquiry.deadline()))
     assert [is_asking(effect, Look()) for effect in effects] == [True] * 9 + [False]
     end = effects[-1]
     assert isinstance(end, Exit)
@@ -58,7 +59,7 @@ def test_inquiry_is_repeated_and_given_up() -> None:
     assert end.reason.endswith("'kvps doctor' finds out why")
     assert isinstance(inquiry.error, SchedulerLost)
     assert inquiry.answer is None
-    assert list(inquiry.on_timer(100.1)) == [], "it is not time yet"
+    assert taken(inquiry, inquiry.on_timer(100.1)) == [], "it is not time yet"
 
 
 def test_the_job_is_over() -> None:
@@ -80,7 +81,7 @@ def test_anything_else_is_noted() -> None:
 
 def test_the_second_answer_to_the_request_before_is_none() -> None:
     inquiry = Inquiry(AT, Look(), Seen, 100.0, 5.0, seq=2)
-    _, ask = inquiry.start(100.0)
+    _, ask = taken(inquiry, inquiry.start(100.0))
     assert isinstance(ask, Send)
     assert ask.packet.envelope.seq == 2
     (note,) = hear(inquiry, SEEN)

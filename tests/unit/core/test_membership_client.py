@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvps.core.effects import Connect, Effect, Effects, Exit, Note, Send
+from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity, MembershipClient, Quorum
 from kvps.errors import (
     ConfigError,
@@ -49,12 +49,14 @@ class Talk:
     now: float = 100.0
 
     def __post_init__(self) -> None:
-        self.member = MembershipClient(self.identity, self.now)
         self.effects: list[Effect] = []
+        self._outbox: list[Effect] = []
+        self.member = MembershipClient(self.identity, self.now, self._outbox)
         self.take(self.member.start(self.now))
 
-    def take(self, effects: Effects) -> list[Effect]:
-        taken = list(effects)
+    def take(self, door: None = None) -> list[Effect]:
+        taken = self._outbox.copy()
+        self._outbox.clear()
         self.effects += taken
         return taken
 

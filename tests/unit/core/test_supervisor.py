@@ -19,6 +19,7 @@ from kvps.core.supervisor import (
 from kvps.errors import ConfigError, Fenced
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Error, Hello, Leave, Left, Member, Stop, View, Welcome
+from tests.support.effects import taken
 
 JOB = b"job of the tests"
 AT = "tcp://127.0.0.1:9091"
@@ -32,11 +33,11 @@ class Stage:
         identity = Identity(Role.WORKER, AT, "host", 9, "kvps", 2, guardian=True, master="m:1")
         self.now = 100.0
         self.supervisor = Supervisor(identity, self.now, is_replaceable, **limits)
-        self.started = list(self.supervisor.start(self.now))
+        self.started = taken(self.supervisor, self.supervisor.start(self.now))
 
     def hear(self, message: Message) -> list[Effect]:
         packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), message)
-        return list(self.supervisor.on_packet("scheduler", packet, self.now))
+        return taken(self.supervisor, self.supervisor.on_packet("scheduler", packet, self.now))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass; return what was done, but for beats."""
@@ -46,15 +47,15 @@ class Stage:
                 break
             assert due >= self.now or not effects, "a deadline that does not move on"
             self.now = max(self.now, due)
-            effects += self.supervisor.on_timer(self.now)
+            effects += taken(self.supervisor, self.supervisor.on_timer(self.now))
         self.now = until
         return [one for one in effects if not isinstance(one, Send) or said(one) != Beat(0)]
 
     def signal(self, number: int) -> list[Effect]:
-        return list(self.supervisor.on_signal(number, self.now))
+        return taken(self.supervisor, self.supervisor.on_signal(number, self.now))
 
     def end(self, code: int, reason: str = "it ended") -> list[Effect]:
-        return list(self.supervisor.on_end(code, reason, self.now))
+        return taken(self.supervisor, self.supervisor.on_end(code, reason, self.now))
 
 
 def running(is_replaceable: bool = True, **limits: float) -> Stage:
@@ -115,7 +116,7 @@ class TestJoining:
 
     def test_nobody_connects_to_it(self) -> None:
         stage = Stage()
-        assert list(stage.supervisor.on_drop(b"x", stage.now)) == []
+        assert taken(stage.supervisor, stage.supervisor.on_drop(b"x", stage.now)) == []
 
 
 class TestRunning:

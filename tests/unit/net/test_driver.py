@@ -12,8 +12,8 @@ import pytest
 from kvps.core.effects import (
     Connect,
     Copied,
+    CoreOutbox,
     Effect,
-    Effects,
     Exit,
     Finish,
     Hold,
@@ -46,6 +46,7 @@ class Script:
     now: float = 0.0
     diary: list[object] = field(default_factory=list)
     waited: list[float | None] = field(default_factory=list)
+    outbox: CoreOutbox = field(default_factory=CoreOutbox)
 
     # --- as a transport
 
@@ -86,25 +87,26 @@ class Script:
 
     # --- as a core
 
-    def _step(self, what: str) -> Effects:
+    def _step(self, what: str) -> None:
         self.diary.append(what)
-        yield from self.answers.get(what, [])
+        for effect in self.answers.get(what, []):
+            self.outbox.append(effect)
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         return True
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        return self._step(f"packet of {route!r} at {now:g}")
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
+        self._step(f"packet of {route!r} at {now:g}")
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        return self._step(f"failure of {route!r} at {now:g}: {error}")
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
+        self._step(f"failure of {route!r} at {now:g}: {error}")
 
-    def on_drop(self, route: Route, now: float) -> Effects:
-        return self._step(f"drop of {route!r} at {now:g}")
+    def on_drop(self, route: Route, now: float) -> None:
+        self._step(f"drop of {route!r} at {now:g}")
 
-    def on_timer(self, now: float) -> Effects:
+    def on_timer(self, now: float) -> None:
         self.due = None
-        return self._step(f"timer at {now:g}")
+        self._step(f"timer at {now:g}")
 
     def deadline(self) -> float | None:
         return self.due
@@ -190,7 +192,7 @@ def test_requests_of_other_threads_arrive_in_order_and_wake_the_loop() -> None:
     script = Script([[], [("a", PACKET)]])
     inbox = Inbox(script)
     inbox.put(lambda core, now: core._step("first"))
-    inbox.put(lambda core, now: iter([END]))
+    inbox.put(lambda core, now: core.outbox.append(END))
     inbox.put(lambda core, now: core._step("after the end"))
     assert run(script, inbox) == END
     assert script.diary == ["wake", "wake", "wake", "first"]
@@ -214,7 +216,7 @@ def test_malformed_packet_is_dropped_and_logged_now_and_then(
 
 def test_an_error_of_the_core_is_not_taken_for_bad_bytes() -> None:
     class Broken(Script):
-        def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+        def on_packet(self, route: Route, packet: Packet, now: float) -> None:
             raise ProtocolError("the core's own")
 
     script = Broken([[("a", PACKET)]], answers={"failure of 'a' at 0: the core's own": [END]})
@@ -229,7 +231,7 @@ class TestNet:
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         class Broken(Script):
-            def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+            def on_packet(self, route: Route, packet: Packet, now: float) -> None:
                 raise ValueError("nobody foresaw this")
 
         said = "failure of 'a' at {}: nobody foresaw this"
@@ -249,8 +251,8 @@ class TestNet:
     @pytest.mark.spec("R200")
     def test_an_error_on_the_way_through_the_effects(self) -> None:
         class Broken(Script):
-            def _step(self, what: str) -> Effects:
-                yield from super()._step(what)
+            def _step(self, what: str) -> None:
+                super()._step(what)
                 if what.startswith("packet"):
                     raise KeyError("half-way")
 
@@ -293,7 +295,7 @@ class TestNet:
             def connect(self, *way: object) -> None:
                 raise Demanded("shared memory")
 
-            def on_timer(self, now: float) -> Effects:
+            def on_timer(self, now: float) -> None:
                 raise AssertionError("an invariant")
 
         effects: list[Effect] = [Connect("server 1", "tcp://h:1")]
@@ -308,10 +310,10 @@ class TestNet:
     @pytest.mark.spec("R200")
     def test_a_core_may_refuse_to_go_on(self) -> None:
         class Broken(Script):
-            def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+            def on_packet(self, route: Route, packet: Packet, now: float) -> None:
                 raise ValueError("an answer to a call")
 
-            def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
+            def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
                 raise error
 
         with pytest.raises(ValueError, match="an answer to a call"):

@@ -132,12 +132,12 @@ def test_the_watch_tells_its_loop_until_it_ends(used: int, told: list[int]) -> N
         return MemoryUse(100 * used + count - 1, 1000)
 
     def look() -> bool:
-        heard.extend(inbox.take())
+        heard.extend(iter(inbox.take, None))
         return len(heard) >= len(told)
 
     with MemoryWatch(inbox, read, every_s=0.001):
         until(look, "readings")
     expected = [CoreRequest("on_memory", (100 * used + number, 1000)) for number in told]
     assert heard[: len(told)] == expected
-    list(inbox.take())
-    assert not list(inbox.take()), "the thread has ended"
+    list(iter(inbox.take, None))
+    assert inbox.take() is None, "the thread has ended"

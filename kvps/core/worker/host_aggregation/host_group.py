@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Effects, Listen, Note, Route, Send
+from kvps.core.effects import Connect, Listen, Note, Outbox, Route, Send
 from kvps.core.gradients import DenseGradient
 from kvps.core.keys import near_door
 from kvps.core.membership_client import MembershipClient
@@ -53,23 +53,31 @@ process may have ended while its supervisor holds the seat, or may not have begu
 class Own(Protocol):
     """The calls of this worker, which take the answers to its own requests."""
 
-    def answered(self, request: Request, packet: Packet, now: float) -> Effects:
+    def answered(self, request: Request, packet: Packet, now: float) -> None:
         """``request`` was answered by ``packet``."""
 
-    def refused(self, request: Request, error: KvpsError, now: float) -> Effects:
+    def refused(self, request: Request, error: KvpsError, now: float) -> None:
         """``request`` was refused."""
 
-    def taken_in(self, request: Request, now: float) -> Effects:
+    def taken_in(self, request: Request, now: float) -> None:
         """The server has the push of ``request``."""
 
-    def probe(self, link: Connection) -> Effects:
+    def probe(self, link: Connection) -> None:
         """Ask a peer after all requests that it has not answered."""
 
 
 class HostGroup:
     """This worker among the workers of its machine."""
 
-    def __init__(self, member: MembershipClient, memory: Memory, servers: list[Connection], own: Own) -> None:
+    def __init__(
+        self,
+        member: MembershipClient,
+        memory: Memory,
+        servers: list[Connection],
+        own: Own,
+        outbox: Outbox,
+    ) -> None:
+        self._outbox = outbox
         self.links: dict[int, Connection] = {}
         """Rank -> the connection to a worker that may lead."""
         self._member = member
@@ -100,7 +108,7 @@ class HostGroup:
 
     # --- who they are -------------------------------------------------------------------------
 
-    def learn(self, members: Iterable[p.Member]) -> Effects:
+    def learn(self, members: Iterable[p.Member]) -> None:
         """Take in which member is on which machine."""
         machine = self._member.identity.machine
         everybody = list(members)
@@ -117,12 +125,12 @@ class HostGroup:
         if not self.is_active:
             self.is_active = True
             self._merged = MergedRequests(self._member.rank, len(self._servers), self._memory)
-            yield Listen(self._endpoint(self._member.rank, self._member.incarnation))
+            self._outbox.append(Listen(self._endpoint(self._member.rank, self._member.incarnation)))
         self._ranks = tuple([member.rank for member in here])
         self._peers.learn({member.rank: member.incarnation for member in here})
         self._alive = frozenset(member.rank for member in here if member.state == "held")
         for member in here:
-            yield from self._meet(member)
+            self._meet(member)
         self._expect()
 
     def _expect(self) -> None:
@@ -142,7 +150,7 @@ class HostGroup:
             self._merged = MergedRequests(self._member.rank, len(self._servers), self._memory)
             self._merged.expect(self._alive)
 
-    def _meet(self, worker: p.Member) -> Effects:
+    def _meet(self, worker: p.Member) -> None:
         """Connect to a neighbour, or take requests back from a neighbour that is gone."""
         link = self.links.get(worker.rank)
         is_here = worker.state == "held" and worker.rank != self._member.rank
@@ -159,8 +167,8 @@ class HostGroup:
             self.links[worker.rank] = Connection(
                 route, endpoint, worker.incarnation, self._memory, self._beside
             )
-            yield Connect(route, endpoint, is_near=True)
-            yield Send(route, self._member.hello())
+            self._outbox.append(Connect(route, endpoint, is_near=True))
+            self._outbox.append(Send(route, self._member.hello()))
 
     def _part(self, rank: int) -> None:
         """Forget a neighbour that is no more."""
@@ -223,7 +231,7 @@ class HostGroup:
             and (isinstance(message, p.Push) or (isinstance(message, p.Pull) and message.values))
         )
 
-    def ask(self, request: Request, now: float) -> Effects:
+    def ask(self, request: Request, now: float) -> None:
         """Make ``request`` together with those of neighbours: merge it, or send it to the leader."""
         message = request.message
         assert isinstance(message, p.Push | p.Pull)
@@ -237,16 +245,16 @@ class HostGroup:
         if isinstance(message, p.Push):
             participant.gradient = lambda: DenseGradient(request.peek())
         self._mine[request] = participant
-        yield from self._take(participant, now)
+        self._take(participant, now)
 
-    def tell(self, message: p.Join | p.Return) -> Effects:
+    def tell(self, message: p.Join | p.Return) -> None:
         """Tell neighbours that this worker joins; or note that it is back, and with it all others.
 
         A neighbour that misses it makes merged requests that wait in vain for a while, or go without a rank.
         """
         if isinstance(message, p.Join):
             for link in self.links.values():
-                yield Send(link.route, self._member.packet(replace(message, waits=False)))
+                self._outbox.append(Send(link.route, self._member.packet(replace(message, waits=False))))
             return
         self._over[message.store] = message.call
         self._away = {
@@ -256,11 +264,11 @@ class HostGroup:
         }
         self._expect()
 
-    def ask_after(self, requests: Iterable[Request], now: float) -> Effects:
+    def ask_after(self, requests: Iterable[Request], now: float) -> None:
         """Note that a call waits for these requests of this worker: they are not to wait for other
         workers."""
         mine = [self._mine[request] for request in requests if request in self._mine]
-        yield from self._ask_after(mine, now)
+        self._ask_after(mine, now)
 
     def led(self) -> Iterable[Request]:
         """Return the requests of this worker that it leads, and that have no answer."""
@@ -290,7 +298,7 @@ class HostGroup:
         """
         return self._peers.admit(envelope, kind)
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """A neighbour asks something."""
         envelope, message = packet.envelope, packet.message
         view = self._member.view
@@ -302,18 +310,18 @@ class HostGroup:
                     self._merged.replaced(envelope.rank)
                 known = self._member.seat  # a worker that listens is a member
                 seat = envelope.rank, envelope.incarnation
-                yield self._send(route, p.Welcome(*seat, known.workers, known.servers))
+                self._outbox.append(self._send(route, p.Welcome(*seat, known.workers, known.servers)))
                 return
             if view is not None and envelope.view < view.since:
                 return  # of an epoch that is over; the neighbour will know, and asks anew
-            yield from self._on_request(self._peers.of(route, envelope), packet, now)
+            self._on_request(self._peers.of(route, envelope), packet, now)
         except KvpsError as error:
-            yield self._send(route, p.Error(envelope.seq, error.code, str(error)))
+            self._outbox.append(self._send(route, p.Error(envelope.seq, error.code, str(error))))
 
-    def _on_request(self, peer: PeerSession, packet: Packet, now: float) -> Effects:
+    def _on_request(self, peer: PeerSession, packet: Packet, now: float) -> None:
         message, seq = packet.message, packet.envelope.seq
         if isinstance(message, p.Probe):
-            yield from self._probed(peer, message, now)
+            self._probed(peer, message, now)
             return
         if isinstance(message, p.Join):
             if message.call > self._over.get(message.store, 0):
@@ -337,15 +345,15 @@ class HostGroup:
         else:
             raise ProtocolError(f"a worker may not send {type(message).__name__} to a worker")
         peer.asked[seq] = participant
-        yield from self._take(participant, now)
+        self._take(participant, now)
 
-    def _probed(self, peer: PeerSession, message: p.Probe, now: float) -> Effects:
+    def _probed(self, peer: PeerSession, message: p.Probe, now: float) -> None:
         missing = tuple([seq for seq in message.seqs if seq not in peer.asked])
-        yield self._send(peer.route, p.Probed(missing, ()))
+        self._outbox.append(self._send(peer.route, p.Probed(missing, ())))
         participants = [peer.asked[seq] for seq in message.seqs if seq in peer.asked]
-        yield from self._ask_after(participants, now)
+        self._ask_after(participants, now)
 
-    def _take(self, participant: Participant, now: float) -> Effects:
+    def _take(self, participant: Participant, now: float) -> None:
         if isinstance(participant.message, p.Push):
             self._post(self._merged.push(participant, now))
             return
@@ -353,9 +361,9 @@ class HostGroup:
         if isinstance(found, Request):
             self._post([found])
         elif found is not None:
-            yield from self._give(participant, found, now)
+            self._give(participant, found, now)
 
-    def _ask_after(self, participants: Iterable[Participant], now: float) -> Effects:
+    def _ask_after(self, participants: Iterable[Participant], now: float) -> None:
         links: dict[Connection, None] = {}
         for participant in participants:
             merged = participant.merged
@@ -365,7 +373,7 @@ class HostGroup:
             if request is not None and request.seq and request.link is not None:
                 links[request.link] = None
         for link in links:
-            yield from self._own.probe(link)
+            self._own.probe(link)
 
     def _post(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -374,18 +382,18 @@ class HostGroup:
 
     # --- what servers answer ---------------------------------------------------------------------
 
-    def taken_in(self, merged: MergedRequest, now: float) -> Effects:
+    def taken_in(self, merged: MergedRequest, now: float) -> None:
         """Tell the participants that the server has the pushes of ``bundle``."""
         told = self._merged.taken_in(merged)
         for participant in told:
-            yield from self._acknowledge(participant, now)
+            self._acknowledge(participant, now)
         request = merged.request
         assert request is not None, "a server has it"
         is_answered_later = wants_values(request.message)
         if told and merged.is_asked_after and is_answered_later and request.link is not None:
-            yield from self._own.probe(request.link)  # the participant wants to know why
+            self._own.probe(request.link)  # the participant wants to know why
 
-    def waits(self, merged: MergedRequest, reason: str, is_for_workers: bool, now: float) -> Effects:
+    def waits(self, merged: MergedRequest, reason: str, is_for_workers: bool, now: float) -> None:
         """Tell the participants what ``bundle`` waits for, as the server said."""
         for participant in merged.participants.values():
             if isinstance(participant.who, Request):
@@ -397,15 +405,15 @@ class HostGroup:
                 assert isinstance(peer_request, PeerRequest)
                 seq = peer_request.seq
                 stand = p.Probed((), (p.Pending(seq, reason),), (seq,) if is_for_workers else ())
-                yield self._send(peer_request.peer.route, stand)
+                self._outbox.append(self._send(peer_request.peer.route, stand))
 
-    def answered(self, merged: MergedRequest, packet: Packet, now: float) -> Effects:
+    def answered(self, merged: MergedRequest, packet: Packet, now: float) -> None:
         """Hand the server's answer to the participants of ``bundle``."""
         message = packet.message
         new = self._merged.taken_in(merged)
         for participant in new:
             if not wants_values(participant.message):
-                yield from self._acknowledge(participant, now)
+                self._acknowledge(participant, now)
         if not isinstance(message, p.Pulled):
             return
         values = from_frame(packet.payload[0], BY_ID[message.dtype].name)
@@ -415,30 +423,32 @@ class HostGroup:
             if participant.rank == self._member.rank:
                 mine.append(participant)  # the others need not wait while its values are copied
             elif wants_values(participant.message):
-                yield from self._give(participant, answer, now)
+                self._give(participant, answer, now)
         for participant in mine:
             if wants_values(participant.message):
-                yield from self._give(participant, answer, now)
+                self._give(participant, answer, now)
 
-    def refused(self, merged: MergedRequest, error: KvpsError, now: float) -> Effects:
+    def refused(self, merged: MergedRequest, error: KvpsError, now: float) -> None:
         """Ask for each participant of a refused ``bundle`` by itself, or tell them."""
         again = self._merged.refused(merged)
         self._post(again)
         if again:
-            yield Note("debug", f"a merged push was refused, and its pushes are sent separately: {error}")
+            self._outbox.append(
+                Note("debug", f"a merged push was refused, and its pushes are sent separately: {error}")
+            )
             return
         for participant in merged.participants.values():
             if merged.is_taken_in and not wants_values(participant.message):
                 continue  # it was told that all is well, and it is
             if isinstance(participant.who, Request):
                 del self._mine[participant.who]
-                yield from self._own.refused(participant.who, error, now)
+                self._own.refused(participant.who, error, now)
             else:
                 peer_request = self._done(participant)
                 refusal = p.Error(peer_request.seq, error.code, str(error))
-                yield self._send(peer_request.peer.route, refusal)
+                self._outbox.append(self._send(peer_request.peer.route, refusal))
 
-    def _acknowledge(self, participant: Participant, now: float) -> Effects:
+    def _acknowledge(self, participant: Participant, now: float) -> None:
         """Tell a participant that the server has its push."""
         who, is_done = participant.who, not wants_values(participant.message)
         ack = p.Ack((p.Receipt(0, 0),))
@@ -446,16 +456,16 @@ class HostGroup:
             who.forget()
             if is_done:
                 del self._mine[who]
-                yield from self._own.answered(who, self._member.packet(ack), now)
+                self._own.answered(who, self._member.packet(ack), now)
             else:
-                yield from self._own.taken_in(who, now)
+                self._own.taken_in(who, now)
             return
         assert isinstance(who, PeerRequest)
         if is_done:
             self._done(participant)
-        yield self._send(who.peer.route, p.Ack((p.Receipt(who.seq, 0),)))
+        self._outbox.append(self._send(who.peer.route, p.Ack((p.Receipt(who.seq, 0),))))
 
-    def _give(self, participant: Participant, answer: Reply, now: float) -> Effects:
+    def _give(self, participant: Participant, answer: Reply, now: float) -> None:
         """Give a participant the values."""
         frame = to_frame(answer.values)
         if isinstance(participant.who, Request):
@@ -464,12 +474,12 @@ class HostGroup:
             request.forget()
             if not request.dropped:
                 packet = Packet(self._member.envelope(), answer.message, (frame,))
-                yield from self._own.answered(request, packet, now)
+                self._own.answered(request, packet, now)
             return
         peer_request = self._done(participant)
         message = replace(answer.message, seq=peer_request.seq)
         packet = Packet(self._member.envelope(), message, (frame,))
-        yield Send(peer_request.peer.route, packet)
+        self._outbox.append(Send(peer_request.peer.route, packet))
 
     def _done(self, participant: Participant) -> PeerRequest:
         peer_request = participant.who

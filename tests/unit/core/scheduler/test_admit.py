@@ -10,6 +10,7 @@ from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
 from kvps.protocol.membership import Beat, Evict, Hello, Leave, Look, Ping, Rendezvous, Seen, Stop
+from tests.support.effects import taken
 from tests.support.scheduler_harness import JOB, Stage, notes, sent
 
 NOBODY = bytes(16)
@@ -61,7 +62,7 @@ def test_message_without_a_seat_is_refused(said: Envelope, error: type[KvpsError
 
 def test_ended_job_admits_every_question() -> None:
     one = stage()
-    list(one.scheduler.on_stop(one.now))
+    one.scheduler.on_stop(one.now)
     assert one.scheduler.admit("stranger", envelope(NOBODY, 9, 0), Beat)
 
 
@@ -110,4 +111,4 @@ def test_the_log_tells_of_some_that_were_refused() -> None:
 
 def test_stop_is_for_all() -> None:
     one = stage()
-    assert sent(list(one.scheduler.on_stop(one.now)), Stop)
+    assert sent(taken(one.scheduler, one.scheduler.on_stop(one.now)), Stop)

@@ -708,7 +708,7 @@ def test_a_beat_costs_the_same_in_a_large_cluster() -> None:
         before = sys.gettrace()
         sys.settrace(count)  # type: ignore[arg-type]
         try:
-            list(stage.scheduler.on_packet("w0", packet, stage.now))
+            stage.scheduler.on_packet("w0", packet, stage.now)
         finally:
             sys.settrace(before)
         return lines

@@ -43,6 +43,7 @@ from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Error, Probe, Probed
 from kvps.protocol.stores import Status
 from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Run
+from tests.support.effects import taken
 from tests.support.server_harness import JOB, Said, Seat, ServerStage, acked, heard, pulled
 
 SHA256 = "ab" * 32
@@ -415,7 +416,7 @@ class TestServing:
     def test_nor_is_one_before_the_server_was_welcomed(self) -> None:
         server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
         packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), Recall(0))
-        (note,) = server.on_packet("scheduler", packet, 0.0)
+        (note,) = taken(server, server.on_packet("scheduler", packet, 0.0))
         assert note == Note("debug", "unexpected Recall from the scheduler")
 
 

@@ -18,6 +18,7 @@ from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import Beat, Error, Hello, Probe, Probed, Stop, Welcome
 from kvps.protocol.stores import Declare, Entry, Find, FoundAll, Norms, Status, StatusIs
 from kvps.protocol.values import Pulled
+from tests.support.effects import taken
 from tests.support.server_harness import (
     JOB,
     Seat,
@@ -115,7 +116,7 @@ def test_a_stranger_is_not_told_the_name_of_the_job() -> None:
     for job, name in ((OTHER_JOB, bytes(16)), (JOB, JOB)):
         envelope = Envelope(job, one.view, Role.WORKER, 0, 1, 7)
         error = Mismatch("another cluster")
-        (refused,) = one.server.on_failure(b"x", envelope, error, one.now)
+        (refused,) = taken(one.server, one.server.on_failure(b"x", envelope, error, one.now))
         assert isinstance(refused, Send)
         assert refused.packet.envelope.job == name
 
@@ -267,12 +268,12 @@ def test_before_the_first_view_it_knows_no_other_server() -> None:
 
 def test_server_joins_and_beats() -> None:
     server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
-    connect, hello = server.start(0.0)
+    connect, hello = taken(server, server.start(0.0))
     assert connect == Connect("scheduler", "tcp://s:1")
     assert isinstance(hello, Send)
     assert isinstance(hello.packet.message, Hello)
     assert server.deadline() == 0.0
-    list(server.on_timer(0.0))
+    server.on_timer(0.0)
     assert server.deadline() == 1.0
 
 

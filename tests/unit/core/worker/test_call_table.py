@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.effects import Copied, Exit, Finish
+from kvps.core.effects import Copied, Effect, Exit, Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls, connection
 from kvps.core.worker.call_table import LATE_MAX
@@ -56,9 +56,16 @@ class TestValues:
         one = small()
         one.core.table.links[0].ready = False
         values = torch.ones(4)
-        for effect in one.core.on_call(99, push({"w": values}), one.now + 9, one.now):
-            assert effect == Copied(99)
+        told: list[Effect] = []
+
+        def overwrite(effect: Effect) -> None:
+            told.append(effect)
             values.fill_(-1)
+
+        one.core.outbox.connect(overwrite)
+        one.core.on_call(99, push({"w": values}), one.now + 9, one.now)
+        assert told == [Copied(99)]
+        one.core.outbox.connect(one.effects.append)
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
 

@@ -1,6 +1,7 @@
 """Threads other than the loop's read a snapshot that never changes."""
 
 import ast
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -54,9 +55,10 @@ def test_a_join_is_known_before_its_call_ends() -> None:
     bench.server(0, Done(bench.seqs(Return, 0)[0]))
     assert bench.core.info is before
     done = Done(bench.seqs(Return, 1)[0])
-    effects = bench.core.on_packet("server 1", bench.packet_of_server(1, done), bench.now)
-    next(effects)
-    assert bench.core.info.joins == {"kv": 1}, "as soon as anybody hears of the end"
+    known: list[Mapping[str, int]] = []
+    bench.core.outbox.connect(lambda effect: known.append(bench.core.info.joins))
+    bench.core.on_packet("server 1", bench.packet_of_server(1, done), bench.now)
+    assert known == [{"kv": 1}], "as soon as anybody hears of the end"
     assert before.joins == {}
 
 

@@ -491,7 +491,7 @@ class TestScheduler:
 
     def test_leaving(self) -> None:
         one = small()
-        one.take(one.core.leave(True, 0, "done"))
+        one.take(one.core.leave(True, 0, "done", True, one.now))
         assert one.sent(Leave) == [Leave(True, 0, True, "done")]
         assert not one.exits()
         one.scheduler(Left())
@@ -499,7 +499,7 @@ class TestScheduler:
 
     def test_leaving_before_it_has_joined(self) -> None:
         one = Bench(join=False)
-        one.take(one.core.leave(False, 1, "interrupted"))
+        one.take(one.core.leave(False, 1, "interrupted", True, one.now))
         assert one.exits() == [Exit(0, "left before it had joined")]
 
     def test_a_broken_connection_is_no_news(self) -> None:

@@ -963,8 +963,7 @@ def lend(stage: ServerStage, rank: int, values: list[torch.Tensor], seq: int) ->
         tuple([to_frame(one) for one in values]),
         tuple([Loan(1, seq, PAGE_BYTES, size) for size in sizes]),
     )
-    effects = stage.server.on_packet(b"w%d" % rank, packet, stage.now)
-    return [one.message for one in stage.take(effects)]
+    return [one.message for one in stage.take(stage.server.on_packet(b"w%d" % rank, packet, stage.now))]
 
 
 @pytest.mark.spec("R91")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import Effect, Exit, Send
+from kvps.core.effects import CoreOutbox, Effect, Exit, Send
 from kvps.core.limits import Limits
 from kvps.core.membership_client import Identity
 from kvps.core.server.server import Server
@@ -37,9 +37,11 @@ class Core:
 
     def __init__(self, *effects: Effect) -> None:
         self.effects = effects
+        self.outbox = CoreOutbox()
 
-    def _make(self, *_: object, **__: object) -> Iterator[Effect]:
-        return iter(self.effects)
+    def _make(self, *_: object, **__: object) -> None:
+        for effect in self.effects:
+            self.outbox.append(effect)
 
     on_packet = on_failure = on_drop = on_timer = on_call = start = _make
 
@@ -53,6 +55,12 @@ def record_in(folder: Path, at: int = -1) -> Record:
     paths = sorted(folder.glob("*.record"), key=lambda one: one.stat().st_mtime_ns)
     with paths[at].open("rb") as file:
         return read(file)
+
+
+def watched(lens: RingLens, core: Core) -> Core:
+    """Return ``core``, whose effects pass through ``lens``."""
+    lens.connect(core, lambda effect: None)
+    return core
 
 
 # --- the ring ---------------------------------------------------------------------------------------
@@ -79,9 +87,9 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
     call = PushValues("w", ("a",), (row,), None, 0, True)
     sent = Packet(WORKER, push().message, (memoryview(payload).cast("B"),))
     core = Core(Send("server 0", sent))
-    list(lens.item(core, CoreRequest("on_call", (1, call, 5.0)), 1.0))
-    list(lens.packet(core, "server 0", sent, 1.0))
-    list(lens.failure(core, "server 0", WORKER, Timeout("late"), 1.0))
+    lens.item(watched(lens, core), CoreRequest("on_call", (1, call, 5.0)), 1.0)
+    lens.packet(watched(lens, core), "server 0", sent, 1.0)
+    lens.failure(watched(lens, core), "server 0", WORKER, Timeout("late"), 1.0)
     gone = weakref.ref(payload)
     del row, payload, call, sent, core
     gc.collect()
@@ -92,18 +100,18 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 75, 78])
 def test_an_expected_end_writes_nothing(tmp_path: Path, code: int) -> None:
     lens = RingLens({"role": "server"}, tmp_path / "records")
-    list(lens.timer(Core(Exit(code, "over")), 1.0))
-    list(lens.failure(Core(), b"w", WORKER, Timeout("late"), 1.0))
+    lens.timer(watched(lens, Core(Exit(code, "over"))), 1.0)
+    lens.failure(watched(lens, Core()), b"w", WORKER, Timeout("late"), 1.0)
     assert not (tmp_path / "records").exists()
 
 
 def test_an_error_writes_the_ring_once(tmp_path: Path) -> None:
     lens = RingLens({"role": "server", "now": 0.0}, tmp_path)
     core = Core()
-    list(lens.packet(core, b"w", push(), 1.0))
-    list(lens.drop(core, b"w", 2.0))
-    list(lens.failure(core, b"w", WORKER, ValueError("a bug"), 3.0))
-    list(lens.timer(Core(Exit(1, "torn")), 4.0))
+    lens.packet(watched(lens, core), b"w", push(), 1.0)
+    lens.drop(watched(lens, core), b"w", 2.0)
+    lens.failure(watched(lens, core), b"w", WORKER, ValueError("a bug"), 3.0)
+    lens.timer(watched(lens, Core(Exit(1, "torn"))), 4.0)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     record = record_in(tmp_path)
@@ -176,19 +184,23 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
         WRITING.append(lens)
     memory = RecordedMemory(PRIVATE, lens) if isinstance(lens, FullLens) else PRIVATE
     core = Server(identity, 1.0, 1 << 30, memory, 1, None, Limits())
+    said: list[Effect] = []
+    lens.connect(core, said.append)
     view = p.View(1, "running", "", (p.Member(2, 0, 5, "held", "", "h", 0.0, ""),))
     worker = Envelope(bytes(range(16)), 1, Role.WORKER, 0, 5, 0)
 
     def hear(route: str | bytes, envelope: Envelope, message: p.Message, *rows: torch.Tensor) -> list[Effect]:
         payload = tuple([memoryview(bytearray(row.numpy().tobytes())) for row in rows])
-        return list(lens.packet(core, route, Packet(envelope, message, payload), 2.0))
+        said.clear()
+        lens.packet(core, route, Packet(envelope, message, payload), 2.0)
+        return said.copy()
 
     def ask(seq: int, message: p.Message, *rows: torch.Tensor) -> p.Message:
         envelope = Envelope(worker.job, 1, Role.WORKER, 0, 5, seq)
         (sent, *_) = [one for one in hear(b"w", envelope, message, *rows) if isinstance(one, Send)]
         return sent.packet.message
 
-    list(lens.item(core, CoreRequest("start"), 1.0))
+    lens.item(core, CoreRequest("start"), 1.0)
     hear("scheduler", SCHEDULER, p.Welcome(0, 1, 1, 1))
     hear("scheduler", SCHEDULER, view)
     hear(b"w", worker, p.Hello(1, 0, "k", 0, 2, 0, "h", 9))
@@ -199,10 +211,10 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     ask(3, p.Load(chunk, 1, (p.Run(0, 4, 0),)), torch.arange(4.0))
     row = torch.full((4,), 0.5)
     ask(4, p.Push(chunk, 1, (0,), 1.0, True, (p.Run(0, 4, 0),)), row)
-    list(lens.item(core, CoreRequest("on_memory", (99, 100)), 2.5))
+    lens.item(core, CoreRequest("on_memory", (99, 100)), 2.5)
     refused = ask(5, p.Declare("kv", True, 1, (p.Entry("x", 1, (4,), 0, 4),)))
     assert isinstance(refused, p.Error), refused
-    list(lens.timer(core, 3.0))
+    lens.timer(core, 3.0)
     return core, lens
 
 
@@ -230,7 +242,7 @@ def test_another_value_is_a_difference(tmp_path: Path) -> None:
 
 def test_a_record_that_goes_on_after_something_unknown_stops_there(tmp_path: Path) -> None:
     core, lens = served(tmp_path, is_full=True)
-    list(lens.item(core, lambda core, now: iter(()), 4.0))
+    lens.item(core, lambda core, now: iter(()), 4.0)
     assert isinstance(lens, FullLens)
     lens.note(What.UNKNOWN, 4.0, b"on_call", b"!")
     lens.note(What.TIMER, 5.0)

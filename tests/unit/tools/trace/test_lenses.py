@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
-from kvps.core.effects import Effect, Effects, Exit, Finish, Note, Route, Send
+from kvps.core.effects import CoreOutbox, Effect, Exit, Finish, Note, Route, Send
 from kvps.net.driver import CoreRequest, Lens
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
@@ -42,30 +42,41 @@ class Core:
         self.effects: list[tuple[int, Effect]] = []
         """Time to make each, in nanoseconds."""
         self.heard: list[str] = []
+        self.outbox = CoreOutbox()
+        self.said: list[Effect] = []
+        """Effects that were performed."""
 
-    def _make(self, what: str) -> Iterator[Effect]:
+        self.slow: Callable[[Effect], None] | None = None
+        """Performs an effect, and takes time for it."""
+
+    def perform(self, effect: Effect) -> None:
+        self.said.append(effect)
+        if self.slow is not None:
+            self.slow(effect)
+
+    def _make(self, what: str) -> None:
         self.heard.append(what)
         for took, effect in self.effects:
             self.clock.now += took
-            yield effect
+            self.outbox.append(effect)
 
-    def on_packet(self, route: Route, packet: Packet, now: float) -> Effects:
-        return self._make(type(packet.message).__name__)
+    def on_packet(self, route: Route, packet: Packet, now: float) -> None:
+        self._make(type(packet.message).__name__)
 
-    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> Effects:
-        return self._make("failure")
+    def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
+        self._make("failure")
 
-    def on_drop(self, route: Route, now: float) -> Effects:
-        return self._make("drop")
+    def on_drop(self, route: Route, now: float) -> None:
+        self._make("drop")
 
-    def on_timer(self, now: float) -> Effects:
-        return self._make("timer")
+    def on_timer(self, now: float) -> None:
+        self._make("timer")
 
-    def on_call(self, number: int, now: float) -> Effects:
-        return self._make(f"call {number} at {now}")
+    def on_call(self, number: int, now: float) -> None:
+        self._make(f"call {number} at {now}")
 
-    def leave(self, why: str) -> Effects:
-        return self._make(why)
+    def leave(self, why: str, now: float) -> None:
+        self._make(why)
 
     def admit(self, route: Route, envelope: Envelope, kind: type[Message]) -> bool:
         return True
@@ -73,8 +84,8 @@ class Core:
     def deadline(self) -> float | None:
         return None
 
-    def start(self, now: float) -> Effects:
-        return self._make("start")
+    def start(self, now: float) -> None:
+        self._make("start")
 
 
 def member(role: Role = Role.WORKER) -> tuple[MemberLens, Core, Clock]:
@@ -82,12 +93,20 @@ def member(role: Role = Role.WORKER) -> tuple[MemberLens, Core, Clock]:
     tracer = Tracer(TracedMember("gpu-1", 4711), role, Encoding(), clock)
     envelope = WORKER if role is Role.WORKER else SERVER
     counts = Counts()
-    return MemberLens(tracer, lambda: envelope, lambda: counts), Core(clock), clock
+    lens, core = MemberLens(tracer, lambda: envelope, lambda: counts), Core(clock)
+    lens.connect(core, core.perform)
+    return lens, core, clock
+
+
+def said(core: Core, door: None) -> list[Effect]:
+    """Return what was performed of a door that was just called."""
+    performed, core.said = core.said, []
+    return performed
 
 
 def asked(lens: MemberLens, core: Core, now: float = 1.0) -> list[Effect]:
     packet = Packet(SCHEDULER, p.AskClock(7, 55))
-    return list(lens.packet(core, "scheduler", packet, now))
+    return said(core, lens.packet(core, "scheduler", packet, now))
 
 
 def push(seq: int = 42) -> p.Push:
@@ -111,12 +130,12 @@ def kinds(lens: MemberLens) -> list[SpanKind]:
 
 def test_without_a_trace_everything_is_passed_on() -> None:
     lens, core, _ = member()
-    list(lens.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0))
-    list(lens.failure(core, "server 0", SERVER, ValueError(), 1.0))
-    list(lens.drop(core, "server 0", 1.0))
-    list(lens.timer(core, 1.0))
-    list(lens.item(core, CoreRequest("on_call", (3,)), 2.5))
-    list(lens.item(core, CoreRequest("leave", ("bye",), is_timed=False, then=(Exit(0, ""),)), 2.5))
+    lens.current.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0)
+    lens.current.failure(core, "server 0", SERVER, ValueError(), 1.0)
+    lens.current.drop(core, "server 0", 1.0)
+    lens.current.timer(core, 1.0)
+    lens.current.item(core, CoreRequest("on_call", (3,)), 2.5)
+    lens.current.item(core, CoreRequest("leave", ("bye",)), 2.5)
     assert core.heard == ["Done", "failure", "drop", "timer", "call 3 at 2.5", "bye"]
     assert lens.member.spans == []
     assert lens.due is None
@@ -125,13 +144,14 @@ def test_without_a_trace_everything_is_passed_on() -> None:
 def test_a_plain_lens_passes_on() -> None:
     _, core, _ = member()
     plain = Lens()
-    list(plain.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0))
-    list(plain.failure(core, "server 0", SERVER, ValueError(), 1.0))
-    list(plain.drop(core, "server 0", 1.0))
-    list(plain.timer(core, 1.0))
-    list(plain.item(core, CoreRequest("start"), 1.0))
+    plain.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0)
+    plain.failure(core, "server 0", SERVER, ValueError(), 1.0)
+    plain.drop(core, "server 0", 1.0)
+    plain.timer(core, 1.0)
+    plain.item(core, CoreRequest("start"), 1.0)
     assert core.heard == ["Done", "failure", "drop", "timer", "start"]
-    assert list(plain.tick(0.0)) == []
+    plain.tick(0.0)
+    assert core.said == []
 
 
 # --- members ----------------------------------------------------------------------------------------
@@ -145,12 +165,12 @@ def test_a_member_answers_records_and_sends() -> None:
     assert core.heard == [], "no core hears of traces"
     assert lens.tracer.is_on
     assert lens.due == 1.25
-    list(lens.packet(core, "server 0", Packet(SERVER, p.Done(9)), 1.1))
-    (sent,) = lens.tick(1.25)
+    lens.packet(core, "server 0", Packet(SERVER, p.Done(9)), 1.1)
+    (sent,) = said(core, lens.tick(1.25))
     assert isinstance(sent, Send)
     assert sent.packet.message == p.Spans(7, "gpu-1", 4711, 1, 0)
     assert lens.due == 1.5
-    assert list(lens.tick(7.0)) == []
+    assert said(core, lens.tick(7.0)) == []
     assert lens.due is None
     assert not lens.tracer.is_on
 
@@ -158,8 +178,8 @@ def test_a_member_answers_records_and_sends() -> None:
 def test_a_stranger_starts_no_trace() -> None:
     lens, core, _ = member()
     packet = Packet(WORKER, p.AskClock(7, 55))
-    assert list(lens.packet(core, b"route", packet, 1.0)) == []
-    assert list(lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
+    assert said(core, lens.packet(core, b"route", packet, 1.0)) == []
+    assert said(core, lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
     assert not lens.tracer.is_on
 
 
@@ -172,7 +192,7 @@ def test_recorded_spans_leave_before_the_process(end: Effect) -> None:
     asked(lens, core)
     lens.tracer.waited(10, 20)
     core.effects = [(0, end)]
-    sent, last = lens.timer(core, 1.1)
+    sent, last = said(core, lens.timer(core, 1.1))
     assert isinstance(sent, Send)
     assert isinstance(sent.packet.message, p.Spans)
     assert last == end
@@ -184,11 +204,16 @@ def test_the_loop_of_a_worker() -> None:
     asked(lens, core)
     packet = with_payload(numbered(WORKER, 42), push())
     core.effects = [(3_000_000, Send("server 0", packet)), (0, Finish(1))]
-    for effect in lens.item(core, CoreRequest("on_call", (1,)), 1.0):
+
+    def send(effect: Effect) -> None:
         if isinstance(effect, Send):
             clock.now += 200_000
             lens.tracer._encoding.ended_at = clock.now
             clock.now += 100_000
+
+    core.slow = send
+    lens.item(core, CoreRequest("on_call", (1,)), 1.0)
+    core.slow = None
     copy, encode, send = lens.member.spans
     assert [one.kind for one in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
     assert copy.took == pytest.approx(3_000_000, abs=5000)
@@ -199,7 +224,7 @@ def test_the_loop_of_a_worker() -> None:
     lens.member.spans.clear()
     core.effects = [(2_000_000, Finish(1))]
     stand = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
-    list(lens.packet(core, "server 0", with_payload(SERVER, stand), 1.0))
+    lens.packet(core, "server 0", with_payload(SERVER, stand), 1.0)
     (scatter,) = lens.member.spans
     assert scatter.kind is SpanKind.SCATTER
     assert scatter.took == pytest.approx(2_000_000, abs=5000)
@@ -207,7 +232,7 @@ def test_the_loop_of_a_worker() -> None:
 
     lens.member.spans.clear()
     core.effects = [(1_000_000, Send("server 0", packet))]
-    list(lens.packet(core, "server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0))
+    lens.packet(core, "server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0)
     assert kinds(lens) == [SpanKind.SERVE, SpanKind.COPY, SpanKind.SEND]
     assert lens.member.spans[0].seq == 41
     assert lens.member.spans[0].took == 0, "the copy is none of the ACK's"
@@ -221,16 +246,17 @@ def test_the_loop_of_a_server() -> None:
     lap = counts.lap
     assert lap is not None
 
-    def step(route: Route, packet: Packet, now: float) -> Effects:
+    def step(route: Route, packet: Packet, now: float) -> None:
         clock.now += 1_000_000
         lap()
         clock.now += 5_000_000
         lap()
         answer = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
-        return iter([Send(b"w", with_payload(SERVER, answer)), Send("server 1", Packet(SERVER, p.Done(0)))])
+        core.outbox.append(Send(b"w", with_payload(SERVER, answer)))
+        core.outbox.append(Send("server 1", Packet(SERVER, p.Done(0))))
 
     core.on_packet = step  # type: ignore[method-assign]
-    list(lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0))
+    lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0)
     reduce, update, reply, other = lens.member.spans
     assert [one.kind for one in lens.member.spans] == [
         *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY)
@@ -240,7 +266,7 @@ def test_the_loop_of_a_server() -> None:
     assert reduce.end == update.begin
     assert (reply.role, reply.rank, reply.seq, reply.number) == (2, 1, 42, 5)
     assert (other.role, other.rank) == (1, 1)
-    list(lens.tick(7.0))
+    lens.tick(7.0)
     assert counts.lap is None, "nobody measures any more"
 
 
@@ -248,10 +274,10 @@ def test_a_timer_that_takes_long_and_one_that_does_not() -> None:
     lens, core, _ = member()
     asked(lens, core)
     core.effects = [(100, Note("info", "short"))]
-    list(lens.timer(core, 1.0))
+    lens.timer(core, 1.0)
     assert lens.member.spans == []
     core.effects = [(50_000_000, Note("info", "long"))]
-    list(lens.timer(core, 1.0))
+    lens.timer(core, 1.0)
     (serve,) = lens.member.spans
     assert (serve.kind, serve.role) == (SpanKind.SERVE, NOBODY)
 
@@ -274,11 +300,13 @@ def test_the_script_computes_between_its_waits() -> None:
 def scheduler(**options: bool) -> tuple[SchedulerLens, Core]:
     clock = Clock()
     tracer = Tracer(TracedMember("gpu-0", 1), Role.SCHEDULER, Encoding(), clock)
-    return SchedulerLens(tracer, lambda: 1.7e9, **options), Core(clock)
+    lens, core = SchedulerLens(tracer, lambda: 1.7e9, **options), Core(clock)
+    lens.connect(core, core.perform)
+    return lens, core
 
 
-def answers(effects: Effects) -> list[Message]:
-    return [one.packet.message for one in effects if isinstance(one, Send)]
+def answers(core: Core, door: None) -> list[Message]:
+    return [one.packet.message for one in said(core, door) if isinstance(one, Send)]
 
 
 @pytest.mark.spec("R340", "R341", "R342")
@@ -286,28 +314,27 @@ def test_a_whole_trace() -> None:
     lens, core = scheduler()
     theirs, their_core, _ = member()
     operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
-    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 0.5))
-    said = answers(lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 1.0))
-    tracing, ask = said
+    lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 0.5)
+    tracing, ask = answers(core, lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 1.0))
     assert isinstance(tracing, p.Tracing)
     assert isinstance(ask, p.AskClock)
-    (answer,) = answers(theirs.packet(their_core, "scheduler", Packet(SCHEDULER, ask), 1.1))
-    assert list(lens.packet(core, b"w", Packet(WORKER, answer), 1.2)) == []
+    (answer,) = answers(their_core, theirs.packet(their_core, "scheduler", Packet(SCHEDULER, ask), 1.1))
+    assert said(core, lens.packet(core, b"w", Packet(WORKER, answer), 1.2)) == []
     theirs.tracer.waited(10**9, 10**9 + 5000)
-    (sent,) = theirs.tick(1.3)
+    (sent,) = said(their_core, theirs.tick(1.3))
     assert isinstance(sent, Send)
-    assert list(lens.packet(core, b"w", sent.packet, 1.4)) == []
-    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(2)), 1.5))
+    assert said(core, lens.packet(core, b"w", sent.packet, 1.4)) == []
+    lens.packet(core, b"w", Packet(WORKER, p.Beat(2)), 1.5)
     assert lens.due is not None
-    list(lens.tick(3.1))
+    lens.tick(3.1)
     assert not lens.tracer.is_on
-    (done,) = answers(lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 4.6))
+    (done,) = answers(core, lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 4.6))
     assert isinstance(done, p.Tracing)
     assert (done.left_s, done.parts) == (0.0, 2)
     parts = []
     for number in range(2):
-        packets = lens.packet(core, b"op", Packet(numbered(operator, 1 + number), p.Fetch(7, number)), 4.7)
-        (effect,) = packets
+        fetch = Packet(numbered(operator, 1 + number), p.Fetch(7, number))
+        (effect,) = said(core, lens.packet(core, b"op", fetch, 4.7))
         assert isinstance(effect, Send)
         assert effect.packet.envelope.job == bytes(16)
         assert isinstance(effect.packet.message, p.Part)
@@ -321,19 +348,19 @@ def test_a_whole_trace() -> None:
 def test_a_refusal_is_told_to_the_operator() -> None:
     lens, core = scheduler()
     operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 4)
-    (error,) = answers(lens.packet(core, b"op", Packet(operator, p.Fetch(7, 0)), 1.0))
+    (error,) = answers(core, lens.packet(core, b"op", Packet(operator, p.Fetch(7, 0)), 1.0))
     assert isinstance(error, p.Error)
     assert error.seq == 4
-    (note,) = lens.packet(core, b"op", Packet(operator, p.AskClock(7, 0)), 1.0)
+    (note,) = said(core, lens.packet(core, b"op", Packet(operator, p.AskClock(7, 0)), 1.0))
     assert isinstance(note, Note)
 
 
 def test_a_timeline_is_recorded_from_the_start() -> None:
     lens, core = scheduler(from_start=True)
     assert lens.due == 0.0
-    list(lens.tick(1.0))
+    lens.tick(1.0)
     assert lens.tracer.is_on
-    list(lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 1e6))
-    assert [type(message) for message in answers(lens.tick(1e6))] == [p.AskClock]
+    lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 1e6)
+    assert [type(message) for message in answers(core, lens.tick(1e6))] == [p.AskClock]
     ((part, octets),) = parts_of(lens, 1e6 + 1)
     assert (part.role, part.count) == (Role.SCHEDULER, len(octets) // 48)

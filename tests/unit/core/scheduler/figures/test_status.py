@@ -26,6 +26,7 @@ from kvps.protocol.membership import (
     Sight,
     Stop,
 )
+from tests.support.effects import taken
 from tests.support.scheduler_harness import Stage, sent
 
 NOBODY = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 9)
@@ -159,7 +160,7 @@ def test_a_ping_comes_back_with_its_octets_and_the_time() -> None:
     stage.scheduler = Scheduler(stage.settings, bytes(16), stage.now, ProcessInfo("1.0", lambda: 1.8e9))
     payload = memoryview(b"12345678")
     packet = Packet(NOBODY, Ping(8), (payload,))
-    effects = list(stage.scheduler.on_packet(b"x", packet, stage.now))
+    effects = taken(stage.scheduler, stage.scheduler.on_packet(b"x", packet, stage.now))
     (send,) = effects
     assert isinstance(send, Send)
     assert send.packet.message == Pong(9, 1.8e9, 8)
@@ -170,10 +171,10 @@ def test_a_ping_comes_back_with_its_octets_and_the_time() -> None:
 def test_a_ping_that_is_too_large_is_refused_and_too_many_are_not_answered() -> None:
     stage = Stage(workers=1, servers=0)
     large = Packet(NOBODY, Ping(PING_BYTES_MAX + 1), (memoryview(bytes(PING_BYTES_MAX + 1)),))
-    (refused,) = stage.scheduler.on_packet(b"x", large, stage.now)
+    (refused,) = taken(stage.scheduler, stage.scheduler.on_packet(b"x", large, stage.now))
     assert isinstance(refused, Send)
     assert isinstance(refused.packet.message, Error)
     assert "at most 262144" in refused.packet.message.text
     small = Packet(NOBODY, Ping())
-    answers = [list(stage.scheduler.on_packet(b"x", small, stage.now)) for _ in range(30)]
+    answers = [taken(stage.scheduler, stage.scheduler.on_packet(b"x", small, stage.now)) for _ in range(30)]
     assert sum([bool(one) for one in answers]) == stage.settings.limits.looks

@@ -18,7 +18,7 @@ HELLO = Hello(*PROTOCOL, "kvps", 0, Role.WORKER, 1, "here", 8, "", False, "", 2)
 @pytest.fixture
 def sessions() -> PeerSessions:
     identity = Identity(Role.WORKER, "tcp://sched:1", "here", 7, "kvps", 0)
-    return PeerSessions(MembershipClient(identity, 0.0))
+    return PeerSessions(MembershipClient(identity, 0.0, []))
 
 
 def from_peer(incarnation: int = 5, **more: object) -> Envelope:
