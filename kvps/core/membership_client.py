@@ -197,6 +197,14 @@ class MembershipClient:
         """Return ``message`` from this process."""
         return Packet(self.envelope(seq), message)
 
+    def send(self, to: Route, message: Message, seq: int = 0) -> None:
+        """Send ``message`` along ``to``."""
+        self._outbox.append(Send(to, self.packet(message, seq)))
+
+    def greet(self, to: Route) -> None:
+        """Send HELLO along ``to``."""
+        self._outbox.append(Send(to, self.hello()))
+
     def quorum(self) -> Quorum:
         """Return which workers count; all of them before the first view."""
         if self.view is None:
@@ -233,10 +241,8 @@ class MembershipClient:
         """Say HELLO, and where there are keys, before it by which of them this process will speak."""
         identity = self.identity
         if identity.public_key and not identity.is_enrolled:
-            self._outbox.append(
-                Send(SCHEDULER, self.packet(p.Enrol(identity.public_key, identity.command_key)))
-            )
-        self._outbox.append(Send(SCHEDULER, self.hello()))
+            self.send(SCHEDULER, p.Enrol(identity.public_key, identity.command_key))
+        self.greet(SCHEDULER)
 
     def key_of(self, node: Node) -> str:
         """Return the public key of a member; empty if it has none."""
@@ -276,7 +282,7 @@ class MembershipClient:
         """Say that this process ends, and how."""
         if not self.left and self.welcome is not None:
             self._leave = p.Leave(done, exit_code, replaceable, reason)
-            self._outbox.append(Send(SCHEDULER, self.packet(self._leave)))
+            self.send(SCHEDULER, self._leave)
 
     def on_packet(self, packet: Packet, now: float) -> None:
         """The scheduler said something about membership; anything else is not for here."""
@@ -292,7 +298,7 @@ class MembershipClient:
                     self._outbox.append(Note("debug", f"joined as {Node(self.identity.role, self.rank)}"))
                     if self.identity.public_key and not self.identity.is_enrolled:
                         self._outbox.append(self._connect(is_member=True))
-                    self._outbox.append(Send(SCHEDULER, self.packet(p.Beat(self.progress, self.waits_in))))
+                    self.send(SCHEDULER, p.Beat(self.progress, self.waits_in))
                     self._next_beat = now + BEAT_EVERY_S
             case p.View():
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
@@ -306,7 +312,7 @@ class MembershipClient:
                 # One that ends does not answer: another may take its seat.
                 if not (self._leave or self.stopped or self.error):
                     alive = p.Alive(message.number, self.identity.guardian)
-                    self._outbox.append(Send(SCHEDULER, self.packet(alive)))
+                    self.send(SCHEDULER, alive)
             case p.Left():
                 self.left = True
             case p.Stop():
@@ -337,9 +343,9 @@ class MembershipClient:
         if self.welcome is not None:
             figures = self.figures()._asdict()
             beat = p.Beat(self.progress, self.waits_in, standstill=self.standstill, **figures)
-            self._outbox.append(Send(SCHEDULER, self.packet(beat)))
+            self.send(SCHEDULER, beat)
             if self._leave is not None:
-                self._outbox.append(Send(SCHEDULER, self.packet(self._leave)))
+                self.send(SCHEDULER, self._leave)
         elif self.silent_for(now) < self.identity.join_max_s:
             self._join()
         else:

@@ -228,7 +228,7 @@ class Performer:
         self.whose: Envelope | None = None
         """The sender of the packet that is served; None while another thread or the time is."""
         self.ends: list[Exit | Exception] = []
-        """What ends the loop, the last of them; an error is of this process's own doing."""
+        """Reasons for the end of the loop, the last one counts; an error is of this process's own doing."""
 
     def perform(self, effect: Effect) -> None:
         """Do what the core asks for; nothing after an error."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
-from kvps.core.effects import Disk, Effect, Note, Send
+from kvps.core.effects import Disk, Effect, Note
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.server.control import Control
 from kvps.core.server.snapshot.model import Snapshot
@@ -264,7 +264,7 @@ class Checkpointer:
         self._outbox.append(Disk(order))
 
     def _say(self, message: Message) -> None:
-        self._outbox.append(Send(SCHEDULER, self._member.packet(message)))
+        self._member.send(SCHEDULER, message)
 
 
 def _sums(snapshot: Snapshot) -> tuple[p.StoreSum, ...]:

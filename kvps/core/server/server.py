@@ -357,7 +357,7 @@ class Server:
                     self._endpoints[member.rank] = place
                     key = self.member.key_of(Node(Role.SERVER, member.rank))
                     self._outbox.append(Connect(name, member.endpoint, None, key, bool(key)))
-                    self._outbox.append(Send(name, self.member.hello()))
+                    self.member.greet(name)
         self.control.retry_pending()
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
@@ -503,7 +503,7 @@ class Server:
         self._reply(route, p.Welcome(rank, incarnation, welcome.workers, welcome.servers))
 
     def _reply(self, route: Route, message: Message) -> None:
-        self._outbox.append(Send(route, self.member.packet(message)))
+        self.member.send(route, message)
 
     def _refuse(self, route: Route, envelope: Envelope, error: KvpsError) -> None:
         """Answer a packet by an error; the sender of another job, or of none, is not told this one's name."""

@@ -216,7 +216,7 @@ class CallTable:
     def _ask_scheduler(self, request: Request, now: float) -> None:
         """Send a request to the scheduler, perhaps not for the first time."""
         request.sent_at = now
-        self._outbox.append(Send(SCHEDULER, self._member.packet(request.message, request.seq)))
+        self._member.send(SCHEDULER, request.message, request.seq)
 
     def ask_after(self, requests: Iterable[Request], now: float) -> None:
         """Probe the peers of late requests; they may not have reported all that they know."""
@@ -258,16 +258,17 @@ class CallTable:
             due = chain(due, self.neighbours.due(now))
         for link, request in due:
             self._links_at = min(self._links_at, now + PROBE_AFTER_S)
-            self._outbox.append(self._packet(link, request))
+            self._send(link, request)
 
-    def _packet(self, link: Connection, request: Request) -> Send:
+    def _send(self, link: Connection, request: Request) -> None:
         frames = tuple([to_frame(piece) for piece in request.payload])
-        return Send(link.route, Packet(self._member.envelope(request.seq), request.message, frames))
+        packet = Packet(self._member.envelope(request.seq), request.message, frames)
+        self._outbox.append(Send(link.route, packet))
 
     def probe(self, link: Connection) -> None:
         """Ask a peer after all that it has not answered."""
         for seqs in link.unanswered():
-            self._outbox.append(Send(link.route, self._member.packet(p.Probe(seqs))))
+            self._member.send(link.route, p.Probe(seqs))
 
     def greet_again(self, now: float) -> None:
         """Servers were sent HELLO: say it again after a while to those that have not answered."""
@@ -312,7 +313,7 @@ class CallTable:
                 self._probed(link, message, now)
             case p.Ping():
                 pong = p.Pong(packet.envelope.seq, 0.0, 0, link.sending_s(now))
-                self._outbox.append(Send(link.route, self._member.packet(pong)))
+                self._member.send(link.route, pong)
             case _:
                 self._outbox.append(Note("debug", f"unexpected {type(message).__name__} from {link.route!r}"))
         link.look(now)
@@ -331,7 +332,7 @@ class CallTable:
         for seq in message.missing:
             request = link.miss(seq)
             if request is not None:
-                self._outbox.append(self._packet(link, request))
+                self._send(link, request)
 
     def on_scheduler(self, packet: Packet, now: float) -> None:
         """The scheduler has answered, or says what it waits for."""
@@ -398,7 +399,7 @@ class CallTable:
         if now >= self._hello_at:
             self._hello_at = now + HELLO_AGAIN_S
             for link in [link for link in self.connections() if not link.ready]:
-                self._outbox.append(Send(link.route, self._member.hello()))
+                self._member.greet(link.route)
         for link in self.connections():
             if link.is_overdue(now):
                 self.probe(link)

@@ -26,7 +26,6 @@ from kvps.core.effects import (
     Finish,
     Note,
     Route,
-    Send,
 )
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
@@ -183,9 +182,9 @@ class Worker:
     def _tell_closed(self, now: float) -> None:
         for server, message in self._closed.letters(now):
             if server == ClosedStores.SCHEDULER:
-                self.outbox.append(Send(SCHEDULER, self.member.packet(message)))
+                self.member.send(SCHEDULER, message)
             elif (link := self.table.links[server]).ready:  # else it says CLOSE again
-                self.outbox.append(Send(link.route, self.member.packet(message)))
+                self.member.send(link.route, message)
 
     def leave(self, done: bool, exit_code: int, reason: str, replaceable: bool, now: float) -> None:
         """The process ends: say so, and if it failed, whether another can take its place."""
@@ -230,7 +229,7 @@ class Worker:
             raise error
         said = unforeseen(f"worker {self.member.rank}", error)
         answer = p.Error(envelope.seq, said.code, str(said))
-        self.outbox.append(Send(route, self.member.packet(answer)))
+        self.member.send(route, answer)
 
     def on_drop(self, route: Route, now: float) -> None:
         """A connection broke; the probes find out what was lost with it."""
@@ -251,7 +250,7 @@ class Worker:
         if alone_at is not None and now >= alone_at:
             self._told_at = now  # a server that hears neither the scheduler nor a worker would end
             for link in self.table.links:
-                self.outbox.append(Send(link.route, self.member.hello()))
+                self.member.greet(link.route)
         self.table.on_timer(now)
         self._end_joining(now)
         self.table.take_what_lags(now)
@@ -375,13 +374,13 @@ class Worker:
             self._make(self._quiesce.halt(message, self.stores, now), now)
             self._report_halt()
             if self._quiesce.is_asked:
-                self.outbox.append(self._halted(stands=False))
+                self._say_halted(stands=False)
                 # What was lent is in, perhaps, though its values wait for one that stands already.
                 self.table.ask_after(self.table.unacked(), now)
             return
         if isinstance(message, p.Proceed) and is_welcomed:
             stood, held = self._quiesce.proceed(message)
-            self.outbox.append(Send(SCHEDULER, self.member.packet(p.Proceeding(message.cut, stood))))
+            self.member.send(SCHEDULER, p.Proceeding(message.cut, stood))
             self._make(held, now)
             return
         before = self.member.number
@@ -431,7 +430,7 @@ class Worker:
                         self.table.uplink,
                     )
                     self.outbox.append(self._connect(link, member))
-                    self.outbox.append(Send(link.route, self.member.hello()))
+                    self.member.greet(link.route)
         if self._complete:
             if view.epoch != self._epoch:
                 self._begin_epoch(view, now)
@@ -489,15 +488,15 @@ class Worker:
             is_at_rest = is_at_rest or (is_checkpoint and not pending.finished)
         if self._quiesce.stands(self.stores, is_at_rest):
             self._quiesce.is_asked = False
-            self.outbox.append(self._halted(stands=True))
+            self._say_halted(stands=True)
 
-    def _halted(self, stands: bool) -> Send:
+    def _say_halted(self, stands: bool) -> None:
         numbers = self._quiesce.numbers(self.stores)
-        return Send(SCHEDULER, self.member.packet(p.Halted(self._quiesce.cut, numbers, stands)))
+        self.member.send(SCHEDULER, p.Halted(self._quiesce.cut, numbers, stands))
 
     def _break_off(self, now: float) -> None:
         """Go on in spite of a cut that is not taken yet, and say so."""
-        self.outbox.append(Send(SCHEDULER, self.member.packet(p.Proceeding(self._quiesce.cut, False))))
+        self.member.send(SCHEDULER, p.Proceeding(self._quiesce.cut, False))
         self._make(self._quiesce.break_off(), now)
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> None:
@@ -517,7 +516,7 @@ class Worker:
                 if link.incarnation != member.incarnation and member.state == "held":
                     link.incarnation, link.endpoint = member.incarnation, member.endpoint
                     self.outbox.append(self._connect(link, member))
-                self.outbox.append(Send(link.route, self.member.hello()))
+                self.member.greet(link.route)
         self._closed.begin_epoch(len(self.table.links), now)
         abandoned = self.table.abandon()
         held = self._quiesce.go_on()

@@ -168,7 +168,7 @@ class HostGroup:
                 route, endpoint, worker.incarnation, self._memory, self._beside
             )
             self._outbox.append(Connect(route, endpoint, is_near=True))
-            self._outbox.append(Send(route, self._member.hello()))
+            self._member.greet(route)
 
     def _part(self, rank: int) -> None:
         """Forget a neighbour that is no more."""
@@ -254,7 +254,7 @@ class HostGroup:
         """
         if isinstance(message, p.Join):
             for link in self.links.values():
-                self._outbox.append(Send(link.route, self._member.packet(replace(message, waits=False))))
+                self._member.send(link.route, replace(message, waits=False))
             return
         self._over[message.store] = message.call
         self._away = {
@@ -310,13 +310,13 @@ class HostGroup:
                     self._merged.replaced(envelope.rank)
                 known = self._member.seat  # a worker that listens is a member
                 seat = envelope.rank, envelope.incarnation
-                self._outbox.append(self._send(route, p.Welcome(*seat, known.workers, known.servers)))
+                self._member.send(route, p.Welcome(*seat, known.workers, known.servers))
                 return
             if view is not None and envelope.view < view.since:
                 return  # of an epoch that is over; the neighbour will know, and asks anew
             self._on_request(self._peers.of(route, envelope), packet, now)
         except KvpsError as error:
-            self._outbox.append(self._send(route, p.Error(envelope.seq, error.code, str(error))))
+            self._member.send(route, p.Error(envelope.seq, error.code, str(error)))
 
     def _on_request(self, peer: PeerSession, packet: Packet, now: float) -> None:
         message, seq = packet.message, packet.envelope.seq
@@ -349,7 +349,7 @@ class HostGroup:
 
     def _probed(self, peer: PeerSession, message: p.Probe, now: float) -> None:
         missing = tuple([seq for seq in message.seqs if seq not in peer.asked])
-        self._outbox.append(self._send(peer.route, p.Probed(missing, ())))
+        self._member.send(peer.route, p.Probed(missing, ()))
         participants = [peer.asked[seq] for seq in message.seqs if seq in peer.asked]
         self._ask_after(participants, now)
 
@@ -405,7 +405,7 @@ class HostGroup:
                 assert isinstance(peer_request, PeerRequest)
                 seq = peer_request.seq
                 stand = p.Probed((), (p.Pending(seq, reason),), (seq,) if is_for_workers else ())
-                self._outbox.append(self._send(peer_request.peer.route, stand))
+                self._member.send(peer_request.peer.route, stand)
 
     def answered(self, merged: MergedRequest, packet: Packet, now: float) -> None:
         """Hand the server's answer to the participants of ``bundle``."""
@@ -446,7 +446,7 @@ class HostGroup:
             else:
                 peer_request = self._done(participant)
                 refusal = p.Error(peer_request.seq, error.code, str(error))
-                self._outbox.append(self._send(peer_request.peer.route, refusal))
+                self._member.send(peer_request.peer.route, refusal)
 
     def _acknowledge(self, participant: Participant, now: float) -> None:
         """Tell a participant that the server has its push."""
@@ -463,7 +463,7 @@ class HostGroup:
         assert isinstance(who, PeerRequest)
         if is_done:
             self._done(participant)
-        self._outbox.append(self._send(who.peer.route, p.Ack((p.Receipt(who.seq, 0),))))
+        self._member.send(who.peer.route, p.Ack((p.Receipt(who.seq, 0),)))
 
     def _give(self, participant: Participant, answer: Reply, now: float) -> None:
         """Give a participant the values."""
@@ -495,9 +495,6 @@ class HostGroup:
     def deadline(self) -> float | None:
         """When :meth:`on_timer` has something to do."""
         return self._merged.deadline()
-
-    def _send(self, route: Route, message: Message) -> Send:
-        return Send(route, self._member.packet(message))
 
     def check(self) -> None:
         """Assert the invariants."""
