@@ -21,7 +21,7 @@ from kvps.core.supervisor import ASK, END_MAX_S, KILL, START, Supervisor
 from kvps.errors import ConfigError
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, Listener, drive
+from kvps.net.driver import Inbox, Listener, drive
 from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
@@ -187,10 +187,10 @@ class Shell(Listener):
 
     def run(self) -> int:
         """Hold the seat until the command has ended; return the exit code."""
-        self._inbox.put(lambda core, now: core.start(now))
+        self._inbox.put(Supervisor.start)
         signal.signal(signal.SIGCHLD, lambda *_: self._inbox.put(lambda _, now: self._reap(now)))
         try:
-            with on_stop(self._inbox, lambda number: CoreRequest("on_signal", (number,))):
+            with on_stop(lambda number: self._inbox.put(Supervisor.on_signal, number)):
                 ending = drive(self._core, self._transport, self._inbox, self)
         finally:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)

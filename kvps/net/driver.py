@@ -15,10 +15,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterator
+from typing import Generic, TypeVar, TypeVarTuple
 
 from kvps.core.effects import (
     Connect,
@@ -41,6 +39,7 @@ from kvps.protocol.envelope import Envelope, Packet
 
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
+Ts = TypeVarTuple("Ts")
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -76,28 +75,11 @@ class Listener:
         """Something is to be done with files."""
 
 
-Item = Callable[[C, float], None]
-"""A request of another thread to a core: called with the core and the time."""
+Door = Callable[[C, *Ts, float], None]
+"""A method of a core, or a function, which is called with the core, arguments and the time."""
+Request = tuple[Callable[..., None], tuple[object, ...]]
+"""A door with the arguments of the call, of which :meth:`Inbox.put` has checked that they fit."""
 Perform = Callable[[Effect], None]
-
-
-@dataclass(frozen=True, slots=True)
-class CoreRequest:
-    """A request that says what it is, so that a record can repeat it: the core's method ``name``
-    with ``args``."""
-
-    name: str
-    """The method of a part of the core has dots: ``member.leave``."""
-    args: tuple[object, ...] = ()
-    options: Mapping[str, object] = field(default_factory=dict)
-    is_timed: bool = True
-    """Whether the method is told the time."""
-
-    def __call__(self, core: object, now: float) -> None:
-        """Call the method."""
-        door: Callable[..., None] = attrgetter(self.name)(core)
-        times = {"now": now} if self.is_timed else {}
-        door(*self.args, **self.options, **times)
 
 
 class Lens:
@@ -136,9 +118,10 @@ class Lens:
         """The deadline is reached."""
         core.on_timer(now)
 
-    def item(self, core: C, item: Item[C], now: float) -> None:
+    def request(self, core: Core, request: Request, now: float) -> None:
         """Another thread asks for something."""
-        item(core, now)
+        door, arguments = request
+        door(core, *arguments, now)
 
     def tick(self, now: float) -> None:
         """It is time for what the lens itself does; this one does nothing."""
@@ -149,16 +132,21 @@ class Inbox(Generic[C]):
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._items: deque[Item[C]] = deque()
+        self._requests: deque[Request] = deque()
 
-    def put(self, item: Item[C]) -> None:
-        """Have ``item(core, now)`` run by the loop's thread; any thread may call this."""
-        self._items.append(item)
+    def put(self, door: Door[C, *Ts], *arguments: *Ts) -> None:
+        """Have ``door(core, *arguments, now)`` called by the loop's thread; any thread may call this.
+
+        Example::
+
+            inbox.put(Worker.on_close, "store-0")
+        """
+        self._requests.append((door, arguments))
         self._transport.wake()
 
-    def take(self) -> Item[C] | None:
+    def take(self) -> Request | None:
         """Return the request that came first, which is then gone; None if there is none."""
-        return self._items.popleft() if self._items else None
+        return self._requests.popleft() if self._requests else None
 
 
 class Net:
@@ -354,9 +342,9 @@ def drive(
                     serve(route, packet)
             world.whose = None
             del arrival, packet  # it may be what keeps a loan from being given back
-        while not world.ends and (item := inbox.take()) is not None:
-            view.current.item(core, item, clock())
-            del item  # it has the values of a call, which may be needed no more
+        while not world.ends and (request := inbox.take()) is not None:
+            view.current.request(core, request, clock())
+            del request  # it has the values of a call, which may be needed no more
         if not world.ends and due is not None and clock() >= due:
             view.current.timer(core, clock())
         if not world.ends and view.due is not None and clock() >= view.due:

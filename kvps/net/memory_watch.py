@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
-from kvps.net.driver import CoreRequest, Inbox
 from kvps.net.memory import MemoryUse, memory_use
 
 EVERY_S = 0.25
@@ -27,23 +25,23 @@ class MemoryWatch:
     """A thread that reads the memory in use, while the block runs.
 
     Args:
-        inbox: of the loop of a server.
+        tell: told the bytes in use and the bytes that there are, by the thread.
         read: returns the reading.
         every_s: seconds between two readings.
 
     Example::
 
-        with MemoryWatch(inbox):
+        with MemoryWatch(lambda used, total: inbox.put(Server.on_memory, used, total)):
             drive(core, transport, inbox)
     """
 
     def __init__(
         self,
-        inbox: Inbox[Any],
+        tell: Callable[[int, int], None],
         read: Callable[[], MemoryUse] = memory_use,
         every_s: float = EVERY_S,
     ) -> None:
-        self._inbox = inbox
+        self._tell = tell
         self._read = read
         self._every_s = every_s
         self._ended = threading.Event()
@@ -62,7 +60,7 @@ class MemoryWatch:
         while True:
             reading, untold = self._read(), untold + 1
             if untold >= TELL_EVERY or reading.used_bytes >= NEAR * reading.total_bytes:
-                self._inbox.put(CoreRequest("on_memory", tuple(reading)))
+                self._tell(reading.used_bytes, reading.total_bytes)
                 untold = 0
             if self._ended.wait(self._every_s):
                 return

@@ -25,7 +25,7 @@ from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError, KvpsError, Timeout, WorkerLost
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, Lens, drive
+from kvps.net.driver import Inbox, Lens, drive
 from kvps.net.memory import share_bytes
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys, keys_can_be
@@ -303,7 +303,7 @@ class LocalCluster:
     def _drive(self, name: str, core: Core, transport: Transport) -> None:
         inbox: Inbox[Any] = Inbox(transport)
         if isinstance(core, Server):
-            inbox.put(CoreRequest("start"))
+            inbox.put(Server.start)
         timeline, lens = _lens(core, transport)
 
         role, _, rank = name.partition(" ")

@@ -21,7 +21,6 @@ from kvps import __version__, config
 from kvps.core.effects import Exit
 from kvps.core.membership_client import Identity
 from kvps.errors import SchedulerLost
-from kvps.net.driver import Inbox, Item
 from kvps.net.locality import machine
 from kvps.net.zap import Keys
 from kvps.observe.place import Place
@@ -108,14 +107,14 @@ def report(who: str, ending: Exit, *, is_told: bool = False) -> int:
 
 
 @contextmanager
-def on_stop(inbox: Inbox[Any], stop: Callable[[int], Item[Any]]) -> Iterator[None]:
-    """Put what ``stop`` returns for the signal into the inbox at SIGTERM and SIGINT, while the block runs.
+def on_stop(stop: Callable[[int], None]) -> Iterator[None]:
+    """Call ``stop`` with the signal at SIGTERM and SIGINT, while the block runs.
 
     A signal that was ignored before stays so.
     """
 
     def put(number: int, frame: object) -> None:
-        inbox.put(stop(number))
+        stop(number)
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [handle(signal_number, put) for signal_number in numbers]

@@ -29,7 +29,7 @@ from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, Item, Listener, drive
+from kvps.net.driver import Inbox, Listener, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
 from kvps.observe import scheduler_state
@@ -315,15 +315,15 @@ def _run_scheduler(
         scheduler_state.state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
-        also=CoreRequest("on_measure"),
+        also=Scheduler.on_measure,
         document=dashboard.add,
     )
-    last = _at(signal.SIGUSR2, inbox, CoreRequest("on_conclude"))
+    last = _at(signal.SIGUSR2, inbox, Scheduler.on_conclude)
     with (
         serving_if_asked(http, "scheduler", sampler, dashboard) as url,
         again,
         last,
-        on_stop(inbox, lambda number: CoreRequest("on_stop")),
+        on_stop(lambda number: inbox.put(Scheduler.on_stop)),
         lenses.dumping_at_signal(inbox, record),
     ):
         log.info(  # from here on it may get signals
@@ -349,9 +349,9 @@ def _run_scheduler(
 
 
 @contextmanager
-def _at(number: int, inbox: Inbox[Scheduler], item: Item[Scheduler]) -> Iterator[None]:
+def _at(number: int, inbox: Inbox[Scheduler], door: Callable[[Scheduler, float], None]) -> Iterator[None]:
     """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
-    before = signal.signal(number, lambda *_: inbox.put(item))
+    before = signal.signal(number, lambda *_: inbox.put(door))
     try:
         yield
     finally:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ from kvps.core.server.measured import gauges
 from kvps.core.server.server import Server
 from kvps.errors import ConfigError
 from kvps.net import descriptors
-from kvps.net.driver import CoreRequest, Inbox, drive
+from kvps.net.driver import Inbox, drive
 from kvps.net.memory import share_bytes
 from kvps.net.memory_watch import MemoryWatch
 from kvps.net.zap import Keys
@@ -37,7 +36,6 @@ from kvps.runtime.transport import open_transport
 log = logging.getLogger("kvps")
 WILDCARDS = ("0.0.0.0", "*", "::")
 """Hosts that stand for every address of this machine, and are none to connect to."""
-_LEAVE = CoreRequest("leave", ("asked to stop",))
 
 
 def run_server(
@@ -111,8 +109,8 @@ def run_server(
     record = lenses.recorder(header, annexes.load("recorded-values").dumps)
     core = Server(identity, now, limit, lenses.recorded(memory, record), threads, every_s, limits)
     logs.speak_as(lambda: logs.Speaker("server", core.member.rank if core.member.welcome else rank))
-    inbox: Inbox[Any] = Inbox(transport)
-    inbox.put(CoreRequest("start"))
+    inbox: Inbox[Server] = Inbox(transport)
+    inbox.put(Server.start)
     archive = (
         None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
     )
@@ -123,9 +121,9 @@ def run_server(
         lambda: network_values(transport.refused),
     )
     with (
-        MemoryWatch(inbox),
+        MemoryWatch(lambda used, total: inbox.put(Server.on_memory, used, total)),
         serving_if_asked(http, "server", sampler),
-        on_stop(inbox, lambda number: _LEAVE),
+        on_stop(lambda number: inbox.put(Server.leave, "asked to stop")),
         lenses.dumping_at_signal(inbox, record),
     ):
         lens = lenses.member_lens(Role.SERVER, transport, core.member.envelope, lambda: core.counts, record)

@@ -18,6 +18,7 @@ from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.effects import Disk
 from kvps.core.limits import TABLE
+from kvps.core.server.server import Server
 from kvps.core.server.snapshot.storage import (
     Answer,
     AnyOrder,
@@ -32,7 +33,7 @@ from kvps.core.server.snapshot.storage import (
     Write,
 )
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import CoreRequest, Inbox, Listener
+from kvps.net.driver import Inbox, Listener
 
 log = logging.getLogger("kvps")
 NICE = 10
@@ -83,7 +84,7 @@ class StorageThread(Listener):
                 answer = refusal(order, StorageError(f"{type(order).__name__}: {error!r:.200}"))
             del order  # it may hold an image
             if answer is not None:
-                self._inbox.put(CoreRequest("on_disk", (answer,)))
+                self._inbox.put(Server.on_disk, answer)
 
 
 def carry_out(

@@ -32,7 +32,7 @@ from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net import descriptors
-from kvps.net.driver import LOOK_EVERY_S, CoreRequest, Inbox, Listener, drive
+from kvps.net.driver import LOOK_EVERY_S, Inbox, Listener, drive
 from kvps.net.shm.transport import SharedMemory
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys
@@ -103,7 +103,7 @@ class WorkerSession(Listener):
         logs.speak_in_thread_as(self.speaker)
         error: KvpsError = SchedulerLost("this process has left its cluster")
         try:
-            self._inbox.put(CoreRequest("start"))
+            self._inbox.put(Worker.start)
             with torch.no_grad():  # values may be parameters
                 drive(self._core, self._transport, self._inbox, self, lens=self._lens)
             if self._record is not None:
@@ -125,7 +125,7 @@ class WorkerSession(Listener):
     def finish(self, effect: Finish) -> None:
         """End the ticket of a call; or say in which calls the script waits."""
         if effect.ticket == ASK_SCRIPT:
-            self._inbox.put(CoreRequest("on_script", (self._waited_for(),)))
+            self._inbox.put(Worker.on_script, self._waited_for())
             return
         self._end(effect.ticket, effect.value, effect.error)
 
@@ -195,7 +195,7 @@ class WorkerSession(Listener):
     def close_store(self, name: str) -> None:
         """No object of this process uses a store any more; nobody waits."""
         if os.getpid() == self.pid:
-            self._inbox.put(CoreRequest("on_close", (name,)))
+            self._inbox.put(Worker.on_close, name)
 
     def join(self, timeout_s: float) -> None:
         """Wait until all seats of the cluster are taken.
@@ -211,7 +211,9 @@ class WorkerSession(Listener):
                 "one of the processes"
             )
         number, ticket = self._ticket()
-        self._put(number, CoreRequest("on_join", (number, time.monotonic() + timeout_s)))
+        self._inbox.put(Worker.on_join, number, time.monotonic() + timeout_s)
+        if self._over is not None:
+            self._end(number, None, self._over)
         ticket.wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
@@ -227,12 +229,14 @@ class WorkerSession(Listener):
                 "return data, not push)"
             )
         number, ticket = self._ticket()
-        request = CoreRequest("on_call", (number, call, time.monotonic() + timeout_s))
+        deadline = time.monotonic() + timeout_s
         if is_profiled():
             with profiled(call.title):
-                self._put(number, request)
+                self._inbox.put(Worker.on_call, number, call, deadline)
         else:
-            self._put(number, request)
+            self._inbox.put(Worker.on_call, number, call, deadline)
+        if self._over is not None:
+            self._end(number, None, self._over)
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
@@ -240,11 +244,6 @@ class WorkerSession(Listener):
         TURNS.begin()
         self._tickets[number] = ticket
         return number, ticket
-
-    def _put(self, number: int, request: CoreRequest) -> None:
-        self._inbox.put(request)
-        if self._over is not None:
-            self._end(number, None, self._over)
 
     def leave(self, done: bool, exit_code: int, reason: str, say: bool = True) -> None:
         """End this process's part in the job; ``say`` tells the scheduler."""
@@ -254,7 +253,7 @@ class WorkerSession(Listener):
             self._thread.join(LEAVE_MAX_S)  # it may be closing its sockets
             return
         if say:
-            self._inbox.put(CoreRequest("leave", (done, exit_code, reason, self._is_replaceable)))
+            self._inbox.put(Worker.leave, done, exit_code, reason, self._is_replaceable)
             self._thread.join(LEAVE_MAX_S)
             if self._thread.is_alive():
                 log.warning("the scheduler did not answer LEAVE in %.0f s", LEAVE_MAX_S)

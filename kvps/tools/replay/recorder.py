@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from kvps.core.effects import Core, Disk, Effect, Exit, Hold, Route, Send
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import CoreRequest, Item, Lens, Perform
+from kvps.net.driver import Lens, Perform, Request
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet
 from kvps.protocol.membership import Left
@@ -51,7 +51,7 @@ Entry = tuple[What, float, Any, Envelope | None, Message | None]
 """Kind, time, route or words, and the head of a packet. Nothing here keeps values alive."""
 Dumps = Callable[[Callable[[object], int | None], object], bytes | None]
 """Writes the arguments of a request as bytes; None if they cannot be written."""
-SMALL = ("on_join", "leave", "member.leave", "on_memory", "on_script")
+SMALL = ("on_join", "leave", "on_memory", "on_script")
 """Requests whose arguments a ring keeps; the arguments of other requests may be values."""
 
 
@@ -122,11 +122,11 @@ class RingLens(Lens):
         self._now = now
         core.on_timer(now)
 
-    def item(self, core: C, item: Item[C], now: float) -> None:
+    def request(self, core: Core, request: Request, now: float) -> None:
         """Another thread asks for something."""
-        self.ring.add((*self._words(item, now), None, None))
+        self.ring.add((*self._words(core, request, now), None, None))
         self._now = now
-        item(core, now)
+        super().request(core, request, now)
 
     def _noting(self, core: Core, perform: Perform, effect: Effect) -> None:
         if isinstance(effect, Send):
@@ -136,16 +136,16 @@ class RingLens(Lens):
             self.dump_once(core, effect.reason, logging.INFO)
         perform(effect)
 
-    def _words(self, item: object, now: float) -> tuple[What, float, list[bytes]]:
+    def _words(self, core: Core, request: Request, now: float) -> tuple[What, float, list[bytes]]:
         """Return the ring's record of a request: its name, and its arguments if they are small."""
-        if not isinstance(item, CoreRequest):
-            return What.UNKNOWN, now, [_name_of(item)]
-        words = ", ".join([type(argument).__name__ for argument in item.args])
+        door, arguments = request
+        if not _is_of(core, door):
+            return What.UNKNOWN, now, [_name_of(door)]
+        words = ", ".join([type(argument).__name__ for argument in arguments])
         octets = b""
-        if item.name in SMALL and self._dumps is not None:
-            wanted = (item.args, dict(item.options), item.is_timed)
-            octets = self._dumps(lambda _: None, wanted) or b""
-        return What.ITEM, now, [item.name.encode(), octets, f"({words})".encode()]
+        if door.__name__ in SMALL and self._dumps is not None:
+            octets = self._dumps(lambda _: None, arguments) or b""
+        return What.ITEM, now, [door.__name__.encode(), octets, f"({words})".encode()]
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -192,8 +192,13 @@ def _event(entry: Entry) -> Event:
     return Event(what, at, list(subject or ()))
 
 
-def _name_of(item: object) -> bytes:
-    return str(getattr(item, "__qualname__", type(item).__name__)).encode()
+def _is_of(core: Core, door: Callable[..., None]) -> bool:
+    """Whether a door is a method of ``core``, which a replay can call."""
+    return getattr(type(core), door.__name__, None) is door
+
+
+def _name_of(door: object) -> bytes:
+    return str(getattr(door, "__qualname__", type(door).__name__)).encode()
 
 
 def failure_parts(route: Route, envelope: Envelope, error: Exception) -> list[bytes]:
@@ -307,19 +312,18 @@ class FullLens(RingLens):
         self.note(What.TIMER, now)
         super().timer(core, now)
 
-    def item(self, core: C, item: Item[C], now: float) -> None:
+    def request(self, core: Core, request: Request, now: float) -> None:
         """Another thread asks for something."""
-        octets = None
-        if isinstance(item, CoreRequest):
-            wanted = (item.args, dict(item.options), item.is_timed)
-            octets = b"" if self._dumps is None else self._dumps(self._place, wanted)
+        door, arguments = request
+        if _is_of(core, door):
+            octets = b"" if self._dumps is None else self._dumps(self._place, arguments)
             if octets is None:
-                self.note(What.UNKNOWN, now, item.name.encode(), b"!")
+                self.note(What.UNKNOWN, now, door.__name__.encode(), b"!")
             else:
-                self.note(What.ITEM, now, item.name.encode(), octets)
+                self.note(What.ITEM, now, door.__name__.encode(), octets)
         else:
-            self.note(What.UNKNOWN, now, _name_of(item))
-        super().item(core, item, now)
+            self.note(What.UNKNOWN, now, _name_of(door))
+        super().request(core, request, now)
 
     def _place(self, thing: object) -> int | None:
         """Return the order that ``thing`` was given with."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -222,18 +221,10 @@ class _Replay:
         name, octets = event.parts[0].decode(), event.parts[1]
         if name not in CALLS:
             raise ConfigError(f"this record asks for {name!r}, which no core of kvps offers")
-        if not octets:
-            if name in _PLAIN:
-                octets_args: tuple[object, ...] = ()
-                options: dict[str, object] = {}
-                is_timed = True
-            else:
-                raise ConfigError(f"the short form has no arguments of {name}")
-        else:
-            octets_args, options, is_timed = Decoder(self._thing).loads(octets)
-        door = attrgetter(name)(self._outcome.core)
-        times = {"now": event.at} if is_timed else {}
-        door(*octets_args, **options, **times)
+        if not octets and name not in _PLAIN:
+            raise ConfigError(f"the short form has no arguments of {name}")
+        arguments = Decoder(self._thing).loads(octets) if octets else ()
+        getattr(self._outcome.core, name)(*arguments, event.at)
 
     def _thing(self, number: int) -> object:
         return self._for_whom[number]

@@ -16,7 +16,7 @@ from kvps.core.counts import Counts
 from kvps.core.effects import Core, Effect, Exit, Note, Route, Send
 from kvps.core.membership_client import SCHEDULER
 from kvps.errors import ConfigError
-from kvps.net.driver import Item, Lens, Perform
+from kvps.net.driver import Lens, Perform, Request
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.tools.trace.coordinator import TraceCoordinator
 from kvps.tools.trace.member import TracedMember
@@ -81,11 +81,11 @@ class TimelineLens(Lens):
         self._below.timer(core, now)
         self.tracer.finish()
 
-    def item(self, core: C, item: Item[C], now: float) -> None:
+    def request(self, core: Core, request: Request, now: float) -> None:
         """Another thread asks for something."""
         self._now = now
         self.tracer.begin(None)
-        self._below.item(core, item, now)
+        self._below.request(core, request, now)
         self.tracer.finish()
 
     def _watched(self, effect: Effect) -> None:

@@ -146,8 +146,9 @@ def test_an_order_that_fails_is_answered_and_the_next_is_carried_out(
     assert [getattr(one, "error", None) for one in answers] == [error, error, None, error, error]
     letters: list[object] = []
     monkeypatch.setattr(storage_thread, "carry_out", fail)
-    monkeypatch.setattr(storage_thread, "CoreRequest", lambda door, args: args[0])
-    one = storage_thread.StorageThread(str(tmp_path), SimpleNamespace(put=letters.append))  # type: ignore[arg-type]
+    one = storage_thread.StorageThread(
+        str(tmp_path), SimpleNamespace(put=lambda door, answer: letters.append(answer))
+    )  # type: ignore[arg-type]
     for order in orders:
         one.order(Disk(order))
     one.close()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvps.net import memory
-from kvps.net.driver import CoreRequest, Inbox
 from kvps.net.memory import MemoryUse, memory_bytes, memory_use
 from kvps.net.memory_watch import MemoryWatch
 from tests.integration.processes import until
@@ -112,32 +110,18 @@ def test_memory_use_of_the_test_process_is_plausible() -> None:
     assert 0 < used < total <= memory_bytes()
 
 
-class Woken:
-    """The part of a transport that an inbox needs."""
-
-    def wake(self) -> None:
-        """Nobody sleeps."""
-
-
 @pytest.mark.parametrize(("used", "told"), [(8, [0, 1, 2, 3, 4, 5, 6, 7]), (7, [0, 4])])
 def test_the_watch_tells_its_loop_until_it_ends(used: int, told: list[int]) -> None:
     """Each reading where memory is nearly all in use, else each fourth."""
-    inbox: Inbox[None] = Inbox(Woken())  # type: ignore[arg-type, type-var]  # it needs no more of them
     count = 0
-    heard: list[Callable[..., object]] = []
+    heard: list[tuple[int, int]] = []
 
     def read() -> MemoryUse:
         nonlocal count
         count += 1
         return MemoryUse(100 * used + count - 1, 1000)
 
-    def look() -> bool:
-        heard.extend(iter(inbox.take, None))
-        return len(heard) >= len(told)
-
-    with MemoryWatch(inbox, read, every_s=0.001):
-        until(look, "readings")
-    expected = [CoreRequest("on_memory", (100 * used + number, 1000)) for number in told]
-    assert heard[: len(told)] == expected
-    list(iter(inbox.take, None))
-    assert inbox.take() is None, "the thread has ended"
+    with MemoryWatch(lambda *reading: heard.append(reading), read, every_s=0.001) as watch:
+        until(lambda: len(heard) >= len(told), "readings")
+    assert heard[: len(told)] == [(100 * used + number, 1000) for number in told]
+    assert not watch._thread.is_alive()

@@ -13,6 +13,7 @@ from kvps.checkpoint import atomic_file
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
 from kvps.core.effects import Disk
+from kvps.core.server.server import Server
 from kvps.core.server.snapshot.storage import (
     Answer,
     Complete,
@@ -194,11 +195,8 @@ class Letters:
     def __init__(self) -> None:
         self.answers: list[Answer] = []
 
-    def put(self, do: object) -> None:
-        do(self, 7.0)  # type: ignore[operator]
-
-    def on_disk(self, answer: Answer, now: float) -> None:
-        assert now == 7.0
+    def put(self, door: object, answer: Answer) -> None:
+        assert door == Server.on_disk
         self.answers.append(answer)
 
 

@@ -19,7 +19,6 @@ from kvps.core.membership_client import Identity
 from kvps.core.server.server import Server
 from kvps.core.worker.calls import PushValues
 from kvps.errors import ConfigError, StorageError, Timeout
-from kvps.net.driver import CoreRequest
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.tensors import PRIVATE
 from kvps.tools.replay import recorder
@@ -43,7 +42,10 @@ class Core:
         for effect in self.effects:
             self.outbox.append(effect)
 
-    on_packet = on_failure = on_drop = on_timer = on_call = start = _make
+    def on_call(self, *_: object) -> None:
+        self._make()
+
+    on_packet = on_failure = on_drop = on_timer = _make
 
 
 def push(runs: int = 1) -> Packet:
@@ -87,7 +89,7 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
     call = PushValues("w", ("a",), (row,), None, 0, True)
     sent = Packet(WORKER, push().message, (memoryview(payload).cast("B"),))
     core = Core(Send("server 0", sent))
-    lens.item(watched(lens, core), CoreRequest("on_call", (1, call, 5.0)), 1.0)
+    lens.request(watched(lens, core), (Core.on_call, (1, call, 5.0)), 1.0)
     lens.packet(watched(lens, core), "server 0", sent, 1.0)
     lens.failure(watched(lens, core), "server 0", WORKER, Timeout("late"), 1.0)
     gone = weakref.ref(payload)
@@ -200,7 +202,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
         (sent, *_) = [one for one in hear(b"w", envelope, message, *rows) if isinstance(one, Send)]
         return sent.packet.message
 
-    lens.item(core, CoreRequest("start"), 1.0)
+    lens.request(core, (Server.start, ()), 1.0)
     hear("scheduler", SCHEDULER, p.Welcome(0, 1, 1, 1))
     hear("scheduler", SCHEDULER, view)
     hear(b"w", worker, p.Hello(1, 0, "k", 0, 2, 0, "h", 9))
@@ -211,7 +213,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     ask(3, p.Load(chunk, 1, (p.Run(0, 4, 0),)), torch.arange(4.0))
     row = torch.full((4,), 0.5)
     ask(4, p.Push(chunk, 1, (0,), 1.0, True, (p.Run(0, 4, 0),)), row)
-    lens.item(core, CoreRequest("on_memory", (99, 100)), 2.5)
+    lens.request(core, (Server.on_memory, (99, 100)), 2.5)
     refused = ask(5, p.Declare("kv", True, 1, (p.Entry("x", 1, (4,), 0, 4),)))
     assert isinstance(refused, p.Error), refused
     lens.timer(core, 3.0)
@@ -242,7 +244,7 @@ def test_another_value_is_a_difference(tmp_path: Path) -> None:
 
 def test_a_record_that_goes_on_after_something_unknown_stops_there(tmp_path: Path) -> None:
     core, lens = served(tmp_path, is_full=True)
-    lens.item(core, lambda core, now: iter(()), 4.0)
+    lens.request(core, (lambda core, now: None, ()), 4.0)
     assert isinstance(lens, FullLens)
     lens.note(What.UNKNOWN, 4.0, b"on_call", b"!")
     lens.note(What.TIMER, 5.0)

@@ -9,17 +9,19 @@ import kvps
 from kvps.tools.replay.replay import CALLS
 
 ROOT = Path(kvps.__file__).parent
-UNRECORDED = {"on_signal"}
-"""Methods of the supervisor's core, of which no record is kept."""
+UNRECORDED = {"on_signal", "restore"}
+"""Methods of the supervisor's core, of which no record is kept; and the way to begin a scheduler again."""
 
 
 def asked() -> dict[str, str]:
-    """Return each method that the package asks a core for by name -> the file."""
+    """Return each method of a core that the package puts into an inbox -> the file."""
     found = {}
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
-                case ast.Call(func=ast.Name(id="CoreRequest"), args=[ast.Constant(str(name)), *_]):
+                case ast.Attribute(
+                    value=ast.Name(id="Worker" | "Server" | "Scheduler" | "Supervisor"), attr=name
+                ):
                     found[name] = str(path.relative_to(ROOT))
     return found
 

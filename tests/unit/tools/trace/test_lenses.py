@@ -9,7 +9,7 @@ import pytest
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import CoreOutbox, Effect, Exit, Finish, Note, Route, Send
-from kvps.net.driver import CoreRequest, Lens
+from kvps.net.driver import Lens
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
@@ -134,8 +134,8 @@ def test_without_a_trace_everything_is_passed_on() -> None:
     lens.current.failure(core, "server 0", SERVER, ValueError(), 1.0)
     lens.current.drop(core, "server 0", 1.0)
     lens.current.timer(core, 1.0)
-    lens.current.item(core, CoreRequest("on_call", (3,)), 2.5)
-    lens.current.item(core, CoreRequest("leave", ("bye",)), 2.5)
+    lens.current.request(core, (Core.on_call, (3,)), 2.5)
+    lens.current.request(core, (Core.leave, ("bye",)), 2.5)
     assert core.heard == ["Done", "failure", "drop", "timer", "call 3 at 2.5", "bye"]
     assert lens.member.spans == []
     assert lens.due is None
@@ -148,7 +148,7 @@ def test_a_plain_lens_passes_on() -> None:
     plain.failure(core, "server 0", SERVER, ValueError(), 1.0)
     plain.drop(core, "server 0", 1.0)
     plain.timer(core, 1.0)
-    plain.item(core, CoreRequest("start"), 1.0)
+    plain.request(core, (Core.start, ()), 1.0)
     assert core.heard == ["Done", "failure", "drop", "timer", "start"]
     plain.tick(0.0)
     assert core.said == []
@@ -212,7 +212,7 @@ def test_the_loop_of_a_worker() -> None:
             clock.now += 100_000
 
     core.slow = send
-    lens.item(core, CoreRequest("on_call", (1,)), 1.0)
+    lens.request(core, (Core.on_call, (1,)), 1.0)
     core.slow = None
     copy, encode, send = lens.member.spans
     assert [one.kind for one in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
