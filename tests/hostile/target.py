@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -100,15 +100,6 @@ class Voice:
             if not isinstance(message, m.Ping):
                 return message
         return None
-
-    def answers(self, limit_ms: int = 10_000) -> list[Message]:
-        """Return all answers to what is an error, for which a busy machine may need its time, and what follows it."""
-        found: list[Message] = []
-        while (answer := self.heard(limit_ms)) is not None:
-            found.append(answer)
-            if isinstance(answer, m.Error):
-                limit_ms = 200
-        return found
 
     def close(self) -> None:
         """Hang up."""
@@ -289,10 +280,3 @@ class Target:
 def hello(rank: int | None) -> m.Hello:
     """Return a worker's HELLO."""
     return m.Hello(1, 0, "k", 0, 2, rank, "h", 7)
-
-
-def refused(answer: Message | None, words: Sequence[str] = ()) -> bool:
-    """Whether an answer is a refusal, in some of these words if there are any."""
-    if answer is None:
-        return not words
-    return isinstance(answer, m.Error) and (not words or any(one in answer.text for one in words))
