@@ -170,7 +170,8 @@ def measure(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Times], 
     from kvps.tools.bench.local import THREADS, free_port
 
     address = f"tcp://127.0.0.1:{free_port()}"
-    env = dict(os.environ) | THREADS | {"KVPS_SCHEDULER": address, "PYTHONPATH": str(ROOT)}
+    env = dict(os.environ) | THREADS | {"KVPS_SCHEDULER": address}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     env["KVPS_TRANSPORT"] = given.transport
     safe = ["--insecure"]
     if not given.no_keys:
