@@ -15,7 +15,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from operator import call
 from typing import Generic, TypeVar, TypeVarTuple
 
 from kvps.core.effects import (
@@ -82,46 +84,37 @@ Request = tuple[Callable[..., None], tuple[object, ...]]
 Perform = Callable[[Effect], None]
 
 
-class Lens:
-    """The object between the loop and the core: it calls the core in the loop's place, and may look on.
+@dataclass(slots=True)
+class Doors:
+    """The functions through which the loop gives a core what comes; a lens puts its own before them."""
 
-    All that a core is given comes through here, and a lens may look on while effects are performed. This lens
-    does not look.
-    """
+    packet: Callable[[Route, Packet, float], None]
+    """A packet came."""
+    failure: Callable[[Route, Envelope, Exception, float], None]
+    """A packet was refused, or caused an unexpected error."""
+    drop: Callable[[Route, float], None]
+    """A connection broke."""
+    timer: Callable[[float], None]
+    """The deadline is reached."""
+    request: Callable[..., None]
+    """Another thread asks for something: given a door, the core, the arguments of a request, and the time."""
+
+
+class Lens:
+    """Looks at what goes into a core and comes out, through doors of its own. This lens does not look."""
 
     due: float | None = None
     """When :meth:`tick` is to be called next; None for never."""
     tags: Collection[int] = ()
-    """The messages that end at this lens, whichever is the current one."""
-
-    def __init__(self) -> None:
-        self.current: Lens = self
-        """The lens to look through now: this one, or the next below it while this one has nothing to see."""
+    """The messages that end at :attr:`own`."""
+    doors: Doors
+    """The doors to use now: those of the core itself, while there is nothing to see."""
+    own: Doors
 
     def connect(self, core: Core, perform: Perform) -> None:
         """The loop begins: have the effects of ``core`` performed."""
         core.outbox.connect(perform)
-
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
-        """A packet came."""
-        core.on_packet(route, packet, now)
-
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
-        """A packet was refused, or caused an unexpected error."""
-        core.on_failure(route, envelope, error, now)
-
-    def drop(self, core: Core, route: Route, now: float) -> None:
-        """A connection broke."""
-        core.on_drop(route, now)
-
-    def timer(self, core: Core, now: float) -> None:
-        """The deadline is reached."""
-        core.on_timer(now)
-
-    def request(self, core: Core, request: Request, now: float) -> None:
-        """Another thread asks for something."""
-        door, arguments = request
-        door(core, *arguments, now)
+        self.doors = self.own = Doors(core.on_packet, core.on_failure, core.on_drop, core.on_timer, call)
 
     def tick(self, now: float) -> None:
         """It is time for what the lens itself does; this one does nothing."""
@@ -131,8 +124,8 @@ class Inbox(Generic[C]):
     """The requests of other threads to a core, in their order."""
 
     def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self._requests: deque[Request] = deque()
+        self._wake = transport.wake
+        self.requests: deque[Request] = deque()
 
     def put(self, door: Door[C, *Ts], *arguments: *Ts) -> None:
         """Have ``door(core, *arguments, now)`` called by the loop's thread; any thread may call this.
@@ -141,12 +134,8 @@ class Inbox(Generic[C]):
 
             inbox.put(Worker.on_close, "store-0")
         """
-        self._requests.append((door, arguments))
-        self._transport.wake()
-
-    def take(self) -> Request | None:
-        """Return the request that came first, which is then gone; None if there is none."""
-        return self._requests.popleft() if self._requests else None
+        self.requests.append((door, arguments))
+        self._wake()
 
 
 class Net:
@@ -281,75 +270,72 @@ def drive(
     quiet_until, unsaid = -math.inf, 0
     world = Performer(transport, listener or Listener(), net)
 
-    def receive(
-        arrivals: Iterator[tuple[Route, Packet | Disconnected]],
-    ) -> tuple[Route, Packet | Disconnected | Unserved | Refused] | None:
-        """Return what comes next; None at the end, and where there was no packet."""
+    def complain(error: ProtocolError) -> None:
         nonlocal quiet_until, unsaid
-        try:
-            return next(arrivals, None)
-        except ProtocolError as error:
-            if clock() >= quiet_until:
-                more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
-                quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
-                log.warning("dropped a message that is not a packet%s: %s", more, error)
-            else:
-                unsaid += 1
-            return None
-        except (Unserved, Refused) as error:
-            return error.route, error
-        except Demanded as error:
-            raise ConfigError(str(error)) from None
-
-    def serve(route: Route, packet: Packet) -> None:
-        """Let the core hear a packet; what it does not foresee is logged, and answered."""
-        world.whose = packet.envelope
-        try:
-            seen = view if packet.message.TAG in view.tags else view.current
-            seen.packet(core, route, packet, clock())
-        except Exception as error:  # R200: no packet ends the process
-            fail(route, packet.envelope, error)
+        if clock() >= quiet_until:
+            more = f", and {unsaid} more since the last line of this kind" if unsaid else ""
+            quiet_until, unsaid = clock() + BAD_BYTES_EVERY_S, 0
+            log.warning("dropped a message that is not a packet%s: %s", more, error)
+        else:
+            unsaid += 1
 
     def fail(route: Route, envelope: Envelope, error: Exception) -> None:
         world.whose = envelope
         net.caught(error, f"a packet of {envelope.node}")
-        view.current.failure(core, route, envelope, error, clock())
+        view.doors.failure(route, envelope, error, clock())
 
-    def refuse(refused: Refused) -> None:
-        """Tell a sender why it is not heard."""
-        cause, world.whose = refused.__cause__, refused.envelope
+    def refuse(error: Unserved | Refused) -> None:
+        """Tell a sender why it is not served, or not heard."""
+        cause, world.whose = error.__cause__, error.envelope
         assert isinstance(cause, Exception)
-        log.debug("refused a packet of %s: %s", refused.envelope.node, cause)
-        view.current.failure(core, refused.route, refused.envelope, cause, clock())
+        if isinstance(error, Unserved):
+            fail(error.route, error.envelope, cause)
+        else:
+            log.debug("refused a packet of %s: %s", error.envelope.node, cause)
+            view.doors.failure(error.route, error.envelope, cause, clock())
 
     transport.guard(core.admit)
     view.connect(core, world.perform)
-    while not world.ends:
+    ends, requests = world.ends, inbox.requests
+    while not ends:
         due = core.deadline()
         timeout_s = LOOK_EVERY_S if due is None else min(max(0.0, due - clock()), LOOK_EVERY_S)
         arrivals = transport.poll(timeout_s)
-        while not world.ends and (arrival := receive(arrivals)) is not None:
+        while not ends:
+            try:
+                arrival = next(arrivals, None)
+            except ProtocolError as error:
+                complain(error)
+                break
+            except (Unserved, Refused) as error:
+                refuse(error)
+                break
+            except Demanded as error:
+                raise ConfigError(str(error)) from None
+            if arrival is None:
+                break
             route, packet = arrival
-            match packet:
-                case Disconnected():
-                    view.current.drop(core, route, clock())
-                case Unserved():
-                    assert isinstance(packet.__cause__, Exception)
-                    fail(route, packet.envelope, packet.__cause__)
-                case Refused():
-                    refuse(packet)
-                case _:
-                    serve(route, packet)
+            if isinstance(packet, Disconnected):
+                view.doors.drop(route, clock())
+                continue
+            world.whose = packet.envelope
+            try:
+                doors = view.own if packet.message.TAG in view.tags else view.doors
+                doors.packet(route, packet, clock())
+            except Exception as error:  # R200: no packet ends the process
+                fail(route, packet.envelope, error)
             world.whose = None
             del arrival, packet  # it may be what keeps a loan from being given back
-        while not world.ends and (request := inbox.take()) is not None:
-            view.current.request(core, request, clock())
-            del request  # it has the values of a call, which may be needed no more
-        if not world.ends and due is not None and clock() >= due:
-            view.current.timer(core, clock())
-        if not world.ends and view.due is not None and clock() >= view.due:
+        world.whose = None
+        while requests and not ends:
+            door, arguments = requests.popleft()
+            view.doors.request(door, core, *arguments, clock())
+            del arguments  # they have the values of a call, which may be needed no more
+        if not ends and due is not None and clock() >= due:
+            view.doors.timer(clock())
+        if not ends and view.due is not None and clock() >= view.due:
             view.tick(clock())
-    end = world.ends[-1]
+    end = ends[-1]
     if isinstance(end, Exception):
         raise end
     return end

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from kvps.core.effects import Core, Disk, Effect, Exit, Hold, Route, Send
 from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import KvpsError, StorageError
-from kvps.net.driver import Lens, Perform, Request
+from kvps.net.driver import Doors, Lens, Perform
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet
 from kvps.protocol.membership import Left
@@ -41,6 +41,8 @@ from kvps.tools.replay.format import (
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
 EVENTS_MAX = 10_000
+FULL = EVENTS_MAX + 1_000
+"""Events of a ring; the oldest of them then go together."""
 RUNS_MAX = 100_000
 """Runs of elements in all messages of the ring: a push of a thousand keys may have a thousand."""
 FILES_MAX = 20
@@ -62,19 +64,18 @@ class Ring:
         self.entries: deque[Entry] = deque()
         self.dropped = 0
         """Events before those in the ring."""
-        self._runs = 0
+        self.runs = 0
+        """Runs in the messages of all entries."""
 
-    def add(self, entry: Entry) -> None:
-        """Add an event; the oldest go, if there are too many."""
-        self.entries.append(entry)
-        self._runs += len(getattr(entry[4], "runs", ()))
-        while len(self.entries) > EVENTS_MAX or self._runs > RUNS_MAX:
+    def trim(self) -> None:
+        """Drop the oldest events, if there are too many."""
+        while len(self.entries) > EVENTS_MAX or self.runs > RUNS_MAX:
             self.dropped += 1
-            self._runs -= len(getattr(self.entries.popleft()[4], "runs", ()))
+            self.runs -= len(getattr(self.entries.popleft()[4], "runs", ()))
 
 
 class RingLens(Lens):
-    """The lens that fills a ring; it calls the core.
+    """The lens that fills a ring. A packet, a call and an effect cost one function each.
 
     Args:
         header: the beginning of a file of this process.
@@ -83,8 +84,8 @@ class RingLens(Lens):
     """
 
     def __init__(self, header: dict[str, Any], folder: Path, dumps: Dumps | None = None) -> None:
-        super().__init__()
         self.ring = Ring()
+        self._note = self.ring.entries.append
         self._dumps = dumps
         self._header = header
         self._folder = folder
@@ -94,58 +95,67 @@ class RingLens(Lens):
 
     def connect(self, core: Core, perform: Perform) -> None:
         """The loop begins: note each effect before it is performed."""
-        core.outbox.connect(partial(self._noting, core, perform))
+        super().connect(core, perform)
+        self._core, self._below, self._perform = core, self.doors, perform
+        core.outbox.connect(self._on_effect)
+        self.doors = self.own = Doors(self.packet, self.failure, self.drop, self.timer, self.request)
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
+    def packet(self, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
-        self.ring.add((What.BARE_PACKET, now, route, packet.envelope, packet.message))
-        self._now = now
-        core.on_packet(route, packet, now)
+        self._now, message = now, packet.message
+        self._note((What.BARE_PACKET, now, route, packet.envelope, message))
+        self.ring.runs += len(getattr(message, "runs", ()))
+        self._below.packet(route, packet, now)
+        if len(self.ring.entries) >= FULL or self.ring.runs > RUNS_MAX:
+            self.ring.trim()
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
+    def failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error: then the ring goes to a file, once."""
-        self.ring.add((What.FAILURE, now, failure_parts(route, envelope, error), None, None))
+        self._note((What.FAILURE, now, failure_parts(route, envelope, error), None, None))
         self._now = now
-        core.on_failure(route, envelope, error, now)
+        self._below.failure(route, envelope, error, now)
         if not isinstance(error, KvpsError):
-            self.dump_once(core, repr(error))
+            self.dump_once(self._core, repr(error))
 
-    def drop(self, core: Core, route: Route, now: float) -> None:
+    def drop(self, route: Route, now: float) -> None:
         """A connection broke."""
-        self.ring.add((What.DROP, now, route, None, None))
+        self._note((What.DROP, now, route, None, None))
         self._now = now
-        core.on_drop(route, now)
+        self._below.drop(route, now)
 
-    def timer(self, core: Core, now: float) -> None:
+    def timer(self, now: float) -> None:
         """The deadline is reached."""
-        self.ring.add((What.TIMER, now, None, None, None))
+        self._note((What.TIMER, now, None, None, None))
         self._now = now
-        core.on_timer(now)
+        self._below.timer(now)
 
-    def request(self, core: Core, request: Request, now: float) -> None:
-        """Another thread asks for something."""
-        self.ring.add((*self._words(core, request, now), None, None))
-        self._now = now
-        super().request(core, request, now)
+    def request(self, door: Callable[..., None], core: Core, *arguments: Any) -> None:
+        """Another thread asks for something; of arguments that may be values, only the types are kept."""
+        self._now = now = arguments[-1]
+        name = door.__name__
+        if name not in SMALL and getattr(type(core), name, None) is door:
+            self._note((What.ITEM, now, (name, *map(type, arguments[:-1])), None, None))
+        else:
+            self._note((*self._words(core, door, arguments[:-1], now), None, None))
+        self._below.request(door, core, *arguments)
 
-    def _noting(self, core: Core, perform: Perform, effect: Effect) -> None:
+    def _on_effect(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             packet = effect.packet
-            self.ring.add((What.SENT, self._now, effect.to, packet.envelope, packet.message))
+            self._note((What.SENT, self._now, effect.to, packet.envelope, packet.message))
+            self.ring.runs += len(getattr(packet.message, "runs", ()))
         elif isinstance(effect, Exit) and effect.code not in EXPECTED:
-            self.dump_once(core, effect.reason, logging.INFO)
-        perform(effect)
+            self.dump_once(self._core, effect.reason, logging.INFO)
+        self._perform(effect)
 
-    def _words(self, core: Core, request: Request, now: float) -> tuple[What, float, list[bytes]]:
-        """Return the ring's record of a request: its name, and its arguments if they are small."""
-        door, arguments = request
+    def _words(
+        self, core: Core, door: Callable[..., None], arguments: tuple[object, ...], now: float
+    ) -> tuple[What, float, list[bytes]]:
+        """Return the ring's record of a request whose arguments are small, or unknown."""
         if not _is_of(core, door):
             return What.UNKNOWN, now, [_name_of(door)]
-        words = ", ".join([type(argument).__name__ for argument in arguments])
-        octets = b""
-        if door.__name__ in SMALL and self._dumps is not None:
-            octets = self._dumps(lambda _: None, arguments) or b""
-        return What.ITEM, now, [door.__name__.encode(), octets, f"({words})".encode()]
+        octets = b"" if self._dumps is None else self._dumps(lambda _: None, arguments) or b""
+        return What.ITEM, now, [door.__name__.encode(), octets, _shown(map(type, arguments))]
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -189,7 +199,14 @@ def _event(entry: Entry) -> Event:
         return Event(what, at, [route_bytes(subject), *bare_packet_parts(Packet(envelope, message))])
     if what is What.DROP:
         return Event(what, at, [route_bytes(subject)])
+    if isinstance(subject, tuple):
+        name, *types = subject
+        return Event(what, at, [name.encode(), b"", _shown(types)])
     return Event(what, at, list(subject or ()))
+
+
+def _shown(types: Iterable[type]) -> bytes:
+    return f"({', '.join([kind.__name__ for kind in types])})".encode()
 
 
 def _is_of(core: Core, door: Callable[..., None]) -> bool:
@@ -292,44 +309,44 @@ class FullLens(RingLens):
             self._is_whole = False
             log.warning("the record %s ends here: %s", self.path, error)
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
+    def packet(self, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
         self.note(What.PACKET, now, route_bytes(route), *packet_parts(packet))
-        super().packet(core, route, packet, now)
+        super().packet(route, packet, now)
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
+    def failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet was refused, or caused an unexpected error."""
         self.note(What.FAILURE, now, *failure_parts(route, envelope, error))
-        super().failure(core, route, envelope, error, now)
+        super().failure(route, envelope, error, now)
 
-    def drop(self, core: Core, route: Route, now: float) -> None:
+    def drop(self, route: Route, now: float) -> None:
         """A connection broke."""
         self.note(What.DROP, now, route_bytes(route))
-        super().drop(core, route, now)
+        super().drop(route, now)
 
-    def timer(self, core: Core, now: float) -> None:
+    def timer(self, now: float) -> None:
         """The deadline is reached."""
         self.note(What.TIMER, now)
-        super().timer(core, now)
+        super().timer(now)
 
-    def request(self, core: Core, request: Request, now: float) -> None:
+    def request(self, door: Callable[..., None], core: Core, *arguments: Any) -> None:
         """Another thread asks for something."""
-        door, arguments = request
+        now = arguments[-1]
         if _is_of(core, door):
-            octets = b"" if self._dumps is None else self._dumps(self._place, arguments)
+            octets = b"" if self._dumps is None else self._dumps(self._place, arguments[:-1])
             if octets is None:
                 self.note(What.UNKNOWN, now, door.__name__.encode(), b"!")
             else:
                 self.note(What.ITEM, now, door.__name__.encode(), octets)
         else:
             self.note(What.UNKNOWN, now, _name_of(door))
-        super().request(core, request, now)
+        super().request(door, core, *arguments)
 
     def _place(self, thing: object) -> int | None:
         """Return the order that ``thing`` was given with."""
         return self._awaited.get(id(thing))
 
-    def _noting(self, core: Core, perform: Perform, effect: Effect) -> None:
+    def _on_effect(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self.note(What.SENT, self._now, route_bytes(effect.to), checksum_of(effect.packet))
             number, self._sent = self._sent, self._sent + 1
@@ -342,7 +359,7 @@ class FullLens(RingLens):
                 self._awaited[id(thing)] = self._orders
                 self._kept.append(thing)
             self._orders += 1
-        super()._noting(core, perform, effect)
+        super()._on_effect(effect)
 
     def _released(self, number: int) -> None:
         self.note(What.RELEASE, self._clock(), str(number).encode())

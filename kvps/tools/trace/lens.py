@@ -9,20 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import TypeVar
+from typing import Any
 
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import Core, Effect, Exit, Note, Route, Send
 from kvps.core.membership_client import SCHEDULER
 from kvps.errors import ConfigError
-from kvps.net.driver import Lens, Perform, Request
+from kvps.net.driver import Doors, Lens, Perform
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.tools.trace.coordinator import TraceCoordinator
 from kvps.tools.trace.member import TracedMember
 from kvps.tools.trace.tracer import Tracer
 
-C = TypeVar("C", bound=Core)
 TAGS = range(p.Trace.TAG, p.Part.TAG + 1)
 """The messages of traces."""
 
@@ -46,46 +45,39 @@ class TimelineLens(Lens):
         self.watch: Tracer | None = None
         """The tracer while a trace is recorded."""
         self._counts = counts
-        self._below: Lens = below or Lens()
-        self.current: Lens = self._below
+        self._lens: Lens = below or Lens()
         self._now = 0.0
         """The time of the door that is called."""
 
     def connect(self, core: Core, perform: Perform) -> None:
         """The loop begins: have the effects of ``core`` performed, and watched while a trace is recorded."""
-        self._below.connect(core, perform)
+        self._lens.connect(core, perform)
         self._perform, self._outbox, self._unwatched = perform, core.outbox, core.outbox.append
+        self.doors = self._below = self._lens.doors
+        self.own = Doors(self.packet, self._below.failure, self._below.drop, self.timer, self.request)
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
+    def packet(self, route: Route, packet: Packet, now: float) -> None:
         """A packet came."""
         if packet.message.TAG in TAGS:
             self.on_tracing(route, packet, now)
             return
         self._now = now
         self.tracer.begin((route, packet))
-        self._below.packet(core, route, packet, now)
+        self._below.packet(route, packet, now)
         self.tracer.finish()
 
-    def failure(self, core: Core, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
-        """A packet was refused, or caused an unexpected error."""
-        self._below.failure(core, route, envelope, error, now)
-
-    def drop(self, core: Core, route: Route, now: float) -> None:
-        """A connection broke."""
-        self._below.drop(core, route, now)
-
-    def timer(self, core: Core, now: float) -> None:
+    def timer(self, now: float) -> None:
         """The deadline is reached."""
         self._now = now
         self.tracer.begin(None)
-        self._below.timer(core, now)
+        self._below.timer(now)
         self.tracer.finish()
 
-    def request(self, core: Core, request: Request, now: float) -> None:
+    def request(self, door: Callable[..., None], core: Core, *arguments: Any) -> None:
         """Another thread asks for something."""
-        self._now = now
+        self._now = arguments[-1]
         self.tracer.begin(None)
-        self._below.request(core, request, now)
+        self._below.request(door, core, *arguments)
         self.tracer.finish()
 
     def _watched(self, effect: Effect) -> None:
@@ -100,11 +92,11 @@ class TimelineLens(Lens):
         is_on = self.tracer.is_on
         if is_on and not was_on:
             self.tracer.open(self._counts())
-            self.watch, self.current = self.tracer, self
+            self.watch, self.doors = self.tracer, self.own
             self._outbox.connect(self._watched)
         elif was_on and not is_on:
             self.tracer.close()
-            self.watch, self.current = None, self._below
+            self.watch, self.doors = None, self._below
             self._outbox.connect(self._unwatched)
 
 
@@ -181,16 +173,16 @@ class SchedulerLens(TimelineLens):
         if from_start:
             self.due = 0.0
 
-    def packet(self, core: Core, route: Route, packet: Packet, now: float) -> None:
+    def packet(self, route: Route, packet: Packet, now: float) -> None:
         """A packet came: a beat, which tells where a member is, whether a trace is recorded or
         not; or any other."""
         if isinstance(packet.message, p.Beat):
             if isinstance(route, bytes):
                 self.coordinator.beat(route, now)
             if self.watch is None:
-                self._below.packet(core, route, packet, now)
+                self._below.packet(route, packet, now)
                 return
-        super().packet(core, route, packet, now)
+        super().packet(route, packet, now)
 
     def on_tracing(self, route: Route, packet: Packet, now: float) -> None:
         """Hear operators and members."""

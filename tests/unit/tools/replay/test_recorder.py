@@ -19,6 +19,7 @@ from kvps.core.membership_client import Identity
 from kvps.core.server.server import Server
 from kvps.core.worker.calls import PushValues
 from kvps.errors import ConfigError, StorageError, Timeout
+from kvps.net.driver import Doors
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.tensors import PRIVATE
 from kvps.tools.replay import recorder
@@ -59,10 +60,10 @@ def record_in(folder: Path, at: int = -1) -> Record:
         return read(file)
 
 
-def watched(lens: RingLens, core: Core) -> Core:
-    """Return ``core``, whose effects pass through ``lens``."""
+def watched(lens: RingLens, core: Core) -> Doors:
+    """Return the doors of ``lens`` before ``core``."""
     lens.connect(core, lambda effect: None)
-    return core
+    return lens.own
 
 
 # --- the ring ---------------------------------------------------------------------------------------
@@ -71,15 +72,21 @@ def watched(lens: RingLens, core: Core) -> Core:
 def test_the_ring_has_the_last_events_and_a_bound_for_their_size() -> None:
     ring = Ring()
     for at in range(recorder.EVENTS_MAX + 5):
-        ring.add((What.TIMER, float(at), None, None, None))
+        ring.entries.append((What.TIMER, float(at), None, None, None))
+    ring.trim()
     assert len(ring.entries) == recorder.EVENTS_MAX
     assert (ring.dropped, ring.entries[0][1]) == (5, 5.0)
-    large = push(4000).message
+
+
+def test_the_ring_bounds_the_size_of_its_messages(tmp_path: Path) -> None:
+    lens = RingLens({"role": "server"}, tmp_path)
+    doors, large = watched(lens, Core()), push(4000)
     for at in range(100):
-        ring.add((What.BARE_PACKET, float(at), b"w", WORKER, large))
-    assert len(ring.entries) == recorder.RUNS_MAX // 4000
-    ring.add((What.TIMER, 0.0, None, None, None))
-    assert len(ring.entries) == recorder.RUNS_MAX // 4000 + 1
+        doors.packet(b"w", large, float(at))
+    assert len(lens.ring.entries) == recorder.RUNS_MAX // 4000
+    for at in range(recorder.FULL):
+        doors.packet(b"w", push(0), float(at))
+    assert recorder.EVENTS_MAX <= len(lens.ring.entries) < recorder.FULL
 
 
 def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
@@ -89,11 +96,12 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
     call = PushValues("w", ("a",), (row,), None, 0, True)
     sent = Packet(WORKER, push().message, (memoryview(payload).cast("B"),))
     core = Core(Send("server 0", sent))
-    lens.request(watched(lens, core), (Core.on_call, (1, call, 5.0)), 1.0)
-    lens.packet(watched(lens, core), "server 0", sent, 1.0)
-    lens.failure(watched(lens, core), "server 0", WORKER, Timeout("late"), 1.0)
+    watched(lens, core).request(Core.on_call, core, 1, call, 5.0, 1.0)
+    watched(lens, core).packet("server 0", sent, 1.0)
+    watched(lens, core).failure("server 0", WORKER, Timeout("late"), 1.0)
     gone = weakref.ref(payload)
-    del row, payload, call, sent, core
+    core.effects = ()
+    del row, payload, call, sent
     gc.collect()
     assert gone() is None
     assert len(lens.ring.entries) == 6
@@ -102,18 +110,18 @@ def test_the_ring_keeps_no_values_alive(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [0, 75, 78])
 def test_an_expected_end_writes_nothing(tmp_path: Path, code: int) -> None:
     lens = RingLens({"role": "server"}, tmp_path / "records")
-    lens.timer(watched(lens, Core(Exit(code, "over"))), 1.0)
-    lens.failure(watched(lens, Core()), b"w", WORKER, Timeout("late"), 1.0)
+    watched(lens, Core(Exit(code, "over"))).timer(1.0)
+    watched(lens, Core()).failure(b"w", WORKER, Timeout("late"), 1.0)
     assert not (tmp_path / "records").exists()
 
 
 def test_an_error_writes_the_ring_once(tmp_path: Path) -> None:
     lens = RingLens({"role": "server", "now": 0.0}, tmp_path)
     core = Core()
-    lens.packet(watched(lens, core), b"w", push(), 1.0)
-    lens.drop(watched(lens, core), b"w", 2.0)
-    lens.failure(watched(lens, core), b"w", WORKER, ValueError("a bug"), 3.0)
-    lens.timer(watched(lens, Core(Exit(1, "torn"))), 4.0)
+    watched(lens, core).packet(b"w", push(), 1.0)
+    watched(lens, core).drop(b"w", 2.0)
+    watched(lens, core).failure(b"w", WORKER, ValueError("a bug"), 3.0)
+    watched(lens, Core(Exit(1, "torn"))).timer(4.0)
     (path,) = tmp_path.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
     record = record_in(tmp_path)
@@ -194,7 +202,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     def hear(route: str | bytes, envelope: Envelope, message: p.Message, *rows: torch.Tensor) -> list[Effect]:
         payload = tuple([memoryview(bytearray(row.numpy().tobytes())) for row in rows])
         said.clear()
-        lens.packet(core, route, Packet(envelope, message, payload), 2.0)
+        lens.packet(route, Packet(envelope, message, payload), 2.0)
         return said.copy()
 
     def ask(seq: int, message: p.Message, *rows: torch.Tensor) -> p.Message:
@@ -202,7 +210,7 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
         (sent, *_) = [one for one in hear(b"w", envelope, message, *rows) if isinstance(one, Send)]
         return sent.packet.message
 
-    lens.request(core, (Server.start, ()), 1.0)
+    lens.request(Server.start, core, 1.0)
     hear("scheduler", SCHEDULER, p.Welcome(0, 1, 1, 1))
     hear("scheduler", SCHEDULER, view)
     hear(b"w", worker, p.Hello(1, 0, "k", 0, 2, 0, "h", 9))
@@ -213,10 +221,10 @@ def served(folder: Path, *, is_full: bool) -> tuple[Server, RingLens]:
     ask(3, p.Load(chunk, 1, (p.Run(0, 4, 0),)), torch.arange(4.0))
     row = torch.full((4,), 0.5)
     ask(4, p.Push(chunk, 1, (0,), 1.0, True, (p.Run(0, 4, 0),)), row)
-    lens.request(core, (Server.on_memory, (99, 100)), 2.5)
+    lens.request(Server.on_memory, core, 99, 100, 2.5)
     refused = ask(5, p.Declare("kv", True, 1, (p.Entry("x", 1, (4,), 0, 4),)))
     assert isinstance(refused, p.Error), refused
-    lens.timer(core, 3.0)
+    lens.timer(3.0)
     return core, lens
 
 
@@ -244,7 +252,7 @@ def test_another_value_is_a_difference(tmp_path: Path) -> None:
 
 def test_a_record_that_goes_on_after_something_unknown_stops_there(tmp_path: Path) -> None:
     core, lens = served(tmp_path, is_full=True)
-    lens.request(core, (lambda core, now: None, ()), 4.0)
+    lens.request(lambda core, now: None, core, 4.0)
     assert isinstance(lens, FullLens)
     lens.note(What.UNKNOWN, 4.0, b"on_call", b"!")
     lens.note(What.TIMER, 5.0)

@@ -9,7 +9,7 @@ import pytest
 from kvps import protocol as p
 from kvps.core.counts import Counts
 from kvps.core.effects import CoreOutbox, Effect, Exit, Finish, Note, Route, Send
-from kvps.net.driver import Lens
+from kvps.net.driver import Doors, Lens
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
@@ -106,7 +106,7 @@ def said(core: Core, door: None) -> list[Effect]:
 
 def asked(lens: MemberLens, core: Core, now: float = 1.0) -> list[Effect]:
     packet = Packet(SCHEDULER, p.AskClock(7, 55))
-    return said(core, lens.packet(core, "scheduler", packet, now))
+    return said(core, lens.own.packet("scheduler", packet, now))
 
 
 def push(seq: int = 42) -> p.Push:
@@ -128,14 +128,18 @@ def kinds(lens: MemberLens) -> list[SpanKind]:
 # --- without a trace --------------------------------------------------------------------------------
 
 
+def pass_on(doors: Doors) -> None:
+    doors.packet("server 0", Packet(SERVER, p.Done(1)), 1.0)
+    doors.failure("server 0", SERVER, ValueError(), 1.0)
+    doors.drop("server 0", 1.0)
+    doors.timer(1.0)
+
+
 def test_without_a_trace_everything_is_passed_on() -> None:
     lens, core, _ = member()
-    lens.current.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0)
-    lens.current.failure(core, "server 0", SERVER, ValueError(), 1.0)
-    lens.current.drop(core, "server 0", 1.0)
-    lens.current.timer(core, 1.0)
-    lens.current.request(core, (Core.on_call, (3,)), 2.5)
-    lens.current.request(core, (Core.leave, ("bye",)), 2.5)
+    pass_on(lens.doors)
+    lens.doors.request(Core.on_call, core, 3, 2.5)
+    lens.doors.request(Core.leave, core, "bye", 2.5)
     assert core.heard == ["Done", "failure", "drop", "timer", "call 3 at 2.5", "bye"]
     assert lens.member.spans == []
     assert lens.due is None
@@ -144,11 +148,9 @@ def test_without_a_trace_everything_is_passed_on() -> None:
 def test_a_plain_lens_passes_on() -> None:
     _, core, _ = member()
     plain = Lens()
-    plain.packet(core, "server 0", Packet(SERVER, p.Done(1)), 1.0)
-    plain.failure(core, "server 0", SERVER, ValueError(), 1.0)
-    plain.drop(core, "server 0", 1.0)
-    plain.timer(core, 1.0)
-    plain.request(core, (Core.start, ()), 1.0)
+    plain.connect(core, core.perform)
+    pass_on(plain.doors)
+    plain.doors.request(Core.start, core, 1.0)
     assert core.heard == ["Done", "failure", "drop", "timer", "start"]
     plain.tick(0.0)
     assert core.said == []
@@ -165,7 +167,7 @@ def test_a_member_answers_records_and_sends() -> None:
     assert core.heard == [], "no core hears of traces"
     assert lens.tracer.is_on
     assert lens.due == 1.25
-    lens.packet(core, "server 0", Packet(SERVER, p.Done(9)), 1.1)
+    lens.own.packet("server 0", Packet(SERVER, p.Done(9)), 1.1)
     (sent,) = said(core, lens.tick(1.25))
     assert isinstance(sent, Send)
     assert sent.packet.message == p.Spans(7, "gpu-1", 4711, 1, 0)
@@ -178,8 +180,8 @@ def test_a_member_answers_records_and_sends() -> None:
 def test_a_stranger_starts_no_trace() -> None:
     lens, core, _ = member()
     packet = Packet(WORKER, p.AskClock(7, 55))
-    assert said(core, lens.packet(core, b"route", packet, 1.0)) == []
-    assert said(core, lens.packet(core, "scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
+    assert said(core, lens.own.packet(b"route", packet, 1.0)) == []
+    assert said(core, lens.own.packet("scheduler", Packet(SCHEDULER, p.Tracing(1, 0, 0, 0, 0)), 1.0)) == []
     assert not lens.tracer.is_on
 
 
@@ -192,7 +194,7 @@ def test_recorded_spans_leave_before_the_process(end: Effect) -> None:
     asked(lens, core)
     lens.tracer.waited(10, 20)
     core.effects = [(0, end)]
-    sent, last = said(core, lens.timer(core, 1.1))
+    sent, last = said(core, lens.own.timer(1.1))
     assert isinstance(sent, Send)
     assert isinstance(sent.packet.message, p.Spans)
     assert last == end
@@ -212,7 +214,7 @@ def test_the_loop_of_a_worker() -> None:
             clock.now += 100_000
 
     core.slow = send
-    lens.request(core, (Core.on_call, (1,)), 1.0)
+    lens.own.request(Core.on_call, core, 1, 1.0)
     core.slow = None
     copy, encode, send = lens.member.spans
     assert [one.kind for one in (copy, encode, send)] == [SpanKind.COPY, SpanKind.ENCODE, SpanKind.SEND]
@@ -224,7 +226,7 @@ def test_the_loop_of_a_worker() -> None:
     lens.member.spans.clear()
     core.effects = [(2_000_000, Finish(1))]
     stand = p.Pulled(42, 3, 1, True, (p.Stand(0, 2, 6, 6),))
-    lens.packet(core, "server 0", with_payload(SERVER, stand), 1.0)
+    lens.own.packet("server 0", with_payload(SERVER, stand), 1.0)
     (scatter,) = lens.member.spans
     assert scatter.kind is SpanKind.SCATTER
     assert scatter.took == pytest.approx(2_000_000, abs=5000)
@@ -232,7 +234,7 @@ def test_the_loop_of_a_worker() -> None:
 
     lens.member.spans.clear()
     core.effects = [(1_000_000, Send("server 0", packet))]
-    lens.packet(core, "server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0)
+    lens.own.packet("server 0", Packet(SERVER, p.Ack((p.Receipt(41, 5),))), 1.0)
     assert kinds(lens) == [SpanKind.SERVE, SpanKind.COPY, SpanKind.SEND]
     assert lens.member.spans[0].seq == 41
     assert lens.member.spans[0].took == 0, "the copy is none of the ACK's"
@@ -255,8 +257,8 @@ def test_the_loop_of_a_server() -> None:
         core.outbox.append(Send(b"w", with_payload(SERVER, answer)))
         core.outbox.append(Send("server 1", Packet(SERVER, p.Done(0))))
 
-    core.on_packet = step  # type: ignore[method-assign]
-    lens.packet(core, b"w", with_payload(numbered(WORKER, 42), push()), 1.0)
+    lens._below.packet = step
+    lens.own.packet(b"w", with_payload(numbered(WORKER, 42), push()), 1.0)
     reduce, update, reply, other = lens.member.spans
     assert [one.kind for one in lens.member.spans] == [
         *(SpanKind.REDUCE, SpanKind.UPDATE, SpanKind.REPLY, SpanKind.REPLY)
@@ -274,10 +276,10 @@ def test_a_timer_that_takes_long_and_one_that_does_not() -> None:
     lens, core, _ = member()
     asked(lens, core)
     core.effects = [(100, Note("info", "short"))]
-    lens.timer(core, 1.0)
+    lens.own.timer(1.0)
     assert lens.member.spans == []
     core.effects = [(50_000_000, Note("info", "long"))]
-    lens.timer(core, 1.0)
+    lens.own.timer(1.0)
     (serve,) = lens.member.spans
     assert (serve.kind, serve.role) == (SpanKind.SERVE, NOBODY)
 
@@ -314,27 +316,27 @@ def test_a_whole_trace() -> None:
     lens, core = scheduler()
     theirs, their_core, _ = member()
     operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 1)
-    lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 0.5)
-    tracing, ask = answers(core, lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 1.0))
+    lens.own.packet(b"w", Packet(WORKER, p.Beat(1)), 0.5)
+    tracing, ask = answers(core, lens.own.packet(b"op", Packet(operator, p.Trace(7, 2.0)), 1.0))
     assert isinstance(tracing, p.Tracing)
     assert isinstance(ask, p.AskClock)
-    (answer,) = answers(their_core, theirs.packet(their_core, "scheduler", Packet(SCHEDULER, ask), 1.1))
-    assert said(core, lens.packet(core, b"w", Packet(WORKER, answer), 1.2)) == []
+    (answer,) = answers(their_core, theirs.own.packet("scheduler", Packet(SCHEDULER, ask), 1.1))
+    assert said(core, lens.own.packet(b"w", Packet(WORKER, answer), 1.2)) == []
     theirs.tracer.waited(10**9, 10**9 + 5000)
     (sent,) = said(their_core, theirs.tick(1.3))
     assert isinstance(sent, Send)
-    assert said(core, lens.packet(core, b"w", sent.packet, 1.4)) == []
-    lens.packet(core, b"w", Packet(WORKER, p.Beat(2)), 1.5)
+    assert said(core, lens.own.packet(b"w", sent.packet, 1.4)) == []
+    lens.own.packet(b"w", Packet(WORKER, p.Beat(2)), 1.5)
     assert lens.due is not None
     lens.tick(3.1)
     assert not lens.tracer.is_on
-    (done,) = answers(core, lens.packet(core, b"op", Packet(operator, p.Trace(7, 2.0)), 4.6))
+    (done,) = answers(core, lens.own.packet(b"op", Packet(operator, p.Trace(7, 2.0)), 4.6))
     assert isinstance(done, p.Tracing)
     assert (done.left_s, done.parts) == (0.0, 2)
     parts = []
     for number in range(2):
         fetch = Packet(numbered(operator, 1 + number), p.Fetch(7, number))
-        (effect,) = said(core, lens.packet(core, b"op", fetch, 4.7))
+        (effect,) = said(core, lens.own.packet(b"op", fetch, 4.7))
         assert isinstance(effect, Send)
         assert effect.packet.envelope.job == bytes(16)
         assert isinstance(effect.packet.message, p.Part)
@@ -348,10 +350,10 @@ def test_a_whole_trace() -> None:
 def test_a_refusal_is_told_to_the_operator() -> None:
     lens, core = scheduler()
     operator = Envelope(bytes(16), 0, Role.WORKER, 0, 0, 4)
-    (error,) = answers(core, lens.packet(core, b"op", Packet(operator, p.Fetch(7, 0)), 1.0))
+    (error,) = answers(core, lens.own.packet(b"op", Packet(operator, p.Fetch(7, 0)), 1.0))
     assert isinstance(error, p.Error)
     assert error.seq == 4
-    (note,) = said(core, lens.packet(core, b"op", Packet(operator, p.AskClock(7, 0)), 1.0))
+    (note,) = said(core, lens.own.packet(b"op", Packet(operator, p.AskClock(7, 0)), 1.0))
     assert isinstance(note, Note)
 
 
@@ -360,7 +362,7 @@ def test_a_timeline_is_recorded_from_the_start() -> None:
     assert lens.due == 0.0
     lens.tick(1.0)
     assert lens.tracer.is_on
-    lens.packet(core, b"w", Packet(WORKER, p.Beat(1)), 1e6)
+    lens.own.packet(b"w", Packet(WORKER, p.Beat(1)), 1e6)
     assert [type(message) for message in answers(core, lens.tick(1e6))] == [p.AskClock]
     ((part, octets),) = parts_of(lens, 1e6 + 1)
     assert (part.role, part.count) == (Role.SCHEDULER, len(octets) // 48)
