@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -61,4 +62,33 @@ def draw_sweep(rows: Sequence[Measurement], sweep: Sweep, path: Path, title: str
     panel.set_title(title)
     panel.grid(which="both", alpha=0.3)
     panel.legend()
+    figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def draw_latency(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
+    """Draw one panel per call, one colour per job: the median, and dashed the 99th percentile."""
+    calls = list(dict.fromkeys(row["call"] for row in rows))
+    jobs = list(dict.fromkeys((row["link"], row["workers"], row["servers"]) for row in rows))
+    figure = Figure(figsize=(5 * len(calls), 5), layout="constrained")
+    figure.suptitle(title)
+    first: Axes | None = None
+    for number, call in enumerate(calls):
+        panel = figure.add_subplot(1, len(calls), number + 1, sharey=first)
+        first = first or panel
+        for index, job in enumerate(jobs):
+            where = [row for row in rows if (row["link"], row["workers"], row["servers"]) == job]
+            points = [row for row in where if row["call"] == call]
+            sizes = [row["bytes"] for row in points]
+            colour = f"C{index % 10}"
+            label = f"{job[0]} {job[1]}+{job[2]}"
+            panel.plot(sizes, [row["p50_us"] for row in points], color=colour, marker="o", label=label)
+            panel.plot(sizes, [row["p99_us"] for row in points], color=colour, linestyle="--", alpha=0.4)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xlabel("bytes of the array")
+        panel.set_title(call)
+        panel.grid(which="both", alpha=0.3)
+    assert first is not None
+    first.set_ylabel("µs: p50, dashed p99")
+    first.legend(fontsize="small")
     figure.savefig(path, dpi=DOTS_PER_INCH)

@@ -72,8 +72,7 @@ class CompressionPolicy:
 
     def _setting_of(self, key: str, spec: Spec) -> KeyCompression | None:
         found = next(
-            (setting for pattern, setting in self.patterns if fnmatchcase(key, pattern)),
-            self.default,
+            (setting for pattern, setting in self.patterns if fnmatchcase(key, pattern)), self.default
         )
         if found is None or spec.dtype != "float32" or not spec.count:
             return None

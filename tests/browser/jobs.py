@@ -46,13 +46,7 @@ print("over", flush=True)
 class Training:
     """A scheduler with a dashboard, servers and workers."""
 
-    def __init__(
-        self,
-        processes: Processes,
-        workers: int = 2,
-        servers: int = 2,
-        **env: str,
-    ) -> None:
+    def __init__(self, processes: Processes, workers: int = 2, servers: int = 2, **env: str) -> None:
         """Start the job, and wait until it trains.
 
         Args:

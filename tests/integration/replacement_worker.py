@@ -153,11 +153,7 @@ def batches(rank: int, epoch: int) -> Iterator[torch.Tensor]:
 
 
 def train(
-    name: str,
-    die: Die = lambda moment, epoch: None,
-    *,
-    resumes: bool = False,
-    saves: bool = False,
+    name: str, die: Die = lambda moment, epoch: None, *, resumes: bool = False, saves: bool = False
 ) -> list[float]:
     """Train with a front end; return the weights."""
     die("start", EPOCH)

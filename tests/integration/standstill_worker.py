@@ -98,14 +98,6 @@ def helper() -> None:
     kv.barrier()
 
 
-def busy() -> None:
-    kv = store()
-    if kv.rank == 1:
-        time.sleep(BUSY_S)
-    kv.pushpull("w", ONES)
-    kv.barrier()
-
-
 def main() -> None:
     case = globals()[sys.argv[1]]
     began = time.monotonic()

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import kvps
 from tests.integration.processes import Processes, has_checkpoint, until
 
 SAVE = """
@@ -215,7 +214,6 @@ print("loss", round(float(loss) / (64 if REDUCTION == "sum" else 1), 4), flush=T
 join()  # one rank may have given up a later step than the other, and so have made one less
 print("weights", [one.tolist() for one in model.state_dict().values()], flush=True)
 """
-SLOW = pytest.mark.slow
 INT8 = {"type": "int8", "min_bytes": 0, "pull": True}
 
 
@@ -224,15 +222,9 @@ INT8 = {"type": "int8", "min_bytes": 0, "pull": True}
     [
         (TRAINER, {"update_on_kvstore": True}),
         pytest.param(TRAINER, {"update_on_kvstore": False}, marks=pytest.mark.thorough),
-        pytest.param(TRAINER, {"update_on_kvstore": False, "overlap": True}, marks=SLOW),
-        pytest.param(OPTIMIZER, {"update_on_kvstore": False}, marks=SLOW),
-        pytest.param(OPTIMIZER, {"update_on_kvstore": True, "overlap_forward": True}, marks=SLOW),
         pytest.param(OPTIMIZER, {"update_on_kvstore": True}, marks=pytest.mark.thorough),
         (OPTIMIZER, {"overlap_forward": True}),
         pytest.param(TRAINER, {"compression_params": INT8}, marks=pytest.mark.thorough),
-        pytest.param(OPTIMIZER, {"compression": INT8}, marks=SLOW),
-        pytest.param(TRAINER, {"compression_params": INT8, "overlap": True}, marks=SLOW),
-        pytest.param(OPTIMIZER, {"compression": INT8, "overlap_forward": True}, marks=SLOW),
     ],
 )
 def test_a_front_end_goes_on_when_a_server_was_lost(
@@ -258,17 +250,3 @@ def test_a_front_end_goes_on_when_a_server_was_lost(
     told = launch.err.count("all servers rolled back to the last checkpoint")
     assert told == 2, "each worker says it once"
     assert "server 1 ended with exit code 137; starting it again (1 of 3)" in launch.err
-
-
-def test_a_local_store_is_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
-    with kvps.create("local") as kv:
-        kv.set_optimizer("adam", lr=0.1)
-        kv.init("w", torch.ones(3))
-        kv.pushpull("w", torch.ones(3))
-        assert kv.checkpoint() == 1
-        expected = kv.pushpull("w", torch.ones(3))
-    with kvps.create("local") as kv:
-        assert kv.restore() == 1
-        assert torch.equal(kv.pushpull("w", torch.ones(3)), expected)
-        assert kv.version("w") == 2

@@ -55,9 +55,3 @@ def test_all_are_told_that_none_can_go_on(processes: Processes) -> None:
 def test_standstill_is_reported_in_every_call(processes: Processes) -> None:
     for case, job in launched(processes, *STANDSTILLS).items():
         check_told(job, STANDSTILLS[case])
-
-
-@pytest.mark.thorough
-def test_a_job_of_which_one_rank_computes_is_not_told(processes: Processes) -> None:
-    job = launched(processes, "busy")["busy"]
-    assert job.out.count("] well") == 2, job

@@ -115,17 +115,12 @@ READERS = {
         (ValueError, KvpsError),
         (MANIFEST.to_json().encode(),),
     ),
-    "snapshot": Reader(
-        _image,
-        (ValueError, KvpsError),
-        (JSON,),
-    ),
+    "snapshot": Reader(_image, (ValueError, KvpsError), (JSON,)),
 }
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=9)
 TREES = st.recursive(
-    PLAIN,
-    lambda some: st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=4), some, max_size=6),
+    PLAIN, lambda some: st.lists(some, max_size=6) | st.dictionaries(st.text(max_size=4), some, max_size=6)
 )
 
 

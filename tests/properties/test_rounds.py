@@ -12,8 +12,7 @@ from kvps.protocol.envelope import WINDOW
 
 RANKS = 3
 PUSHES = st.tuples(
-    st.lists(st.integers(0, RANKS - 1), min_size=1, max_size=2, unique=True),
-    st.integers(-2, 3),
+    st.lists(st.integers(0, RANKS - 1), min_size=1, max_size=2, unique=True), st.integers(-2, 3)
 )
 
 

@@ -92,11 +92,7 @@ def values(hint: object, name: str) -> st.SearchStrategy[typing.Any]:
 
 
 codes = st.builds(
-    CodecSpec,
-    st.sampled_from(sorted(TABLE)),
-    st.floats(1e-10, 1),
-    st.floats(1e-20, 1e20),
-    naturals,
+    CodecSpec, st.sampled_from(sorted(TABLE)), st.floats(1e-10, 1), st.floats(1e-20, 1e20), naturals
 )
 
 

@@ -19,17 +19,7 @@ from kvps.errors import KvpsError, SchedulerLost, ServerLost, Timeout, WorkerLos
 from kvps.protocol.membership import Barrier
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
-from tests.simulation.training import (
-    FEWER,
-    WAYS,
-    Job,
-    check,
-    faults_of,
-    outlive,
-    patient,
-    replayable,
-    train,
-)
+from tests.simulation.training import FEWER, WAYS, Job, check, faults_of, outlive, patient, replayable, train
 
 # --- synchronous: the weights are those of one process --------------------------------------------
 

@@ -81,23 +81,13 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (WORKER, m.Open("weights", "ssp", 4, False, "wait", 100_000, 1 << 23, True, "skip"), ()),
         (
             CREATOR,
-            m.Declare(
-                "weights",
-                True,
-                0,
-                (m.Entry("w", 1, (2, 3), 0, 6), m.Entry("größe", 4, (), 0, 1)),
-                0,
-            ),
+            m.Declare("weights", True, 0, (m.Entry("w", 1, (2, 3), 0, 6), m.Entry("größe", 4, (), 0, 1)), 0),
             (),
         ),
         (
             SERVER,
             m.Declared(
-                9,
-                (
-                    m.Place(True, (m.Piece(0, 0, 4), m.Piece(1, 0, 2))),
-                    m.Place(False, (m.Piece(2, 0, 1),)),
-                ),
+                9, (m.Place(True, (m.Piece(0, 0, 4), m.Piece(1, 0, 2))), m.Place(False, (m.Piece(2, 0, 1),)))
             ),
             (),
         ),
@@ -130,11 +120,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             (longs(0, 7), floats(1.0, -2.0, 0.5, 4.0)),
         ),
         (WORKER, m.PullRows("weights", "table", 6, 0, 1), (longs(7),)),
-        (
-            SERVER,
-            m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)),
-            (floats(0.25, 4.0),),
-        ),
+        (SERVER, m.PulledRows(42, 1, 2, 1, 6, 6, 6, (m.Dropped(0, 5, 12, (3,)),)), (floats(0.25, 4.0),)),
         (WORKER, m.PullChanged("weights", "table", 6, 0, 4), ()),
         (
             SERVER,
@@ -226,26 +212,11 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (
             WORKER,
             m.Embed(
-                "weights",
-                "kvps.embedding:words",
-                1,
-                2,
-                "uniform",
-                0.5,
-                7,
-                2,
-                1000,
-                50_000,
-                "sgd",
-                numbers,
+                "weights", "kvps.embedding:words", 1, 2, "uniform", 0.5, 7, 2, 1000, 50_000, "sgd", numbers
             ),
             (),
         ),
-        (
-            WORKER,
-            m.PushIds(3, 1, (3,), 5, 2, 2),
-            (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0)),
-        ),
+        (WORKER, m.PushIds(3, 1, (3,), 5, 2, 2), (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0))),
         (WORKER, m.PullIds(3, 6, 0, 2), (longs(2**40, -7),)),
         (SERVER, m.PulledIds(42, 1, 2, 2, 6, 6), (floats(1.0, 2.0, 0.5, -4.0),)),
         (WORKER, m.Export(3, 0, 1000, 4, True), ()),

@@ -127,9 +127,7 @@ class Arenas:
         if not arena.holds:
             return arena
         mine = Arena(
-            arena.start,
-            arena.rows,
-            {name: column.clone() for name, column in arena.columns.items()},
+            arena.start, arena.rows, {name: column.clone() for name, column in arena.columns.items()}
         )
         self._arenas[bisect_right(self._starts, arena.start) - 1] = mine
         return mine

@@ -122,11 +122,7 @@ class EmbeddingSpec:
                 f"admit={self.admit}: give the number of pushes, 1 to {ADMIT_MAX}, after which an "
                 "id gets a row"
             )
-        for name, value in (
-            ("seed", self.seed),
-            ("evict age", self.max_age),
-            ("evict rows", self.max_rows),
-        ):
+        for name, value in (("seed", self.seed), ("evict age", self.max_age), ("evict rows", self.max_rows)):
             if not 0 <= value <= WHOLE_MAX:
                 raise ConfigError(f"{name}={value}: give a whole number from 0 to 2**63 - 1")
         if self.hyper.lr_mult or self.hyper.wd_mult:

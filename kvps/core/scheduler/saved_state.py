@@ -107,12 +107,7 @@ def dump(snapshot: SavedState) -> bytes:
     """Return ``snapshot`` as bytes."""
     settings = snapshot.seats.settings
     seats = [
-        (
-            *seat.node,
-            seat.state.value,
-            *[getattr(seat, name) for name in _NAMES],
-            *seat.keys,
-        )
+        (*seat.node, seat.state.value, *[getattr(seat, name) for name in _NAMES], *seat.keys)
         for seat in snapshot.seats.by_node.values()
     ]
     passed = [(*name, *last) for name, last in snapshot.passed.items()]

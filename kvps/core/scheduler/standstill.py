@@ -66,10 +66,7 @@ class Standstills:
         if not self._is_certain(present, workers, now):
             return False
         self._told = {
-            (worker.node.rank, worker.incarnation): (
-                worker.progress.standstill,
-                worker.progress.calls,
-            )
+            (worker.node.rank, worker.incarnation): (worker.progress.standstill, worker.progress.calls)
             for worker in workers
         }
         self.text = _in_words(workers, now)

@@ -199,53 +199,6 @@ while not pathlib.Path("end").exists():
     done(head)
 
 
-NODES = """
-import threading
-from ray.cluster_utils import Cluster
-
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-for _ in range(3):
-    cluster.add_node(num_cpus=2, object_store_memory=100_000_000)
-
-def nodes_of(name):
-    actors = ray._private.state.actors().values()
-    return [one["Address"]["NodeID"] for one in actors if name in one["ActorClassName"] and one["State"] == "ALIVE"]
-
-def lose(folder, mark):
-    while len(list(folder.glob("cut-*/manifest.json"))) < 2:
-        time.sleep(0.1)
-    head = ray.get_runtime_context().get_node_id()
-    servers, workers = nodes_of("KvpsServer"), nodes_of("RayTrainWorker")
-    print("servers on", len(set(servers)), "nodes, workers on", len(set(workers)), flush=True)
-    lost = sorted(set(workers) - {head}, key=servers.count)[-1]
-    (node,) = [one for one in cluster.list_all_nodes() if one.node_id == lost]
-    print("loses a worker and", servers.count(lost), "servers", flush=True)
-    cluster.remove_node(node, allow_graceful=False)
-    mark.touch()
-"""
-
-
-def test_a_lost_node_takes_its_worker_and_its_server_along_and_both_come_back(processes: Processes) -> None:
-    folder, mark = processes.folder / "runs" / "run" / "kvps", processes.folder / "mark"
-    begin = f"""
-cut = [pathlib.Path(one) for one in ({str(folder)!r}, {str(mark)!r})]
-threading.Thread(target=lose, args=cut, daemon=True).start()
-"""
-    config = "kvps.platforms.ray.KvpsConfig(servers=2, checkpoint_every=0.5)"
-    loop = f"dict(steps=100, pause=0.02, hold=60, mark={str(mark)!r})"
-    run = f"fit(TorchTrainer, train, 2, {config}, train_loop_config={loop})\n"
-    run += "ray.shutdown()\ncluster.shutdown()\n"
-    # Ray may place the replacement on the lost node once more, before it knows of the loss.
-    strategy = TRAINER.replace(", controller_failure_limit=0", "")
-    strategy = strategy.replace("num_workers=workers", "num_workers=workers, placement_strategy='SPREAD'")
-    where = "address=cluster.address"
-    out = done(driver(processes, strategy, COUNT, begin, run, where=where, before=NODES))
-    assert "servers on 2 nodes, workers on 2" in out, out
-    assert "loses a worker and" in out, out
-    assert out.count("is process") >= 3, "a worker was replaced"
-    assert out.count("has [-200.0, -200.0, -200.0]") == 2, out
-
-
 PLAIN = """
 import torch, kvps
 
@@ -307,46 +260,6 @@ while ray.available_resources()["CPU"] < 6:
     assert "left [[], []]" in out, out
     assert "rank=1: this cluster has 1 workers" in out, out
     assert "did not end in" not in process.err, process
-
-
-def test_missing_resources_are_named(processes: Processes) -> None:
-    needs = "resources_per_server={'CPU': 1, 'disk': 2}, start_timeout=5"
-    body = f"""
-began = time.monotonic()
-try:
-    with kvps.platforms.ray.cluster(workers=1, servers=2, {needs}):
-        pass
-except kvps.ConfigError as error:
-    print("plain:", error)
-print("after", time.monotonic() - began < 30)
-def train():
-    pass
-try:
-    fit(TorchTrainer, train, 5, kvps.platforms.ray.KvpsConfig(servers=2, start_timeout=5))
-except Exception as error:
-    print("trainer:", type(error).__name__, error)
-began = time.monotonic()
-try:
-    scaling = ScalingConfig(num_workers=2, resources_per_worker={{"CPU": 1, "tape": 1}})
-    config, run = kvps.platforms.ray.KvpsConfig(start_timeout=5), RunConfig(storage_path=os.getcwd() + "/runs")
-    TorchTrainer(train, torch_config=config, scaling_config=scaling, run_config=run).fit()
-except Exception as error:
-    print("workers:", type(error).__name__, error)
-print("and after", time.monotonic() - began < 30)
-while ray.available_resources()["CPU"] < 6:
-    time.sleep(0.1)
-"""
-    out = done(driver(processes, TRAINER, "import kvps\n", body))
-    text = "2 of 2 kvps servers found no place in 5 s. Each needs 1 CPU, 2 disk: the Ray cluster has 0 disk in all"
-    assert f"plain: {text}" in out, out
-    assert "after True" in out, out
-    assert "trainer: ControllerError" in out, out
-    text = "[12] of 2 kvps servers found no place in 5 s. Each needs 1 CPU: 0 of 6 CPU are free"
-    assert re.search(text, out), out
-    assert "workers: ControllerError" in out, out
-    text = "2 workers find no place. Each needs 1 CPU, 1 tape: the Ray cluster has 0 tape in all"
-    assert text in out, out
-    assert "and after True" in out, out
 
 
 def test_a_process_group_serves_ddp_and_starts_over_as_a_whole(processes: Processes) -> None:

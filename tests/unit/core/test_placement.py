@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.placement import (
-    ALIGN,
-    BIGARRAY_BOUND,
-    EMBEDDING,
-    Part,
-    home,
-    lies_by_rows,
-    parts,
-)
+from kvps.core.placement import ALIGN, BIGARRAY_BOUND, EMBEDDING, Part, home, lies_by_rows, parts
 from kvps.dtypes import Spec
 
 
@@ -34,12 +26,7 @@ def test_a_large_key_is_cut_into_aligned_parts_over_all_servers() -> None:
 
 def test_the_hash_is_stable_for_ever() -> None:
     """Checkpoints and processes of other versions rely on it."""
-    assert [home(key, 7) for key in ("w", "layer1.0.conv1.weight", "0", "Schlüssel")] == [
-        0,
-        5,
-        2,
-        6,
-    ]
+    assert [home(key, 7) for key in ("w", "layer1.0.conv1.weight", "0", "Schlüssel")] == [0, 5, 2, 6]
 
 
 def test_a_table_has_one_element_on_every_server() -> None:
@@ -130,11 +117,7 @@ def test_tables_are_cut_between_rows(rows: int, width: int, servers: int, starts
     assert by_rows == [rows >= servers] * servers
 
 
-@given(
-    rows=st.integers(1, 5000),
-    width=st.integers(1, 300),
-    servers=st.integers(1, 8),
-)
+@given(rows=st.integers(1, 5000), width=st.integers(1, 300), servers=st.integers(1, 8))
 def test_parts_of_any_table_are_whole_rows_and_none_is_empty(rows: int, width: int, servers: int) -> None:
     got = parts("w", rows * width, servers, 0, width)
     assert [one.start for one in got] == [sum(p.size for p in got[:i]) for i in range(len(got))]

@@ -140,10 +140,7 @@ class TestBarrier:
         assert desk.stand(1, failure=StorageError("no"), waits=False) == [("w1", "no")]
         assert desk.stand(0, waits=False) == [("w0", "no")]
         assert desk.stand(0, waits=False, refused=1) == []
-        assert sorted(desk.stand(1, failure=StorageError("no"), refused=1)) == [
-            ("w0", "no"),
-            ("w1", "no"),
-        ]
+        assert sorted(desk.stand(1, failure=StorageError("no"), refused=1)) == [("w0", "no"), ("w1", "no")]
 
     @pytest.mark.spec("R230")
     def test_failed_rank_may_arrive_behind_a_passed_barrier(self) -> None:

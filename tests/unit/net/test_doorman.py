@@ -92,9 +92,7 @@ def test_an_answer_that_is_none_is_dropped() -> None:
 
 
 @pytest.mark.spec("R244")
-def test_connection_with_many_errors_is_ignored_for_a_while(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_connection_with_many_errors_is_ignored_for_a_while(caplog: pytest.LogCaptureFixture) -> None:
     door = Door()
     caplog.set_level(logging.WARNING)
     for _ in range(TABLE["refused"].default):
@@ -106,11 +104,7 @@ def test_connection_with_many_errors_is_ignored_for_a_while(
     assert "100 packets of one connection" in line
     door.now = IGNORED_S
     assert door.take(BEAT) == BEAT
-    assert door.counts == {
-        "bytes": TABLE["refused"].default,
-        "ignored connections": 1,
-        "ignored": 1,
-    }
+    assert door.counts == {"bytes": TABLE["refused"].default, "ignored connections": 1, "ignored": 1}
 
 
 def test_own_connections_are_never_ignored() -> None:

@@ -152,10 +152,7 @@ class TestHandshakes:
     @pytest.mark.spec("R245")
     def test_handshake_without_keys_on_a_side_says_so(self) -> None:
         event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        for keys, says in (
-            (None, "and this process has none"),
-            (self.KEYS, "has none: start the scheduler"),
-        ):
+        for keys, says in ((None, "and this process has none"), (self.KEYS, "has none: start the scheduler")):
             assert says in Handshakes(keys).failed(ENDPOINT, event, OTHER_MECHANISM, 0.0)[1]
 
     @pytest.mark.spec("R245")

@@ -14,14 +14,7 @@ from kvps.dtypes import DTYPES
 from kvps.errors import BY_CODE
 from kvps.protocol.envelope import ENTRIES_MAX, KEY_MAX, MESSAGES, RUNS_MAX, TEXT_MAX
 from kvps.protocol.membership import Hello
-from kvps.protocol.wire import (
-    ARRAY_MAX,
-    FRAME_BYTES_MAX,
-    HEAD_BYTES_MAX,
-    PAYLOAD_FRAMES_MAX,
-    decode,
-    encode,
-)
+from kvps.protocol.wire import ARRAY_MAX, FRAME_BYTES_MAX, HEAD_BYTES_MAX, PAYLOAD_FRAMES_MAX, decode, encode
 from kvps.tensors import from_frame
 from tests.vectors.packets import PACKETS, name_of
 
@@ -107,9 +100,7 @@ def test_document_has_every_message_with_its_tag_and_fields() -> None:
     stated = {
         (name, int(tag)): re.findall(r"`(\w+)`", text)
         for name, tag, text in re.findall(
-            r"^### ([A-Z-]+) \((\d+)\)\n\nFields: (.*?)(?=^Payload|^$)",
-            section(7),
-            re.DOTALL | re.MULTILINE,
+            r"^### ([A-Z-]+) \((\d+)\)\n\nFields: (.*?)(?=^Payload|^$)", section(7), re.DOTALL | re.MULTILINE
         )
     }
     assert stated == {

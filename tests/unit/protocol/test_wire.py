@@ -385,10 +385,7 @@ def test_damaged_packet_is_told_from_a_malformed_packet() -> None:
 @pytest.mark.spec("R5", "R111")
 def test_a_packet_is_checked_or_not() -> None:
     head, payload = checked("PUSH")
-    refused(
-        [head[:26] + b"\x02" + head[27:], payload],
-        "checked must be 0 or 1, got 2",
-    )
+    refused([head[:26] + b"\x02" + head[27:], payload], "checked must be 0 or 1, got 2")
     refused([head[:26] + b"\x00" + head[27:], payload], "ExtraData")
     refused([head[:48], payload], "head of 49")
     refused([head[:49], payload], "damaged")
@@ -480,10 +477,7 @@ def test_maps(a_map: bytes, match: str) -> None:
 @pytest.mark.spec("R10")
 def test_a_map_that_is_too_large() -> None:
     decode(with_fields("OPTIMIZE", "s", 1, True, "sgd", {f"{i}": i for i in range(8192)}))
-    refused(
-        with_fields("OPTIMIZE", "s", 1, True, "sgd", {f"{i}": i for i in range(8193)}),
-        "not msgpack",
-    )
+    refused(with_fields("OPTIMIZE", "s", 1, True, "sgd", {f"{i}": i for i in range(8193)}), "not msgpack")
 
 
 @pytest.mark.spec("R14")
@@ -615,11 +609,7 @@ def test_a_key_is_opaque(key: str) -> None:
     [
         ("PUSH", [0, 1, [3], 1.0, True, [(0, 0, 0)] * (m.RUNS_MAX + 1)], "in runs an array"),
         ("PULL", [0, True, [(0, 0, 0, 0)] * (m.RUNS_MAX + 1)], "in runs an array"),
-        (
-            "DECLARE",
-            ["s", True, 0, [("w", 1, (), 0, 1)] * (m.ENTRIES_MAX + 1)],
-            "in entries an array",
-        ),
+        ("DECLARE", ["s", True, 0, [("w", 1, (), 0, 1)] * (m.ENTRIES_MAX + 1)], "in entries an array"),
         ("PROBE", [[1] * 8193], "not msgpack"),
     ],
 )

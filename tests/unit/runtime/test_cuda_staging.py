@@ -146,9 +146,7 @@ class FakeStream:
         self.log.append(f"{self.name} waits for {event}")
 
 
-def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     streams = {use: FakeStream(log, use) for use in ("the script's", "calls")}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["the script's"])

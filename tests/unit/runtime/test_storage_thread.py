@@ -212,11 +212,7 @@ def test_orders_are_carried_out_in_turn_and_all_of_them_before_the_end(tmp_path:
     for order in orders:
         archive.order(Disk(order))
     archive.close()
-    assert [type(answer) for answer in loop.answers] == [
-        SnapshotWritten,
-        SnapshotWritten,
-        FoundCuts,
-    ]
+    assert [type(answer) for answer in loop.answers] == [SnapshotWritten, SnapshotWritten, FoundCuts]
     assert loop.answers[-1] == FoundCuts((), 2)
     assert not archive._thread.is_alive()
 

@@ -13,9 +13,7 @@ from kvps.store.catch_up import CatchUp, refuse
 PLACE = Place(3, 4, is_replacement=True)
 
 
-def test_steps_are_passed_over_up_to_the_place_of_the_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_steps_are_passed_over_up_to_the_place_of_the_others(caplog: pytest.LogCaptureFixture) -> None:
     catch_up = CatchUp(PLACE, epoch=0)
     with caplog.at_level(logging.WARNING, "kvps"):
         for _ in range(3):

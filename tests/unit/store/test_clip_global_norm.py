@@ -166,13 +166,7 @@ def test_gradients_that_leave_apart_are_refused(options: dict[str, object], says
 def test_a_trainer_with_overlap_is_refused() -> None:
     with pytest.raises(ConfigError, match="leave out overlap=True"):
         kvps.Trainer(
-            net(),
-            "sgd",
-            {"lr": 0.1},
-            "local",
-            update_on_kvstore=True,
-            overlap=True,
-            clip_global_norm=LIMIT,
+            net(), "sgd", {"lr": 0.1}, "local", update_on_kvstore=True, overlap=True, clip_global_norm=LIMIT
         )
 
 

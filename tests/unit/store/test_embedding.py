@@ -96,10 +96,7 @@ def test_keys_may_not_look_like_tables(kv: Any) -> None:
 
 
 def test_a_store_that_looks_at_gradients_has_no_tables() -> None:
-    with (
-        kvps.create("local", on_nonfinite="skip") as kv,
-        pytest.raises(ConfigError, match="finite"),
-    ):
+    with kvps.create("local", on_nonfinite="skip") as kv, pytest.raises(ConfigError, match="finite"):
         kv.embedding("t", 2)
 
 

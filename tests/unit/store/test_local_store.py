@@ -45,10 +45,7 @@ class Reference:
     pushes=st.lists(st.tuples(st.integers(0, 1), st.lists(VALUES, min_size=1, max_size=3))),
 )
 def test_any_pushes_are_those_of_the_reference(
-    kind: str,
-    has_optimizer: bool,
-    first: list[torch.Tensor],
-    pushes: list[tuple[int, list[torch.Tensor]]],
+    kind: str, has_optimizer: bool, first: list[torch.Tensor], pushes: list[tuple[int, list[torch.Tensor]]]
 ) -> None:
     reference = Reference(first, has_optimizer)
     with kvps.create(kind) as kv:

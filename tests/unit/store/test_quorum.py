@@ -18,11 +18,7 @@ import kvps
         ("dist_sync", {"quorum": 1.5}, "quorum=1.5"),
         ("dist_sync", {"quorum": True}, "quorum=True"),
         ("dist_sync", {"quorum": 3}, "quorum 3 is more than the 2 workers of this job"),
-        (
-            "dist_sync",
-            {"quorum": 1, "grace": -1},
-            "grace=-1: use a number of seconds, 0 or more, or",
-        ),
+        ("dist_sync", {"quorum": 1, "grace": -1}, "grace=-1: use a number of seconds, 0 or more, or"),
         ("dist_sync", {"quorum": 1, "grace": "long"}, "grace='long'"),
         ("dist_sync", {"quorum": 1, "late": "never"}, "late='never': use one of drop, next"),
         ("dist_sync", {"grace": 1.0}, "grace= and late= are about rounds that close at a quorum"),

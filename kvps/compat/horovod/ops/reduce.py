@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from kvps.compat.horovod.compression import Compression, Compressor, checked
 from kvps.compat.horovod.engine.arithmetic import scale
-from kvps.compat.horovod.negotiation.request import ALLREDUCE, REDUCESCATTER
+from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from kvps.compat.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
 from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp, Sum, chosen
@@ -17,19 +17,22 @@ from kvps.compat.horovod.reductions import Adasum, Average, ReduceOp, Sum, chose
 Tensors = Sequence[torch.Tensor]
 
 
+class Reduction(NamedTuple):
+    """How the tensors of the ranks are reduced."""
+
+    kind: str
+    """``allreduce`` or ``reducescatter``."""
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    process_set: ProcessSet
+
+
 def begin_reduction(
-    kind: str,
-    tensors: Tensors,
-    name: str | None,
-    op: ReduceOp,
-    prescale_factor: float,
-    postscale_factor: float,
-    process_set: ProcessSet,
-    *,
-    is_list: bool,
-    is_inplace: bool = False,
+    how: Reduction, tensors: Tensors, name: str | None, *, is_list: bool, is_inplace: bool = False
 ) -> int:
     """Begin an allreduce or a reducescatter, after checks; return its handle."""
+    kind, op, process_set = how.kind, how.op, how.process_set
     demand_tensors(kind, name, tensors, process_set)
     if kind == REDUCESCATTER and op not in (Sum, Average):
         text = f"reducescatter: op={op.name} is not supported; use hvd.Sum or hvd.Average"
@@ -39,18 +42,23 @@ def begin_reduction(
         raise refuse(kind, name, process_set, text)
     travelling = [tensor.detach() if is_inplace else tensor.detach().clone() for tensor in tensors]
     for tensor in travelling:
-        scale(tensor, float(prescale_factor))
+        scale(tensor, float(how.prescale))
+    factors = {"prescale": float(how.prescale), "postscale": float(how.postscale)}
+    results = tensors if is_inplace else None
     return begin(
-        kind,
-        name,
-        travelling,
-        process_set,
-        is_list=is_list,
-        results=tensors if is_inplace else None,
-        op=op.value,
-        prescale=float(prescale_factor),
-        postscale=float(postscale_factor),
+        kind, name, travelling, process_set, is_list=is_list, results=results, op=op.value, **factors
     )
+
+
+def reduced(
+    how: Reduction, tensors: Tensors, name: str | None, compression: type[Compressor]
+) -> list[torch.Tensor]:
+    """Return the reductions of tensors, through which gradients flow."""
+    pairs = [checked(compression).compress(tensor) for tensor in tensors]
+    results = _Reduced.apply(how, name, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]  # torch has no types there
+    return [
+        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
+    ]
 
 
 def allreduce_async(
@@ -63,16 +71,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin :func:`allreduce`; return its handle."""
-    return begin_reduction(
-        ALLREDUCE,
-        [tensor],
-        name,
-        chosen(op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_list=False,
-    )
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, [tensor], name, is_list=False)
 
 
 def allreduce_async_(
@@ -85,17 +85,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin :func:`allreduce_`; return its handle."""
-    return begin_reduction(
-        ALLREDUCE,
-        [tensor],
-        name,
-        chosen(op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_inplace=True,
-        is_list=False,
-    )
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, [tensor], name, is_list=False, is_inplace=True)
 
 
 def allreduce(
@@ -128,11 +119,8 @@ def allreduce(
         >>> hvd.allreduce(torch.ones(2), name="loss")  # doctest: +SKIP
         tensor([1., 1.])
     """
-    compressed, context = checked(compression).compress(tensor)
-    result: torch.Tensor = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        chosen(op, average), name, prescale_factor, postscale_factor, process_set, False, compressed
-    )[0]
-    return compression.decompress(result, context)
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return reduced(how, [tensor], name, compression)[0]
 
 
 def allreduce_(
@@ -159,16 +147,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin :func:`grouped_allreduce`; return its handle."""
-    return begin_reduction(
-        ALLREDUCE,
-        list(tensors),
-        name,
-        chosen(op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_list=True,
-    )
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, list(tensors), name, is_list=True)
 
 
 def grouped_allreduce_async_(
@@ -181,17 +161,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin :func:`grouped_allreduce_`; return its handle."""
-    return begin_reduction(
-        ALLREDUCE,
-        list(tensors),
-        name,
-        chosen(op, average),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_inplace=True,
-        is_list=True,
-    )
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, list(tensors), name, is_list=True, is_inplace=True)
 
 
 def grouped_allreduce(
@@ -205,19 +176,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the reductions of several tensors, which run as one operation; see :func:`allreduce`."""
-    pairs = [checked(compression).compress(tensor) for tensor in tensors]
-    results = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        chosen(op, average),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        True,
-        *[tensor for tensor, _ in pairs],
-    )
-    return [
-        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
-    ]
+    how = Reduction(ALLREDUCE, chosen(op, average), prescale_factor, postscale_factor, process_set)
+    return reduced(how, tensors, name, compression)
 
 
 def grouped_allreduce_(
@@ -235,30 +195,24 @@ def grouped_allreduce_(
     return tensors
 
 
-class _Allreduce(torch.autograd.Function):
-    """An allreduce through which gradients flow: they are reduced alike."""
+class _Reduced(torch.autograd.Function):
+    """A reduction through which gradients flow.
+
+    Those of an allreduce are reduced alike, and those of a reducescatter are gathered.
+    As in Horovod, the gradient of a reducescatter's sum has the factor of the number of ranks: gradients are
+    averaged over ranks.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        op: ReduceOp,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        is_list: bool,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.arguments = op, prescale, postscale, process_set, is_list
-        found = synchronize(
-            begin_reduction(ALLREDUCE, tensors, name, op, prescale, postscale, process_set, is_list=True)
-        )
-        return tuple(found)
+    def forward(ctx: Any, how: Reduction, name: str | None, *tensors: torch.Tensor) -> Any:
+        ctx.how = how
+        return tuple(synchronize(begin_reduction(how, tensors, name, is_list=True)))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        op, prescale, postscale, process_set, is_list = ctx.arguments
-        found = _Allreduce.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-            op, None, prescale, postscale, process_set, is_list, *grads
-        )
-        return (*[None] * 6, *found)
+        how: Reduction = ctx.how
+        if how.kind == ALLREDUCE:
+            return None, None, *_Reduced.apply(how, None, *grads)  # type: ignore[no-untyped-call]  # torch has no types there
+        factor = how.prescale * how.postscale * ((how.process_set.size() or 1) if how.op == Sum else 1)
+        scaled = [grad * factor for grad in grads]
+        return None, None, *synchronize(begin(ALLGATHER, None, scaled, how.process_set, is_list=True))

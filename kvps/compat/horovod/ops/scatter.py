@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from kvps.compat.horovod.compression import Compression, Compressor, checked
-from kvps.compat.horovod.negotiation.request import ALLGATHER, REDUCESCATTER
-from kvps.compat.horovod.ops.handles import begin, synchronize
-from kvps.compat.horovod.ops.reduce import Tensors, begin_reduction
+from kvps.compat.horovod.compression import Compression, Compressor
+from kvps.compat.horovod.negotiation.request import REDUCESCATTER
+from kvps.compat.horovod.ops.reduce import Reduction, Tensors, begin_reduction, reduced
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
-from kvps.compat.horovod.reductions import Average, ReduceOp, Sum, chosen
+from kvps.compat.horovod.reductions import Average, ReduceOp, chosen
 
 
 def reducescatter_async(
@@ -23,16 +20,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin :func:`reducescatter`; return its handle."""
-    return begin_reduction(
-        REDUCESCATTER,
-        [tensor],
-        name,
-        chosen(op, None),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_list=False,
-    )
+    how = Reduction(REDUCESCATTER, chosen(op, None), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, [tensor], name, is_list=False)
 
 
 def grouped_reducescatter_async(
@@ -44,16 +33,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin :func:`grouped_reducescatter`; return its handle."""
-    return begin_reduction(
-        REDUCESCATTER,
-        list(tensors),
-        name,
-        chosen(op, None),
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        is_list=True,
-    )
+    how = Reduction(REDUCESCATTER, chosen(op, None), prescale_factor, postscale_factor, process_set)
+    return begin_reduction(how, list(tensors), name, is_list=True)
 
 
 def reducescatter(
@@ -83,11 +64,8 @@ def reducescatter(
         ValueError: for an argument that cannot be.
         HorovodInternalError: on every rank, if the ranks do not fit together, or for a scalar.
     """
-    compressed, context = checked(compression).compress(tensor)
-    result: torch.Tensor = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        chosen(op, None), name, prescale_factor, postscale_factor, process_set, compressed
-    )[0]
-    return compression.decompress(result, context)
+    how = Reduction(REDUCESCATTER, chosen(op, None), prescale_factor, postscale_factor, process_set)
+    return reduced(how, [tensor], name, compression)[0]
 
 
 def grouped_reducescatter(
@@ -101,47 +79,5 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """Return this rank's rows of several reductions, which run as one operation; see
     :func:`reducescatter`."""
-    pairs = [checked(compression).compress(tensor) for tensor in tensors]
-    results = _Reducescatter.apply(  # type: ignore[no-untyped-call]  # torch has no types there
-        chosen(op, None),
-        name,
-        prescale_factor,
-        postscale_factor,
-        process_set,
-        *[tensor for tensor, _ in pairs],
-    )
-    return [
-        compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)
-    ]
-
-
-class _Reducescatter(torch.autograd.Function):
-    """A reducescatter through which gradients flow: they are gathered.
-
-    As in Horovod, the gradient of a sum has the factor of the number of ranks: gradients are
-    averaged over ranks.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        op: ReduceOp,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        *tensors: torch.Tensor,
-    ) -> Any:
-        ctx.arguments = op, prescale, postscale, process_set
-        found = synchronize(
-            begin_reduction(REDUCESCATTER, tensors, name, op, prescale, postscale, process_set, is_list=True)
-        )
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        op, prescale, postscale, process_set = ctx.arguments
-        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-        scaled = [grad * factor for grad in grads]
-        found = synchronize(begin(ALLGATHER, None, scaled, process_set, is_list=True))
-        return (*[None] * 5, *found)
+    how = Reduction(REDUCESCATTER, chosen(op, None), prescale_factor, postscale_factor, process_set)
+    return reduced(how, tensors, name, compression)

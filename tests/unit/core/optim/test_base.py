@@ -58,10 +58,7 @@ def test_a_big_sum_is_rescaled_before_it_is_cast_to_half() -> None:
     rule = updater("test", rescale_grad=2.0**-10)
     weight = torch.zeros(1, dtype=torch.float16)
     rule.apply(
-        weight,
-        torch.tensor([2.0**20]),
-        rule.new_state(weight),
-        Terms(step=1, lr=1.0, weight_decay=0.0),
+        weight, torch.tensor([2.0**20]), rule.new_state(weight), Terms(step=1, lr=1.0, weight_decay=0.0)
     )
     assert weight.item() == 1024.0  # 2^20 itself is infinity in float16
 
@@ -96,10 +93,7 @@ def test_adopt_keeps_what_the_new_settings_still_need() -> None:
     state = old.new_state(weight)
     for step in (1, 2):
         old.apply(
-            weight,
-            torch.ones(61),
-            state,
-            Terms(step=step, lr=0.1, weight_decay=0.0, norms=torch.ones(2)),
+            weight, torch.ones(61), state, Terms(step=step, lr=0.1, weight_decay=0.0, norms=torch.ones(2))
         )
     velocity = state["velocity"].clone()
 

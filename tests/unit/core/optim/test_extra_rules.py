@@ -56,10 +56,7 @@ def run(rule: Updater, weight: Tensor, cuts: Sequence[int] = (0, SIZE)) -> State
         if rule.needs_norms:
             shares = [
                 rule.partial_norms(
-                    weight[a:b],
-                    grad[a:b],
-                    part(state, a, b),
-                    Terms(step=step, lr=lr, weight_decay=decay),
+                    weight[a:b], grad[a:b], part(state, a, b), Terms(step=step, lr=lr, weight_decay=decay)
                 )
                 for a, b in pieces
             ]
@@ -120,11 +117,7 @@ def reference_lamb(
 
 
 def reference_ftrl(
-    weight: Tensor,
-    lr: float = 0.1,
-    weight_decay: float = 0.0,
-    lamda1: float = 0.01,
-    beta: float = 1.0,
+    weight: Tensor, lr: float = 0.1, weight_decay: float = 0.0, lamda1: float = 0.01, beta: float = 1.0
 ) -> Tensor:
     z = n = torch.zeros_like(weight)
     for step in range(1, ROUNDS + 1):
@@ -138,11 +131,7 @@ def reference_ftrl(
 
 
 def reference_signum(
-    weight: Tensor,
-    lr: float = 0.01,
-    weight_decay: float = 0.0,
-    momentum: float = 0.9,
-    wd_lh: float = 0.0,
+    weight: Tensor, lr: float = 0.01, weight_decay: float = 0.0, momentum: float = 0.9, wd_lh: float = 0.0
 ) -> Tensor:
     m = torch.zeros_like(weight)
     for step in range(1, ROUNDS + 1):
@@ -384,12 +373,7 @@ def test_test_counts_in_every_dtype(dtype: torch.dtype) -> None:
     rule = updater("test", rescale_grad=2)
     weight = torch.tensor([1, 2, 3], dtype=dtype)
     grad = torch.ones(3, dtype=torch.float32 if dtype.itemsize == 2 else dtype)
-    rule.apply(
-        weight,
-        grad.to(weight.dtype),
-        rule.new_state(weight),
-        Terms(step=1, lr=0.5, weight_decay=0.5),
-    )
+    rule.apply(weight, grad.to(weight.dtype), rule.new_state(weight), Terms(step=1, lr=0.5, weight_decay=0.5))
     assert weight.tolist() == [3, 4, 5]
     assert weight.dtype == dtype
 
@@ -460,11 +444,7 @@ def test_delayed_nesterov_of_period_1_is_sgd_with_nesterov_momentum() -> None:
 
 def test_delayed_nesterov_moves_the_momentum_once_in_a_period() -> None:
     weight, expected = numbers(0), numbers(0)
-    run(
-        updater("delayed_nesterov", lr=0.5, momentum=0.8, period=3, weight_decay=0.1),
-        weight,
-        CUTS,
-    )
+    run(updater("delayed_nesterov", lr=0.5, momentum=0.8, period=3, weight_decay=0.1), weight, CUTS)
     momentum = pending = torch.zeros_like(expected)
     for step in range(1, ROUNDS + 1):
         gradient = numbers(step) + 0.1 * expected

@@ -43,12 +43,7 @@ def test_torchs_defaults_are_ours(cls: Callable[..., torch.optim.Optimizer]) -> 
         (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 2}, "adagrad", None),
         (torch.optim.Adadelta, {"rho": 0.5, "eps": 1e-3}, "adadelta", None),
         (torch.optim.RMSprop, {"alpha": 0.5, "centered": True, "momentum": 0.1}, "rmsprop", None),
-        (
-            torch.optim.NAdam,
-            {"momentum_decay": 0.1, "decoupled_weight_decay": True},
-            "nadam",
-            None,
-        ),
+        (torch.optim.NAdam, {"momentum_decay": 0.1, "decoupled_weight_decay": True}, "nadam", None),
         (torch.optim.RAdam, {"decoupled_weight_decay": True}, "radam", None),
         (torch.optim.Adamax, {"eps": 1e-3}, "adamax", None),
         (

@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 
 from kvps.core.optim import hyperparams
-from kvps.core.optim.hyperparams import (
-    SCHEMAS,
-    HyperParams,
-    Parameter,
-    Schema,
-    register_schema,
-    resolve,
-)
+from kvps.core.optim.hyperparams import SCHEMAS, HyperParams, Parameter, Schema, register_schema, resolve
 from kvps.errors import ConfigError
 
 NAMES = [
@@ -129,24 +122,12 @@ def test_spellings_and_kinds_that_are_understood(
             {"lr": 1, "learning_rate": 1},
             "optimizer 'sgd': 'learning_rate' and 'lr' both set 'lr'; give only one",
         ),
-        (
-            "adam",
-            {"betas": (0.9, 0.9), "beta2": 0.9},
-            "'beta2' and 'betas' both set 'beta2'; give only one",
-        ),
-        (
-            "adam",
-            {"betas": 0.9},
-            "optimizer 'adam': betas=0.9 is not a pair; give betas=(beta1, beta2)",
-        ),
+        ("adam", {"betas": (0.9, 0.9), "beta2": 0.9}, "'beta2' and 'betas' both set 'beta2'; give only one"),
+        ("adam", {"betas": 0.9}, "optimizer 'adam': betas=0.9 is not a pair; give betas=(beta1, beta2)"),
         ("adam", {"betas": "ab"}, "betas='ab' is not a pair"),
         ("adam", {"betas": (0.9,)}, "betas=(0.9,) is not a pair"),
         ("adam", {"betas": (0.9, 1)}, "beta2=1 is not allowed; give a number in [0, 1)"),
-        (
-            "sgd",
-            {"lr": math.nan},
-            "optimizer 'sgd': lr=nan is not allowed; give a number in [0, inf)",
-        ),
+        ("sgd", {"lr": math.nan}, "optimizer 'sgd': lr=nan is not allowed; give a number in [0, inf)"),
         ("sgd", {"lr": math.inf}, "lr=inf is not allowed"),
         ("sgd", {"lr": 10**400}, "is not allowed; give a number in [0, inf)"),
         ("sgd", {"lr": -1e-9}, "lr=-1e-09 is not allowed"),
@@ -156,11 +137,7 @@ def test_spellings_and_kinds_that_are_understood(
         ("sgd", {"lr": None}, "lr=None is not allowed; give a number"),
         ("sgd", {"lr": 1j}, "lr=1j is not allowed; give a number"),
         ("sgd", {"rescale_grad": math.nan}, "rescale_grad=nan is not allowed; give a number"),
-        (
-            "sgd",
-            {"clip_gradient": 0},
-            "clip_gradient=0 is not allowed; give a number in (0, inf) or None",
-        ),
+        ("sgd", {"clip_gradient": 0}, "clip_gradient=0 is not allowed; give a number in (0, inf) or None"),
         ("sgd", {"nesterov": 1}, "nesterov=1 is not allowed; give True or False"),
         (
             "sgd",
@@ -175,18 +152,10 @@ def test_spellings_and_kinds_that_are_understood(
             {"lower_bound": 2, "upper_bound": 1},
             "optimizer 'lamb': lower_bound=2 is above upper_bound=1; swap them",
         ),
-        (
-            "sgd",
-            {"lr_mult": [1]},
-            "optimizer 'sgd': lr_mult=[1] is not a map; give {key: factor}",
-        ),
+        ("sgd", {"lr_mult": [1]}, "optimizer 'sgd': lr_mult=[1] is not a map; give {key: factor}"),
         ("sgd", {"wd_mult": {b"w": 1}}, "wd_mult has the key b'w'; keys are str or int"),
         ("sgd", {"wd_mult": {True: 1}}, "wd_mult has the key True; keys are str or int"),
-        (
-            "sgd",
-            {"lr_mult": {"w": -1}},
-            "lr_mult['w']=-1 is not allowed; give a number in [0, 3.4e+38]",
-        ),
+        ("sgd", {"lr_mult": {"w": -1}}, "lr_mult['w']=-1 is not allowed; give a number in [0, 3.4e+38]"),
         ("sgd", {"lr_mult": {"w": math.nan}}, "lr_mult['w']=nan is not allowed"),
         ("sgd", {"lr_mult": {"w": "1"}}, "lr_mult['w']='1' is not allowed"),
         ("sgd", {"lr_mult": {3: 1, "3": 1}}, "lr_mult names the key '3' twice"),

@@ -95,16 +95,8 @@ def test_adam_equals_sparse_adam_of_torch(betas: tuple[float, float]) -> None:
             {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
         ),
-        (
-            "adamw",
-            {"lr": 0.1, "weight_decay": 0.1},
-            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
-        ),
-        (
-            "rmsprop",
-            {"lr": 0.1, "momentum": 0.5},
-            lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5),
-        ),
+        ("adamw", {"lr": 0.1, "weight_decay": 0.1}, lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1)),
+        ("rmsprop", {"lr": 0.1, "momentum": 0.5}, lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5)),
     ],
 )
 def test_rows_that_are_always_touched_are_updated_as_torch_updates_a_tensor(

@@ -33,16 +33,7 @@ from kvps.protocol.stores import (
 )
 from kvps.protocol.values import Ack, Ask, Load, Pull, Pulled, Push, Receipt, Run
 from kvps.tensors import from_frame
-from tests.support.server_harness import (
-    Said,
-    ServerStage,
-    acked,
-    heard,
-    opening,
-    optimizing,
-    pulled,
-    refusal,
-)
+from tests.support.server_harness import Said, ServerStage, acked, heard, opening, optimizing, pulled, refusal
 
 
 @pytest.fixture
@@ -82,11 +73,7 @@ def test_only_rank_0_creates_and_loads(stage: ServerStage) -> None:
     stage.declare("a", torch.zeros(2))
     before = stage.snapshot()
     for message, payload, says in (
-        (
-            declaring("b", create=True),
-            (),
-            "rank 1 may not create keys of rank 0; only that rank may",
-        ),
+        (declaring("b", create=True), (), "rank 1 may not create keys of rank 0; only that rank may"),
         (
             Load(1, 1, (Run(0, 2, 0),)),
             (torch.zeros(2),),
@@ -166,10 +153,7 @@ def test_find_makes_nothing_and_waits_for_nothing(stage: ServerStage) -> None:
 def test_another_element_type_than_the_chunks(stage: ServerStage) -> None:
     stage.init("a", [1.0, 2.0])
     double, before = BY_NAME["float64"].id, stage.snapshot()
-    for message in (
-        Push(1, double, (0,), 1.0, False, (Run(0, 2, 0),)),
-        Load(1, double, (Run(0, 2, 0),)),
-    ):
+    for message in (Push(1, double, (0,), 1.0, False, (Run(0, 2, 0),)), Load(1, double, (Run(0, 2, 0),))):
         said = stage.say(0, message, torch.zeros(2, dtype=torch.float64))
         assert "Mismatch: chunk 1 holds float32" in refusal(said)
         assert "float64" in refusal(said)
@@ -397,19 +381,13 @@ def test_a_repeated_set_is_done_once(stage: ServerStage) -> None:
 
 
 @pytest.mark.spec("R15", "R63")
-def test_an_optimizer_that_cannot_be_is_refused_and_may_be_set_rightly_then(
-    stage: ServerStage,
-) -> None:
+def test_an_optimizer_that_cannot_be_is_refused_and_may_be_set_rightly_then(stage: ServerStage) -> None:
     stage.init("n", torch.zeros(1, dtype=torch.int32))
     stage.push(0, "n", torch.ones(1, dtype=torch.int32), 0)
     before = stage.snapshot()
     assert "ConfigError" in refusal(stage.say(0, optimizing("sgd")))  # a round of integers is open
     good = optimizing("sgd")
-    for name, numbers in (
-        ("os.system", {}),
-        ("sgd", {"lr": -1.0}),
-        ("sgd", {"__class__": 1.0}),
-    ):
+    for name, numbers in (("os.system", {}), ("sgd", {"lr": -1.0}), ("sgd", {"__class__": 1.0})):
         bad = type(good)("kv", 1, True, name, numbers)
         assert "ConfigError" in refusal(stage.say(0, bad))
     assert stage.snapshot() == before
@@ -455,10 +433,7 @@ def test_a_rate_for_which_rank_0_is_too_late_is_refused(stage: ServerStage, is_e
 @pytest.mark.spec("R406")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"mode": "async"},
-        {"quorum": 1, "grace_s": 60.0, "on_worker_lost": "shrink", "bundles": False},
-    ],
+    [{"mode": "async"}, {"quorum": 1, "grace_s": 60.0, "on_worker_lost": "shrink", "bundles": False}],
 )
 def test_without_rounds_of_all_a_rate_waits_on(options: dict[str, Any]) -> None:
     stage = ServerStage(workers=2)

@@ -101,8 +101,7 @@ def test_rounds_ahead_have_the_room_that_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "deterministic", "gradients"),
-    [("sync", False, 1), ("sync", True, 3), ("async", False, 0)],
+    ("mode", "deterministic", "gradients"), [("sync", False, 1), ("sync", True, 3), ("async", False, 0)]
 )
 def test_the_gradients_of_an_open_round(mode: str, deterministic: bool, gradients: int) -> None:
     opened = opening(mode=mode, deterministic=deterministic)

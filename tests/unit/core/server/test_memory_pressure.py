@@ -97,16 +97,10 @@ def reading(one: ServerStage, used_bytes: int) -> list[str]:
 @pytest.mark.spec("R380")
 @pytest.mark.parametrize(
     "message",
-    [
-        opening(store="other"),
-        Declare("kv", True, 1, (Entry("new", 1, (2,), 0, 2),)),
-        optimizing("adam"),
-    ],
+    [opening(store="other"), Declare("kv", True, 1, (Entry("new", 1, (2,), 0, 2),)), optimizing("adam")],
     ids=["a store", "a key", "an optimizer"],
 )
-def test_new_work_is_refused_until_there_is_memory_again(
-    message: Open | Declare | Optimize,
-) -> None:
+def test_new_work_is_refused_until_there_is_memory_again(message: Open | Declare | Optimize) -> None:
     one = stage()
     (said,) = one.say(0, message)
     assert isinstance(said.message, Error)

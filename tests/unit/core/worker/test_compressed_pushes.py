@@ -33,11 +33,7 @@ class Worker:
     """A worker that compresses: its rest, and its copy of the values."""
 
     def __init__(
-        self,
-        at: ServerStage,
-        rank: int,
-        code: CodecSpec | None = TWO,
-        back: CodecSpec | None = None,
+        self, at: ServerStage, rank: int, code: CodecSpec | None = TWO, back: CodecSpec | None = None
     ) -> None:
         self.at, self.rank, self.code, self.back = at, rank, code, back
         self.rest = torch.zeros(COUNT)

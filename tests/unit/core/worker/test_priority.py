@@ -109,9 +109,7 @@ def test_invalid_priority_is_refused(bad: object) -> None:
     kv.close()
 
 
-def test_the_first_parameters_of_a_trainer_have_the_highest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_parameters_of_a_trainer_have_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, int] = {}
 
     def pushpull(self: object, key: list[str], *given: object, priority: list[int], **more: object):  # type: ignore[no-untyped-def]  # a stand-in

@@ -9,13 +9,7 @@ from kvps.core.embedding.spec import recipe_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.plan import PieceLocation as Piece
-from kvps.core.worker.quiesce import (
-    FREE_STAND_MAX_S,
-    PATIENCE_S,
-    SILENCE_MAX_S,
-    STAND_MAX_S,
-    Quiesce,
-)
+from kvps.core.worker.quiesce import FREE_STAND_MAX_S, PATIENCE_S, SILENCE_MAX_S, STAND_MAX_S, Quiesce
 from kvps.core.worker.store import WorkerStore
 from kvps.protocol.checkpoint import Halt, Proceed
 from tests.support.worker_harness import opened, pull, push, spec

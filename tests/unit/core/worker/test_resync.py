@@ -14,28 +14,8 @@ from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import (
-    Barrier,
-    Done,
-    Error,
-    Hello,
-    History,
-    HistoryIs,
-    Probe,
-    Released,
-    Welcome,
-)
-from kvps.protocol.stores import (
-    Declare,
-    Declared,
-    Find,
-    Found,
-    FoundAll,
-    Open,
-    Optimize,
-    Piece,
-    Place,
-)
+from kvps.protocol.membership import Barrier, Done, Error, Hello, History, HistoryIs, Probe, Released, Welcome
+from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Open, Optimize, Piece, Place
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand
 from tests.support.worker_harness import Bench, member, opened, pull, push, sends, spec
 

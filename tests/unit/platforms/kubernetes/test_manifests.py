@@ -12,7 +12,6 @@ from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
 from kvps.platforms.kubernetes.manifests import KINDS, manifests
-from kvps.platforms.kubernetes.yaml_text import document
 from tests.unit.platforms.kubernetes.jobs import (
     FULL,
     JOBS,
@@ -37,12 +36,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 # --- every kind -----------------------------------------------------------------------------------
-
-
-def test_the_same_job_has_the_same_text(kind: str) -> None:
-    again = replace(FULL, env=dict(FULL.env))
-    texts = ["".join(map(document, manifests(job, kind))) for job in (FULL, again)]
-    assert texts[0] == texts[1]
 
 
 def test_the_objects_of_each_kind() -> None:
@@ -152,12 +145,6 @@ def test_the_service_of_the_plain_kind_resolves_that_name() -> None:
     assert [one["port"] for one in service["spec"]["ports"]] == [9091, 9092]
     alone = objects(SERVERLESS, "k8s")["Service"]["spec"]["ports"]
     assert [one["port"] for one in alone] == [9091]
-
-
-@pytest.mark.parametrize("kind", JOBSETS)
-def test_a_jobset_makes_names_for_its_pods(kind: str) -> None:
-    network = jobset_of(FULL, kind)["network"]
-    assert network == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
 
 
 # --- how processes end ----------------------------------------------------------------------------

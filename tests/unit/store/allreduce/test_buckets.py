@@ -43,15 +43,9 @@ def test_half_types_count_by_what_carries_them():
 @pytest.mark.parametrize("dtype", [one.name for one in DTYPES])
 def test_values_come_back_in_their_types_and_shapes(dtype):
     kind = getattr(torch, dtype)
-    rows = [
-        torch.arange(6).to(kind).view(2, 3),
-        torch.tensor(7).to(kind),
-        torch.empty(0, 4).to(kind),
-    ]
+    rows = [torch.arange(6).to(kind).view(2, 3), torch.tensor(7).to(kind), torch.empty(0, 4).to(kind)]
     load = BucketPlan(
-        "push",
-        list(zip("abc", [Spec(dtype, tuple(one.shape)) for one in rows], strict=True)),
-        "cpu",
+        "push", list(zip("abc", [Spec(dtype, tuple(one.shape)) for one in rows], strict=True)), "cpu"
     )
     flats = [bucket.filled(rows) for bucket in load.buckets]
     assert all(one.dtype is not torch.float16 and one.dtype is not torch.int16 for one in flats)

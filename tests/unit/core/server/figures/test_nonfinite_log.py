@@ -110,10 +110,7 @@ def test_the_first_is_logged_at_once_and_the_next_ones_together() -> None:
     ("ranks", "says"),
     [
         ((1, 5), "(from some of ranks 1, 5, or from their sum)"),
-        (
-            tuple(range(RANKS_MAX + 2)),
-            f"{RANKS_MAX - 2}, {RANKS_MAX - 1} and 2 more, or from their sum)",
-        ),
+        (tuple(range(RANKS_MAX + 2)), f"{RANKS_MAX - 2}, {RANKS_MAX - 1} and 2 more, or from their sum)"),
     ],
 )
 def test_several_ranks_are_named(ranks: tuple[int, ...], says: str) -> None:

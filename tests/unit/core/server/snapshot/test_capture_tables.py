@@ -35,15 +35,7 @@ def recipe(**more: Any) -> EmbeddingSpec:
     plain: dict[str, Any] = {"admit": 1, "evict": None, "lr": 1.0, "momentum": 0.5}
     given = plain | more
     return recipe_of(
-        "t",
-        3,
-        ("normal", 0.5),
-        "sgd",
-        given.pop("admit"),
-        given.pop("evict"),
-        "float32",
-        5,
-        **given,
+        "t", 3, ("normal", 0.5), "sgd", given.pop("admit"), given.pop("evict"), "float32", 5, **given
     )
 
 

@@ -32,15 +32,7 @@ from kvps.protocol.values import (
     TableRate,
 )
 from kvps.tensors import from_frame
-from tests.support.server_harness import (
-    Said,
-    ServerStage,
-    acked,
-    heard,
-    pulled,
-    refusal,
-    weight_bytes,
-)
+from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal, weight_bytes
 
 KEY = "kvps.embedding:words"
 PLAIN: dict[str, Any] = {
@@ -125,15 +117,9 @@ def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
         (embed(dim=3), "Mismatch: table 'words'.*has dim 2, but 3 was requested"),
         (embed(lr=2.0), "Mismatch: table 'words'.*has hyper"),
         (embed(init="normal"), "Mismatch: .*has first"),
-        (
-            Embed("kv", "words", 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}),
-            "ProtocolError: .*begins",
-        ),
+        (Embed("kv", "words", 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ProtocolError: .*begins"),
         (Embed("kv", KEY, 1, 2, "ones", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init='ones'"),
-        (
-            Embed("kv", KEY, 1, 2, "normal", -1.0, 9, 1, 0, 0, "sgd", {}),
-            "ConfigError: init 'normal'",
-        ),
+        (Embed("kv", KEY, 1, 2, "normal", -1.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init 'normal'"),
         (Embed("kv", KEY, 1, 2, "zeros", 1.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init 'zeros'"),
         (Embed("kv", KEY, 7, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: dtype='int32'"),
         (Embed("kv", KEY, 1, 0, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: dim=0"),
@@ -306,11 +292,7 @@ def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
 @pytest.mark.spec("R188")
 def test_a_push_speaks_for_ranks_that_there_are() -> None:
     table = Tabled()
-    for ranks, says in (
-        ((), "there are 2"),
-        ((2,), "pushes for ranks (2,)"),
-        ((0, 5), "for ranks (0, 5)"),
-    ):
+    for ranks, says in (((), "there are 2"), ((2,), "pushes for ranks (2,)"), ((0, 5), "for ranks (0, 5)")):
         message = PushIds(table.piece.chunk, 1, ranks, 0, 2, 0)
         assert says in refusal(table.stage.say(0, message))
 

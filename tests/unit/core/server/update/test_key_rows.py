@@ -14,16 +14,7 @@ from kvps.core.optim.torch_rules import create
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Declare, Entry, Norms
-from kvps.protocol.values import (
-    Ack,
-    Changed,
-    PullChanged,
-    PulledRows,
-    PullRows,
-    Push,
-    PushRows,
-    Run,
-)
+from kvps.protocol.values import Ack, Changed, PullChanged, PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
 from tests.support.server_harness import Said, ServerStage, acked, heard, refusal
 
@@ -113,18 +104,9 @@ def test_numbers_ascend_and_are_all_here(message: str, ids: list[int], says: str
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (
-            {"width": 2},
-            "Mismatch: key 't' is float32[4,3], of 3 elements in a row, and the push has",
-        ),
-        (
-            {"dtype": "float64"},
-            "Mismatch: key 't' is float32[4,3], and the push has rows of float64",
-        ),
-        (
-            {"key": "v"},
-            "ProtocolError: key 'v' of store 'kv' is float32[2] and is not stored by",
-        ),
+        ({"width": 2}, "Mismatch: key 't' is float32[4,3], of 3 elements in a row, and the push has"),
+        ({"dtype": "float64"}, "Mismatch: key 't' is float32[4,3], and the push has rows of float64"),
+        ({"key": "v"}, "ProtocolError: key 'v' of store 'kv' is float32[2] and is not stored by"),
         ({"key": "no"}, "KeyNotFound: key 'no' of store 'kv' has no value yet"),
         ({"ranks": (5,)}, "Unauthorized: worker 0 pushes for ranks (5,)"),
         ({"ranks": (0, 1)}, "ProtocolError: a push for ranks [0, 1]: some were counted, some"),

@@ -12,15 +12,7 @@ from kvps.core.server.update import aggregator, apply
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
 from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run
-from tests.support.server_harness import (
-    ServerStage,
-    acked,
-    heard,
-    opening,
-    optimizing,
-    pulled,
-    refusal,
-)
+from tests.support.server_harness import ServerStage, acked, heard, opening, optimizing, pulled, refusal
 
 NAN, INF = float("nan"), float("inf")
 ABC = ["a", "b", "c"]
@@ -120,9 +112,7 @@ def test_none_of_a_round_is_applied_if_none_is_finite() -> None:
     assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]  # one history again
 
 
-def test_the_last_block_is_looked_at_before_the_first_is_applied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_block_is_looked_at_before_the_first_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregator, "BLOCK_COUNT", 10)
     one = ServerStage(2)
     one.open("sync", on_nonfinite="skip")
@@ -352,12 +342,7 @@ def test_a_small_part_among_small_keys_is_a_span_of_its_own() -> None:
     one.optimizer("test")
     said = one.push(0, ["a", "part", "b", "c"], torch.ones(17), 0)
     assert acked(said)
-    assert [(span.start, span.stop) for span in one.chunk().spans] == [
-        (0, 3),
-        (3, 11),
-        (11, 14),
-        (14, 17),
-    ]
+    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 3), (3, 11), (11, 14), (14, 17)]
     assert [one.span(key).version for key in ("a", "part", "b", "c")] == [1, 0, 1, 1]
     one.init("d", torch.zeros(3))  # a chunk that grows is looked at again
     assert acked(one.push(0, ["b", "c"], torch.ones(6), 1))

@@ -11,15 +11,7 @@ from kvps.core.server.update.step_norms import EARLY_MAX
 from kvps.protocol.membership import Error, Probe, Probed
 from kvps.protocol.stores import Declare, Declared, Entry, StepNorm
 from kvps.protocol.values import Push, PushRows, Run, StepPart
-from tests.support.server_harness import (
-    Said,
-    ServerStage,
-    acked,
-    as_row,
-    heard,
-    optimizing,
-    refusal,
-)
+from tests.support.server_harness import Said, ServerStage, acked, as_row, heard, optimizing, refusal
 
 MAX_NORM = 5.0
 HOLDERS = (0, 1)
@@ -37,12 +29,7 @@ def server(rank: int, servers: int = 2, workers: int = 1, **keys: list[float]) -
 
 
 def push(
-    stage: ServerStage,
-    key: str,
-    values: list[float],
-    step: StepPart | None,
-    number: int = 0,
-    rank: int = 0,
+    stage: ServerStage, key: str, values: list[float], step: StepPart | None, number: int = 0, rank: int = 0
 ) -> list[Said]:
     piece = stage.pieces[key][0]
     run = (Run(piece.start, piece.size, number),)

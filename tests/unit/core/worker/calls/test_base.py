@@ -16,28 +16,11 @@ from kvps.core.worker.calls import Call, OnTimeout
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, Timeout
-from kvps.protocol.membership import (
-    Done,
-    Error,
-)
-from kvps.protocol.stores import (
-    Optimize,
-)
+from kvps.protocol.membership import Done, Error
+from kvps.protocol.stores import Optimize
 from kvps.protocol.values import Ask, Pull, Push, Run
-from tests.support.worker_harness import (
-    Bench,
-    opened,
-    pull,
-    push,
-    spec,
-    values_of,
-)
-from tests.support.worker_with_key import (
-    HOT,
-    chunk,
-    ready,
-    stood,
-)
+from tests.support.worker_harness import Bench, opened, pull, push, spec, values_of
+from tests.support.worker_with_key import HOT, chunk, ready, stood
 
 CONTINUE, RETRY, RESUME = OnTimeout.CONTINUE, OnTimeout.RETRY, OnTimeout.RESUME
 TABLE = recipe_of("t", 1, "zeros", "sgd", 1, None, "float32", None)

@@ -5,31 +5,11 @@ import pytest
 from kvps.core.worker import calls
 from kvps.errors import ConfigError, WorkerLost
 from kvps.protocol.envelope import WINDOW, Node, Role
-from kvps.protocol.membership import (
-    Barrier,
-    Done,
-    Error,
-    Join,
-    Joined,
-    Released,
-    Return,
-    Trait,
-)
-from kvps.protocol.stores import (
-    Status,
-    StatusIs,
-)
+from kvps.protocol.membership import Barrier, Done, Error, Join, Joined, Released, Return, Trait
+from kvps.protocol.stores import Status, StatusIs
 from kvps.protocol.values import Pull, Push, Run
-from tests.support.worker_harness import (
-    member,
-    push,
-)
-from tests.support.worker_with_key import (
-    HOT,
-    bench,
-    ready,
-    stood,
-)
+from tests.support.worker_harness import member, push
+from tests.support.worker_with_key import HOT, bench, ready, stood
 
 
 class TestJoin:

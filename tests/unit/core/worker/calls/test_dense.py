@@ -11,33 +11,10 @@ import torch
 from kvps.core.worker import calls
 from kvps.core.worker.calls.dense import unshare
 from kvps.errors import KeyNotFound, NonFinite, Timeout
-from kvps.protocol.stores import (
-    Declare,
-    Declared,
-    Find,
-    Found,
-    FoundAll,
-    Piece,
-    Place,
-)
+from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
 from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run, Stand
-from tests.support.worker_harness import (
-    Bench,
-    Readable,
-    pull,
-    push,
-    values_of,
-)
-from tests.support.worker_with_key import (
-    FLOAT,
-    HOT,
-    bench,
-    chunk,
-    pulled,
-    ready,
-    resumed,
-    stood,
-)
+from tests.support.worker_harness import Bench, Readable, pull, push, values_of
+from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready, resumed, stood
 
 VIEWS = calls.Views.VIEWS
 
@@ -50,10 +27,7 @@ class TestPush:
             Push(chunk(one, 0), FLOAT, (0,), 1.0, False, (Run(0, 16, 0),)),
             Push(chunk(one, 1), FLOAT, (0,), 1.0, False, (Run(0, 24, 0),)),
         ]
-        assert [values_of(send) for send in one.sends(Push)] == [
-            [*range(16)],
-            [*range(16, 40)],
-        ]
+        assert [values_of(send) for send in one.sends(Push)] == [[*range(16)], [*range(16, 40)]]
         one.ack(0, *one.seqs(Push, 0))
         assert one.finish(ticket) is None
         one.ack(1, *one.seqs(Push, 1))
@@ -143,10 +117,7 @@ class TestAllocate:
         before = len(memory.blocks)
         one.call(push({"w": row}))
         row[0] = 99
-        assert [values_of(send) for send in one.sends(Push)] == [
-            [99, *range(1, 16)],
-            [*range(16, 40)],
-        ]
+        assert [values_of(send) for send in one.sends(Push)] == [[99, *range(1, 16)], [*range(16, 40)]]
         one.call(push({"w": HOT}))
         assert len(memory.blocks) == before + 2
 

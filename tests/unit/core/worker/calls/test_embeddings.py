@@ -142,8 +142,7 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "count"),
-    [(PulledIds(2, 1, 2, 7, 4, 4), 14), (PulledIds(2, 1, 3, 8, 4, 4), 24)],
+    ("answer", "count"), [(PulledIds(2, 1, 2, 7, 4, 4), 14), (PulledIds(2, 1, 3, 8, 4, 4), 24)]
 )
 def test_an_answer_that_is_none_to_the_question_is_not_believed(answer: PulledIds, count: int) -> None:
     one = bench(servers=1)

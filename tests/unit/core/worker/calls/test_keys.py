@@ -11,43 +11,11 @@ from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, Timeout
 from kvps.protocol.envelope import ENTRIES_MAX
-from kvps.protocol.membership import (
-    Barrier,
-    Done,
-    Error,
-    Released,
-)
-from kvps.protocol.stores import (
-    Declare,
-    Declared,
-    Entry,
-    Find,
-    Found,
-    FoundAll,
-    Open,
-    Piece,
-    Place,
-)
+from kvps.protocol.membership import Barrier, Done, Error, Released
+from kvps.protocol.stores import Declare, Declared, Entry, Find, Found, FoundAll, Open, Piece, Place
 from kvps.protocol.values import Load, Pull, Pulled, Push, Run, Stand
-from tests.support.worker_harness import (
-    Bench,
-    opened,
-    part_servers,
-    pull,
-    push,
-    server_of,
-    spec,
-    values_of,
-)
-from tests.support.worker_with_key import (
-    FLOAT,
-    HOT,
-    bench,
-    chunk,
-    pulled,
-    ready,
-    stood,
-)
+from tests.support.worker_harness import Bench, opened, part_servers, pull, push, server_of, spec, values_of
+from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready, stood
 
 
 class TestOpen:
@@ -83,10 +51,7 @@ class TestInit:
         values = {"w": HOT, "b": torch.tensor([7.0, 8.0])}
         keys = (("w", spec(40)), ("b", spec(2)))
         ticket = one.call(calls.Init("kv", keys, tuple(values.values())))
-        entries = [
-            [Entry("w", FLOAT, (40,), 0, 16)],
-            [Entry("w", FLOAT, (40,), 16, 24)],
-        ]
+        entries = [[Entry("w", FLOAT, (40,), 0, 16)], [Entry("w", FLOAT, (40,), 16, 24)]]
         entries[home].append(Entry("b", FLOAT, (2,), 0, 2))
         for server in (0, 1):
             assert one.sent(Declare, server) == [Declare("kv", True, 0, tuple(entries[server]))]
@@ -298,11 +263,7 @@ class TestBroadcast:
         # All were refused alike, and they meet for the next.
         assert [message.number for message in one.sent(Barrier)] == [0, 1]
         self.meet(one)
-        assert [(sent.call, sent.refused) for sent in one.sent(Declare, 0)] == [
-            (0, 0),
-            (1, 0),
-            (1, 1),
-        ]
+        assert [(sent.call, sent.refused) for sent in one.sent(Declare, 0)] == [(0, 0), (1, 0), (1, 1)]
 
     def test_late_broadcast_counts_once_when_it_is_made_again(self) -> None:
         """By this count, values from before a broadcast are told from those after it."""

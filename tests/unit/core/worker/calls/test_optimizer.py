@@ -9,30 +9,11 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.errors import Mismatch
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import (
-    Done,
-    Error,
-)
-from kvps.protocol.stores import (
-    Field,
-    GetState,
-    Optimize,
-    Rate,
-    SetState,
-    StateIs,
-)
+from kvps.protocol.membership import Done, Error
+from kvps.protocol.stores import Field, GetState, Optimize, Rate, SetState, StateIs
 from kvps.protocol.values import Ask, Pull, Push
-from tests.support.worker_harness import (
-    push,
-)
-from tests.support.worker_with_key import (
-    FLOAT,
-    HOT,
-    answer_all,
-    chunk,
-    ready,
-    stood,
-)
+from tests.support.worker_harness import push
+from tests.support.worker_with_key import FLOAT, HOT, answer_all, chunk, ready, stood
 
 
 class TestOptimizer:
@@ -52,8 +33,7 @@ class TestOptimizer:
         assert one.sent(Rate) == [Rate("kv", 1, rank == 0, 0.25)] * 2
 
     @pytest.mark.parametrize(
-        ("call", "cls"),
-        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
     )
     def test_waits_for_this_ranks_own_rounds(self, call: calls.Call, cls: type[Message]) -> None:
         one = ready()
@@ -66,8 +46,7 @@ class TestOptimizer:
         assert len(one.sent(cls)) == 2
 
     @pytest.mark.parametrize(
-        ("call", "cls"),
-        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
     )
     def test_or_for_its_pushes_to_be_taken_in(self, call: calls.Call, cls: type[Message]) -> None:
         one = ready(mode="async")
@@ -79,8 +58,7 @@ class TestOptimizer:
         assert len(one.sent(cls)) == 2
 
     @pytest.mark.parametrize(
-        ("call", "cls"),
-        [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)],
+        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
     )
     def test_a_refused_one_is_not_counted(self, call: calls.Call, cls: type[Message]) -> None:
         one = ready(rank=1)
@@ -95,10 +73,7 @@ class TestState:
     def test_is_collected_from_where_keys_lie(self) -> None:
         one = ready()
         ticket = one.call(calls.SaveState("kv"))
-        assert one.sent(GetState) == [
-            GetState(chunk(one, 0), 0, 16),
-            GetState(chunk(one, 1), 0, 24),
-        ]
+        assert one.sent(GetState) == [GetState(chunk(one, 0), 0, 16), GetState(chunk(one, 1), 0, 24)]
         for server, size in enumerate((16, 24)):
             fields = (Field("momentum", FLOAT, size), Field("extra", FLOAT, size))[: 2 - server]
             rows = [torch.full((size,), 1.0 + server)] * len(fields)

@@ -27,11 +27,7 @@ TABLE = Spec("float32", (8, 2))
 def new_store(mode: str = "sync") -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``v`` is none of rows."""
     one = WorkerStore(opened(mode=mode), 0, 2, 240.0)
-    pieces = [
-        PieceLocation(0, 2, 10, 4, 0),
-        PieceLocation(0, 4, 0, 2, 4),
-        PieceLocation(1, 3, 0, 10, 6),
-    ]
+    pieces = [PieceLocation(0, 2, 10, 4, 0), PieceLocation(0, 4, 0, 2, 4), PieceLocation(1, 3, 0, 10, 6)]
     one.place([("t", TABLE, pieces), ("v", Spec("float32", (4,)), [PieceLocation(1, 5, 0, 4, 0)])])
     return one
 
@@ -91,10 +87,7 @@ def test_each_server_is_asked_what_changed() -> None:
     steps = refreshing_of(one, "t")
     first, second = next(steps)
     assert first.message == second.message == PullChanged("kv", "t", 4, 0, 3)
-    assert [(each.server, each.lane, each.priority) for each in (first, second)] == [
-        (0, 2, 7),
-        (1, 3, 7),
-    ]
+    assert [(each.server, each.lane, each.priority) for each in (first, second)] == [(0, 2, 7), (1, 3, 7)]
     (fresh,) = end(steps, [reply(first, [0, 2], 4), reply(second, [7], 4)])
     assert named(fresh) == {0: 400.0, 2: 402.0, 7: 407.0}
     assert fresh.mark is not None

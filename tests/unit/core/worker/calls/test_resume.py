@@ -7,47 +7,18 @@ import pytest
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
-from kvps.protocol.membership import (
-    Barrier,
-    Beat,
-    Done,
-    HistoryIs,
-    Join,
-    Joined,
-    Released,
-    Resume,
-    Return,
-)
-from kvps.protocol.stores import (
-    Find,
-    Found,
-    FoundAll,
-    Optimize,
-    Rate,
-)
+from kvps.protocol.membership import Barrier, Beat, Done, HistoryIs, Join, Joined, Released, Resume, Return
+from kvps.protocol.stores import Find, Found, FoundAll, Optimize, Rate
 from kvps.protocol.values import Pull, Push, Run
-from tests.support.worker_harness import (
-    Bench,
-    push,
-    server_of,
-)
-from tests.support.worker_with_key import (
-    HOT,
-    ready,
-    resumed,
-    stood,
-)
+from tests.support.worker_harness import Bench, push, server_of
+from tests.support.worker_with_key import HOT, ready, resumed, stood
 
 SILENT = HistoryIs(0, 0, 0, 0, 0, 0.0, 0, False)
 """A server that has heard of no call."""
 
 
 def replay(
-    one: Bench,
-    *known: HistoryIs,
-    owed: tuple[int, int] = (4, 4),
-    replaced: bool = True,
-    **more: int,
+    one: Bench, *known: HistoryIs, owed: tuple[int, int] = (4, 4), replaced: bool = True, **more: int
 ) -> calls.Place:
     """Take a place that owes these pushes on the two servers."""
     ticket = one.call(calls.TakePlace("kv", ("w",)))
@@ -264,9 +235,7 @@ class TestResume:
     def test_resumed_worker_is_away_if_its_predecessor_was(self) -> None:
         one = ready(1)
         ticket = self.begin(
-            one,
-            HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True),
-            HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True),
+            one, HistoryIs(0, 0, 0, 0, 0, 0.0, 2, True), HistoryIs(0, 0, 0, 0, 0, 0.0, 1, True)
         )
         assert one.sent(Join) == [Join("kv", 2, False)], "it may not have been heard of there"
         assert [server_of(send) for send in one.sends(Join)] == [1]

@@ -14,17 +14,7 @@ from kvps.core.worker.host_aggregation.merge_queue import HURRY_S, WAIT_MAX_S
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, Timeout
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import (
-    Beat,
-    Error,
-    Hello,
-    Join,
-    Joined,
-    Pending,
-    Probe,
-    Probed,
-    Welcome,
-)
+from kvps.protocol.membership import Beat, Error, Hello, Join, Joined, Pending, Probe, Probed, Welcome
 from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Receipt, Run, Stand, StepPart
 from tests.support.worker_harness import JOB, Bench, pull, push, values_of
 

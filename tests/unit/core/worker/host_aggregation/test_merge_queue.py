@@ -208,8 +208,7 @@ class TestCutDifferently:
 
     @pytest.mark.spec("R97")
     @pytest.mark.parametrize(
-        ("whole", "part"),
-        [((0, 10), (0, 5)), ((0, 10), (5, 5)), ((0, 10), (3, 4)), ((3, 4), (0, 10))],
+        ("whole", "part"), [((0, 10), (0, 5)), ((0, 10), (5, 5)), ((0, 10), (3, 4)), ((3, 4), (0, 10))]
     )
     def test_none_of_a_chunk_waits_any_more(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
         one = leading()
