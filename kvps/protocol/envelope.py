@@ -82,7 +82,19 @@ class Message:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
+M = TypeVar("M", bound=Message)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def _message(cls: type[M]) -> type[M]:
+    """Make a dataclass of a message class; it is frozen for type checkers, and not when it runs.
+
+    A frozen dataclass sets each field by a call of ``object.__setattr__``.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+@_message
 class Answer(Message):
     """The base of answers to a request that waits for them."""
 
@@ -113,16 +125,14 @@ class Packet(NamedTuple):
 MESSAGES: dict[int, type[Message]] = {}
 """The class of each tag."""
 
-M = TypeVar("M", bound=Message)
-
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def tag(number: int) -> Callable[[type[M]], type[M]]:
-    """Make a frozen dataclass of a message class, and register it under its tag; use it as a decorator."""
+    """Register a message class under its tag; use it as a decorator."""
 
     def register(cls: type[M]) -> type[M]:
         assert number not in MESSAGES, f"tag {number} is taken"
-        made = dataclass(frozen=True, slots=True)(cls)
+        made = _message(cls)
         made.TAG = number
         MESSAGES[number] = made
         return made
