@@ -27,7 +27,7 @@ from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
-from kvps.errors import KvpsError
+from kvps.errors import EpochChanged, KvpsError
 from kvps.protocol.envelope import Role
 from kvps.protocol.stores import Open
 from kvps.tensors import spec_of
@@ -299,6 +299,11 @@ class Client:
                 return
             if isinstance(step, float):
                 self._network.at(self._network.now + step, lambda: self._resume(None, None))
+                return
+            returned = next((late for late in self.later if isinstance(late, EpochChanged)), None)
+            if returned is not None:  # as KVStore does at the next call
+                self.later.remove(returned)
+                self._soon(None, returned)
                 return
             now = self._network.time(self.process.name)
             self._ticket, self._until = next(self._tickets), step.until

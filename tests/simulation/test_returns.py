@@ -190,8 +190,10 @@ class Supervisor:
             cluster.network.at(cluster.network.now + LOOK_EVERY_S, self._look)
 
 
-def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
-    """Play a campaign to its end."""
+def play(
+    campaign: Campaign, begun: Callable[[Script, int], Script] = lambda script, rank: script
+) -> tuple[Cluster, Supervisor]:
+    """Play a campaign to its end; ``begun`` returns the script of a rank, of the usual script."""
     job = campaign.job
 
     def check_all(step: int, values: Values, expected: Values) -> None:
@@ -203,7 +205,7 @@ def play(campaign: Campaign) -> tuple[Cluster, Supervisor]:
     cluster = Cluster(
         job.workers,
         job.servers,
-        lambda rank: train(job, rank, check_all),
+        lambda rank: begun(train(job, rank, check_all), rank),
         job.seed,
         job.faults,
         checkpoint_every_s=campaign.every_s,

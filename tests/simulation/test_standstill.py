@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvps.errors import KvpsError, Mismatch
-from tests.simulation import test_resume
+from tests.simulation import test_resume, test_returns
 from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.test_swarm import MILD, job_of, judge, play
@@ -245,3 +245,13 @@ def test_job_is_not_told_while_replacements_catch_up(seed: int, request: pytest.
         for client in cluster.clients.values():
             assert client.error is None, client.error
             test_resume.is_trained(job, client.result)
+
+
+@pytest.mark.spec("R435", "R436")
+@pytest.mark.parametrize("seed", SEEDS[::8])
+def test_job_is_not_told_while_servers_are_replaced(seed: int, request: pytest.FixtureRequest) -> None:
+    """I16. A worker that is told ends with Mismatch, which the campaign does not forgive."""
+    campaign = test_returns.campaign_of(seed)
+    campaign.job.steps = 20
+    with replayable(request, campaign):
+        test_returns.play(campaign, lambda script, rank: thinking(script, random.Random(seed + rank)))
