@@ -158,11 +158,14 @@ class Requests:
         weight: float,
     ) -> PlannedCall:
         """Push and pull in one call; if there are rows, in several."""
-        rows = self.dense(keys, value, limit_s, weight)
+        both = None
+        if value is out and weight == 1 and self.takes_plain:  # front ends do so: they are checked once
+            both = keys.rows(value, as_sinks=True)
+        rows = self.dense(keys, value, limit_s, weight) if both is None else both
         if rows is None:
             request = self.pull(keys, out, copy, urgency, 0)
             return request._replace(before=self.pushes(keys, value, urgency, False, limit_s, weight))
-        sinks, result = self.wanted(keys, out, copy)
+        sinks, result = self.wanted(keys, out, copy, both)
         return PlannedCall(
             self.push_call(self._store, keys.names, rows, sinks, urgency, False, weight), result
         )
@@ -245,15 +248,21 @@ class Requests:
         """Return one row for each key: the sum of its values, in this machine's memory."""
         return rows_of(values, self._on_device)
 
-    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
-        """Return the end of a pull: where its values go."""
+    def wanted(
+        self, keys: KeyList, out: object, copy: bool, plain: tuple[torch.Tensor, ...] | None = None
+    ) -> Outcome:
+        """Return the end of a pull: where its values go.
+
+        ``plain`` has the rows of ``out``, if these are known to be written to as they are.
+        """
         if not copy:
             if out is not None:
                 raise ConfigError(COPY_FALSE)
             return calls.Views.VIEWS, lambda views: views if keys.is_many else views[0]
-        sinks = None if out is None else keys.rows(out, as_sinks=True)
-        if sinks is not None:
-            return sinks, lambda _: out
+        if plain is None and out is not None:
+            plain = keys.rows(out, as_sinks=True)
+        if plain is not None:
+            return plain, lambda _: out
         return outcome_for(keys.names, keys.is_many, out, self._specs)
 
 

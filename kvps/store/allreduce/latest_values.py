@@ -162,7 +162,9 @@ class AllreduceRequests(Requests):
             reduced = [row.cpu() for row in reduced]
         return tuple(reduced)
 
-    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
+    def wanted(
+        self, keys: KeyList, out: object, copy: bool, plain: tuple[torch.Tensor, ...] | None = None
+    ) -> Outcome:
         """Return the end of a pull: copies of the values that are at this rank, or these themselves."""
         if out is None:
 
@@ -175,7 +177,7 @@ class AllreduceRequests(Requests):
             return (), returned
         if not copy:
             raise ConfigError(COPY_FALSE)
-        targets: Sequence[torch.Tensor] | None = keys.rows(out, as_sinks=True)
+        targets: Sequence[torch.Tensor] | None = plain or keys.rows(out, as_sinks=True)
         if targets is not None:
             places = list(range(len(targets)))
         else:  # several of one key, or such as must be looked at

@@ -51,6 +51,35 @@ def test_rows_are_pushed_before_whole_keys_are_pulled(keys: KeyLists) -> None:
     assert rows.rows[0].tolist() == [0, 2]
 
 
+def test_values_that_are_also_outputs_are_written_in_place(keys: KeyLists) -> None:
+    values = [torch.randn(2), torch.randn(3, 2)]
+    request = requests(keys).pushpull(keys.of(KEYS), values, values, True, 0, 1.0, 1.0)
+    assert isinstance(request.call, calls.PushValues)
+    assert request.call.rows == request.call.sinks == tuple(values)
+    assert request.result(None) is values
+
+
+def test_weighted_values_that_are_also_outputs_are_pushed_from_copies(keys: KeyLists) -> None:
+    values = [torch.randn(2), torch.randn(3, 2)]
+    request = requests(keys).pushpull(keys.of(KEYS), values, values, True, 0, 1.0, 2.0)
+    assert isinstance(request.call, calls.PushValues)
+    assert request.call.sinks == tuple(values)
+    assert [row.tolist() for row in request.call.rows] == [(2 * value).tolist() for value in values]
+
+
+def test_inference_tensor_that_is_also_an_output_is_written_by_its_owner(keys: KeyLists) -> None:
+    with torch.inference_mode():
+        value = torch.randn(2)
+        request = requests(keys).pushpull(keys.of("w"), value, value, True, 0, 1.0, 1.0)
+        assert isinstance(request.call, calls.PushValues)
+        assert request.call.rows == (value,)
+        assert isinstance(request.call.sinks, tuple)
+        assert not request.call.sinks[0].is_inference()
+        request.call.sinks[0].fill_(7.0)
+        assert request.result(None) is value
+    assert value.tolist() == [7.0, 7.0]
+
+
 def test_rows_have_no_weight(keys: KeyLists) -> None:
     pushes = requests(keys).pushes(keys.of("table"), ([0], torch.ones(1, 2)), 0, True, 1.0, 2.0)
     with pytest.raises(ConfigError, match=r"weight=2\.0 with rows"):
