@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVarTuple
 
 import torch
 
@@ -32,7 +32,7 @@ from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.net import descriptors
-from kvps.net.driver import LOOK_EVERY_S, Inbox, Listener, drive
+from kvps.net.driver import LOOK_EVERY_S, Door, Inbox, Listener, drive
 from kvps.net.shm.transport import SharedMemory
 from kvps.net.transport import Transport
 from kvps.net.zap import Keys
@@ -46,6 +46,7 @@ from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 
 log = logging.getLogger("kvps")
+Ts = TypeVarTuple("Ts")
 LEAVE_MAX_S = 5.0
 """Seconds for which the end of a process waits for the scheduler to hear of it."""
 
@@ -210,11 +211,7 @@ class WorkerSession(Listener):
                 "cannot be the same worker. Fork before the first store is created, and create stores in "
                 "one of the processes"
             )
-        number, ticket = self._ticket()
-        self._inbox.put(Worker.on_join, number, time.monotonic() + timeout_s)
-        if self._over is not None:
-            self._end(number, None, self._over)
-        ticket.wait()
+        self._begin(Worker.on_join, time.monotonic() + timeout_s).wait()
 
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Begin a call.
@@ -228,22 +225,21 @@ class WorkerSession(Listener):
                 "fork; use stores only in the process that created them (DataLoader workers should "
                 "return data, not push)"
             )
-        number, ticket = self._ticket()
         deadline = time.monotonic() + timeout_s
         if is_profiled():
             with profiled(call.title):
-                self._inbox.put(Worker.on_call, number, call, deadline)
-        else:
-            self._inbox.put(Worker.on_call, number, call, deadline)
-        if self._over is not None:
-            self._end(number, None, self._over)
-        return ticket
+                return self._begin(Worker.on_call, call, deadline)
+        return self._begin(Worker.on_call, call, deadline)
 
-    def _ticket(self) -> tuple[int, Ticket]:
+    def _begin(self, door: Door[Worker, int, *Ts], *arguments: *Ts) -> Ticket:
+        """Call a door of the core with a number of its own; return the ticket of that number."""
         number, ticket = next(self._numbers), Ticket(self._lens.watch)
         TURNS.begin()
         self._tickets[number] = ticket
-        return number, ticket
+        self._inbox.put(door, number, *arguments)
+        if self._over is not None:
+            self._end(number, None, self._over)
+        return ticket
 
     def leave(self, done: bool, exit_code: int, reason: str, say: bool = True) -> None:
         """End this process's part in the job; ``say`` tells the scheduler."""

@@ -56,7 +56,9 @@ class Lent:
     def release_below(self, before: int) -> None:
         """The peer holds none of the leases below this number."""
         while self.open and (number := next(iter(self.open))) < before:
-            self._end(number)
+            _, hold = self.open.pop(number)
+            if hold is not None:
+                hold.release()
 
     def end(self) -> None:
         """The peer is gone, and reads nothing any more."""
@@ -124,7 +126,9 @@ class Borrowed:
         Returns:
             Whether it was posted.
         """
-        self._drop()
+        while self.dropped:
+            del self._held[self.dropped.popleft().number]
+            self.unsaid += 1
         before = min(self._held, default=self._top + 1)
         # Else some behind it were given back.
         if self._top + 1 - before > len(self._held) or not postings.post(lender, before):
@@ -137,7 +141,8 @@ class Borrowed:
         """Return what the peer must be told; None if nothing was given back."""
         if not self.returned:
             return None
-        self._drop()
+        while self.dropped:
+            del self._held[self.dropped.popleft().number]
         self.unsaid = 0
         held = sorted(self._held)
         if len(held) > NAMED_MAX:
@@ -147,12 +152,6 @@ class Borrowed:
             before = self._top + 1
         self._told = max(self._told, before - 1)
         return Release(before, tuple(held))
-
-    def _drop(self) -> None:
-        """Hold what was given back no more."""
-        while self.dropped:
-            del self._held[self.dropped.popleft().number]
-            self.unsaid += 1
 
 
 class Postings:

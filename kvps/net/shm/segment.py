@@ -121,7 +121,7 @@ class Segment:
         """
         if os.getpid() != self._pid:
             return None
-        rounded = _pages(max(size_bytes, 1))
+        rounded = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
             start = self._find(rounded)
             if start is None:

@@ -185,20 +185,39 @@ class SharingTransport:
         """
         if (now := self._clock()) >= self._sweep_at:
             self._sweep(now)
+        owes = False
         for peer in self._peers.values():
-            if (peer.taken.dropped or peer.taken.unsaid) and self._owes(RELEASE_EVERY):
-                return self._poll_owing()
-        return self._arrivals(timeout_s)
-
-    def _poll_owing(self) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Poll where only a packet can say what was given back: not while there is other work, and before
-        a wait."""
-        is_idle = True
-        for arrival in self._arrivals(0.0):
-            is_idle = False
-            yield arrival
-        if is_idle:
-            self._owes(1)
+            if peer.taken.dropped or peer.taken.unsaid:
+                owes = self._owes(RELEASE_EVERY)
+                break
+        # Where only a packet can say what was given back: not while there is other work, and before a wait.
+        arrivals = self._inner.poll(0.0 if owes else timeout_s)
+        is_first = True
+        for route, packet in arrivals:
+            if is_first:
+                self._take_back(self._peers.values())
+                is_first = False
+            elif route in self._by_route:
+                self._take_back((self._by_route[route],))  # what it returned before it sent this
+            try:
+                passed = self._take_in(route, packet)
+            except KvpsError:
+                raise
+            except Exception as error:  # told apart by the driver, which answers the peer
+                assert isinstance(packet, Packet)
+                raise Unserved(route, packet.envelope) from error
+            del packet  # it may be what keeps a loan from being given back
+            if passed is not None:
+                yield route, passed
+                del passed
+        if is_first:
+            self._take_back(self._peers.values())
+            if owes:
+                self._owes(1)
+        for peer in self._peers.values():
+            if peer.taken.dropped:  # what a call lets go, its requests should find free
+                self._owes(RELEASE_EVERY)
+                break
 
     @property
     def mappings(self) -> list[Mapping]:
@@ -254,33 +273,6 @@ class SharingTransport:
         return Packet(sender, packet.message, payload, loans)
 
     # --- receiving -------------------------------------------------------------------------------
-
-    def _arrivals(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait, and take back what peers have returned before the first packet is served."""
-        is_first = True
-        for route, packet in self._inner.poll(timeout_s):
-            if is_first:
-                self._take_back(self._peers.values())
-                is_first = False
-            elif route in self._by_route:
-                self._take_back((self._by_route[route],))  # what it returned before it sent this
-            try:
-                passed = self._take_in(route, packet)
-            except KvpsError:
-                raise
-            except Exception as error:  # told apart by the driver, which answers the peer
-                assert isinstance(packet, Packet)
-                raise Unserved(route, packet.envelope) from error
-            del packet  # it may be what keeps a loan from being given back
-            if passed is not None:
-                yield route, passed
-                del passed
-        if is_first:
-            self._take_back(self._peers.values())
-        for peer in self._peers.values():
-            if peer.taken.dropped:  # what a call lets go, its requests should find free
-                self._owes(RELEASE_EVERY)
-                break
 
     def _take_in(self, route: Route, packet: Packet | Disconnected) -> Packet | Disconnected | None:
         """Return what the core hears; None if the packet was of memory alone."""
