@@ -409,7 +409,7 @@ class Trainer(Resumable):
 
     @property
     def learning_rate(self) -> float:
-        """The optimizer's learning rate; with several groups, that of the first."""
+        """The optimizer's learning rate; with several groups, the rate of the first."""
         if self._local is not None:
             return self._local.learning_rate
         if self._described is not None:

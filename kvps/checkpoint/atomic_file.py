@@ -65,7 +65,7 @@ class HashedFile:
 
     @property
     def written(self) -> Written:
-        """The size and hash of what was written so far."""
+        """The size and hash of the bytes written so far."""
         return Written(self._size, self._hash.hexdigest())
 
 

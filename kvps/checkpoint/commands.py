@@ -101,7 +101,7 @@ def verify(folders: Sequence[str], number: int | None, tag: str | None, out: Tex
 
 
 def _verify(cut: LocatedCut, screen: Console) -> list[str]:
-    """Return what is wrong with a cut."""
+    """Return the faults of a cut."""
     if cut.manifest is None:
         return [cut.wrong]
     snapshots: list[Snapshot] = []

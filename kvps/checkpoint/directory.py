@@ -92,7 +92,7 @@ class CheckpointDirectory:
         """Write this server's snapshot of a cut; return its size and SHA-256.
 
         Raises:
-            StorageError: if it cannot be written, with what it needed and what was free. Then nothing
+            StorageError: if it cannot be written, with the bytes needed and free. Then nothing
                 half-written is left, and the cuts that are complete are as they were.
         """
         stream = snapshot_writer.stream(snapshot)
@@ -284,7 +284,7 @@ class CheckpointDirectory:
 
         Args:
             job: of this job only.
-            server, servers: only those of which everything is here that :meth:`load` would read for
+            server, servers: only cuts of which everything is here that :meth:`load` would read for
                 that server. Without ``servers``, as many as wrote the cut, if it is one of these.
                 Without both, every snapshot that lies here must have the right size, and there must be
                 one.

@@ -2,7 +2,7 @@
 
 The format: 8 bytes with the length of the header, little-endian; the header, JSON; the tensors,
 without gaps. A tensor of the file, a :class:`Column`, may be put together from many in memory.
-Those of wide elements come first, so that each begins at a multiple of its element size.
+Tensors of wide elements come first, so that each begins at a multiple of its element size.
 """
 
 from __future__ import annotations

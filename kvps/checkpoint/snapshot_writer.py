@@ -111,7 +111,7 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
 
 
 def _options(opened: Open) -> dict[str, object]:
-    """Return the options of a store; those of its first life are as older versions read them."""
+    """Return the options of a store; the options of its first life are as older versions read them."""
     options = asdict(opened)
     if not opened.life:
         del options["life"]
@@ -179,7 +179,7 @@ def read(path: Path, fd: int | None = None) -> Snapshot:
     change the file. Portions with equal histories share one: copy its maps before you change them.
 
     Raises:
-        StorageError: if it cannot be read or is no snapshot, naming the file and what is wrong.
+        StorageError: if it cannot be read or is no snapshot, naming the file and the fault.
     """
     try:
         with safe_open(path if fd is None else f"/dev/fd/{fd}", framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Validation of the JSON in a checkpoint, as strict as that of a peer's messages.
+"""Validation of the JSON in a checkpoint, as strict as the validation of a peer's messages.
 
 A file may have been cut short, edited, or written by something else. Each check returns the value
 it was given, or raises a ``ValueError`` that says what was expected; readers of a file turn

@@ -33,7 +33,7 @@ from kvps.runtime.member_process import on_stop, own_host, own_identity, report
 NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
 OWN_DESCRIPTORS = 6
-"""Beside those of its transport: the reaper (2), the port that it keeps (1), a process's start (3)."""
+"""Beside its transport's: the reaper (2), the port that it keeps (1), a process's start (3)."""
 WHAT = """\
 Runs COMMAND as a worker of a cluster: joins the job, waits until all workers have joined, starts
 COMMAND, and reports how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a worker,

@@ -8,7 +8,7 @@ largest of them, so the seven magnitudes are the powers of two from there down. 
 of these, or 0.
 
 ``topk2bit`` keeps the largest elements of each 4,096 and writes two bits for each: its sign, and whether it
-is above the median of what is kept. The two magnitudes are the means of either half (chunked top-k with two
+is above the median of those kept. The two magnitudes are the means of either half (chunked top-k with two
 bits, as in SparseLoCo, arXiv 2508.15706). An index within so few elements takes 12 bits.
 
 The helpers at the end read bytes as numbers of other types, and pack small numbers into bytes.

@@ -60,7 +60,7 @@ class Child:
         return self.host is None or self._frames.version is not None
 
     def parts(self, fd: int, data: bytes) -> Iterator[tuple[int, bytes]]:
-        """Return what was read from a descriptor as (stream, bytes): OUT, ERROR or REPORT.
+        """Return the bytes read from a descriptor as (stream, bytes): OUT, ERROR or REPORT.
 
         Raises:
             ValueError: if another host sends what no agent writes.

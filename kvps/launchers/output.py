@@ -42,13 +42,13 @@ class LineBuffer:
         return shown(self._rest)
 
     def end(self) -> list[bytes]:
-        """Return what is left when the stream ends."""
+        """Return the unfinished line when the stream ends."""
         rest, self._rest = self.unfinished, b""
         return [rest] if rest else []
 
 
 def shown(line: bytes) -> bytes:
-    """Return what is left to see of a line that was written over."""
+    """Return the visible part of a line that was written over."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
 

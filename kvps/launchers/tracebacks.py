@@ -106,7 +106,7 @@ class TracebackFolder:
 
     def __init__(self) -> None:
         self._kept: dict[str, list[_Traceback]] = {}
-        """By role, those of which at least the calls were shown."""
+        """By role, the tracebacks of which at least the calls were shown."""
         self._own: dict[Who, _Traceback] = {}
         """Those whose lines are shown as they come."""
         self._held: dict[Who, tuple[_Traceback, list[bytes]]] = {}
@@ -170,7 +170,7 @@ class TracebackFolder:
             own.is_over = True
 
     def end(self, who: Who, now: float) -> list[bytes]:
-        """A process prints nothing more for now; return what is to be shown of it."""
+        """A process prints nothing more for now; return the lines to be shown of it."""
         self._close(who)
         if who not in self._held:
             return []

@@ -24,7 +24,7 @@ def without_ddp(accelerator: Accelerator) -> Accelerator:
     For models whose optimizer is a :class:`kvps.torch.DistributedOptimizer`, which averages their gradients.
 
     Args:
-        accelerator: an Accelerator, or that of a Trainer of transformers
+        accelerator: an Accelerator, or the accelerator of a transformers Trainer
             (``trainer.accelerator``), which has not prepared a model yet.
 
     Raises:

@@ -170,7 +170,7 @@ class PendingParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         _bring([self])
-        return self.__deepcopy__(memo)  # that of the class which it has now
+        return self.__deepcopy__(memo)  # of the class that it has now
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _bring([self])

@@ -28,7 +28,7 @@ PREFIX = "kvps.batchnorm/"
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs equal those of one process
+    """BatchNorm1d, 2d and 3d over the batches of all workers; outputs equal the outputs of one process
     with all of them.
 
     Every worker runs the same layers in the same order. Batches may differ in size, and may be empty. In

@@ -63,7 +63,7 @@ def resume(num_workers: int, num_servers: int, global_rank: int = -1) -> None:
 
     Args:
         num_workers: the number of workers of the job, which is fixed.
-        num_servers: accepted for BytePS's sake: the servers are those of the job.
+        num_servers: accepted for BytePS's sake: the job has its servers.
         global_rank: accepted for BytePS's sake: a rank stays.
 
     Raises:
@@ -186,7 +186,7 @@ def DistributedOptimizer(  # noqa: N802  # BytePS's name
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int, prefix: str = "Parameter."
 ) -> None:
-    """Replace tensors by those of one rank.
+    """Replace tensors by the tensors of one rank.
 
     Args:
         params: a ``state_dict()``, pairs of name and tensor, or tensors; the same on every rank.

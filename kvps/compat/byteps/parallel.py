@@ -1,7 +1,7 @@
 """BytePS's DistributedDataParallel: a module whose ``backward()`` averages gradients over the ranks.
 
 Each gradient leaves when backward has made it. A callback at the end of backward waits for all of
-them, and sends those of parameters that backward did not reach, since another rank may have them.
+them, and sends the gradients of parameters that backward did not reach, since another rank may have them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DistributedDataParallel(torch.nn.Module):
     """A module with the same parameters on every rank, whose gradients are means over the ranks.
 
     Args:
-        module: its parameters and buffers become those of rank 0.
+        module: its parameters and buffers get the values of rank 0.
         device_ids: accepted for BytePS's sake; the module stays where it is.
         broadcast_buffers: send rank 0's buffers before each forward pass in training.
         compression: of the gradients.

@@ -20,7 +20,7 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace tensors by those of one rank.
+    """Replace tensors by the tensors of one rank.
 
     Args:
         params: a ``state_dict()``, pairs of name and tensor, or tensors; the same on every rank.

@@ -127,7 +127,7 @@ class Reduction:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Send what has not been sent, wait for all, and put the results into ``.grad``."""
+        """Send the gradients that have not left, wait for all, and put the results into ``.grad``."""
         for group in dict.fromkeys(self._groups.values()):
             if group not in self._handles:
                 self._send(group)

@@ -16,7 +16,7 @@ PREFIX = "sync_batch_norm"
 
 
 class SyncBatchNorm(sync_batchnorm.SyncBatchNorm):
-    """BatchNorm1d, 2d and 3d over the batches of all ranks; outputs equal those of one process
+    """BatchNorm1d, 2d and 3d over the batches of all ranks; outputs equal the outputs of one process
     with all of them.
 
     Every rank runs the same layers in the same order; batches may differ in size.

@@ -285,7 +285,7 @@ def create(name: str = "local", **options: Any) -> Any:
     Args:
         name: as in MXNet; ``nccl`` is ``device``, and ``horovod`` and ``byteps`` are
             ``allreduce``. A registered plug-in is returned as it is.
-        options: those of :func:`kvps.create`.
+        options: as :func:`kvps.create` has them.
 
     Raises:
         TypeError: if ``name`` is no text.

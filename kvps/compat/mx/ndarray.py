@@ -211,7 +211,7 @@ class sparse:  # noqa: N801  (the name of a module of MXNet)
 
         Args:
             arg1: the rows, and their numbers.
-            shape: that of the key.
+            shape: the shape of the key.
             ctx: where; None is the CPU.
             dtype: the element type; as for :func:`array`.
 

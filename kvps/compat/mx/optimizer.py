@@ -226,7 +226,7 @@ def create(name: str, **kwargs: Any) -> Optimizer:
 def get_updater(optimizer: Optimizer) -> Callable[[int | str, torch.Tensor, torch.Tensor], None]:
     """Return a function ``updater(index, grad, weight)`` that updates a weight in this process.
 
-    The numbers of the optimizer are those of the first call for each weight.
+    The first call for each weight fixes the numbers of the optimizer.
 
     Example:
         >>> import kvps.compat.mx as mx

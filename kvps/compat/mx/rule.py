@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     defaults: Mapping[str, object]
     """The arguments of MXNet's constructor, in its order, with their defaults."""
     numbers: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Arguments -> the parameters of kvps, besides those of all optimizers."""
+    """Arguments -> the parameters of kvps, besides the parameters of all optimizers."""
     learning_rate: float = 0.01
     decay: str = ""
     """Why weight decay is refused; empty if it is MXNet's."""
@@ -61,7 +61,7 @@ class Optimizer:
     Args:
         args: the first arguments of MXNet's constructor, in its order.
         given: arguments by name: ``learning_rate``, ``wd``, ``rescale_grad``, ``clip_gradient``,
-            ``multi_precision``, ``param_idx2name``, and those of the optimizer.
+            ``multi_precision``, ``param_idx2name``, and the arguments of the optimizer.
 
     Raises:
         ConfigError: for an argument that cannot be had here, with the way out.

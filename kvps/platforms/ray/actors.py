@@ -170,7 +170,7 @@ def _keys(text: str, role: str) -> Keys | None:
 
 
 def _prepare(name: str, settings: Mapping[str, str], level: str) -> None:
-    """Make the settings those of this process, and send the log to where Ray collects it."""
+    """Give this process the settings, and send the log to where Ray collects it."""
     os.environ.update(settings)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{name}: %(levelname)s: %(message)s"))

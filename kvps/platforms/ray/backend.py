@@ -128,7 +128,7 @@ class KvpsConfig(TorchConfig):
             path.
         start_timeout: seconds that servers may take to find their resources, and for which a cluster may lack
             those of the workers.
-        env: variables of workers and servers. Those of the driver whose names begin with ``KVPS_`` go along.
+        env: variables of workers and servers. The driver's that begin with ``KVPS_`` go along.
         log_level: level of the log of scheduler and servers.
 
     Raises:
@@ -200,7 +200,7 @@ class KvpsConfig(TorchConfig):
 
 
 class _Training:
-    """The training function's time in a cluster: its end is that of the worker."""
+    """The training function's time in a cluster: the worker ends when it ends."""
 
     def __enter__(self) -> None:
         import torch

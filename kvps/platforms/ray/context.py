@@ -127,7 +127,7 @@ def cluster(
             no checkpoints.
         checkpoint_every: seconds between checkpoints; 0: only on ``kv.checkpoint()``.
         start_timeout: seconds that servers may take to find their resources.
-        env: variables of workers and servers. Those of the driver whose names begin with ``KVPS_`` go along.
+        env: variables of workers and servers. The driver's that begin with ``KVPS_`` go along.
         log_level: level of the log of scheduler and servers.
 
     Raises:

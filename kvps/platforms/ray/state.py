@@ -44,7 +44,7 @@ class KeptState:
     :class:`~kvps.runtime.scheduler_process.StateStorage`.
 
     Args:
-        paths: those of a :class:`StateMemory`.
+        paths: of a :class:`StateMemory`.
 
     Raises:
         ConfigError: if this process cannot reach that memory.

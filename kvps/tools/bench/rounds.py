@@ -46,7 +46,7 @@ JOINED_MAX = 1024
 ERROR_MAX = 1e-3
 """Sums of a few normal numbers in float32 are nearer than this in any order."""
 INT8_ERROR_MAX = 0.5
-"""So are those of int8, whose scales depend on which numbers are neighbours."""
+"""So are the sums of int8, whose scales depend on which numbers are neighbours."""
 THRESHOLD = 0.5
 
 

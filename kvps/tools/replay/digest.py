@@ -76,7 +76,7 @@ class _Walk:
                 stack.append(inner)
 
     def _enter(self, value: Any) -> Iterator[Any] | None:
-        """Add ``one`` itself; return what is inside."""
+        """Add ``value`` itself; return its parts."""
         if value is None or isinstance(value, bool | int | str):
             self._say(type(value).__name__, repr(value))
             return None

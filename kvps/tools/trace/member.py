@@ -71,7 +71,7 @@ class TracedMember:
         return self._flushed_at + FLUSH_EVERY_S
 
     def flush(self, now: float) -> Iterator[tuple[Message, bytes]]:
-        """Yield the messages with what was recorded, and stop if nobody asks any more."""
+        """Yield the messages with the recorded spans, and stop if nobody asks any more."""
         self._flushed_at = now
         self.bound()
         spans, self.spans = self.spans, []

@@ -56,7 +56,7 @@ class TimeSpan(NamedTuple):
     took: int
     """Nanoseconds."""
     seq: int = 0
-    """Number of the request among those of its worker to its receiver; 0 for none."""
+    """Number of the request among its worker's requests to its receiver; 0 for none."""
     number: int = 0
     """Number of the round or push."""
     chunk: int = 0

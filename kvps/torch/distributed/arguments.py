@@ -51,7 +51,7 @@ def op_of(opts: Any) -> str:
 
 
 def reduction_of(opts: Any, staged: Sequence[Staged]) -> str:
-    """Return the reduction to be made of staged tensors; those of a PREMUL_SUM are multiplied here.
+    """Return the reduction to be made of staged tensors, which are multiplied here for a PREMUL_SUM.
 
     Raises:
         ConfigError: for a PREMUL_SUM of whole numbers.

@@ -70,7 +70,7 @@ class Board:
     # --- sums -----------------------------------------------------------------------------------
 
     def make_sums(self, keys: Sequence[tuple[str, Spec]], limit_s: float) -> list[Ticket]:
-        """Make those of ``keys`` that this process has not used yet; rank 0 creates them."""
+        """Make the keys that this process has not used yet; rank 0 creates them."""
         new = [key for key in keys if key[0] not in self._made]
         if not new:
             return []

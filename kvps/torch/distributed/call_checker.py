@@ -1,7 +1,7 @@
 """The comparison of all ranks' collectives, beside them: mismatched calls are refused on every rank.
 
 Each rank writes the log of its calls to torch's key-value store, when calls were made since, ten
-times a second at most. All but the first rank of a group compare theirs with that of the first,
+times a second at most. All but the first rank of a group compare theirs with the log of the first,
 and the first with a few of theirs, since they may have ended. A rank that finds a difference writes it
 down. Every rank that waits reads it, says so, and fails its collectives a moment later: a rank
 whose script ends first would close rounds that others wait for. So a round costs an entry in a
@@ -105,7 +105,7 @@ class CheckedCalls:
 
     @property
     def is_first(self) -> bool:
-        """Whether the other ranks compare their calls with those of this one."""
+        """Whether the other ranks compare their calls with this one's."""
         return self.rank == self.ranks[0]
 
     def next_peers(self) -> list[int]:
@@ -126,7 +126,7 @@ class CheckedCalls:
 
 
 class CallChecker:
-    """Compares the calls of this process's groups with those of the other ranks, in a thread of its own.
+    """Compares the calls of this process's groups with the other ranks' calls, in a thread of its own.
 
     Args:
         store: torch's, the same for all ranks; None where there is only one rank.
@@ -192,7 +192,7 @@ class CallChecker:
             return []
 
     def close(self) -> None:
-        """Write what is not written yet, end the thread, and ask the store no more."""
+        """Write the calls that are not written yet, end the thread, and ask the store no more."""
         self._closing.set()
         self._news.set()
         atexit.unregister(self.close)

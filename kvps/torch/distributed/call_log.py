@@ -124,7 +124,7 @@ def exchange_difference(
 
     Args:
         mine: the calls of the rank at place ``rank`` of the group.
-        theirs: those of the rank at place ``other``.
+        theirs: the calls of the rank at place ``other``.
     """
     numbered = {call.number: call for call in theirs}
     for call in mine:

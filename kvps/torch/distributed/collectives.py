@@ -253,13 +253,13 @@ class Collectives:
             output.deliver()
 
     def _gathered(self, kind: str, given: Staged, rows: Sequence[torch.Tensor]) -> Steps:
-        """Fill ``rows`` with those of all members; ``given`` is this one's."""
+        """Fill ``rows`` with the rows of all members; ``given`` is this one's."""
         post = self._post(kind, given)
         names = [f"{post}/{rank}" for rank in self._ranks]
         yield from self._exchanged(names, given.row, rows)
 
     def _exchanged(self, names: Sequence[str], row: torch.Tensor, rows: Sequence[torch.Tensor]) -> Steps:
-        """Write ``row`` to this member's post, and fill ``rows`` with what is in the posts of all."""
+        """Write ``row`` to this member's post, and fill ``rows`` from the posts of all."""
         mine = self.rank
         theirs = [
             (names[index], rank, rows[index]) for index, rank in enumerate(self._ranks) if index != mine

@@ -1,6 +1,6 @@
 """The mailbox: keys that one rank writes and others read, without missing one.
 
-*A swap.* Every member writes posts, and reads those of the others. Behind each post are two keys in
+*A swap.* Every member writes posts, and reads the others' posts. Behind each post are two keys in
 turns. Swaps of one track do not overlap on a rank, and each waits for every other member. So when a
 rank writes to a key in swap j + 2, it has ended j + 1; there it heard from every member, each of which
 had ended j before; and no rank reads what was written in j any more. No acknowledgement is needed.
@@ -145,7 +145,7 @@ def _columns(pairs: _Posts) -> tuple[list[str], list[torch.Tensor]]:
 
 
 def _letter(row: torch.Tensor) -> torch.Tensor:
-    """Return what is written for ``row``: bytes, as many as its class has."""
+    """Return the value that is written for ``row``: bytes, as many as its class has."""
     return padded(octets(row), class_of(row.nbytes))
 
 
@@ -155,7 +155,7 @@ def _mark() -> torch.Tensor:
 
 
 def _sink(row: torch.Tensor) -> torch.Tensor:
-    """Return room for what was written for a row like this; the row itself if it fits."""
+    """Return room for the value of a row like this; the row itself if it fits."""
     size = class_of(row.nbytes)
     return octets(row) if row.nbytes == size else blank(size, torch.uint8)
 

@@ -135,7 +135,7 @@ class OrderedExecutor:
         return self._ready.get()
 
     def _go_on(self, run: _Run | None) -> None:
-        """Make steps until one has to wait; then those of the next collective on the track."""
+        """Make steps until one has to wait; then the steps of the next collective on the track."""
         while run is not None:
             if not self._step(run):
                 return

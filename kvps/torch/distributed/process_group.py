@@ -312,7 +312,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        """Do :meth:`allgather` for several tensors; ``outputs[r]`` are those of rank r."""
+        """Do :meth:`allgather` for several tensors; ``outputs[r]`` are the tensors of rank r."""
         by_tensor = [list(tensors) for tensors in zip(*outputs, strict=True)]
         pairs = zip(by_tensor, inputs, strict=True)
         works = [self.allgather([output], [given], opts) for output, given in pairs]

@@ -1,4 +1,4 @@
-"""Rendezvous of ``init_process_group("kvps")``: the ranks are those of the cluster.
+"""Rendezvous of ``init_process_group("kvps")``: the cluster has assigned the ranks.
 
 torch asks the environment for RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun and kvps-worker set
 them. A plain process of a cluster has none of these, and neither has a process without a cluster. So if a

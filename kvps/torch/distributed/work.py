@@ -84,7 +84,7 @@ class Work(dist.Work):
         then()
 
     def stand_for(self, result: Sequence[torch.Tensor]) -> None:
-        """Say what this is the last part of: :meth:`result` is that of the whole."""
+        """Make :meth:`result` the result of the whole of which this is the last part."""
         self._result = list(result)
 
     @uncompiled

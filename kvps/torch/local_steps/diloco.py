@@ -94,7 +94,7 @@ class DiLoCo:
             pushes as there are workers.
         lr, momentum: of the outer optimizer.
         sync_every: steps between two merges of a parameter.
-        dynamic_sync_every: let ``sync_every`` be that of the fastest worker; a slower one makes fewer steps,
+        dynamic_sync_every: the fastest worker makes ``sync_every`` steps; a slower one makes fewer,
             in proportion to its speed, so that no push is much older than others. For ``mode="async"`` and
             one fragment.
         fragments: a number of fragments, balanced by bytes; or a list of them, each a module or a list of

@@ -22,7 +22,7 @@ class MeanStore:
 
     Args:
         owner: the front end.
-        options: those of the front end's stores.
+        options: of the front end's stores.
         compression: as :meth:`kvps.KVStore.set_gradient_compression`; None for none.
     """
 

@@ -105,7 +105,7 @@ class Pace:
 
     Args:
         owner: the front end.
-        options: those of the front end's stores.
+        options: of the front end's stores.
         sync_every: steps of the fastest worker.
         least: the fewest steps of a turn.
         device: where the parameters are.

@@ -30,7 +30,7 @@ class ParamGroup:
         path: of the module in the model; empty for the rest.
         module: whose forward pass needs the parameters.
         names: of the parameters, each once.
-        members: path and module of all modules inside, itself first, but for those of other blocks.
+        members: path and module of all modules inside, itself first, but for modules of other blocks.
     """
 
     path: str

@@ -34,7 +34,7 @@ PRIORITY = 1 << 20
 """The priority of pulls, which a pass waits for: they overtake gradients."""
 GIVE_BACK_BYTES = 32 << 20
 """After weights of so many bytes have left, the heap's gaps are given back to the system. Without
-that the heap grows with the number of blocks, to several times of what is in use."""
+that the heap grows with the number of blocks, to several times the memory in use."""
 
 _autograd: Any = torch._C._autograd
 """torch has no public way to ask which hooks for saved tensors there are."""

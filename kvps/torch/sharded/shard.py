@@ -158,7 +158,7 @@ class Sharded(Resumable):
             self._gradients.end_pass,
         )
         self._step: Callable[[], object] = self._end_step
-        """Ends a step, by that of the torch optimizer if there is one, which calls the script's
+        """Ends a step, by a step of the torch optimizer if there is one, which calls the script's
         hooks, too."""
         self._hooks = self._watch(optimizer)
 
@@ -313,7 +313,7 @@ class Sharded(Resumable):
             _write(buffer, self._side.broadcast(name, value, None))
 
     def _once(self) -> Iterator[list[str]]:
-        """Yield the names of the parameters of each block, except those of earlier blocks."""
+        """Yield the names of the parameters of each block, except parameters of earlier blocks."""
         seen: set[str] = set()
         for block in self._blocks:
             names = [name for name in block.names if name not in seen]

@@ -43,7 +43,7 @@ def demand_same(
     buffers: Mapping[str, torch.Tensor],
     **options: object,
 ) -> None:
-    """Compare the front end that is being made with those of the other workers.
+    """Compare the front end that is being made with the front ends of the other workers.
 
     Rounds are per parameter: of a parameter that a worker lacks, or does not train, no round would close.
 
@@ -87,7 +87,7 @@ class Agreement:
     Args:
         workers: how many there are.
         count: how many flags.
-        options: those of the front end's store.
+        options: of the front end's store.
     """
 
     def __init__(self, workers: int, count: int, options: StoreOptions) -> None:

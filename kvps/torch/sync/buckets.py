@@ -11,7 +11,7 @@ gradients that complete its chunks (:meth:`Buckets.arrange`): a chunk that leave
 costs two messages. Small gradients, which may lie in any chunk, leave with the last bucket.
 
 Backward ends where the next forward pass begins. So each bucket is more urgent than the one before it:
-its number is its priority, and what is needed first comes back first.
+its number is its priority, and the weights that are needed first come back first.
 """
 
 from __future__ import annotations

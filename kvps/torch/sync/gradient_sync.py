@@ -146,7 +146,7 @@ class GradientSync:
         self._made: dict[str, tuple[torch.Tensor, int]] = {}
         """Name -> ``.grad`` as backward has left it, and the number of writes to it, as torch counts them."""
         self._arrived: list[InFlight] = []
-        """Those of this step that are back, in the order in which they left."""
+        """The buckets of this step that are back, in the order in which they left."""
         self._arranged: list[str] = []
         """The parameters whose chunks the buckets know; none after a failure, as keys may be placed anew."""
         self._failure: KvpsError | None = None
@@ -385,7 +385,7 @@ class GradientSync:
         self._leave(self._buckets.flush())
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Return those of the parameters whose ``.grad`` is no longer what backward, or the push,
+        """Return the parameters whose ``.grad`` is no longer what backward, or the push,
         has left there.
 
         A GradScaler's unscaling is not seen, as torch does not count its writes.
@@ -446,12 +446,12 @@ class GradientSync:
             self._note(name)
 
     def bring_weights(self) -> None:
-        """Write what is back to the parameters."""
+        """Write the values that are back to the parameters."""
         for bucket in self._arrived:
             bucket.bring(bucket.values, self._model.params)
 
     def release(self) -> dict[str, InFlight]:
-        """End the step, and let the caller wait for what is away.
+        """End the step, and let the caller wait for the buckets that are away.
 
         Returns:
             By name, what to wait for.
@@ -477,7 +477,7 @@ class GradientSync:
             raise self._taken_back(gone)
 
     def abandon(self) -> None:
-        """Wait for what is under way, and begin anew.
+        """Wait for the buckets that are under way, and begin anew.
 
         Raises:
             KvpsError: as :meth:`wait`.

@@ -76,7 +76,7 @@ class GradientBucket:
         values: by name, the tensors in which they come back.
         handle: of the store's call.
         divisor: what comes back is divided by it.
-        sparse: those of them that were sparse, and shall be.
+        sparse: the parameters whose gradients were sparse, and shall be.
         is_marked: as :func:`~kvps.torch.sync.sparse_gradients.sum_of` has it.
     """
 

@@ -53,7 +53,7 @@ class ParameterSync:
         self.is_given_up = False
         """The gradients of the present step could not be summed; there is nothing to update by."""
         self.steps = Steps((kv,), lambda: (_trained(params),))
-        """Those of the front end."""
+        """The options of the front end."""
         self._forget = forget
         self._has_returned = False
         """The servers went back at least once, so that ranks may be one step apart."""

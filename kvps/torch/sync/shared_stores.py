@@ -20,7 +20,7 @@ SUMMING = ("dist_sync", "dist_sync_device", "allreduce")
 """Stores whose push without an optimizer gives the sum of a round."""
 
 Options: TypeAlias = StoreOptions | Mapping[str, Any] | None
-"""The options of a store: those of a front end, or as a user gave them."""
+"""The options of a store: of a front end, or as a user gave them."""
 _Stores: TypeAlias = dict[tuple[str, str, StoreOptions], KVStore]
 _of_process: _Stores = {}
 _of_thread = threading.local()
@@ -33,7 +33,7 @@ def own_store(owner: str, kvstore: str | KVStore, options: Options = None) -> KV
     Args:
         owner: the purpose.
         kvstore: the name of a kind of store, or a store of the user's, which is returned as it is.
-        options: of the store, if it is made here: those of a front end, or as the user gave them.
+        options: of the store, if it is made here: of a front end, or as the user gave them.
 
     Raises:
         ConfigError: for one that does not sum, or that has an optimizer.

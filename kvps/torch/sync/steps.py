@@ -36,7 +36,7 @@ class Steps:
         self._keys = keys
         self._unit = "steps"
         self.made = 0
-        """The number of completed steps of this rank, those of a lost worker among them."""
+        """The number of completed steps of this rank, the steps of a lost worker among them."""
 
     def begin(self, unit: str = "steps") -> None:
         """Find where this process begins; a replacement replays, unless :meth:`resume` follows.

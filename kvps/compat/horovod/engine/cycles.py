@@ -52,7 +52,7 @@ class Cycles:
         self._make()
 
     def _make(self) -> None:
-        """Make the posts of this rank, and wait for those of the others."""
+        """Make the posts of this rank, and wait for the posts of the others."""
         blank = torch.zeros(POST_BYTES, dtype=torch.uint8, device="cpu")
         mine = [self._post(self._board.rank, turn) for turn in range(2)]
         tickets = [self._board.make_posts(mine, [blank, blank], self._timeout_s)]
@@ -97,7 +97,7 @@ class Cycles:
         return found
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Write this rank's message, and return those of all ranks once they are there.
+        """Write this rank's message, and return the messages of all ranks once they are there.
 
         Raises:
             KvpsError: if a rank has left or is lost, or a server is.

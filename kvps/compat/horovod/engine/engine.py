@@ -276,7 +276,7 @@ class Engine:
     def _ending(self, execution: Execution, keys: Sequence[Key]) -> Callable[[BaseException | None], None]:
         """Return the function that each transfer of a bucket calls at its end.
 
-        ``keys`` are those of operations that this rank has requested. A rank that has joined may request an
+        ``keys`` belong to operations that this rank has requested. A rank that has joined may request an
         operation of the same name before its zeros have been summed, and that operation is not over.
         """
         left = len(execution.plans)

@@ -25,8 +25,8 @@ class Execution:
     """Transfers, and what to do when all of them are over.
 
     Attributes:
-        plans: the transfers; those of one track follow each other.
-        deliver: makes the results of what has arrived.
+        plans: the transfers; transfers of one track follow each other.
+        deliver: makes the results of the arrived values.
     """
 
     plans: list[Plan] = field(default_factory=list)

@@ -51,7 +51,7 @@ class Execute:
     Attributes:
         requests: rank -> its request; ranks that have joined have none.
         ranks: the ranks of the process set.
-        joined: those of them that have joined.
+        joined: the ranks that have joined.
         process_set: of ``add_process_set``: the number of the new set.
     """
 
@@ -293,7 +293,7 @@ def fused(runs: Sequence[tuple[Execute, int]], limit: int) -> list[list[Execute]
     """Return the operations of a cycle as buckets, in their order.
 
     The sums of one process set and element type share buckets, and so do the broadcasts of one root. The
-    place of a bucket is that of its first operation.
+    place of a bucket is the place of its first operation.
 
     Args:
         runs: operations, each with the bytes of its tensors.

@@ -117,7 +117,7 @@ def _compared(kind: str, part: Part) -> tuple[int, ...]:
 
 
 def own_fault(request: CollectiveRequest, ranks: Sequence[int]) -> str:
-    """Return what is wrong with a request by itself, in words; empty if nothing is.
+    """Return the fault of a request by itself, in words; empty if it has none.
 
     Args:
         request: one rank's.

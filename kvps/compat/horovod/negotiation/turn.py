@@ -64,7 +64,7 @@ def unpack(given: bytes) -> Turn:
     """Return the turn of these bytes.
 
     Raises:
-        ProtocolError: if they are not those of a turn.
+        ProtocolError: if they do not describe a turn.
     """
     try:
         requests, has_joined, over, waits_for = msgpack.unpackb(given)

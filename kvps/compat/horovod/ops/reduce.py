@@ -198,7 +198,7 @@ def grouped_allreduce_(
 class _Reduced(torch.autograd.Function):
     """A reduction through which gradients flow.
 
-    Those of an allreduce are reduced alike, and those of a reducescatter are gathered.
+    The gradients of an allreduce are reduced alike, and the gradients of a reducescatter are gathered.
     As in Horovod, the gradient of a reducescatter's sum has the factor of the number of ranks: gradients are
     averaged over ranks.
     """
