@@ -45,6 +45,8 @@ SCHEDULER, SERVER, WORKER = "scheduler", "server 0", "worker 0"
 JOIN_MAX_S = 60.0
 PAUSE_MAX_S = 1.0
 """Seconds that pass between two calls at most."""
+LOOK_EVERY_S = 0.05
+"""Seconds after which a call looks again for what has become due; by so much it may be late."""
 _LENT = Loan(0, 0, 0, 0)
 """In place of each payload that lies in its sender's memory: a receiver does not write to it."""
 
@@ -73,7 +75,7 @@ class InProcessSession:
         self._lock = threading.RLock()
         self._clock = clock
         self._called_at = clock()
-        self._now = 0.0
+        self._now = self._looked_at = 0.0
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket] = {}
         self._arrivals: deque[tuple[str, Route, Packet]] = deque()
@@ -117,15 +119,19 @@ class InProcessSession:
             self._worker.on_close(name, self._now)
             self._hear()
 
-    @torch.no_grad()
     def call(self, call: Call, timeout_s: float) -> Ticket:
         """Carry a call out; its ticket has ended."""
+        has_grad = torch.is_grad_enabled()
         # A default device of the script's is not that of the values that the cores make.
         with self._lock, DisableTorchFunction():
-            self._let_time_pass()
-            number, ticket = self._ticket()
-            self._worker.on_call(number, call, self._now + timeout_s, self._now)
-            self._pump(ticket)
+            torch._C._set_grad_enabled(False)  # torch.no_grad() makes nine calls of it
+            try:
+                self._let_time_pass()
+                number, ticket = self._ticket()
+                self._worker.on_call(number, call, self._now + timeout_s, self._now)
+                self._pump(ticket)
+            finally:
+                torch._C._set_grad_enabled(has_grad)
         return ticket
 
     def _ticket(self) -> tuple[int, Ticket]:
@@ -138,6 +144,9 @@ class InProcessSession:
         now = self._clock()
         self._now += min(now - self._called_at, PAUSE_MAX_S)
         self._called_at = now
+        if self._now < self._looked_at + LOOK_EVERY_S:
+            return
+        self._looked_at = self._now
         while (due := self._due())[0] <= self._now:
             self._ring(due[1])
 
