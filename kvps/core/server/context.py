@@ -159,26 +159,24 @@ class RequestContext:
         session = self.sessions.setdefault(envelope.rank, Session(envelope.rank, route, envelope.incarnation))
         session.route = route
 
-    def check_worker(self, envelope: Envelope) -> None:
-        """Check that a worker has a session, of the incarnation that the newest view names.
+    def check_sender(self, envelope: Envelope) -> None:
+        """Check that a packet is from the incarnation of a member that the newest view names.
 
         Raises:
+            Mismatch: for another job.
             Fenced: for an older incarnation than that of the view.
-            ProtocolError: for a sender that has not sent HELLO.
+            ProtocolError: for a worker that has not sent HELLO, or a server that no view has named yet.
         """
-        self._fence(envelope, self.life(envelope.rank))
-        session = self.sessions.get(envelope.rank)
-        if session is None or session.incarnation != envelope.incarnation:
+        is_worker = envelope.role is Role.WORKER
+        session = self.sessions.get(envelope.rank) if is_worker else None
+        is_known = session is not None and session.incarnation == envelope.incarnation
+        if is_known and envelope.job == self.member.job:
+            return  # a session is of the incarnation that the newest view names
+        self.check_place(envelope)
+        is_named = self.is_named(envelope)
+        if is_worker:
             raise ProtocolError(f"{self.me} expects HELLO first on every connection")
-
-    def check_server(self, envelope: Envelope) -> None:
-        """Check that another server is the server that the newest view names.
-
-        Raises:
-            Fenced: for an older incarnation.
-            ProtocolError: for a server that no view has named yet.
-        """
-        if not self.is_named(envelope):
+        if not is_named:
             raise ProtocolError(f"{self.me} does not know this {envelope.node} yet; ask again")
 
     def check_request(self, message: Message, session: Session) -> None:

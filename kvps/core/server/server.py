@@ -56,6 +56,8 @@ TELL_NORMS_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 TELL_AFTER_S = 1.0
 """Seconds that a round must have been open for the scheduler to be told of it."""
+ANSWERS = frozenset((p.Welcome, p.Error))
+"""The messages of other servers that answer one of ours."""
 EXIT_TORN = 1
 """Exit code of a server that failed in the middle of an update."""
 SILENCES_MAX = 5
@@ -143,16 +145,12 @@ class Server:
         Raises:
             KvpsError: what its sender is to be told.
         """
-        if route == SCHEDULER or issubclass(kind, p.Welcome | p.Error):
+        if route == SCHEDULER or kind in ANSWERS:
             return True
         if not self._serves(envelope, kind):
             return False
         if kind is not p.Hello:
-            self.context.check_place(envelope)
-            if envelope.role is Role.WORKER:
-                self.context.check_worker(envelope)
-            else:
-                self.context.check_server(envelope)
+            self.context.check_sender(envelope)
         return True
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
@@ -163,11 +161,12 @@ class Server:
             self.counts.add("kvps_payload_bytes_total", "in", size)
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
-        elif isinstance(packet.message, p.Welcome | p.Error):
-            pass  # another server's answer to our HELLO or NORMS; an answer is never answered
-        else:
+        elif type(packet.message) not in ANSWERS:  # an answer to our HELLO or NORMS is never answered
             try:
-                self._on_peer(route, packet, now)
+                if packet.envelope.role is Role.WORKER:
+                    self._on_worker(route, packet, now)
+                else:
+                    self._on_server(route, packet)
             except KvpsError as error:
                 self._refuse(route, packet.envelope, error)
             if not self.checkpointer.taking.taken:
@@ -370,38 +369,37 @@ class Server:
 
     # --- peers ----------------------------------------------------------------------------------
 
-    def _on_peer(self, route: Route, packet: Packet, now: float) -> None:
+    def _on_server(self, route: Route, packet: Packet) -> None:
         envelope, message = packet.envelope, packet.message
-        if isinstance(message, p.Hello):
-            self._on_hello(route, envelope, message)
-            if envelope.role is Role.WORKER:
-                self._heard_at = now
-            return
-        if envelope.role is Role.WORKER:
-            self._heard_at = now
-            session = self.context.sessions[envelope.rank]
-            session.route = route
-            if isinstance(message, p.Pong):
-                self.context.hear_pong(session, message)
-            else:
-                self._answer(session, packet, now)
-            return
-        if isinstance(message, p.StepNorm):
-            self.push_pull.hear_step(message, envelope.rank)
-            return
-        if not isinstance(message, p.Norms):
-            raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
-        self.push_pull.hear_norms(message, envelope.rank)
+        match message:
+            case p.Hello():
+                self._on_hello(route, envelope, message)
+            case p.StepNorm():
+                self.push_pull.hear_step(message, envelope.rank)
+            case p.Norms():
+                self.push_pull.hear_norms(message, envelope.rank)
+            case _:
+                raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
 
-    def _answer(self, session: Session, packet: Packet, now: float) -> None:
+    def _on_worker(self, route: Route, packet: Packet, now: float) -> None:
         """Do what a worker asks.
 
         Raises:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
-        self.counts.add("kvps_requests_total", type(message).__name__)
         context, push_pull, control = self.context, self.push_pull, self.control
+        if isinstance(message, p.Hello):
+            self._on_hello(route, packet.envelope, message)
+            self._heard_at = now
+            return
+        self._heard_at = now
+        session = context.sessions[packet.envelope.rank]
+        session.route = route
+        if isinstance(message, p.Pong):
+            context.hear_pong(session, message)
+            return
+        self.counts.add("kvps_requests_total", type(message).__name__)
         if not isinstance(message, p.Probe | p.Revive):
             context.check_request(message, session)
             session.asked_at = now
