@@ -61,7 +61,7 @@ def cpu_s() -> float:
 def parts() -> None:
     """Print the processor time of each part, on a server that has ResNet-50's 161 arrays."""
     from kvps.core.counts import Counts
-    from kvps.core.server.figures.tally import Tally
+    from kvps.core.server.meter import Tally
     from kvps.protocol.membership import Measure
     from kvps.protocol.values import Run as Elements
     from kvps.runtime import server_process

@@ -14,7 +14,7 @@ import torch
 
 import kvps
 import kvps.torch
-from kvps.core.server.update.key_rows import KeyRows
+from kvps.core.server.rules.rows import KeyRows
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 
 COUNT, WIDTH = 60, 12

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.server.update.aggregator import Aggregator
+from kvps.core.server.ingest import Aggregator
 from tests.integration.processes import Cluster, Process, Processes
 
 CUT = 300_000

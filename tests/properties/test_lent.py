@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvps.core.server import ingest as aggregator
 from kvps.core.server.chunks.rounds import LENT_MAX
-from kvps.core.server.update import aggregator
 from kvps.dtypes import BY_NAME
 from kvps.protocol.values import Push, Run
 from kvps.tensors import TORCH

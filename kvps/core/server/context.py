@@ -17,7 +17,7 @@ from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.figures.tally import Tally
+from kvps.core.server.meter import Tally
 from kvps.core.server.sessions import (
     WATCHED_MAX,
     Describe,

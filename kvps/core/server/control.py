@@ -16,7 +16,7 @@ from kvps.core.limits import remedy
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
-from kvps.core.server import reads
+from kvps.core.server import answer as reads
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext

@@ -1,7 +1,7 @@
 """Pushes, loads and pulls on a server, and the moment when each is answered.
 
 Pushes and pulls come for chunks, or for rows of a key or of an embedding table; what happens to
-them is one and the same (:mod:`kvps.core.server.update.aggregator`;
+them is one and the same (:mod:`kvps.core.server.ingest`;
 :mod:`kvps.core.server.chunks.rounds` recognises duplicates). A pull that cannot be answered yet is
 *pending* in its session as a :class:`~kvps.core.server.sessions.PendingRead`, and looked at again
 when what holds it up has moved.
@@ -20,18 +20,18 @@ from kvps.core.effects import Send
 from kvps.core.gradients import DenseGradient
 from kvps.core.membership_client import Quorum
 from kvps.core.row_gradients import RowGradient
-from kvps.core.server import reads
+from kvps.core.server import answer as reads
+from kvps.core.server.answer import PendingRowRead
 from kvps.core.server.chunks.rounds import Verdict
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.reads import PendingRowRead
+from kvps.core.server.ingest import Aggregator, JudgedPush
+from kvps.core.server.rules import table as embedding_rows
+from kvps.core.server.rules.rows import KeyRows
+from kvps.core.server.rules.table import TableRows
+from kvps.core.server.rules.whole_tensor import NormId, PartialNorms, PartialSums
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
-from kvps.core.server.update import embedding_rows
-from kvps.core.server.update.aggregator import Aggregator, JudgedPush
-from kvps.core.server.update.embedding_rows import TableRows
-from kvps.core.server.update.global_norms import NormId, PartialNorms, PartialSums
-from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.envelope import Message, Packet

@@ -36,8 +36,8 @@ from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.figures.stragglers import StragglerLog
-from kvps.core.server.figures.tally import Tally
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
+from kvps.core.server.meter import Tally
 from kvps.core.server.push_pull import PushPull
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded

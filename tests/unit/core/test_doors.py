@@ -22,10 +22,10 @@ from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.cut import CUT_MAX, Rollback
 from kvps.core.server import server as module
+from kvps.core.server.rules.whole_tensor import NO_NUMBER
 from kvps.core.server.snapshot import capture, storage
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart
 from kvps.core.server.snapshot.storage import Complete, Loaded, Read, Remove, Write
-from kvps.core.server.update.global_norms import NO_NUMBER
 from kvps.core.supervisor import Supervisor
 from kvps.core.texts import demand_address, demand_printable, shown
 from kvps.core.worker.worker import Worker

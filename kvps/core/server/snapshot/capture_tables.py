@@ -12,9 +12,9 @@ from kvps.core.embedding.id_hash import servers_of
 from kvps.core.embedding.table import EmbeddingRows, TableState
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.rules import table as embedding_rows
 from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
 from kvps.core.server.store import ServerStore, Shard
-from kvps.core.server.update import embedding_rows
 from kvps.errors import Mismatch
 from kvps.protocol.stores import Piece
 

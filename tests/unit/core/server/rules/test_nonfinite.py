@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from kvps.core.gradients import DenseGradient
+from kvps.core.server import ingest as aggregator
 from kvps.core.server import options
 from kvps.core.server.chunks.rounds import Round
-from kvps.core.server.update import aggregator, apply
+from kvps.core.server.rules import optimize as apply
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
 from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run

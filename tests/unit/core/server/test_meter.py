@@ -13,9 +13,9 @@ from kvps.core.counts import STALENESS, Counts
 from kvps.core.effects import Send
 from kvps.core.membership_client import Identity
 from kvps.core.server import measured
+from kvps.core.server import meter as tally
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.figures import tally
-from kvps.core.server.figures.tally import SMOOTHING, Lateness, Tally, most_late
+from kvps.core.server.meter import SMOOTHING, Lateness, Tally, most_late
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures

@@ -22,10 +22,10 @@ from kvps import protocol as p
 from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
+from kvps.core.server.rules.rows import KeyRows
+from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
-from kvps.core.server.update.embedding_rows import TableRows
-from kvps.core.server.update.key_rows import KeyRows
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
 from kvps.phrases import ranks_in_words

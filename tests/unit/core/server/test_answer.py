@@ -11,7 +11,7 @@ from kvps.protocol.stores import Declare, Entry, Piece
 from kvps.protocol.values import Ask, Pull, PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
 from tests.support.server_harness import Said, ServerStage, heard, refusal
-from tests.unit.core.server.update.test_key_rows import MANY, WIDTH, push, push_whole, stage
+from tests.unit.core.server.rules.test_rows import MANY, WIDTH, push, push_whole, stage
 
 
 def pull(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvps.core.optim.torch_rules import UPDATERS
+from kvps.core.server import ingest as aggregator
 from kvps.core.server.chunks.slab import Chunk
-from kvps.core.server.update import aggregator, apply
+from kvps.core.server.rules import optimize as apply
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error

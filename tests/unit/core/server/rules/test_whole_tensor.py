@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.server.update.global_norms import PartialNorms
+from kvps.core.server.rules.whole_tensor import PartialNorms
 from kvps.errors import Mismatch
 
 ID = ("kv", "w", None, 3)

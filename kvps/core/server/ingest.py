@@ -9,13 +9,13 @@ and the weights move when the round closes. In an asynchronous one each push mov
 version, before the next one, the reads that waited there are handed to :data:`Wake`. So a read that
 waits for a version gets exactly this one.
 
-Some updates make a detour over norms of their whole tensor (:mod:`kvps.core.server.update.global_norms`):
+Some updates make a detour over norms of their whole tensor (:mod:`kvps.core.server.rules.whole_tensor`):
 those of a rule that needs norms (LARS, LAMB), and, where a store drops what is not finite
 (:mod:`kvps.core.server.figures.nonfinite_log`), those of every key that is more than one piece.
 Such an update must not begin anywhere before all of it is known to be finite. Their spans are
 never wider than a piece.
 
-A push of rows (:mod:`kvps.core.server.update.key_rows`) is judged span by span like any other, each of one
+A push of rows (:mod:`kvps.core.server.rules.rows`) is judged span by span like any other, each of one
 piece of its key. Where a sum has nothing but rows and the rule can do without the others, only these rows
 are updated.
 """
@@ -35,14 +35,14 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.chunks.slab import Chunk, Chunks
-from kvps.core.server.figures.tally import Tally
+from kvps.core.server.meter import Tally
+from kvps.core.server.rules.clipped import StepNorms
+from kvps.core.server.rules.optimize import Updates, Wake
+from kvps.core.server.rules.rows import KeyRows
+from kvps.core.server.rules.table import TableRows
+from kvps.core.server.rules.whole_tensor import GlobalNorms, NormId, PartialSums
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore, Shard
-from kvps.core.server.update.apply import Updates, Wake
-from kvps.core.server.update.embedding_rows import TableRows
-from kvps.core.server.update.global_norms import GlobalNorms, NormId, PartialSums
-from kvps.core.server.update.key_rows import KeyRows
-from kvps.core.server.update.step_norms import StepNorms
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import StepNorm

@@ -13,7 +13,7 @@ import torch
 
 from kvps.core.embedding.id_hash import Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
-from kvps.core.server.update import embedding_rows
+from kvps.core.server.rules import table as embedding_rows
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Done, Join, Probe, Probed, Return

@@ -25,9 +25,10 @@ from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.history import CompressedHistory, code_of
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.rules import rows as key_rows
+from kvps.core.server.rules import table as embedding_rows
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore
-from kvps.core.server.update import embedding_rows, key_rows
 from kvps.dtypes import BY_NAME
 from kvps.tensors import TORCH
 

@@ -24,8 +24,8 @@ import torch
 from kvps.core.nonfinite import Flaw
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.rules.optimize import Updates
 from kvps.core.server.store import ServerStore, Shard
-from kvps.core.server.update.apply import Updates
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
 

@@ -30,8 +30,8 @@ from dataclasses import dataclass, field, replace
 from kvps.core.gradients import GradientSum
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.rules.optimize import Updates
 from kvps.core.server.store import ServerStore
-from kvps.core.server.update.apply import Updates
 from kvps.errors import ProtocolError
 from kvps.protocol.stores import StepNorm
 from kvps.protocol.values import StepPart

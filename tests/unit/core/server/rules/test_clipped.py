@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvps.core.server.update.step_norms import EARLY_MAX
+from kvps.core.server.rules.clipped import EARLY_MAX
 from kvps.protocol.membership import Error, Probe, Probed
 from kvps.protocol.stores import Declare, Declared, Entry, StepNorm
 from kvps.protocol.values import Push, PushRows, Run, StepPart
