@@ -60,20 +60,18 @@ def cpu_s() -> float:
 
 def parts() -> None:
     """Print the processor time of each part, on a server that has ResNet-50's 161 arrays."""
-    from kvps.core.counts import Counts
-    from kvps.core.server.meter import Tally
+    from kvps.core.server.meter import Meter
     from kvps.protocol.membership import Measure
     from kvps.protocol.values import Run as Elements
     from kvps.runtime import server_process
     from kvps.tools.bench.workloads import shapes_of
     from tests.support.server_harness import ServerStage
 
-    tally, elements = Tally(Counts()), (Elements(0, 1 << 18, 1),)
+    meter, elements = Meter(), (Elements(0, 1 << 18, 1),)
 
     def push() -> None:
-        tally.pushed((1,), 1 << 20)
-        tally.late("kv", (1,), 0.01)
-        tally.traffic(5, elements, 4)
+        meter.on_push("counted", (1,), (), "kv", [0.01])
+        meter.on_values(5, elements, 4)
 
     stage = ServerStage(2)
     stage.open()

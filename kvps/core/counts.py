@@ -56,7 +56,7 @@ class Counts:
 
     def observe(self, name: str, value: float) -> None:
         """Count one event that took so many seconds, or was so many versions late."""
-        bounds = bounds_of(name)
+        bounds = STALENESS_BOUNDS if name == STALENESS else BOUNDS_S
         buckets = self._buckets.setdefault(name, [0] * (len(bounds) + 1))
         buckets[bisect_left(bounds, value)] += 1
         self._total_s[name] = self._total_s.get(name, 0.0) + value

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, repeat
 
 import torch
 
@@ -21,49 +21,53 @@ from kvps.core.row_gradients import RowGradient, added
 from kvps.dtypes import BY_ID
 from kvps.tensors import accumulator, from_frame
 
+HALF = torch.float16, torch.bfloat16
+
 
 class DenseGradient:
     """Flat tensors of one type, end to end. They are only read."""
 
-    __slots__ = ("_pieces", "_stops")
+    __slots__ = ("_pieces", "edges")
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = tuple(pieces)
-        self._stops = tuple(accumulate([piece.numel() for piece in pieces]))
+        self.edges = tuple(accumulate(map(torch.Tensor.numel, pieces)))
+        """The element at which each piece ends."""
 
     @classmethod
     def of(cls, payload: Sequence[memoryview], dtype: int) -> DenseGradient:
         """Return the elements that came in ``payload``: one frame, or loans of several places."""
-        return cls([from_frame(frame, BY_ID[dtype].name) for frame in payload])
+        return cls([*map(from_frame, payload, repeat(BY_ID[dtype].name))])
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of its elements."""
         return self._pieces[0].dtype
 
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """The element at which each piece ends."""
-        return self._stops
-
     def __len__(self) -> int:
-        return self._stops[-1]
+        return self.edges[-1]
 
     def within(self, start: int, stop: int) -> torch.Tensor:
         """Return the elements from ``start`` to ``stop``, which lie in one piece."""
-        index = bisect_right(self._stops, start)
+        index = bisect_right(self.edges, start)
         piece = self._pieces[index]
-        begin = self._stops[index - 1] if index else 0
-        if start == begin and stop == self._stops[index]:
+        begin = self.edges[index - 1] if index else 0
+        if start == begin and stop == self.edges[index]:
             return piece
         return piece[start - begin : stop - begin]
 
     def part(self, start: int, stop: int) -> DenseGradient:
         """Return the elements from ``start`` to ``stop`` as a gradient."""
-        if start == 0 and stop == len(self):
+        if start == 0 and stop == self.edges[-1]:
             return self
-        edges = [start, *[edge for edge in self._stops if start < edge < stop], stop]
+        edges = [start, *[edge for edge in self.edges if start < edge < stop], stop]
         return DenseGradient([self.within(*ends) for ends in pairwise(edges)])
+
+    def to_sum(self) -> DenseGradient:
+        """Return all elements in one piece, of the type in which sums are taken; itself if it is so."""
+        if len(self._pieces) == 1 and self._pieces[0].dtype not in HALF:
+            return self
+        return DenseGradient([accumulator(self.joined())])
 
     def joined(self) -> torch.Tensor:
         """Return all elements in one piece; a copy if there were several."""
@@ -74,7 +78,7 @@ Part = DenseGradient | RowGradient
 """A gradient: all of its elements, or some rows."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GradientSum:
     """Gradients that are to be added up, in this order, and divided by a number if it is not 1.
 
@@ -87,7 +91,7 @@ class GradientSum:
     @property
     def is_sparse(self) -> bool:
         """Whether every part has only some of its rows."""
-        return all(isinstance(part, RowGradient) for part in self.parts)
+        return isinstance(self.parts[0], RowGradient)
 
     def gathered(self) -> RowGradient:
         """Return a sparse sum as one row gradient, in memory of its own."""
@@ -96,20 +100,32 @@ class GradientSum:
     def __len__(self) -> int:
         return len(self.parts[0])
 
+    def block(self, scratch: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the sum of the elements from ``start`` to ``stop``, which may be overwritten."""
+        out = scratch[: stop - start]
+        self.into(out, start, stop)
+        return out
+
     def into(self, out: torch.Tensor, start: int, stop: int) -> None:
         """Write the sum of the elements from ``start`` to ``stop`` into ``out``.
 
         ``out`` is of the type that sums are taken in.
         """
-        dense = [part for part in self.parts if isinstance(part, DenseGradient)]
-        edges = {edge for part in dense for edge in part.edges if start < edge < stop}
-        begin = start
-        for end in (*sorted(edges), stop):
-            _add([part.within(begin, end) for part in dense], out[begin - start : end - start])
-            begin = end
+        dense, rows, edges = [], [], {stop}
         for part in self.parts:
             if isinstance(part, RowGradient):
-                part.add_to(out, start, stop)
+                rows.append(part)
+                continue
+            dense.append(part)
+            if len(part.edges) > 1:
+                edges.update([edge for edge in part.edges if start < edge < stop])
+        begin = start
+        for end in sorted(edges):
+            pieces = [*map(DenseGradient.within, dense, repeat(begin), repeat(end))]
+            _add(pieces, out[begin - start : end - start])
+            begin = end
+        for part in rows:
+            part.add_to(out, start, stop)
         if self.divisor != 1:
             out.div_(self.divisor)
 
@@ -123,7 +139,17 @@ class GradientSum:
         """Return the sums of the elements before ``at``, and from there on."""
         left = tuple([part.part(0, at) for part in self.parts])
         right = tuple([part.part(at, len(part)) for part in self.parts])
-        return GradientSum(left, self.divisor), GradientSum(right, self.divisor)
+        return replace(self, parts=left), replace(self, parts=right)
+
+
+class OwnSum(GradientSum):
+    """A sum that is computed already: one part, in memory that may be overwritten."""
+
+    __slots__ = ()
+
+    def block(self, scratch: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the elements from ``start`` to ``stop`` where they lie."""
+        return self.parts[0].joined()[start:stop]
 
 
 def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:

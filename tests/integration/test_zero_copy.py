@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.core.server.ingest import Aggregator
+from kvps.core.server.ingest import Ingest
 from tests.integration.processes import Cluster, Process, Processes
 
 CUT = 300_000
@@ -193,18 +193,18 @@ def test_without_a_copy_there_is_nothing_to_write_to(name):
 def test_nothing_is_copied_on_the_way(servers, monkeypatch):
     """The server reads the worker's memory, and the worker the servers', side by side."""
     lent = []
-    judge = Aggregator.judge
+    judge = Ingest.judge
 
-    def note(self, store, message, gradient, **options):
+    def note(self, rule, message, gradient, **options):
         lent.append((options["is_lent"], len(gradient.edges)))
-        return judge(self, store, message, gradient, **options)
+        return judge(self, rule, message, gradient, **options)
 
     def work(rank):
         kv = kvps.create("dist_sync")
         names = ["a", "b", "c"]
         kv.init(names, [torch.zeros(300, 1024), torch.zeros(30, 100), torch.zeros(5000)])
         mine = kv.empty_like(names)
-        monkeypatch.setattr(Aggregator, "judge", note)
+        monkeypatch.setattr(Ingest, "judge", note)
         for turn in range(3):
             views = kv.pushpull(names, [one.fill_(turn) for one in mine], copy=False)
             assert all(view.eq(turn).all() for view in views)

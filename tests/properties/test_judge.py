@@ -21,7 +21,7 @@ def everything(stage: ServerStage) -> object:
     """All that a push could change: also how spans are cut, and whether there is optimizer state."""
     chunk = stage.chunk()
     spans = [(span.start, span.stop) for span in chunk.spans]
-    return stage.snapshot(), spans, chunk.state is None, stage.server.push_pull.aggregator.is_torn
+    return stage.snapshot(), spans, chunk.state is None, stage.server.rules.is_torn
 
 
 def trained(mode: str, rule: str, on_nonfinite: str) -> ServerStage:
@@ -58,26 +58,25 @@ def test_judging_changes_nothing_and_applying_does_what_was_judged(data: st.Data
     rule = data.draw(st.sampled_from(["", "sgd", "adam", "lars"]))
     mode = data.draw(st.sampled_from(["sync", "async"] if rule else ["sync"]))
     stage = trained(mode, rule, data.draw(st.sampled_from(["apply", "skip"])))
-    aggregator, context = stage.server.push_pull.aggregator, stage.server.context
-    store = context.stores["kv"]
+    ingest, rules = stage.server.ingest, stage.server.rules
     for _ in range(data.draw(st.integers(1, 8))):
         message, row = data.draw(pushes(stage))
         before = everything(stage)
         try:
-            judged = aggregator.judge(store, message, DenseGradient([row]))
+            judged = ingest.judge(rules.rule(message.chunk), message, DenseGradient([row]))
         except KvpsError:
             assert everything(stage) == before
             continue
         assert everything(stage) == before
         assert bool(judged.ranges) is (judged.verdict is Verdict.COUNTED)
-        aggregator.apply(judged, context.quorum(store), stage.now)
+        ingest.apply(judged, stage.now)
         stage.take(stage.server._flush())
         if judged.verdict is not Verdict.COUNTED:
             assert everything(stage)[0] == before[0]  # type: ignore[index]
             continue
-        assert not aggregator.is_torn
+        assert not rules.is_torn
         for run in message.runs:
             for span in stage.chunk().spans_in(run.start, run.start + run.size):
                 assert all(span.pushed[rank] > run.number for rank in message.ranks)
-        again = aggregator.judge(store, message, DenseGradient([row]))
+        again = ingest.judge(rules.rule(message.chunk), message, DenseGradient([row]))
         assert again.verdict is Verdict.DUPLICATE

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvps.core.server import ingest as aggregator
 from kvps.core.server.chunks.rounds import LENT_MAX
+from kvps.core.server.rules import book
 from kvps.dtypes import BY_NAME
 from kvps.protocol.values import Push, Run
 from kvps.tensors import TORCH
@@ -82,7 +82,7 @@ def test_lent_gradients_do_what_frames_do_and_are_only_read(data: st.DataObject)
     ranks = data.draw(st.sampled_from([1, 2, 3, LENT_MAX + 3]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     lent: list[tuple[torch.Tensor, torch.Tensor]] = []
-    with mock.patch.object(aggregator, "BLOCK_COUNT", BLOCK):
+    with mock.patch.object(book, "BLOCK_COUNT", BLOCK):
         frames = stage(mode, ranks, dtype, rule, deterministic)
         loans = stage(mode, ranks, dtype, rule, deterministic)
         todo = {

@@ -166,7 +166,7 @@ def test_a_server_answers_or_drops_whatever_comes(data: st.DataObject) -> None:
         packet = packed(envelope, message, octet)
         if packet is not None:
             stage.hear(b"x", packet)
-        assert not stage.server.push_pull.aggregator.is_torn
+        assert not stage.server.rules.is_torn
     stage.take(stage.server.on_timer(stage.now + 6))
 
 

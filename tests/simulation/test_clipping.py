@@ -134,7 +134,7 @@ def test_weights_are_those_of_one_process_that_clips(seed: int, request: pytest.
             assert client.error is None, client.error
             is_trained(job, client.result)
         for server in cluster.servers:
-            steps = server.core.push_pull.aggregator.steps  # type: ignore[attr-defined]
+            steps = server.core.rules.steps  # type: ignore[attr-defined]
             assert not steps.open
 
 

@@ -383,7 +383,7 @@ class ServerStage:
             for name, store in context.stores.items()
         }
         pending = {rank: sorted(session.pending) for rank, session in context.sessions.items()}
-        norms = sorted(self.server.push_pull.aggregator.norms.open, key=repr)
+        norms = sorted(self.server.rules.norms.open, key=repr)
         return copy.deepcopy((chunks, stores, pending, weight_bytes(context.chunks), norms))
 
 

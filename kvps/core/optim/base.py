@@ -108,6 +108,8 @@ class Updater(abc.ABC):
         self.hyper = hyper
         self._rescale = hyper.number("rescale_grad")
         self._clip = hyper.optional("clip_gradient")
+        self._prepares = self._rescale != 1.0 or self._clip is not None
+        """Gradients are changed before they are applied."""
         self.max_norm = hyper.optional("clip_global_norm")
         """The norm over all keys of a step, above which its gradients are scaled down; None for no limit."""
         if self.needs_norms and self.max_norm is not None:
@@ -190,8 +192,9 @@ class Updater(abc.ABC):
         if not weight.numel():
             return
         target = state.get(MASTER, weight)
-        ready = self._prepare(gradient, target.dtype, in_place=True)
-        self._update(target, ready, state, terms)
+        if self._prepares or gradient.dtype != target.dtype:
+            gradient = self._prepare(gradient, target.dtype, in_place=True)
+        self._update(target, gradient, state, terms)
         if target is not weight:
             weight.copy_(target)
 

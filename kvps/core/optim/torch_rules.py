@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,14 +78,7 @@ TORCH_RULES: Mapping[str, TorchRule] = {
 }
 """Optimizer name -> rule, of torch.optim's that servers run."""
 
-_COMMON = {
-    "lr",
-    "weight_decay",
-    "rescale_grad",
-    "clip_gradient",
-    "clip_global_norm",
-    "multi_precision",
-}
+_COMMON = {"lr", "weight_decay", "rescale_grad", "clip_gradient", "clip_global_norm", "multi_precision"}
 """Hyper-parameters that no kernel takes as they are set: they are of each key, or applied before."""
 
 
@@ -102,9 +95,6 @@ def _may_fuse(weight: Tensor) -> bool:
 
 class TorchUpdater(Updater):
     """A rule of torch.optim, called as its row of :data:`TORCH_RULES` says."""
-
-    _absent: ClassVar[list[None]] = []
-    """The kernel's argument for a state that is off."""
 
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
@@ -124,9 +114,9 @@ class TorchUpdater(Updater):
         return {name: torch.full_like(weight, self._initial) for name in self._states if name}
 
     def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
-        states = [[state[name]] if name else self._absent for name in self._states]
+        states = [[state[name]] if name else [] for name in self._states]
         fused = {"fused": _may_fuse(weight)} if self._rule.fuses else {}
-        self._kernel_at(terms.step)(
+        self._kernel(
             [weight],
             [gradient],
             *states,
@@ -136,10 +126,6 @@ class TorchUpdater(Updater):
             **fused,
         )
 
-    def _kernel_at(self, step: int) -> Callable[..., None]:
-        """Return the kernel for update ``step``, with the hyper-parameters that it takes then."""
-        return self._kernel
-
     def _counters(self, step: int) -> tuple[list[Tensor], ...]:
         """Return torch's counters as they stand before update ``step``; torch adds the 1."""
         return ([torch.tensor(float(step - 1), dtype=torch.float32)],)
@@ -148,18 +134,21 @@ class TorchUpdater(Updater):
 class Sgd(TorchUpdater):
     """:class:`torch.optim.SGD`, which counts no steps."""
 
-    _absent: ClassVar[list[None]] = [None]
-
     def __init__(self, hyper: HyperParams) -> None:
         super().__init__(hyper)
         self._first = partial(self._kernel, dampening=0.0)
 
-    def _kernel_at(self, step: int) -> Callable[..., None]:
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
         # torch's first buffer is the undamped gradient; ours is 0, so not damping once is it.
-        return self._first if step == 1 else self._kernel
-
-    def _counters(self, step: int) -> tuple[list[Tensor], ...]:
-        return ()
+        kernel = self._first if terms.step == 1 else self._kernel
+        kernel(
+            [weight],
+            [gradient],
+            [state.get("momentum_buffer")],
+            lr=terms.lr,
+            weight_decay=terms.weight_decay,
+            fused=_may_fuse(weight),
+        )
 
 
 class NAdam(TorchUpdater):
@@ -250,12 +239,4 @@ def register(name: str, cls: type[Updater], schema: Schema) -> None:
     UPDATERS[name] = cls
 
 
-__all__ = [
-    "UPDATERS",
-    "State",
-    "Terms",
-    "TorchUpdater",
-    "Updater",
-    "create",
-    "register",
-]
+__all__ = ["UPDATERS", "State", "Terms", "TorchUpdater", "Updater", "create", "register"]

@@ -1,6 +1,8 @@
-"""Reads of values: when a pull can be answered (rounds, staleness of dist_ssp), and its payload.
+"""Pulls on a server: when one can be answered (rounds, staleness of dist_ssp), and its payload.
 
-A pull waits at the first element that lacks something. An element that once had what the pull
+A pull that cannot be answered yet is *pending* in its session as a
+:class:`~kvps.core.server.sessions.PendingRead`. It waits at the first element that lacks something, and is
+looked at again when that has moved. An element that once had what the pull
 needs is not looked at again: so however many keys one pull names, and however often it is woken,
 each is looked at once.
 
@@ -12,42 +14,189 @@ embedding table has one piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from kvps import protocol as p
-from kvps.core.membership_client import Quorum
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
+from kvps.core.server.context import RequestContext, StoreQuorum
 from kvps.core.server.rules.rows import KeyRows
 from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.core.server.store import ServerStore
-from kvps.dtypes import BY_NAME
-from kvps.errors import ProtocolError
+from kvps.dtypes import BY_ID, BY_NAME
+from kvps.errors import KvpsError, ProtocolError
 from kvps.phrases import ranks_in_words
+from kvps.tensors import to_frame
 
 
-def holds(store: ServerStore, chunk: Chunk, reading: PendingRead, quorum: Quorum) -> bool:
-    """Return whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait.
+class Answers:
+    """Answers pulls, now or when what holds them up has moved.
 
-    Raises:
-        ProtocolError: if a key was replaced while it waited.
+    Args:
+        context: the job's stores and sessions.
     """
-    if reading.call is not None:
-        return _is_loaded(store, chunk, reading, reading.call)
-    for index in range(reading.index, len(reading.asks)):
-        ask = reading.asks[index]
-        reading.index, reading.at = index, max(reading.at, ask.start)
-        for span in chunk.spans_in(reading.at, ask.start + ask.size):
-            reading.at = max(reading.at, span.start)
-            if why_unreadable(store, span, ask, reading, quorum):
-                return False
-    chunk.validate(reading.asks)
-    return True
+
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self._chunks = context.chunks
+        self._meter = context.meter
+
+    def pull(self, session: Session, seq: int, message: p.Pull) -> None:
+        """Answer with runs of a chunk, as soon as they are what is asked for."""
+        chunk = self._chunks.at(message.chunk)
+        store = self._context.stores[chunk.store]
+        is_ready = message.call is None
+        chunk.validate(message.runs, are_whole=is_ready, are_filled=is_ready)
+        check_held(message.held, message.runs)
+        number, values = chunk.number, message.values
+        reading = PendingRead(session, seq, store.name, number, values, message.runs, message.held)
+        reading.call = message.call
+        self.read(reading, store, chunk)
+
+    def pull_rows(
+        self,
+        session: Session,
+        seq: int,
+        message: p.PullRows | p.PullChanged | p.PullIds,
+        payload: Sequence[memoryview],
+    ) -> None:
+        """Answer with the rows of a key or table that are named, or that changed since a version."""
+        target: KeyRows | TableRows
+        ids = None
+        if isinstance(message, p.PullIds):
+            target, store = TableRows.of(self._chunks, message.chunk), self._context.store_of(message.chunk)
+            ids = target.asked(message, payload)
+        else:
+            store = self._context.store(message.store)
+            target = KeyRows.of(store, message.key)
+            if isinstance(message, p.PullRows):
+                ids = target.ids(payload)
+        asks = tuple(
+            [p.Ask(piece.start, piece.size, message.after, message.least) for piece in target.pieces]
+        )
+        reading = session.pending[seq] = PendingRowRead(
+            session, seq, store.name, target.pieces[0].chunk, True, asks, target=target, ids=ids
+        )
+        if isinstance(message, p.PullChanged):
+            reading.since = message.since
+        self._read_rows(reading)
+
+    def wake(self, woken: Iterable[PendingRead]) -> None:
+        """Try reads again that waited for what has moved."""
+        for reading in woken:
+            if not self._context.is_pending(reading):
+                continue
+            if isinstance(reading, PendingRowRead):
+                self._read_rows(reading)
+                continue
+            try:
+                chunk = self._chunks.at(reading.chunk)
+                self.read(reading, self._context.stores[reading.store], chunk, is_woken=True)
+            except KvpsError as error:
+                self._context.refuse(reading.session, reading.seq, error)
+
+    def read(self, reading: PendingRead, store: ServerStore, chunk: Chunk, *, is_woken: bool = False) -> bool:
+        """Answer ``reading`` if its conditions hold; else let it wait at what holds it up.
+
+        Args:
+            reading: the request.
+            store: whose values it wants.
+            chunk: where they are.
+            is_woken: it has waited, so that keys may have been replaced meanwhile.
+
+        Returns:
+            Whether it is answered.
+
+        Raises:
+            ProtocolError: if a key was replaced while it waited.
+        """
+        session = reading.session
+        if not self._holds(store, chunk, reading):
+            session.pending[reading.seq] = reading
+            chunk.wait(reading)
+            return False
+        if is_woken:
+            chunk.validate(reading.asks, are_whole=reading.call is None)
+        session.pending.pop(reading.seq, None)
+        stands, number = _stands(store, chunk, reading), BY_NAME[chunk.dtype].id
+        if not reading.values:
+            self._context.send(session, p.Pulled(reading.seq, chunk.number, number, False, stands))
+            return True
+        self._meter.on_values(chunk.number, reading.asks, BY_ID[number].itemsize)
+        dropped = self._watch(store, chunk, reading, stands) if store.watches_reads else ()
+        weight, asks = chunk.buffer.tensor, reading.asks
+        held: Buffer | None
+        if len(asks) == 1 or all(ask.start + ask.size == other.start for ask, other in pairwise(asks)):
+            values, held = weight[asks[0].start : asks[-1].start + asks[-1].size], chunk.buffer
+        else:
+            values, held = torch.cat([weight[ask.start : ask.start + ask.size] for ask in asks]), None
+        steps: tuple[p.Steps, ...] = ()
+        adds = False
+        # One who reads values where they lie saves nothing by steps.
+        if reading.held and not self._chunks.memory.lends(session.route, (values,)):
+            adds = store.updater is not None
+            steps, octets = _lead(chunk, reading, stands)
+            if steps:
+                self._meter.compressed("out", octets.nbytes, values.nbytes)
+                values, held = octets, None
+        answer = p.Pulled(reading.seq, chunk.number, number, True, stands, dropped, steps, adds)
+        self._context.send(session, answer, (to_frame(values),), None if held is None else held.hold())
+        return True
+
+    def _watch(
+        self, store: ServerStore, chunk: Chunk, reading: PendingRead, stands: tuple[p.Stand, ...]
+    ) -> tuple[p.Dropped, ...]:
+        """Note what is read, for rules that depend on it; return the updates of the asked elements that were
+        dropped, for workers that raise them."""
+        rank, updater = reading.session.rank, store.updater
+        if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
+            state = store.state_of(chunk)
+            for ask in reading.asks:
+                updater.pulled(chunk.buffer.tensor, state, ask.start, ask.start + ask.size, rank)
+        for stand in () if store.ordered else stands:
+            self._meter.read(rank, chunk.number, stand.start, stand.version)
+        if store.drops is None:
+            return ()
+        return store.drops.among(chunk.number, None if store.ordered else rank, reading.asks)
+
+    def _holds(self, store: ServerStore, chunk: Chunk, reading: PendingRead) -> bool:
+        """Return whether ``reading`` can be answered; if not, ``reading.at`` says where it must wait."""
+        if reading.call is not None:
+            return _is_loaded(store, chunk, reading, reading.call)
+        for index in range(reading.index, len(reading.asks)):
+            ask = reading.asks[index]
+            reading.index, reading.at = index, max(reading.at, ask.start)
+            for span in chunk.spans_in(reading.at, ask.start + ask.size):
+                if store.ordered and span.version >= max(ask.after, ask.least):
+                    continue
+                reading.at = max(reading.at, span.start)
+                if why_unreadable(store, span, ask, reading, self._context.quorum(store)):
+                    return False
+        return True
+
+    def _read_rows(self, reading: PendingRowRead) -> None:
+        """Answer a request for rows, or let it wait at the first piece that lacks something."""
+        store, session = self._context.stores[reading.store], reading.session
+        quorum = self._context.quorum(store)
+        while reading.index < len(reading.asks):
+            ask, piece = reading.asks[reading.index], reading.target.pieces[reading.index]
+            reading.chunk, reading.at = piece.chunk, piece.start
+            if why_unreadable(store, self._chunks.span_at(piece), ask, reading, quorum):
+                self._chunks.by_number[piece.chunk].wait(reading)
+                return
+            reading.index += 1
+        del session.pending[reading.seq]
+        answer, frames = read_rows(store, self._chunks, reading)
+        self._meter.on_rows(reading.target.pieces[0], frames)
+        for piece in () if store.ordered else reading.target.pieces:
+            span = self._chunks.span_at(piece)
+            self._meter.read(session.rank, piece.chunk, span.start, span.version)
+        self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
 
 
 def _is_loaded(store: ServerStore, chunk: Chunk, reading: PendingRead, call: int) -> bool:
@@ -68,7 +217,7 @@ def why(
     store: ServerStore,
     chunk: Chunk,
     reading: PendingRead,
-    quorum: Quorum,
+    quorum: StoreQuorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
     """Return the text of what ``reading`` waits for; ``describe`` describes a rank."""
@@ -87,7 +236,7 @@ def why_unreadable(
     span: Span,
     ask: p.Ask,
     reading: PendingRead,
-    quorum: Quorum,
+    quorum: StoreQuorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
     """Return why ``span`` cannot be read yet: a round, a push, or the staleness bound; empty if it can."""
@@ -103,7 +252,7 @@ def why_unreadable(
                 )
             what = "the norms" if store.drops is None else "word, if it is finite,"
             return f"round {span.version} waits for {what} of other servers"
-        missing = span.missing(quorum.required(store.opened.on_worker_lost))
+        missing = span.missing(quorum.required)
         ranks = ranks_in_words(missing, describe) if missing else "rank none that is left"
         return f"round {span.version} waits for a push of {ranks}"
     if span.version < ask.least:
@@ -121,41 +270,16 @@ def why_unreadable(
     return ""
 
 
-def dropped(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[p.Dropped, ...]:
-    """Return the updates of the asked elements that were dropped, for workers that raise them."""
-    if store.drops is None or not reading.values:
-        return ()
-    rank = None if store.ordered else reading.session.rank
-    return store.drops.among(chunk.number, rank, reading.asks)
-
-
-def read(
-    store: ServerStore, chunk: Chunk, reading: PendingRead
-) -> tuple[tuple[p.Stand, ...], torch.Tensor | None, Buffer | None]:
-    """Return where the asked elements stand, their values, and the buffer to be held.
-
-    The buffer is None where the values are a copy.
-    """
-    rank = reading.session.rank
+def _stands(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[p.Stand, ...]:
+    """Return where the asked elements stand."""
+    rank, ordered = reading.session.rank, store.ordered
     stands: list[p.Stand] = []
     for ask in reading.asks:
         stop = ask.start + ask.size
         for span in chunk.spans_in(ask.start, stop):
             begin, end = max(span.start, ask.start), min(span.stop, stop)
-            owed = span.owed(rank, store.ordered)
-            stands.append(p.Stand(begin, end - begin, span.version, owed))
-    if not reading.values:
-        return tuple(stands), None, None
-    weight, updater = chunk.buffer.tensor, store.updater
-    if updater is not None and updater.tracks_pulls and BY_NAME[chunk.dtype].kind != "int":
-        state = store.state_of(chunk)
-        for ask in reading.asks:
-            updater.pulled(weight, state, ask.start, ask.start + ask.size, rank)
-    if all(ask.start + ask.size == other.start for ask, other in pairwise(reading.asks)):
-        first, last = reading.asks[0], reading.asks[-1]
-        return tuple(stands), weight[first.start : last.start + last.size], chunk.buffer.hold()
-    parts = [weight[ask.start : ask.start + ask.size] for ask in reading.asks]
-    return tuple(stands), torch.cat(parts), None
+            stands.append(p.Stand(begin, end - begin, span.version, span.owed(rank, ordered)))
+    return tuple(stands)
 
 
 def check_held(held: Sequence[int], runs: Sequence[p.Ask] | Sequence[p.Run]) -> None:
@@ -168,7 +292,7 @@ def check_held(held: Sequence[int], runs: Sequence[p.Ask] | Sequence[p.Run]) -> 
         raise ProtocolError(f"{len(runs)} runs, and versions held of {len(held)} of them")
 
 
-def lead(
+def _lead(
     chunk: Chunk, reading: PendingRead, stands: tuple[p.Stand, ...]
 ) -> tuple[tuple[p.Steps, ...], torch.Tensor]:
     """Return the steps from the versions that the worker holds to the asked values, and their bytes.
@@ -211,35 +335,6 @@ class PendingRowRead(PendingRead):
     """Numbers of rows as ``target`` has them; None for those that changed."""
     since: int = 0
     """The version since which changed rows are asked for."""
-
-    @classmethod
-    def of(
-        cls,
-        session: Session,
-        seq: int,
-        store: ServerStore,
-        message: p.PullRows | p.PullChanged | p.PullIds,
-        target: KeyRows | TableRows,
-        ids: torch.Tensor | None = None,
-    ) -> PendingRowRead:
-        """Return what ``message`` asks for; ``ids`` are those that it names, if it names any."""
-        pieces = target.pieces
-        asks = tuple([p.Ask(piece.start, piece.size, message.after, message.least) for piece in pieces])
-        since = message.since if isinstance(message, p.PullChanged) else 0
-        first = pieces[0].chunk
-        return cls(session, seq, store.name, first, True, asks, target=target, ids=ids, since=since)
-
-
-def holds_rows(store: ServerStore, chunks: Chunks, reading: PendingRowRead, quorum: Quorum) -> bool:
-    """Return whether rows can be read; if not, ``reading`` says in which chunk, and where, it must wait."""
-    while reading.index < len(reading.asks):
-        ask, piece = reading.asks[reading.index], reading.target.pieces[reading.index]
-        reading.chunk, reading.at = piece.chunk, piece.start
-        span = next(chunks.by_number[piece.chunk].spans_in(piece.start, piece.start + 1))
-        if why_unreadable(store, span, ask, reading, quorum):
-            return False
-        reading.index += 1
-    return True
 
 
 def read_rows(

@@ -11,27 +11,40 @@ in its session: it is tried again whenever something came into being.
 
 from __future__ import annotations
 
-from kvps.core.counts import Counts
+from typing import NamedTuple
+
 from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.meter import Tally
-from kvps.core.server.sessions import (
-    WATCHED_MAX,
-    Describe,
-    Link,
-    PendingRead,
-    PendingRequest,
-    Session,
-)
+from kvps.core.server.meter import Meter
+from kvps.core.server.sessions import WATCHED_MAX, Describe, Link, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Error, Ping, Pong, Return
+from kvps.protocol.membership import Error, Ping, Pong, Return, View
 from kvps.protocol.stores import Declare, SetState
 from kvps.protocol.values import Push, PushIds, PushRows
+
+
+class StoreQuorum(NamedTuple):
+    """The worker ranks that count in one store."""
+
+    required: frozenset[int]
+    """A round waits for them."""
+    live: frozenset[int]
+    """Their clocks count."""
+    lost: frozenset[int]
+    view: View | None
+    """The view that says so."""
+    away: frozenset[int]
+    """The ranks that had joined then: they have run out of batches."""
+
+    @classmethod
+    def of(cls, quorum: Quorum, policy: str, view: View | None, away: frozenset[int]) -> StoreQuorum:
+        """Return the ranks that count where lost ranks are treated by ``policy``."""
+        return cls(quorum.members(policy) - away, quorum.held - away, quorum.lost, view, away)
 
 
 class RequestContext:
@@ -42,7 +55,7 @@ class RequestContext:
         chunks: the values of all stores.
         outbox: what this server's door will return; whatever is said is appended.
         lives: by rank, the newest incarnation that was heard of.
-        tally: the server's counters.
+        meter: the server's counters.
         limits: the named limits.
     """
 
@@ -52,11 +65,10 @@ class RequestContext:
         chunks: Chunks,
         outbox: list[Effect],
         lives: dict[int, int] | None = None,
-        tally: Tally | None = None,
+        meter: Meter | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.tally = tally or Tally(Counts())
-        self.counts = self.tally.counts
+        self.meter = meter or Meter()
         self.limits = limits or Limits()
         self.member = member
         self.chunks = chunks
@@ -66,8 +78,13 @@ class RequestContext:
         """By rank: the newest incarnation that has spoken."""
         self.lives: dict[int, int] = dict(lives or {})
         """By rank: the newest incarnation that was heard of."""
+        self._quorums: dict[str, StoreQuorum] = {}
+        """By store, as of the view and the joins that it was made of."""
         self.has_news = False
         """Something was set or refused that another pending request may wait for."""
+        self._spoken_in = member.view
+        self._envelope = member.envelope()
+        """The envelope of answers in that view."""
         self._watch_next = 0
         """The rank from which on links are watched next."""
 
@@ -92,13 +109,14 @@ class RequestContext:
         """
         return self.stores[self.chunks.at(chunk).store]
 
-    def quorum(self, store: ServerStore) -> Quorum:
+    def quorum(self, store: ServerStore) -> StoreQuorum:
         """Return the ranks that count in a store."""
-        return self.member.quorum().without(store.joins.away)
-
-    def required(self, store: ServerStore) -> frozenset[int]:
-        """Return the ranks that a round of a store waits for."""
-        return self.quorum(store).required(store.opened.on_worker_lost)
+        view, away = self.member.view, store.joins.away
+        known = self._quorums.get(store.name)
+        if known is None or view is None or known.view is not view or known.away is not away:
+            policy = store.opened.on_worker_lost
+            known = self._quorums[store.name] = StoreQuorum.of(self.member.quorum(), policy, view, away)
+        return known
 
     def members(self, store: ServerStore) -> frozenset[int]:
         """Return the ranks that a join of a store waits for."""
@@ -196,8 +214,7 @@ class RequestContext:
                 )
         elif isinstance(message, SetState) and rank != 0:
             raise Unauthorized(
-                f"worker {rank} may not load optimizer states; only rank 0 may",
-                reason="rank_0_only",
+                f"worker {rank} may not load optimizer states; only rank 0 may", reason="rank_0_only"
             )
         elif isinstance(message, Return):
             made = self.store(message.store).joins.made.get(rank, 0)
@@ -312,7 +329,7 @@ class RequestContext:
     def refuse(self, session: Session, seq: int, error: KvpsError) -> None:
         """Answer a request that was pending by an error."""
         session.forget(seq)
-        self.counts.refused(error)
+        self.meter.refused(error)
         self.send(session, Error(seq, error.code, str(error)))
 
     def send(
@@ -323,13 +340,15 @@ class RequestContext:
         hold: Hold | None = None,
     ) -> None:
         """Say something to a worker; ``hold`` is released once ``payload`` has been read."""
-        packet = Packet(self.member.envelope(), message, payload)
-        if payload:
-            self.counts.add("kvps_payload_bytes_total", "out", sum([frame.nbytes for frame in payload]))
+        member = self.member
+        if member.view is not self._spoken_in or self._envelope.job != member.job:
+            self._spoken_in, self._envelope = member.view, member.envelope()
+        packet = Packet(self._envelope, message, payload)
         self.outbox.append(Send(session.route, packet, hold))
-        link = session.link
-        if payload and link is not None and link.sent_values(self.counts.now):
-            self._ping(session, link)
+        if payload:
+            self.meter.on_send(payload)
+            if session.link is not None and session.link.sent_values(self.meter.now):
+                self._ping(session, session.link)
 
     # --- links ------------------------------------------------------------------------------
 
@@ -339,17 +358,17 @@ class RequestContext:
         for rank in ranks[:WATCHED_MAX]:
             session = self.sessions[rank]
             link = session.link = session.link or Link()
-            if link.watch(self.counts.now):
+            if link.watch(self.meter.now):
                 self._ping(session, link)
         self._watch_next = 0 if len(ranks) <= WATCHED_MAX else ranks[WATCHED_MAX]
 
     def hear_pong(self, session: Session, pong: Pong) -> None:
         """Count what a worker says of its link."""
-        link, now = session.link, self.counts.now
+        link, now = session.link, self.meter.now
         if link is None or (passed := link.answered(pong.seq, pong.sending_s, now)) is None:
             return
         for (name, label), seconds in passed.counts(session.rank).items():
-            self.counts.add(name, label, seconds)
+            self.meter.add(name, label, seconds)
         if link.follows(now):
             self._ping(session, link)
 

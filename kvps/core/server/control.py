@@ -1,8 +1,9 @@
-"""Control requests of a worker: declare keys, set optimizers, join, probe, status, state.
+"""Control requests of a worker: declare keys, set optimizers, join, probe, status, state, tables.
 
-One method per message; those that carry values, or ask for them, are in :mod:`kvps.core.server.push_pull`. A
-request that can be answered at once is. A request that needs something to exist is *pending* in its session,
-as a :class:`~kvps.core.server.sessions.PendingRequest`, until it does.
+One method per message; :mod:`kvps.core.server.ingest` has those that carry values, and
+:mod:`kvps.core.server.answer` those that ask for them. A request that can be answered at once is. A request
+that needs something to exist is *pending* in its session, as a
+:class:`~kvps.core.server.sessions.PendingRequest`, until it does.
 """
 
 from __future__ import annotations
@@ -17,28 +18,23 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.refusals import Attempt
 from kvps.core.server import answer as reads
+from kvps.core.server.answer import Answers
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.figures.stragglers import Stall
+from kvps.core.server.ingest import Ingest
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
 from kvps.core.server.participation import EndedStores, JoinTracker
-from kvps.core.server.push_pull import PushPull
+from kvps.core.server.rules import table
+from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.store import ServerStore, Setting
 from kvps.dtypes import BY_ID, BY_NAME
-from kvps.errors import (
-    ConfigError,
-    KeyNotFound,
-    KvpsError,
-    Mismatch,
-    Overload,
-    ProtocolError,
-    StorageError,
-)
+from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Overload, ProtocolError, StorageError
 from kvps.phrases import and_more, ranks_in_words
 from kvps.protocol.envelope import Message
 from kvps.tensors import dtype_of, from_frame, to_frame
@@ -55,21 +51,27 @@ class Control:
 
     Args:
         context: the job's stores and sessions.
-        push_pull: what answers the reads that are woken.
+        ingest: closes rounds.
+        answers: answers the reads that are woken.
+        rules: the rules of the chunks.
         memory_limit: bytes that values may take, with all that belongs to them; None for any number.
     """
 
-    def __init__(self, context: RequestContext, push_pull: PushPull, memory_limit: int | None) -> None:
+    def __init__(
+        self,
+        context: RequestContext,
+        ingest: Ingest,
+        answers: Answers,
+        rules: RuleBook,
+        memory_limit: int | None,
+    ) -> None:
         self._context = context
         self._chunks = context.chunks
-        self._push_pull = push_pull
-        self._aggregator = push_pull.aggregator
+        self._answers = answers
+        self._ingest = ingest
+        self._rules = rules
         self.budget = MemoryBudget(
-            context.chunks,
-            memory_limit,
-            self._aggregator.workers,
-            context.limits.keys,
-            context.limits.used_memory,
+            context.chunks, memory_limit, self._rules.workers, context.limits.keys, context.limits.used_memory
         )
         self._ended = EndedStores()
 
@@ -83,7 +85,7 @@ class Control:
                     if chunk.store not in oldest or at < oldest[chunk.store][0]:
                         oldest[chunk.store] = at, chunk, span
         for store, (at, chunk, span) in oldest.items():
-            required = self._context.required(self._context.stores[store])
+            required = self._context.quorum(self._context.stores[store]).required
             key, _, _ = next(chunk.pieces(span.start, span.stop))
             missing = span.missing(required)
             who = ranks_in_words(missing, self._context.description(now))
@@ -139,11 +141,12 @@ class Control:
                 f"the checkpoint has no store {name!r}; it has {names}. Create the store with that name="
             )
         store = self._context.store(name)
+        self._rules.recompose()
         pieces = capture.revive(store, self._chunks, saved)
-        self._aggregator.forget(store, [store.shards[key.name] for key in saved.keys])
+        self._rules.forget(store, [store.shards[key.name] for key in saved.keys])
         for piece in pieces:
             chunk = self._chunks.at(piece.chunk)
-            self._push_pull.wake(chunk.woken(piece.start, piece.start + piece.size))
+            self._answers.wake(chunk.woken(piece.start, piece.start + piece.size))
         self._context.retry()
 
     # --- members --------------------------------------------------------------------------------
@@ -157,16 +160,17 @@ class Control:
 
     def _look_at(self, store: ServerStore, is_all: bool = False) -> None:
         """Close the complete rounds of a store, or all open ones, and try its pending reads."""
-        quorum, now = self._context.quorum(store), self._context.counts.now
+        quorum, now = self._context.quorum(store), self._context.meter.now
         for chunk in self._chunks.of_store(store.name):
+            rule = self._rules.rule(chunk.number)
             for span in list(chunk.spans):
                 if is_all:
-                    self._aggregator.close_all(store, chunk, span)
+                    self._ingest.close_all(rule, span)
                 else:
-                    self._aggregator.close(store, chunk, span, quorum, now)
-        self._push_pull.tell_norms()
+                    self._ingest.close(rule, span, quorum, now)
+        self._rules.report()
         for chunk in self._chunks.of_store(store.name):
-            self._push_pull.wake(chunk.woken(0, chunk.used))
+            self._answers.wake(chunk.woken(0, chunk.used))
 
     # --- what waits for something to exist --------------------------------------------------------
 
@@ -189,7 +193,7 @@ class Control:
             for entry in message.entries:
                 store.refusals.forget(entry.key)
             for shard in replaced:
-                for reading in self._aggregator.replace(store, shard):
+                for reading in self._rules.replace(store, shard):
                     if self._context.is_pending(reading):
                         gone = KeyNotFound(f"key {shard.key!r} was replaced by another shape; read it again")
                         self._context.refuse(reading.session, reading.seq, gone)
@@ -223,7 +227,7 @@ class Control:
 
         def install(hyper: HyperParams | None) -> None:
             assert hyper is not None, "it was read from the message"
-            self._aggregator.optimize(store, hyper)
+            self._rules.optimize(store, hyper)
 
         self._set(
             session,
@@ -247,7 +251,7 @@ class Control:
             store.sent_rate,
             "learning rate",
             lambda: message.lr,
-            store.set_rate,
+            lambda lr: self._rules.set_rate(store, lr),
         )
 
     def _set(
@@ -334,7 +338,7 @@ class Control:
 
     def _setter(self, store: ServerStore) -> int:
         """Return the rank that sets the optimizer and its rate: 0, or the lowest that rounds wait for."""
-        return min(self._context.required(store), default=0)
+        return min(self._context.quorum(store).required, default=0)
 
     # --- those who have run out of batches ----------------------------------------------------------
 
@@ -445,9 +449,10 @@ class Control:
         name, context = store.name, self._context
         del context.stores[name]
         numbers = self._chunks.drop(name)
-        self._aggregator.drop(name, numbers)
+        self._ingest.drop(numbers)
+        self._rules.drop(name)
         self.budget.drop(name)
-        context.tally.drop(name, frozenset(numbers))
+        context.meter.drop(name, frozenset(numbers))
         gone = KeyNotFound(f"store {name!r} has ended: every worker has closed it")
         for session in context.sessions.values():
             for seq, pending in list(session.pending.items()):
@@ -463,7 +468,7 @@ class Control:
                 limit="stores",
             )
         self.budget.pressure.demand_room(f"store {opened.store!r}")
-        check_quorum(opened, self._aggregator.workers)
+        check_quorum(opened, self._rules.workers)
         self._context.stores[opened.store] = ServerStore(opened, self._chunks, self.budget)
         self._ended.begin(opened.store, opened.life)
 
@@ -523,7 +528,7 @@ class Control:
     def status(self, seq: int, message: p.Status, now: float) -> Message:
         """Return the open rounds, clocks and dropped updates of a store."""
         store = self._context.store(message.store)
-        required = self._context.required(store)
+        required = self._context.quorum(store).required
         rounds: list[p.OpenRound] = []
         clocks: list[p.Clock] = []
         counts = 0
@@ -541,8 +546,26 @@ class Control:
                     rounds.append(p.OpenRound(key, oldest.number, missing, age_s))
         dropped = {} if store.drops is None else store.drops.counts
         shown = dict(islice(dropped.items(), STATUS_MAX))
-        late = self._context.tally.latest(store.name, STATUS_MAX)
+        late = self._context.meter.latest(store.name, STATUS_MAX)
         return p.StatusIs(seq, tuple(rounds), tuple(clocks), shown, late)
+
+    # --- embedding tables -------------------------------------------------------------------
+
+    def embed(self, seq: int, message: p.Embed) -> Message:
+        """Make a table, or find it."""
+        store, chunks = self._context.store(message.store), self._chunks
+        recipe = table.recipe_of(message)
+        piece = table.embed(store, message.key, recipe, chunks.server, chunks.servers)
+        return p.Declared(seq, (p.Place(False, (piece,)),))
+
+    def set_table_rate(self, message: p.TableRate) -> None:
+        """Set the learning rate of a table."""
+        table.embedding_of(self._chunks.at(message.chunk)).set_rate(message.lr)
+
+    def export(self, session: Session, seq: int, message: p.Export) -> None:
+        """Answer with a block of a table."""
+        answer, payload = table.exported(seq, self._chunks.at(message.chunk), message)
+        self._context.send(session, answer, payload)
 
     # --- the optimizer's state ------------------------------------------------------------------------
 
@@ -555,9 +578,7 @@ class Control:
         state = chunk.state or {}
         rows = {name: tensor[message.start : stop].clone() for name, tensor in state.items()}
         answer = p.StateIs(
-            seq,
-            span.step,
-            tuple(p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items()),
+            seq, span.step, tuple(p.Field(name, dtype_of(row).id, len(row)) for name, row in rows.items())
         )
         payload = tuple(to_frame(row) for row in rows.values())
         self._context.send(session, answer, payload)

@@ -55,12 +55,7 @@ def gauges(
 
 
 def measure(
-    number: int,
-    context: RequestContext,
-    control: Control,
-    epoch: int,
-    oldest_round_s: float,
-    now: float,
+    number: int, context: RequestContext, control: Control, epoch: int, oldest_round_s: float, now: float
 ) -> tuple[Measured, float]:
     """Return the answer to a MEASURE, and the age of the oldest open round.
 
@@ -77,15 +72,15 @@ def measure(
     if spans <= SPANS_MAX:
         rounds = [old_round(context.member.rank, stall) for stall in control.oldest(now)]
         oldest_round_s = max([stalled.age_s for stalled in rounds], default=0.0)
-    counted = {**gauges(context, control, epoch, oldest_round_s), **context.counts.values()}
+    counted = {**gauges(context, control, epoch, oldest_round_s), **context.meter.values()}
     counts = [
         Count(name, label, float(value)) for (name, label), value in counted.items() if math.isfinite(value)
     ]
     histograms = [
         Histogram(name, duration.buckets, float(duration.total_s))
-        for name, duration in context.counts.durations().items()
+        for name, duration in context.meter.durations().items()
     ]
-    versions = context.tally.versions
+    versions = context.meter.versions
     stores = [
         StoreFigures(name, store.opened.mode, len(store.shards), versions.get(name, 0))
         for name, store in context.stores.items()
@@ -95,7 +90,7 @@ def measure(
         tuple(counts[:COUNTS_MAX]),
         tuple(histograms),
         tuple(stores[:STORES_MAX]),
-        context.tally.hot(context.chunks),
+        context.meter.hot(context.chunks),
         tuple(rounds[:TELL_MAX]),
     )
     return answer, oldest_round_s

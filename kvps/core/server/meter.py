@@ -1,5 +1,5 @@
-"""The tally of a server: how late each rank pushes, how stale its values were, and which keys move
-the most bytes.
+"""The meter of a server: its counters, how late each rank pushes, how stale its values were, and which keys
+move the most bytes.
 
 Every figure is counted where it happens, by a few additions, and all of it is bounded: beyond
 :data:`RUNS_MAX` runs of keys, and :data:`READS_MAX` reads, new ones are not counted.
@@ -12,14 +12,19 @@ within some rounds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from heapq import nlargest
 from itertools import islice
 
+import torch
+
 from kvps.core.counts import STALENESS, Counts
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
-from kvps.protocol.membership import KeyTraffic
+from kvps.protocol.envelope import Packet, Role
+from kvps.protocol.membership import Hello, KeyTraffic, Pong
+from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Run
 
 RUNS_MAX = 4096
@@ -31,6 +36,8 @@ HOT_MAX = 16
 OTHERS_MAX = 10_000
 """Keys of a run that are counted when it is reported."""
 
+NO_REQUESTS = Hello, Pong
+"""Messages of a worker that ask for nothing of a store."""
 SMOOTHING = 8
 """Pushes after which a change shows by two thirds."""
 
@@ -42,12 +49,14 @@ class Lateness:
         self._means: dict[int, float] = {}
         self._is_news = False
 
-    def note(self, ranks: Iterable[int], seconds: float) -> None:
-        """A push of these ranks came so long after the first of its round."""
+    def note(self, ranks: Iterable[int], late_s: Sequence[float]) -> None:
+        """A push of these ranks came so long after the first of the round, of each of its spans."""
         self._is_news = True
         for rank in ranks:
-            mean = self._means.get(rank)
-            self._means[rank] = seconds if mean is None else mean + (seconds - mean) / SMOOTHING
+            mean = self._means.get(rank, late_s[0])
+            for seconds in late_s:
+                mean += (seconds - mean) / SMOOTHING
+            self._means[rank] = mean
 
     def take_news(self) -> bool:
         """Return whether there were pushes since this was asked last."""
@@ -74,18 +83,17 @@ def most_late(stores: Iterable[Lateness], limit: int) -> dict[str, float]:
     return {str(rank): seconds for rank, seconds in latest}
 
 
-class Tally:
-    """The counters of one server.
+class Meter(Counts):
+    """The counters of one server: a call for each event.
 
-    Args:
-        counts: those that are metrics; they last as long as the process, all else as long as the stores.
+    Metrics last as long as the process, all else as long as the stores.
     """
 
-    def __init__(self, counts: Counts) -> None:
-        self.counts = counts
+    def __init__(self) -> None:
+        super().__init__()
         self.versions: dict[str, int] = {}
         """Store -> the newest version of any of its keys."""
-        self._lateness: dict[str, Lateness] = {}
+        self._lateness: dict[str, Lateness] = defaultdict(Lateness)
         """By store."""
         self._traffic: dict[tuple[int, int, int], int] = {}
         """(chunk, start, size) of a run -> bytes of values that were pushed and pulled."""
@@ -107,25 +115,83 @@ class Tally:
         self._traffic = {at: size for at, size in self._traffic.items() if at[0] not in chunks}
         self._reads = {at: seen for at, seen in self._reads.items() if at[1] not in chunks}
 
-    # --- pushes -----------------------------------------------------------------------------
+    # --- events -----------------------------------------------------------------------------
 
-    def pushed(self, ranks: tuple[int, ...], size: int) -> None:
-        """Count a push of ``size`` bytes, which speaks for these ranks."""
+    def on_packet(self, packet: Packet, now: float) -> None:
+        """A packet came."""
+        self.now = now
+        for frame in packet.payload:
+            self._values["kvps_payload_bytes_total", "in"] += frame.nbytes
+        kind = type(packet.message)
+        if packet.envelope.role is Role.WORKER and kind not in NO_REQUESTS:
+            self._values["kvps_requests_total", kind.__name__] += 1
+
+    def on_push(
+        self,
+        verdict: str,
+        ranks: tuple[int, ...],
+        payload: Sequence[memoryview],
+        store: str = "",
+        late_s: Sequence[float] = (),
+    ) -> None:
+        """A push of ``ranks`` was judged, and applied if it counts.
+
+        ``late_s`` is by how much it came after the first push of the round, for each of its spans.
+        """
+        values = self._values
+        values["kvps_pushes_total", verdict] += 1
+        if verdict != "counted":
+            return
+        size = 0
+        for frame in payload:
+            size += frame.nbytes
         for rank in ranks:
             label = str(rank)
-            self.counts.add("kvps_worker_pushes_total", label)
-            self.counts.add("kvps_worker_bytes_total", label, size // len(ranks))
+            values["kvps_worker_pushes_total", label] += 1
+            values["kvps_worker_bytes_total", label] += size // len(ranks)
+            if late_s:
+                values["kvps_straggler_seconds_total", label] += sum(late_s)
+                values["kvps_straggler_pushes_total", label] += len(late_s)
+        if late_s:
+            self._lateness[store].note(ranks, late_s)
 
-    def late(self, store: str, ranks: tuple[int, ...], seconds: float) -> None:
-        """Count by how much a push came after the first of its round."""
-        lateness = self._lateness.get(store)
-        if lateness is None:
-            lateness = self._lateness[store] = Lateness()
-        lateness.note(ranks, seconds)
-        for rank in ranks:
-            label = str(rank)
-            self.counts.add("kvps_straggler_seconds_total", label, seconds)
-            self.counts.add("kvps_straggler_pushes_total", label)
+    def on_values(self, chunk: int, runs: Sequence[Run] | Sequence[Ask], itemsize: int) -> None:
+        """Values of these runs of a chunk were pushed, or are pulled."""
+        traffic = self._traffic
+        for run in runs:
+            at = chunk, run.start, run.size
+            if at in traffic or len(traffic) < RUNS_MAX:
+                traffic[at] = traffic.get(at, 0) + run.size * itemsize
+
+    def on_rows(self, piece: Piece, frames: Sequence[memoryview] | Sequence[torch.Tensor]) -> None:
+        """Rows of a key or of a table, which begins here with ``piece``, were pushed or pulled."""
+        self.on_values(piece.chunk, (Run(piece.start, piece.size, 0),), 0)
+        at = piece.chunk, piece.start, piece.size
+        if at in self._traffic:
+            self._traffic[at] += sum([frame.nbytes for frame in frames])
+
+    def on_close(self, store: str, number: int, opened_at: float, *, is_short: bool) -> None:
+        """A round closes, without a lost rank's push if it is short."""
+        self.observe("kvps_round_duration_seconds", self.now - opened_at)
+        self.versions[store] = max(self.versions.get(store, 0), number + 1)
+        if is_short:
+            self._values["kvps_short_rounds_total", ""] += 1
+
+    def on_send(self, payload: Sequence[memoryview]) -> None:
+        """Payload goes to a worker."""
+        for frame in payload:
+            self._values["kvps_payload_bytes_total", "out"] += frame.nbytes
+
+    def moved(self, store: str, version: int) -> None:
+        """Take in the version of a key."""
+        self.versions[store] = max(self.versions.get(store, 0), version)
+
+    def compressed(self, direction: str, size: int, uncompressed: int) -> None:
+        """Count compressed values: their bytes, and how many they would have been."""
+        self.add("kvps_compressed_bytes_total", direction, size)
+        self.add("kvps_uncompressed_bytes_total", direction, uncompressed)
+
+    # --- what is latest -----------------------------------------------------------------------
 
     def latest(self, store: str, limit: int) -> dict[str, float]:
         """Return the mean lateness of the ranks that are latest in a store, at most ``limit``."""
@@ -135,21 +201,6 @@ class Tally:
         """Return that of the stores to which there were pushes since this was asked last."""
         news = [lateness for lateness in self._lateness.values() if lateness.take_news()]
         return most_late(news, limit)
-
-    def closed(self, store: str, number: int, opened_at: float) -> None:
-        """Count a round that closes now."""
-        self.counts.observe("kvps_round_duration_seconds", self.counts.now - opened_at)
-        self.moved(store, number + 1)
-
-    def moved(self, store: str, version: int) -> None:
-        """Take in the version of a key."""
-        if version > self.versions.get(store, 0):
-            self.versions[store] = version
-
-    def compressed(self, direction: str, size: int, uncompressed: int) -> None:
-        """Count compressed values: their bytes, and how many they would have been."""
-        self.counts.add("kvps_compressed_bytes_total", direction, size)
-        self.counts.add("kvps_uncompressed_bytes_total", direction, uncompressed)
 
     # --- staleness --------------------------------------------------------------------------
 
@@ -168,22 +219,10 @@ class Tally:
         reads = [self._reads.get((rank, chunk, start)) for rank in ranks]
         ages = [max(version - before, 0) for before in reads if before is not None]
         for age in ages:
-            self.counts.observe(STALENESS, age)
+            self.observe(STALENESS, age)
         return max(ages, default=None)
 
     # --- keys -------------------------------------------------------------------------------
-
-    def traffic(self, chunk: int, runs: Sequence[Run] | Sequence[Ask], itemsize: int) -> None:
-        """Count the values of runs that are pushed or pulled."""
-        for run in runs:
-            self.moved_bytes(chunk, run.start, run.size, run.size * itemsize)
-
-    def moved_bytes(self, chunk: int, start: int, size: int, count: int) -> None:
-        """Count bytes of values of one run."""
-        at = chunk, start, size
-        before = self._traffic.get(at)
-        if before is not None or len(self._traffic) < RUNS_MAX:
-            self._traffic[at] = (before or 0) + count
 
     def hot(self, chunks: Chunks) -> tuple[KeyTraffic, ...]:
         """Return the runs with the most traffic, by the names of their keys."""

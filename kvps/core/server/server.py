@@ -21,33 +21,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.counts import Counts
 from kvps.core.effects import Connect, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
 from kvps.core.limits import Limits
-from kvps.core.membership_client import (
-    SCHEDULER,
-    STILL_S,
-    Identity,
-    MembershipClient,
-    check_protocol,
-)
+from kvps.core.membership_client import SCHEDULER, STILL_S, Identity, MembershipClient, check_protocol
+from kvps.core.server.answer import Answers
 from kvps.core.server.checkpointer import ORDERS, Checkpointer
 from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.figures.stragglers import StragglerLog
+from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
-from kvps.core.server.meter import Tally
-from kvps.core.server.push_pull import PushPull
+from kvps.core.server.meter import Meter
+from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
-from kvps.errors import (
-    ConfigError,
-    KvpsError,
-    ProtocolError,
-    StorageError,
-    unforeseen,
-)
+from kvps.errors import ConfigError, KvpsError, ProtocolError, StorageError, unforeseen
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.permissions import name_of
 from kvps.tensors import PRIVATE, Memory
@@ -75,9 +64,9 @@ class Reviving(NamedTuple):
 class Server:
     """One server process's part in one job after another.
 
-    Its parts are a context (stores and sessions), a PushPull for what carries values, and a Control for all
-    other requests. They are made anew when a job begins or the server returns to a cut. The
-    checkpointer stays.
+    Its parts are a context (stores and sessions), the rules of its chunks, an Ingest for what carries values,
+    Answers for what asks for them, and a Control for all other requests. They are made anew when a job begins
+    or the server returns to a cut. The checkpointer stays.
     """
 
     def __init__(
@@ -106,8 +95,7 @@ class Server:
         self._outbox: list[Effect] = []
         """Effects of the door that is being called, in order."""
         self.member = MembershipClient(identity, now, self._outbox)
-        self._tally = Tally(Counts())
-        self.counts = self._tally.counts
+        self.counts = Meter()
         self.oldest_round_s = 0.0
         """Age of the oldest open round when the rounds were looked at last; 0 for none."""
         self.checkpointer = Checkpointer(self.member, self._outbox, checkpoint_every_s, self.counts)
@@ -155,10 +143,7 @@ class Server:
 
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """A worker, another server or the scheduler said something; :meth:`admit` has let it in."""
-        self.counts.now = now
-        if packet.payload:
-            size = sum([frame.nbytes for frame in packet.payload])
-            self.counts.add("kvps_payload_bytes_total", "in", size)
+        self.counts.on_packet(packet, now)
         if route == SCHEDULER:
             self._on_scheduler(packet, now)
         elif type(packet.message) not in ANSWERS:  # an answer to our HELLO or NORMS is never answered
@@ -179,7 +164,7 @@ class Server:
         A server whose values were being changed at that moment ends: half an update is in them. Its
         replacement returns to a checkpoint, with all others.
         """
-        if self.push_pull.aggregator.is_torn:
+        if self.rules.is_torn:
             reason = (
                 f"an update of {envelope.node} failed half-way ({error!r:.200}), so the values of "
                 f"{self.context.me} are unusable. The log has the traceback. A replacement of this server "
@@ -222,15 +207,15 @@ class Server:
         rounds wait for."""
         self.member.on_timer(now)
         self.counts.now = now
-        if now >= self.push_pull.aggregator.deadline():
-            self.push_pull.close_overdue(now)
+        if now >= self.ingest.deadline():
+            self.ingest.close_overdue(now)
         if now >= self._next_tell:
             self._next_tell = now + TELL_NORMS_EVERY_S
-            self.push_pull.tell_again()
+            self.rules.repeat()
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY_S
             self._look(now)
-            self.push_pull.report_drops()
+            self.rules.report(is_due=True)
         if now > self._last_timer_at + STILL_S:  # this process stood still, and not the others
             self._heard_at = now
         self._last_timer_at = now
@@ -242,7 +227,7 @@ class Server:
 
     def deadline(self) -> float | None:
         """Return when the next beat, telling, look at the rounds or close of a round is due."""
-        beat, closing = self.member.deadline(), self.push_pull.aggregator.deadline()
+        beat, closing = self.member.deadline(), self.ingest.deadline()
         return None if beat is None else min(beat, self._next_tell, self._next_look, closing)
 
     def _flush(self) -> None:
@@ -259,7 +244,7 @@ class Server:
         self.control.drop_old(now)
         rank = self.member.rank
         rounds = tuple([old_round(rank, stall) for stall in oldest if stall.age_s >= TELL_AFTER_S])
-        late = self._tally.latest_news(TELL_MAX)
+        late = self.counts.latest_news(TELL_MAX)
         if self.member.welcome is not None and (rounds or self._has_told or late):
             self._has_told = bool(rounds)
             self._reply(SCHEDULER, p.Measured(0, (), (), (), (), rounds[:TELL_MAX], late))
@@ -307,11 +292,13 @@ class Server:
         self._make_parts(seat.rank, seat.servers, seat.workers, lives)
 
     def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
-        self._tally.forget()
+        self.counts.forget()
         chunks = Chunks(self._memory, server, servers)
-        self.context = RequestContext(self.member, chunks, self._outbox, lives, self._tally, self._limits)
-        self.push_pull = PushPull(self.context, workers, self._threads)
-        self.control = Control(self.context, self.push_pull, self._memory_limit)
+        self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts, self._limits)
+        self.answers = Answers(self.context)
+        self.rules = RuleBook(self.context, self.answers.wake, workers, self._threads)
+        self.ingest = Ingest(self.context, self.answers, self.rules)
+        self.control = Control(self.context, self.ingest, self.answers, self.rules, self._memory_limit)
 
     def _return(self, loaded: Loaded) -> None:
         """Replace all stores by those of a snapshot."""
@@ -375,9 +362,9 @@ class Server:
             case p.Hello():
                 self._on_hello(route, envelope, message)
             case p.StepNorm():
-                self.push_pull.hear_step(message, envelope.rank)
+                self.rules.hear_step(message, envelope.rank)
             case p.Norms():
-                self.push_pull.hear_norms(message, envelope.rank)
+                self.rules.hear_norms(message, envelope.rank)
             case _:
                 raise ProtocolError(f"a server may not send {type(message).__name__} to a server")
 
@@ -388,7 +375,7 @@ class Server:
             KvpsError: if it cannot be done; nothing was changed.
         """
         message, seq = packet.message, packet.envelope.seq
-        context, push_pull, control = self.context, self.push_pull, self.control
+        context, ingest, answers, control = self.context, self.ingest, self.answers, self.control
         if isinstance(message, p.Hello):
             self._on_hello(route, packet.envelope, message)
             self._heard_at = now
@@ -399,30 +386,29 @@ class Server:
         if isinstance(message, p.Pong):
             context.hear_pong(session, message)
             return
-        self.counts.add("kvps_requests_total", type(message).__name__)
         if not isinstance(message, p.Probe | p.Revive):
             context.check_request(message, session)
             session.asked_at = now
         match message:
             case p.Push():
-                push_pull.push(session, seq, message, packet, now)
+                ingest.push(session, seq, message, packet, now)
             case p.Pull():
-                push_pull.pull(session, seq, message)
+                answers.pull(session, seq, message)
             case p.PushRows() | p.PushIds():
-                push_pull.push_rows(session, seq, message, packet, now)
+                ingest.push_rows(session, seq, message, packet, now)
             case p.PullRows() | p.PullChanged() | p.PullIds():
-                push_pull.pull_rows(session, seq, message, packet)
+                answers.pull_rows(session, seq, message, packet.payload)
             case p.Load():
-                push_pull.load(session, seq, message, packet)
+                ingest.load(session, seq, message, packet)
             case p.Embed():
-                context.send(session, push_pull.embed(seq, message))
+                context.send(session, control.embed(seq, message))
                 context.retry()
             case p.TableRate():
                 context.demand_rank_0(session, "set the learning rate of a table")
-                push_pull.set_table_rate(message)
+                control.set_table_rate(message)
                 context.send(session, p.Done(seq))
             case p.Export():
-                push_pull.export(session, seq, message)
+                control.export(session, seq, message)
             case p.Declare():
                 control.declare(session, seq, message)
             case p.Optimize():
@@ -513,4 +499,4 @@ class Server:
 
     def check(self) -> None:
         """Assert the invariants of all that is held."""
-        self.push_pull.aggregator.check()
+        self.context.chunks.check()

@@ -89,6 +89,8 @@ class ServerStore:
         """Log of updates dropped as not finite; None if such updates are applied."""
         if opened.on_nonfinite != "apply":
             self.drops = NonFiniteLog(self.name, opened.on_nonfinite == "error")
+        self.watches_reads = not self.ordered or self.drops is not None
+        """Something depends on which rank has read what, or is told with the values."""
         self.shards: dict[str, Shard] = {}
         self.updater: Updater | None = None
         self.hyper: HyperParams | None = None
@@ -111,6 +113,11 @@ class ServerStore:
     def may_drop(self, dtype: str) -> bool:
         """Return whether updates of such elements are dropped that are not finite."""
         return self.drops is not None and BY_NAME[dtype].kind != "int"
+
+    def use(self, hyper: HyperParams, updater: Updater) -> None:
+        """Use an optimizer from now on."""
+        self.hyper, self.updater = hyper, updater
+        self.watches_reads = updater.tracks_pulls or not self.ordered or self.drops is not None
 
     def agree(self, opened: Open) -> None:
         """Check that another worker means the same store.
@@ -384,8 +391,9 @@ class ServerStore:
                 updater.new_state(chunk.buffer.tensor[:0])  # refuses types that it cannot update
         if self.updater is None:
             for chunk in chunks:
-                chunk.back = None  # what sums lack is nothing that weights should have
-        self.hyper, self.updater = hyper, updater
+                if chunk.back is not None:  # what sums lack is nothing that weights should have
+                    chunk.back.forget(0, chunk.capacity)
+        self.use(hyper, updater)
         self.budget.terms[self.name] = self.budget.terms[self.name]._replace(updater=updater)
         for chunk in chunks:
             chunk.state = adopted.get(chunk.number)
@@ -412,7 +420,7 @@ class ServerStore:
             # are pushed.
             if dtype.is_floating_point or updater.takes_integers:
                 updater.demand(dtype)
-        self.hyper, self.updater = hyper, updater
+        self.use(hyper, updater)
 
     def state_of(self, chunk: Chunk) -> State:
         """Return the optimizer's state of ``chunk``, made when it is first needed.

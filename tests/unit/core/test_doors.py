@@ -313,7 +313,7 @@ def test_norms_of_another_rule_are_made_up_for(sums: tuple[float, ...]) -> None:
         stage.push(rank, "w", torch.ones(4), 0)
     stage.other(1, m.Norms("kv", "w", None, 0, sums, False))
     assert stage.span("w").version == 1
-    assert not stage.server.push_pull.aggregator.is_torn
+    assert not stage.server.rules.is_torn
 
 
 def shared(on_nonfinite: str, rule: str) -> ServerStage:

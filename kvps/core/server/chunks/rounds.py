@@ -34,13 +34,14 @@ import enum
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from kvps.compression.spec import CodecSpec
 from kvps.core.gradients import DenseGradient, GradientSum, Part
 from kvps.core.nonfinite import Flaw
+from kvps.core.row_gradients import RowGradient
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.values import StepPart
-from kvps.tensors import accumulator
 
 GRACE_SHARE = 0.25
 """The grace of a round, where its store does not give one, as a share of the time that its quorum took."""
@@ -89,15 +90,11 @@ class Round:
     not the oldest."""
     step: StepPart | None = None
     """The step that it belongs to, where gradients are clipped by their global norm."""
+    has_rows: bool = False
+    """Some of its gradients have rows only."""
 
     def add(
-        self,
-        ranks: tuple[int, ...],
-        gradient: Part,
-        *,
-        lent: bool,
-        keep: bool,
-        weight: float | None = None,
+        self, ranks: tuple[int, ...], gradient: Part, *, lent: bool, keep: bool, weight: float | None = None
     ) -> None:
         """Count ``ranks`` in.
 
@@ -110,11 +107,14 @@ class Round:
         """
         self.ranks.update(ranks)
         self.weights.append(len(ranks) if weight is None else weight)
-        is_whole = isinstance(gradient, DenseGradient)
-        if is_whole and not keep and not lent and self.total is None and not self.kept:
-            self.total = DenseGradient([accumulator(gradient.joined())])
+        if isinstance(gradient, RowGradient):
+            self.has_rows = is_small = True
+        elif not keep and not lent and self.total is None and not self.kept:
+            self.total = gradient.to_sum()
             return
-        if not keep and len(self.kept) >= (LENT_MAX if lent or not is_whole else 1):
+        else:
+            is_small = lent
+        if not keep and len(self.kept) >= (LENT_MAX if is_small else 1):
             self._add_up()
         self.kept[tuple(sorted(ranks))] = gradient
 
@@ -131,28 +131,22 @@ class Round:
 
     def sum(self) -> GradientSum:
         """Return the sum; in rank order where all pushes were kept, of either kind by itself."""
-        return GradientSum(tuple([part for _, part in self._parts()]))
+        return self.update(average=False).sum
 
     def update(self, *, average: bool) -> PendingUpdate:
-        """Return the update that closes this round: the sum, or the mean by weight."""
-        parts = self._parts()
-        # fsum() gives the same bits in whatever order the pushes came.
-        divisor = math.fsum(self.weights) if average else 1
-        total = GradientSum(tuple([part for _, part in parts]), divisor)
-        whose = tuple([ranks for ranks, _ in parts])
-        return PendingUpdate(self.number, (), total, whose, back=self.back, step=self.step)
-
-    @property
-    def back(self) -> CodecSpec | None:
-        """The codec of the published update: the codec that all pushes ask for, else none."""
-        return next(iter(self.backs)) if len(self.backs) == 1 else None
-
-    def _parts(self) -> list[tuple[tuple[int, ...], Part]]:
-        """Return the parts of the sum with their ranks, dense gradients first."""
-        parts = [(ranks, self.kept[ranks]) for ranks in sorted(self.kept)]
+        """Return the update that closes this round: the sum, or the mean by weight, dense gradients first."""
+        whose = sorted(self.kept)
+        parts = [*map(self.kept.__getitem__, whose)]
         if self.total is not None:
-            parts.insert(0, (tuple(sorted(self.ranks.difference(*self.kept))), self.total))
-        return sorted(parts, key=lambda part: not isinstance(part[1], DenseGradient))
+            whose.insert(0, tuple(sorted(self.ranks.difference(*self.kept))))
+            parts.insert(0, self.total)
+        if self.has_rows:
+            order = sorted(range(len(parts)), key=lambda at: isinstance(parts[at], RowGradient))
+            whose, parts = [whose[at] for at in order], [parts[at] for at in order]
+        # fsum() gives the same bits in whatever order the pushes came.
+        total = GradientSum(tuple(parts), math.fsum(self.weights) if average else 1)
+        back = next(iter(self.backs)) if len(self.backs) == 1 else None
+        return PendingUpdate(self.number, (), total, tuple(whose), back=back, step=self.step)
 
     def cut(self, at: int) -> Round:
         """Split off the elements from ``at`` on; both halves share this round's memory."""
@@ -177,8 +171,6 @@ class PendingUpdate:
     sum: GradientSum
     whose: tuple[tuple[int, ...], ...] = ()
     """The ranks of each part of the sum, as it was when the round was closed."""
-    is_own: bool = False
-    """The sum is one tensor, in memory that may be overwritten."""
     flaw: Flaw | None = None
     """Values of this piece that are not finite, if the store checks; None for none."""
     back: CodecSpec | None = None
@@ -251,16 +243,18 @@ class Span:
                 Rounds from there on closed without it, so it owes them no push; but a push below
                 may still be on its way.
         """
-        owed = [self.owed(rank, ordered) for rank in ranks]
-        if number > min(owed):
+        first = self.version + len(self.due) if ordered else 0
+        pushed = [*map(self.pushed.get, ranks, repeat(0))]
+        low, high = min(pushed), max(pushed)
+        if number > max(low, first):
             return Verdict.EARLY
-        if since is not None:
-            owed = [self.pushed.get(rank, 0) for rank in ranks]
-            if any(turn < since <= number for turn in owed):
-                return Verdict.EARLY
-        if number < min(owed):
+        if since is None:
+            low, high = max(low, first), max(high, first)
+        elif any(turn < since <= number for turn in pushed):
+            return Verdict.EARLY
+        if number < low:
             return Verdict.DUPLICATE
-        if number < max(owed):
+        if number < high:
             return Verdict.CONFLICT
         first = self.version if ordered else min([self.applied(rank) for rank in ranks])
         if (number if since is None else self.place(ranks, number)) - first >= WINDOW:

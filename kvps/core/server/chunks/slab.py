@@ -151,44 +151,40 @@ class Chunk:
 
     # --- spans ------------------------------------------------------------------------------
 
-    def validate(self, runs: Sequence[Run] | Sequence[Ask], *, are_whole: bool = True) -> None:
+    def validate(
+        self, runs: Sequence[Run] | Sequence[Ask], *, are_whole: bool = True, are_filled: bool = False
+    ) -> None:
         """Check the ranges that a peer asks for.
 
         Raises:
             ProtocolError: unless there is a run, and each consists of whole pieces of keys (unless
                 ``are_whole`` is false), lies behind the one before it, and holds nothing that was
                 retired.
+            KeyNotFound: unless all their pieces have a value, if they have to be filled.
         """
         if not runs:
             raise ProtocolError(f"chunk {self.number}: a request for no elements")
-        last = 0
+        last, used = 0, self.bounds[-1]
         for run in runs:
             stop = run.start + run.size
-            if not last <= run.start < stop <= self.used:
+            if not last <= run.start < stop <= used:
                 raise ProtocolError(
-                    f"chunk {self.number} has {self.used} elements; {run.start} to {stop} is not a "
+                    f"chunk {self.number} has {used} elements; {run.start} to {stop} is not a "
                     f"range of them after {last}"
                 )
             for edge in (run.start, stop) if are_whole else ():
                 if self.bounds[bisect_left(self.bounds, edge)] != edge:
                     raise ProtocolError(f"chunk {self.number}: {edge} is not the edge of a key")
+            last = stop
+            if not self._retired:
+                continue
             first = self.bounds[bisect_right(self.bounds, run.start) - 1]
             retired = bisect_left(self._retired, first)
             if retired < len(self._retired) and self._retired[retired] < stop:
                 raise ProtocolError(
                     f"chunk {self.number}: {run.start} to {stop} holds a key that was replaced"
                 )
-            last = stop
-
-    def check_filled(self, runs: Sequence[Run] | Sequence[Ask]) -> None:
-        """Check that all pieces of ``runs`` have a value.
-
-        Raises:
-            KeyNotFound: naming the key that has none.
-        """
-        if not self._blank:
-            return
-        for run in runs:
+        for run in runs if are_filled and self._blank else ():
             for key, start, _ in self.pieces(run.start, run.start + run.size):
                 if start in self._blank:
                     raise KeyNotFound(f"key {key!r} of store {self.store!r} has no value yet")
@@ -199,18 +195,18 @@ class Chunk:
         return any(span.is_open for span in self.spans)
 
     def spans_in(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the spans that ``start`` to ``stop`` touches, in order."""
-        index = bisect_right(self._starts, start) - 1
-        if index < 0 or self.spans[index].stop <= start:
-            index += 1  # what begins here is retired
-        while index < len(self.spans) and self._starts[index] < stop:
-            yield self.spans[index]
-            index += 1
+        """Return the spans that ``start`` to ``stop`` touches, in order."""
+        low = bisect_right(self._starts, start) - 1
+        if low < 0 or self.spans[low].stop <= start:
+            low += 1  # what begins here is retired
+        return map(self.spans.__getitem__, range(low, bisect_left(self._starts, stop)))
 
     def cut(self, start: int, stop: int) -> list[Span]:
         """Return spans that tile ``start`` to ``stop`` exactly: split where needed, joined where
         their histories are equal."""
         low = bisect_right(self._starts, start) - 1
+        if self._starts[low] == start and self.spans[low].stop == stop:
+            return [self.spans[low]]
         if self._starts[low] < start:
             self._split(low, start)
             low += 1
@@ -264,13 +260,13 @@ class Chunk:
 
     # --- readers and writers ----------------------------------------------------------------
 
-    def writable(self) -> torch.Tensor:
-        """Return the current values for writing; in another buffer if this one has readers."""
-        self.filled_rows.clear()
-        return self.touchable()
+    def writable(self, *, keeps_rows: bool = False) -> torch.Tensor:
+        """Return the current values for writing; in another buffer if this one has readers.
 
-    def touchable(self) -> torch.Tensor:
-        """Return the current values for writing; the caller updates :attr:`filled_rows`."""
+        The caller updates :attr:`filled_rows` if it ``keeps_rows``.
+        """
+        if not keeps_rows:
+            self.filled_rows.clear()
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[: self.used].copy_(old[: self.used])
@@ -309,14 +305,10 @@ class Chunk:
 
         return release
 
-    def back_of(self, span: Span, *, is_wanted: bool) -> CompressedHistory | None:
-        """Return the compressed history of ``span``'s values, if pulls of them are or were
-        compressed; else None."""
-        if self.back is None:
-            if not is_wanted or self.dtype != "float32":
-                return None
+    def publish(self) -> None:
+        """Keep a compressed history of the values from now on, if they can be compressed."""
+        if self.back is None and self.dtype == "float32":
             self.back = CompressedHistory(self.capacity)
-        return self.back if is_wanted or self.back.owes(span.start, span.stop) else None
 
     def _turn(self) -> torch.Tensor:
         """Switch to another buffer; return the old one's tensor, which its readers keep."""
@@ -335,6 +327,8 @@ class Chunk:
 
     def woken(self, start: int, stop: int) -> list[PendingRead]:
         """Return, and remove, the reads that wait at elements from ``start`` to ``stop``."""
+        if not self._waiting:
+            return []
         low, high = bisect_left(self._waited_at, start), bisect_left(self._waited_at, stop)
         places = self._waited_at[low:high]
         del self._waited_at[low:high]
@@ -372,7 +366,7 @@ class Chunks:
         self.server = server
         self.servers = servers
         self.by_number: dict[int, Chunk] = {}
-        self._pushed: set[int] = set()
+        self.pushed: set[int] = set()
         """Numbers of the chunks that were pushed to since they were seen settled: no other has an
         open span."""
         self.counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -401,13 +395,9 @@ class Chunks:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
 
-    def pushed(self, chunk: Chunk) -> None:
-        """Note that a chunk may have open spans from now on."""
-        self._pushed.add(chunk.number)
-
     def open(self) -> Iterator[Chunk]:
         """Yield the chunks with open spans, the oldest chunk first."""
-        for number in sorted(self._pushed):
+        for number in sorted(self.pushed):
             chunk = self.by_number[number]
             if chunk.is_open:
                 yield chunk
@@ -415,11 +405,11 @@ class Chunks:
     @property
     def is_settled(self) -> bool:
         """Whether no span is open. This is quick to ask after every packet: it looks at one open chunk."""
-        while self._pushed:
-            number = next(iter(self._pushed))
+        while self.pushed:
+            number = next(iter(self.pushed))
             if self.by_number[number].is_open:
                 return False
-            self._pushed.remove(number)
+            self.pushed.remove(number)
         return True
 
     def span_at(self, piece: Piece) -> Span:
@@ -435,7 +425,7 @@ class Chunks:
             self.counts[chunk.store][chunk.dtype] -= piece.size
             if not chunk.spans:
                 del self.by_number[chunk.number]
-                self._pushed.discard(chunk.number)
+                self.pushed.discard(chunk.number)
         return waited
 
     def drop(self, store: str) -> list[int]:
@@ -443,7 +433,7 @@ class Chunks:
         numbers = [chunk.number for chunk in self.of_store(store)]
         for number in numbers:
             del self.by_number[number]
-        self._pushed.difference_update(numbers)
+        self.pushed.difference_update(numbers)
         self.counts.pop(store, None)
         self.table_bytes.pop(store, None)
         return numbers
@@ -454,10 +444,10 @@ class Chunks:
 
     def check(self) -> None:
         """Assert the invariants of every chunk."""
-        assert self._pushed <= self.by_number.keys()
+        assert self.pushed <= self.by_number.keys()
         for chunk in self.by_number.values():
             assert chunk.spans
-            assert chunk.number in self._pushed or not chunk.is_open
+            assert chunk.number in self.pushed or not chunk.is_open
             chunk.check()
 
 

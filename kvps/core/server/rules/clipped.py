@@ -27,12 +27,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from kvps.core.gradients import GradientSum
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
-from kvps.core.server.chunks.slab import Chunk, Chunks
-from kvps.core.server.rules.optimize import Updates
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.rules.rule import Gate, JudgedPush, Rule, Workshop
 from kvps.core.server.store import ServerStore
-from kvps.errors import ProtocolError
+from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import StepNorm
 from kvps.protocol.values import StepPart
 
@@ -74,14 +76,12 @@ class DecidedStep:
 class StepNorms:
     """The steps of one server that wait for their norm."""
 
-    def __init__(self, chunks: Chunks, updates: Updates) -> None:
+    def __init__(self, chunks: Chunks, shop: Workshop) -> None:
         self._chunks = chunks
-        self._updates = updates
+        self._shop = shop
         self.open: dict[StepId, OpenStep] = {}
         self.decided: dict[StepId, DecidedStep] = {}
         self._early: dict[StepId, dict[int, float]] = {}
-        self.outbox: list[tuple[int, StepNorm]] = []
-        """(server, message): to be sent."""
 
     def check(self, store: str, part: StepPart) -> None:
         """Check the part of a step that a push names.
@@ -102,16 +102,17 @@ class StepNorms:
 
     # --- this server's part -------------------------------------------------------------------
 
-    def begin(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+    def begin(self, rule: Rule, span: Span, due: PendingUpdate) -> None:
         """Measure a closed round, and let it wait for the factor of its step."""
         assert due.step is not None
+        store, chunk = rule.store, rule.chunk
         number: StepId = (store.name, due.step.digest, due.step.number)
         step = self.open.get(number)
         if step is None:
             heard = self._early.pop(number, {})
             step = self.open[number] = OpenStep(due.step, due.step.size, heard=heard)
         span.due.append(due)
-        step.squares += self._updates.squares_by_key(chunk, span, due)
+        step.squares += _squares_by_key(rule, span, due)
         step.ranges.append((chunk.number, span.start, span.stop))
         step.left -= span.stop - span.start
         if step.left:
@@ -133,14 +134,14 @@ class StepNorms:
             self.decided[number] = DecidedStep(factor, set(others))
         for server in others:
             self._tell(server, number, factor=factor)
-        self._apply(store, number, step, factor)
+        self._apply(number, step, factor)
 
-    def _apply(self, store: ServerStore, number: StepId, step: OpenStep, factor: float) -> None:
+    def _apply(self, number: StepId, step: OpenStep, factor: float) -> None:
         """Apply the rounds of a step, and those behind them that waited for their turn."""
         del self.open[number]
         for place, start, stop in step.ranges:
-            chunk = self._chunks.by_number[place]
-            for span in list(chunk.spans_in(start, stop)):
+            rule = self._shop.rule(place)
+            for span in list(rule.chunk.spans_in(start, stop)):
                 for due in span.due:
                     if due.step == step.part:
                         due.factor = factor
@@ -149,7 +150,7 @@ class StepNorms:
                     assert due.factor is not None
                     if due.factor != 1.0:
                         due.sum = scaled(due.sum, due.factor)
-                    self._updates.update(store, chunk, span, due)
+                    rule.move(span, due)
 
     # --- the others ---------------------------------------------------------------------------
 
@@ -168,7 +169,7 @@ class StepNorms:
             if step is not None:
                 if step.left or step.part.holders[0] != server or factor > 1.0:
                     raise ProtocolError(f"server {server} told the factor {factor:g} of {step}")
-                self._apply(store, number, step, factor)
+                self._apply(number, step, factor)
             self._tell(server, number)
         elif decided is not None:
             decided.unconfirmed.discard(server)
@@ -200,19 +201,79 @@ class StepNorms:
                 self._tell(server, number, factor=decided.factor)
 
     def _tell(
-        self,
-        server: int,
-        number: StepId,
-        squares: float | None = None,
-        factor: float | None = None,
+        self, server: int, number: StepId, squares: float | None = None, factor: float | None = None
     ) -> None:
-        self.outbox.append((server, StepNorm(*number, _written(squares), _written(factor))))
+        self._shop.say(server, StepNorm(*number, _written(squares), _written(factor)))
 
     def forget(self, store: str) -> None:
         """Forget the steps of a store."""
         for steps in (self.open, self.decided, self._early):
             for number in [number for number in steps if number[0] == store]:
                 del steps[number]
+
+
+class Clipped(Gate):
+    """A round waits for the norm of its step, by which the optimizer clips gradients."""
+
+    def __init__(self, inner: Rule, steps: StepNorms) -> None:
+        super().__init__(inner)
+        self._steps = steps
+
+    def check_rows(self, ranks: tuple[int, ...]) -> None:
+        """Refuse a push of rows."""
+        raise ConfigError(
+            f"store {self.store.name!r} clips gradients by their global norm, which rows have no part in; "
+            "push dense gradients, or set the optimizer without clip_global_norm"
+        )
+
+    def check_counted(self, judged: JudgedPush, step: StepPart | None) -> None:
+        """Check that all ranks push a round in the same step.
+
+        Raises:
+            ConfigError, Mismatch, ProtocolError: if another rank pushed the same round in another
+                step, or in none.
+        """
+        super().check_counted(judged, step)
+        judged.step, store = step, self.store
+        if step is not None:
+            self._steps.check(store.name, step)
+        for item in judged.ranges:
+            for span in item.rule.chunk.spans_in(item.start, item.stop):
+                at = item.number - span.version - len(span.due)
+                is_open = at < len(span.rounds)
+                if not is_open and step is None:
+                    raise ConfigError(
+                        f"store {store.name!r} clips gradients by their global norm, but rank "
+                        f"{judged.ranks[0]} does not say which keys are a step; call set_optimizer() on "
+                        "every rank before the first push"
+                    )
+                if is_open and span.rounds[at].step != step:
+                    key, _, _ = next(item.rule.chunk.pieces(span.start, span.stop))
+                    raise Mismatch(
+                        f"rank {judged.ranks[0]} pushed key {key!r} with other keys than ranks "
+                        f"{sorted(span.rounds[at].ranks)} did; where the optimizer clips gradients by their "
+                        "global norm, every rank must push the same keys of a step, in one call"
+                    )
+
+    def apply(self, span: Span, due: PendingUpdate) -> None:
+        """Let a round wait, unless it was pushed before the optimizer was set, which clips."""
+        if due.step is not None:
+            self._steps.begin(self, span, due)
+        else:
+            self.move(span, due)
+
+
+def _squares_by_key(rule: Rule, span: Span, due: PendingUpdate) -> list[float]:
+    """Return sums of squares of a gradient: of each key by itself, from its first element in
+    the chunk on."""
+    block, count, found = rule.shop.block(rule.chunk.summed_in), rule.shop.block_count, []
+    for _, first, last in rule.chunk.pieces(span.start, span.stop):
+        for start in range(first, last, count):
+            stop = min(start + count, last)
+            part = due.sum.block(block, start - span.start, stop - span.start)
+            norm = float(torch.linalg.vector_norm(part, dtype=torch.float64))
+            found.append(norm * norm)  # infinity where ** 2 would raise
+    return found
 
 
 def scaled(total: GradientSum, factor: float) -> GradientSum:

@@ -163,7 +163,7 @@ def assign(chunk: Chunk, span: Span, total: RowGradient) -> None:
     Which are not 0 is remembered, so that the next time they alone have to be cleared.
     """
     before = chunk.filled_rows.get(span.start)
-    weights = chunk.touchable()[span.start : span.stop].view(-1, total.width)
+    weights = chunk.writable(keeps_rows=True)[span.start : span.stop].view(-1, total.width)
     sparse_update.assign_rows(weights, total.ids, total.rows, before)
     chunk.filled_rows[span.start] = total.ids
     if before is not None:

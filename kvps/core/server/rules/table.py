@@ -24,11 +24,12 @@ from kvps.core.placement import EMBEDDING
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
+from kvps.core.server.rules.rule import Rule
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Field, Piece
-from kvps.protocol.values import Embed, Export, Exported, PullIds, PushIds
+from kvps.protocol.values import Embed, Export, Exported, PullIds, Push, PushIds
 from kvps.tensors import dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
@@ -215,17 +216,23 @@ class TableRows:
         return zip(self.pieces, (gradient,), strict=True)
 
 
-def update(chunk: Chunk, span: Span, due: PendingUpdate) -> int:
-    """Update the rows of a table by one round or one push; return the number of new rows.
+class Table(Rule):
+    """The sum moves rows of an embedding table."""
 
-    The span's version becomes one higher after that.
-    """
-    rows, total = embedding_of(chunk), due.sum.gathered()
-    before = len(rows)
-    span.step += 1
-    rows.push(total.ids.numpy(), total.rows, version=span.version + 1, step=span.step)
-    chunk.writable()[span.start] = len(rows)
-    return len(rows) - before
+    keeps_all = True
+
+    def check(self, message: Push) -> None:
+        """Refuse a push of whole keys."""
+        raise ProtocolError(f"chunk {self.chunk.number} is an embedding table: push rows by PUSH-IDS")
+
+    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
+        """Update the rows of a table; the element becomes their number."""
+        rows, total = embedding_of(self.chunk), due.sum.gathered()
+        before = len(rows)
+        span.step += 1
+        rows.push(total.ids.numpy(), total.rows, version=span.version + 1, step=span.step)
+        self.chunk.writable()[span.start] = len(rows)
+        self.store.grow((len(rows) - before) * rows.row_bytes)
 
 
 # --- exports ----------------------------------------------------------------------------------------

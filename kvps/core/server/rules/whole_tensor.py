@@ -15,19 +15,26 @@ set in between, and other sums be told by one server than by another; the counts
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 
-from kvps.core.nonfinite import Flaw
+from kvps.core.gradients import DenseGradient, OwnSum
+from kvps.core.nonfinite import Flaw, count_nonfinite
+from kvps.core.optim.base import Terms, Updater
+from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
-from kvps.core.server.chunks.slab import Chunk, Chunks
-from kvps.core.server.rules.optimize import Updates
+from kvps.core.server.chunks.slab import Chunks
+from kvps.core.server.rules.optimize import segments
+from kvps.core.server.rules.rule import Gate, Rule, Workshop
 from kvps.core.server.store import ServerStore, Shard
+from kvps.dtypes import BY_NAME
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
+from kvps.protocol.stores import Norms
+from kvps.tensors import TORCH
 
 NormId = tuple[str, str, int | None, int]
 """(store, key, rank or None, number)."""
@@ -63,11 +70,7 @@ class PartialNorms:
         self._culprits: set[int] = set()
 
     def measure(
-        self,
-        sums: torch.Tensor,
-        pieces: int,
-        holders: frozenset[int],
-        culprits: Iterable[int] = (),
+        self, sums: torch.Tensor, pieces: int, holders: frozenset[int], culprits: Iterable[int] = ()
     ) -> None:
         """Add the sums of one of the ``pieces`` of this server; ``holders`` have the others.
 
@@ -145,53 +148,62 @@ def _plus(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 class GlobalNorms:
     """The updates of one server that wait for norms of their whole tensor."""
 
-    def __init__(self, chunks: Chunks, updates: Updates, workers: int) -> None:
+    def __init__(self, stores: Mapping[str, ServerStore], chunks: Chunks, shop: Workshop) -> None:
+        self._stores = stores
         self._chunks = chunks
-        self._updates = updates
-        self._workers = workers
+        self._shop = shop
         self.open: dict[NormId, PartialNorms] = {}
         """Sums for updates that are not made yet."""
         self.closed: dict[NormId, PartialSums] = {}
         """This server's sums for updates that are made, for servers that missed them: the last
         WINDOW of each (store, key, rank)."""
-        self.untold: list[PartialNorms] = []
-        """Norms whose local sums are complete, and whose holders have not been told."""
 
     # --- this server's part -----------------------------------------------------------------
 
-    def begin(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+    def begin(self, rule: Rule, span: Span, due: PendingUpdate) -> None:
         """Let ``due`` wait until its whole tensor is measured; measure the part of it that is here."""
-        needs_norms = store.updater is not None and store.updater.needs_norms
-        self._updates.add_up(store, chunk, due, by_rows=not needs_norms)
+        self._add_up(rule, due)
         span.due.append(due)
         if due.rank is None and len(span.due) > 1:
             return  # a round is measured against the weights that the round before it leaves
-        self._measure(store, chunk, span, due)
+        self._measure(rule, span, due)
 
-    def _measure(self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate) -> None:
+    def _add_up(self, rule: Rule, due: PendingUpdate) -> None:
+        """Sum a gradient in memory of its own, for it may be lent and is used twice; note its flaw."""
+        updater, may_drop = rule.store.updater, rule.store.may_drop(rule.chunk.dtype)
+        if due.sum.is_sparse and not (updater is not None and updater.needs_norms):
+            due.flaw, rows = flaw_of_rows(rule, due)
+            due.sum = OwnSum((rows,))
+            return
+        whole = torch.empty(len(due.sum), dtype=rule.chunk.summed_in)
+        if may_drop:
+            due.flaw = flaw_of(rule, due, whole)
+        else:
+            due.sum.into(whole, 0, len(whole))
+        due.sum = OwnSum((DenseGradient([whole]),))
+
+    def _measure(self, rule: Rule, span: Span, due: PendingUpdate) -> None:
         """Add this piece's sums to those of its tensor."""
-        ((key, _, _),) = chunk.pieces(span.start, span.stop)
-        shard = store.shards[key]
-        flaw = due.flaw
+        store = rule.store
+        ((key, _, _),) = rule.chunk.pieces(span.start, span.stop)
+        shard, flaw = store.shards[key], due.flaw
         norm = self._norm(store, (store.name, key, due.rank, due.number))
         counts = [0.0 if flaw is None else float(flaw.values)] if norm.counts else []
         sums = torch.tensor(counts, dtype=torch.float64)
         if flaw is None and store.updater is not None and store.updater.needs_norms:
-            squares = self._updates.squares(store, store.updater, chunk, span, due)
-            sums = torch.cat((sums, squares))
+            sums = torch.cat((sums, squares(rule, store.updater, span, due)))
         culprits = () if flaw is None else flaw.ranks
         norm.measure(sums, len(shard.pieces), self.holders(shard), culprits)
-        if norm.mine and norm.holders:
-            self.untold.append(norm)
+        if norm.mine:
+            for server in sorted(norm.holders):
+                self._say(norm.id, norm.told, server, reply=server in norm.unheard)
         self.settle(store, norm)
 
     def _norm(self, store: ServerStore, number: NormId) -> PartialNorms:
         """Return the sums for an update, made if there are none."""
-        norm = self.open.get(number)
-        if norm is None:
-            norm = PartialNorms(number, store.may_drop(store.shards[number[1]].spec.dtype))
-            self.open[number] = norm
-        return norm
+        if number not in self.open:
+            self.open[number] = PartialNorms(number, store.may_drop(store.shards[number[1]].spec.dtype))
+        return self.open[number]
 
     def holders(self, shard: Shard) -> frozenset[int]:
         """Return the other servers that hold pieces of a key: all if it is cut, none if it is not."""
@@ -203,7 +215,36 @@ class GlobalNorms:
         """Return whether a key is more than one piece, here or over all servers."""
         return len(shard.pieces) > 1 or bool(self.holders(shard))
 
+    def repeat(self) -> None:
+        """Tell our sums again to servers that may have missed them, and ask for theirs."""
+        for norm in list(self.open.values()):
+            for server in sorted(norm.unheard):
+                self._say(norm.id, norm.told, server, reply=True)
+
+    def _say(self, number: NormId, told: PartialSums, server: int, *, reply: bool) -> None:
+        born = self._stores[number[0]].shards[number[1]].born
+        self._shop.say(server, Norms(*number, told.sums, reply, told.culprits, born))
+
     # --- the others' parts ------------------------------------------------------------------
+
+    def on_norms(self, store: ServerStore, message: Norms, server: int) -> PartialNorms | None:
+        """Take in another server's sums of squares, and tell ours if it asks for them.
+
+        Returns:
+            The norms to settle, if any.
+
+        Raises:
+            KvpsError: if there is no such update; nothing was changed.
+        """
+        shard = store.shards.get(message.key)
+        if shard is not None and shard.born != message.call:
+            return None  # another key of this name; who holds the newer one tells again
+        number = (message.store, message.key, message.rank, message.number)
+        ours = self.told(store, number, len(message.sums))
+        norm = self.hear(store, number, server, PartialSums(message.sums, message.culprits))
+        if message.reply and ours.sums:
+            self._say(number, ours, server, reply=False)
+        return norm
 
     def hear(self, store: ServerStore, number: NormId, server: int, told: PartialSums) -> PartialNorms | None:
         """Take in another server's sums for an update; return the norms to settle, if any.
@@ -221,7 +262,7 @@ class GlobalNorms:
                 raise ProtocolError(f"key {number[1]!r}: {first:g} values cannot be not finite")
         if any(square < 0 and square != NO_NUMBER for square in squares):
             raise ProtocolError(f"key {number[1]!r}: {min(squares):g} is not a sum of squares")
-        if any(rank >= self._workers for rank in told.culprits):
+        if any(rank >= self._shop.workers for rank in told.culprits):
             raise ProtocolError(f"key {number[1]!r}: there is no rank {max(told.culprits)}")
         norm = self._norm(store, number)
         norm.hear(server, *told)
@@ -272,26 +313,19 @@ class GlobalNorms:
         if flaw is not None and store.drops is not None:
             store.drops.add(key, shard.pieces, rank, number, flaw)
         for piece in shard.pieces:
-            chunk = self._chunks.at(piece.chunk)
-            (span,) = chunk.cut(piece.start, piece.start + piece.size)
+            rule = self._shop.rule(piece.chunk)
+            (span,) = rule.chunk.cut(piece.start, piece.start + piece.size)
             due = next(item for item in span.due if (item.rank, item.number) == (rank, number))
             span.due.remove(due)
-            if flaw is None:
-                norms = self._fitting(store, chunk, span, due, sums)
-                self._updates.update(store, chunk, span, due, norms)
+            if flaw is not None:
+                rule.skip(span, due)
             else:
-                self._updates.skip(chunk, span, due)
+                updater, norms = store.updater, sums
+                if updater is not None and updater.needs_norms and not len(sums):
+                    norms = squares(rule, updater, span, due)  # the optimizer came after they were measured
+                rule.move(span, due, norms)
             if rank is None and span.due:
-                self._measure(store, chunk, span, span.due[0])
-
-    def _fitting(
-        self, store: ServerStore, chunk: Chunk, span: Span, due: PendingUpdate, sums: torch.Tensor
-    ) -> torch.Tensor:
-        """Return ``sums``; or if the rule has come later than they were measured, the piece's own."""
-        updater = store.updater
-        if updater is None or not updater.needs_norms or len(sums):
-            return sums
-        return self._updates.squares(store, updater, chunk, span, due)
+                self._measure(rule, span, span.due[0])
 
     def forget(self, store: str, keys: Collection[str] | None = None) -> None:
         """Forget the norms of one store, or of some keys of it."""
@@ -300,6 +334,75 @@ class GlobalNorms:
             for number in [number for number in ours if keys is None or number[1] in keys]:
                 del norms[number]
 
-    def check(self) -> None:
-        """Assert that what was measured was told."""
-        assert not self.untold
+
+class WholeTensor(Gate):
+    """An update waits for norms of its whole tensor, for an optimizer that needs them."""
+
+    def __init__(self, inner: Rule, norms: GlobalNorms) -> None:
+        super().__init__(inner)
+        self._norms = norms
+
+    def cut(self, start: int, stop: int) -> list[Span]:
+        """Return spans that tile a range, one for each piece of a key."""
+        return self.chunk.cut_by_piece(start, stop)
+
+    def apply(self, span: Span, due: PendingUpdate) -> None:
+        """Let an update wait."""
+        self._norms.begin(self, span, due)
+
+
+def squares(rule: Rule, updater: Updater, span: Span, due: PendingUpdate) -> torch.Tensor:
+    """Return the sums of squares of a piece that an optimizer needs."""
+    if due.sum.is_sparse:
+        due.sum = OwnSum((DenseGradient([due.sum.whole()]),))
+    chunk = rule.chunk
+    ((_, _, rates),) = segments(updater, chunk, span)
+    state = rule.store.state_of(chunk)
+    weight = chunk.buffer.tensor[span.start : span.stop]
+    if chunk.back is not None and chunk.back.owes(span.start, span.stop):
+        weight = weight + chunk.back.residual[span.start : span.stop]
+    return updater.partial_norms(
+        weight,
+        due.sum.parts[0].joined(),
+        {name: tensor[span.start : span.stop] for name, tensor in state.items()},
+        Terms(span.step + 1, *rates),
+    )
+
+
+# --- what is not finite -----------------------------------------------------------------------------
+
+
+def flaw_of(rule: Rule, due: PendingUpdate, whole: torch.Tensor, *, is_sum: bool = False) -> Flaw | None:
+    """Sum a gradient into ``whole``, unless that is the sum already; return its flaw."""
+    kept_as, block_count, count = _kept_as(rule), rule.shop.block_count, 0
+    for begin in range(0, len(whole), block_count):
+        block = whole[begin : begin + block_count]
+        if not is_sum:
+            due.sum.into(block, begin, begin + len(block))
+        count += count_nonfinite(block.to(kept_as))
+    return _flaw(due, count)
+
+
+def flaw_of_rows(rule: Rule, due: PendingUpdate) -> tuple[Flaw | None, RowGradient]:
+    """Sum row gradients; return the flaw and the sum."""
+    rows = due.sum.gathered()
+    return _flaw(due, count_nonfinite(rows.joined().to(_kept_as(rule)))), rows
+
+
+def _kept_as(rule: Rule) -> torch.dtype:
+    """Return the type in which a sum has to be finite."""
+    # Without an optimizer the sum is what the key becomes, and there it may overflow.
+    chunk = rule.chunk
+    is_half = BY_NAME[chunk.dtype].kind == "half"
+    return TORCH[chunk.dtype] if is_half and rule.store.updater is None else chunk.summed_in
+
+
+def _flaw(due: PendingUpdate, count: int) -> Flaw | None:
+    """Return the flaw of a gradient of which so many values are not finite."""
+    if not count:
+        return None
+    culprits: set[int] = set()
+    for ranks, part in zip(due.whose, due.sum.parts, strict=True):
+        if count_nonfinite(part.joined()):
+            culprits.update(ranks)
+    return Flaw(count, tuple(sorted(culprits)))

@@ -146,10 +146,9 @@ def _check(store: ServerStore, key: KeySnapshot) -> None:
 def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
     assert snapshot.hyper is not None
     if store.hyper is None:
-        store.hyper = snapshot.hyper
         store.sent_optimizer = Setting(snapshot.sent_hyper, snapshot.optimize_calls, snapshot.optimize_after)
         store.sent_rate = Setting(snapshot.sent_lr, snapshot.rate_calls, snapshot.rate_after)
-        store.updater = create(snapshot.hyper)
+        store.use(snapshot.hyper, create(snapshot.hyper))
     elif store.hyper.name != snapshot.hyper.name:
         raise Mismatch(
             f"store {store.name!r} has optimizer {store.hyper.name!r}, and the checkpoint "
@@ -177,9 +176,9 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
         store.forget_state(chunk, piece.start, stop)
         rows, residual = _states(cuts), _residual(cuts)
         if residual is not None:
-            back = chunk.back_of(chunk.cut(piece.start, stop)[0], is_wanted=True)
-            assert back is not None, "only float32 values have residuals"
-            back.revive(piece.start, residual)
+            chunk.publish()
+            assert chunk.back is not None, "only float32 values have residuals"
+            chunk.back.revive(piece.start, residual)
         if store.updater is not None and rows:
             store.restore(chunk, piece.start, stop, history.step, rows)
         for span in chunk.cut(piece.start, stop):

@@ -25,11 +25,7 @@ BLOCK_ROWS = 1 << 16
 def history_of(span: Span) -> SpanHistory:
     """Return the history of a span."""
     return SpanHistory(
-        span.version,
-        span.step,
-        dict(span.pushed),
-        dict(span.head_start),
-        dict(span.clock_from),
+        span.version, span.step, dict(span.pushed), dict(span.head_start), dict(span.clock_from)
     )
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvps.core.optim.torch_rules import UPDATERS
-from kvps.core.server import ingest as aggregator
 from kvps.core.server.chunks.slab import Chunk
-from kvps.core.server.rules import optimize as apply
+from kvps.core.server.rules import book
+from kvps.core.server.rules.optimize import segments
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error
@@ -189,10 +189,7 @@ def test_half_types_also_take_sums_of_float32(dtype: str, order: tuple[int, int]
     one.open()
     one.init("h", torch.zeros(1, dtype=TORCH[dtype]))
     big = 2048.0 if dtype == "float16" else 256.0
-    halves = [
-        (0, torch.tensor([big + 1]), (0, 1, 2)),
-        (3, torch.tensor([1.0], dtype=TORCH[dtype]), (3,)),
-    ]
+    halves = [(0, torch.tensor([big + 1]), (0, 1, 2)), (3, torch.tensor([1.0], dtype=TORCH[dtype]), (3,))]
     for index in order:
         rank, values, ranks = halves[index]
         one.push(rank, "h", values, 0, ranks=ranks)
@@ -300,10 +297,7 @@ def test_lent_push_is_acknowledged_by_its_answer_alone() -> None:
     one = stage(2)
     assert lend(one, 0, 0, torch.ones(6), pull=True) == []
     said = one.push(1, ["a", "b", "c"], torch.ones(6), 0, pull=True)
-    assert [(answer.to, type(answer.message)) for answer in said] == [
-        (b"w0", Pulled),
-        (b"w1", Pulled),
-    ]
+    assert [(answer.to, type(answer.message)) for answer in said] == [(b"w0", Pulled), (b"w1", Pulled)]
     assert len(acked(lend(one, 0, 1, torch.ones(6)))) == 1
 
 
@@ -318,7 +312,7 @@ def test_update_by_blocks_equals_the_update_of_the_whole(
     rows = [torch.randn(20, generator=torch.Generator().manual_seed(n)) for n in range(6)]
     results = []
     for block in (3, 7, 100):
-        monkeypatch.setattr(aggregator, "BLOCK_COUNT", block)
+        monkeypatch.setattr(book, "BLOCK_COUNT", block)
         one = ServerStage(2)
         one.open()
         for key, count in (("x", 4), ("y", 16)):
@@ -395,8 +389,9 @@ def test_multipliers_of_keys() -> None:
 def test_equal_multipliers_of_neighbours_are_one_update() -> None:
     one = stage(1)
     one.optimizer("test", lr_mult={"a": 2.0, "b": 2.0})
-    store = one.server.context.stores["kv"]
-    parts = apply.segments(store, one.chunk(), one.chunk().spans[0])
+    updater = one.server.context.stores["kv"].updater
+    assert updater is not None
+    parts = segments(updater, one.chunk(), one.chunk().spans[0])
     assert [(start, stop) for start, stop, *_ in parts] == [(0, 3), (3, 6)]
 
 
@@ -764,7 +759,7 @@ def test_norms_of_a_tensor_in_several_chunks_wait_for_all_of_them() -> None:
     run = (Run(0, second.size, 0),)
     one.say(0, Push(second.chunk, 1, (0,), 1.0, False, run), torch.full((second.size,), 0.5))
     assert set(one.values("w")) == {0.0}  # trust is |w| / |g| = 4, and w - 4 g = 0
-    assert not one.server.push_pull.aggregator.norms.open
+    assert not one.server.rules.norms.open
 
 
 def test_the_state_of_a_key() -> None:
@@ -773,10 +768,7 @@ def test_the_state_of_a_key() -> None:
     one.push(0, ["a", "b", "c"], [1, 2, 3, 4, 5, 6], 0)
     (answer,) = one.say(0, GetState(1, 3, 3))
     assert isinstance(answer.message, StateIs)
-    assert (answer.message.step, [f.name for f in answer.message.fields]) == (
-        1,
-        ["momentum_buffer"],
-    )
+    assert (answer.message.step, [f.name for f in answer.message.fields]) == (1, ["momentum_buffer"])
 
 
 @pytest.mark.parametrize("dtype", list(BY_NAME))

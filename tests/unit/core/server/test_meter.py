@@ -9,13 +9,12 @@ import torch
 
 from kvps.compression.codecs import encode
 from kvps.compression.spec import INT8, CodecSpec
-from kvps.core.counts import STALENESS, Counts
+from kvps.core.counts import STALENESS
 from kvps.core.effects import Send
 from kvps.core.membership_client import Identity
-from kvps.core.server import measured
-from kvps.core.server import meter as tally
+from kvps.core.server import measured, meter
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.meter import SMOOTHING, Lateness, Tally, most_late
+from kvps.core.server.meter import SMOOTHING, Lateness, Meter, most_late
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
@@ -139,16 +138,16 @@ def test_rows_count_as_their_key() -> None:
 
 
 def test_counts_by_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tally, "RUNS_MAX", 1)
-    monkeypatch.setattr(tally, "READS_MAX", 1)
-    found = Tally(Counts())
+    monkeypatch.setattr(meter, "RUNS_MAX", 1)
+    monkeypatch.setattr(meter, "READS_MAX", 1)
+    found = Meter()
     for start in (0, 0, 8):
-        found.moved_bytes(1, start, 8, 5)
+        found.on_values(1, (Run(start, 8, 0),), 4)
         found.read(0, 1, start, start + 1)
     found.stale((0,), 1, 8, 20)
-    assert not found.counts.durations()
+    assert not found.durations()
     found.stale((0,), 1, 0, 2)
-    assert found.counts.durations()[STALENESS].total_s == 1.0
+    assert found.durations()[STALENESS].total_s == 1.0
     assert found.hot(Chunks()) == ()  # its chunk is not there any more
 
 
@@ -219,11 +218,11 @@ def test_a_server_without_a_seat_has_no_incarnation() -> None:
 
 def test_a_rank_is_as_late_as_at_the_store_where_it_is_latest() -> None:
     one, other = Lateness(), Lateness()
-    one.note((0,), 0.0)
-    one.note((1, 2), 0.8)
-    other.note((1,), 2.0)
+    one.note((0,), [0.0])
+    one.note((1, 2), [0.8])
+    other.note((1,), [2.0])
     assert most_late([one, other], 9) == {"1": 2.0, "2": 0.8, "0": 0.0}
     assert list(most_late([one, other], 1)) == ["1"]
     for _ in range(SMOOTHING * 8):
-        other.note((1,), 0.0)
+        other.note((1,), [0.0])
     assert most_late([one, other], 1)["1"] == 0.8  # what was long ago is forgotten

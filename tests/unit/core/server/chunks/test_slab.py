@@ -125,11 +125,11 @@ def test_runs_are_whole_keys_in_order(runs: list[tuple[int, int]], says: str) ->
 def test_a_key_without_a_value_cannot_be_used() -> None:
     one = chunk(10, 20, filled=False)
     one.fill(0)
-    one.check_filled([Run(0, 10, 0)])
+    one.validate([Run(0, 10, 0)], are_filled=True)
     with pytest.raises(KeyNotFound, match="key 'k1' of store 'kv' has no value yet"):
-        one.check_filled([Run(0, 30, 0)])
+        one.validate([Run(0, 30, 0)], are_filled=True)
     one.fill(10)
-    one.check_filled([Run(0, 30, 0)])
+    one.validate([Run(0, 30, 0)], are_filled=True)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -152,7 +152,8 @@ def test_a_retired_piece_is_gone_for_ever(index: int) -> None:
 def test_retiring_a_key_without_a_value() -> None:
     one = chunk(10, 20, filled=False)
     one.retire(Piece(1, 0, 10))
-    one.check_filled([Run(0, 10, 0)])
+    with pytest.raises(ProtocolError, match="replaced"):
+        one.validate([Run(0, 10, 0)], are_filled=True)
 
 
 # --- readers and writers ----------------------------------------------------------------------------
@@ -410,7 +411,7 @@ def test_known_filled_rows_end_with_a_write_over_them() -> None:
     known = torch.tensor([1])
     for start in (0, 10, 30):
         one.filled_rows[start] = known
-    one.touchable()
+    one.writable(keeps_rows=True)
     assert set(one.filled_rows) == {0, 10, 30}
     one.overwritable(10, 30)
     assert set(one.filled_rows) == {0, 30}

@@ -66,7 +66,7 @@ def test_all_keys_of_a_step_are_scaled_together_when_the_last_is_pushed() -> Non
     assert acked(push(stage, "b", [8.0], step))  # 6, 0, 8: the norm is 10
     assert stage.values("a") == pytest.approx([-2.0, 1.0], abs=1e-5)
     assert stage.values("b") == pytest.approx([-3.0], abs=1e-5)
-    assert not stage.server.push_pull.aggregator.steps.open
+    assert not stage.server.rules.steps.open
 
 
 def test_a_step_within_the_limit_is_applied_to_the_bit() -> None:
@@ -116,7 +116,7 @@ def test_the_first_holder_computes_the_factor_and_the_other_confirms_it() -> Non
     (confirmation,) = told(second.other(0, factor))
     assert confirmation == norm()
     assert second.values("b") == pytest.approx([4.0], abs=1e-5)
-    steps = first.server.push_pull.aggregator.steps
+    steps = first.server.rules.steps
     assert steps.decided
     assert told(first.other(1, confirmation)) == []
     assert not steps.decided
@@ -151,7 +151,7 @@ def test_three_holders_get_one_factor_and_are_told_until_each_confirms() -> None
     assert told(first.other(2, norm(squares=64.0))) == []
     factors = told(first.other(1, norm(squares=0.0)))
     assert [one.factor for one in factors] == [pytest.approx(0.5)] * 2
-    steps = first.server.push_pull.aggregator.steps
+    steps = first.server.rules.steps
     told(first.other(1, norm()))
     assert [one.unconfirmed for one in steps.decided.values()] == [{2}]
     told(first.other(2, norm()))
@@ -169,7 +169,7 @@ def test_sums_of_unknown_steps_are_kept_within_a_limit() -> None:
     first = server(0, a=[0.0])
     for number in range(EARLY_MAX + 5):
         told(first.other(1, norm(squares=1.0, digest=100 + number)))
-    assert len(first.server.push_pull.aggregator.steps._early) == EARLY_MAX
+    assert len(first.server.rules.steps._early) == EARLY_MAX
 
 
 @pytest.mark.parametrize("squares", [math.nan, math.inf])
@@ -201,9 +201,8 @@ def test_sums_and_factors_that_cannot_be_are_refused() -> None:
 def test_nothing_is_told_before_the_first_view() -> None:
     second = server(1, b=[0.0])
     view, second.server.member.view = second.server.member.view, None
-    second.server.push_pull.aggregator.steps.outbox.append((0, norm()))
-    second.server.push_pull.tell_norms()
-    assert not second.server.push_pull.aggregator.steps.outbox
+    second.server.rules._say(0, norm())
+    assert second.server._outbox == []
     second.server.member.view = view
 
 
@@ -324,9 +323,9 @@ def test_a_store_that_ends_takes_its_steps_along() -> None:
     stage = server(0, a=[0.0], b=[0.0])
     push(stage, "a", [1.0], step_of(2))
     told(stage.other(1, norm(squares=1.0, digest=8)))
-    aggregator = stage.server.push_pull.aggregator
-    aggregator.drop("other", [])
-    assert aggregator.steps.open
-    aggregator.drop("kv", [])
-    assert not aggregator.steps.open
-    assert not aggregator.steps._early
+    rules = stage.server.rules
+    rules.drop("other")
+    assert rules.steps.open
+    rules.drop("kv")
+    assert not rules.steps.open
+    assert not rules.steps._early

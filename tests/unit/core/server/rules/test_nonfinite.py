@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kvps.core.gradients import DenseGradient
-from kvps.core.server import ingest as aggregator
 from kvps.core.server import options
 from kvps.core.server.chunks.rounds import Round
-from kvps.core.server.rules import optimize as apply
+from kvps.core.server.rules import book, whole_tensor
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
 from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run
@@ -114,7 +113,7 @@ def test_none_of_a_round_is_applied_if_none_is_finite() -> None:
 
 
 def test_the_last_block_is_looked_at_before_the_first_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aggregator, "BLOCK_COUNT", 10)
+    monkeypatch.setattr(book, "BLOCK_COUNT", 10)
     one = ServerStage(2)
     one.open("sync", on_nonfinite="skip")
     one.init("w", torch.zeros(95))
@@ -260,7 +259,7 @@ def test_every_float_type_is_looked_at(dtype: torch.dtype) -> None:
 
 @pytest.mark.spec("R104")
 def test_integers_are_finite_and_never_make_a_detour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "count_nonfinite", None)
+    monkeypatch.setattr(whole_tensor, "count_nonfinite", None)
     one = ServerStage(1, servers=2)
     one.open("sync", on_nonfinite="error", bigarray_bound=1)
     row = torch.full((6,), 2**31 - 1, dtype=torch.int32)

@@ -107,7 +107,7 @@ def test_drops_agree_whatever_the_network_does(rule: str | None, seed: int) -> N
     assert wild.versions() == [rounds] * 3
     assert torch.equal(wild.values(), quiet.values())
     for stage in wild.stages:
-        assert not stage.server.push_pull.aggregator.norms.open
+        assert not stage.server.rules.norms.open
         assert stage.server.context.stores["kv"].drops.counts == {"w": rounds - len(good)}
 
 
@@ -229,7 +229,7 @@ def test_norms_of_another_key_of_that_name_are_not_for_this_one() -> None:
     stage.declare("w", row, call=1, shape=(14,))
     stage.load("w", row, call=1)
     assert stage.other(1, old.message) == []
-    assert not stage.server.push_pull.aggregator.norms.open
+    assert not stage.server.rules.norms.open
     assert stage.push(0, "w", torch.ones(7), 0)
     assert stage.other(1, old.message) == []
     assert stage.span("w").version == 0
@@ -242,10 +242,10 @@ def test_a_key_that_is_replaced_takes_along_what_waits_of_it() -> None:
     cluster = Cluster(2, workers=1, rule="sgd", on_nonfinite="error")
     stage = cluster.stages[0]
     cluster.push(0, 0, 0, spoiled(0, 0, 0))
-    assert stage.server.push_pull.aggregator.norms.open
+    assert stage.server.rules.norms.open
     stage.declare("w", torch.zeros(7), call=1, shape=(14,))
     stage.load("w", torch.zeros(7), call=1)
-    assert not stage.server.push_pull.aggregator.norms.open
+    assert not stage.server.rules.norms.open
     cluster.post.clear()
     cluster.tick()
     assert cluster.post == []
@@ -258,11 +258,11 @@ def test_server_without_a_view_sends_norms_later() -> None:
     view, member.view = member.view, None
     server = cluster.stages[0].server
     number = ("kv", "w", None, 0)
-    told = server.push_pull.aggregator.norms.told(server.context.stores["kv"], number, 1)
-    server.push_pull._send_norms(number, told, 1, reply=True)
+    told = server.rules.norms.told(server.context.stores["kv"], number, 1)
+    server.rules.norms._say(number, told, 1, reply=True)
     assert server._outbox == []
     member.view = view
-    server.push_pull._send_norms(number, told, 1, reply=True)
+    server.rules.norms._say(number, told, 1, reply=True)
     assert len(server._outbox) == 1
 
 

@@ -77,7 +77,7 @@ def test_norms_agree_whatever_the_network_does(rule: str, seed: int) -> None:
     assert wild.versions() == [5, 5, 5]
     assert torch.equal(wild.values(), quiet.values())
     for stage in wild.stages:
-        assert not stage.server.push_pull.aggregator.norms.open
+        assert not stage.server.rules.norms.open
 
 
 @pytest.mark.spec("R66")
@@ -222,7 +222,7 @@ def test_another_rule_does_not_wait_for_the_norms_of_the_old_one(mode: str) -> N
     assert cluster.versions() == [0, 0]
     said = stage.say(0, optimizing("sgd", call=2))
     assert [one.runs[0].version for one in heard(said, Pulled)] == [1, 2]
-    assert not stage.server.push_pull.aggregator.norms.open
+    assert not stage.server.rules.norms.open
     cluster.deliver_all()
     cluster.push(0, 0, 2)
     assert cluster.versions() == [3, 0]
@@ -232,11 +232,11 @@ def test_a_replaced_key_takes_its_norms_along() -> None:
     cluster = Cluster(2, workers=1)
     stage = cluster.stages[0]
     cluster.push(0, 0, 0)
-    assert stage.server.push_pull.aggregator.norms.open
+    assert stage.server.rules.norms.open
     row = torch.zeros(7)
     stage.declare("w", row, call=1, shape=(14,))
     stage.load("w", row, call=1)
-    assert not stage.server.push_pull.aggregator.norms.open
+    assert not stage.server.rules.norms.open
     cluster.tick()
     assert len(cluster.post) == 1
 
@@ -258,6 +258,6 @@ def test_the_memory_of_norms_is_bounded() -> None:
             cluster.push(server, 0, number)
         cluster.deliver_all()
     for stage in cluster.stages:
-        norms = stage.server.push_pull.aggregator.norms
+        norms = stage.server.rules.norms
         assert (len(norms.open), len(norms.closed)) == (0, 64)
     assert cluster.versions() == [70, 70]

@@ -1,0 +1,246 @@
+"""The rule of a chunk: what the pushes to it must be, and what becomes of a closed round.
+
+A rule is composed when the first request asks for the chunk, of what its store was opened with, of the
+optimizer, and of what pushes have asked for (:class:`~kvps.core.server.rules.book.RuleBook`). So
+``Finite(PublishedOptimize(...))`` reads as the options of the store, and an option that is off is not asked
+for. A change of what a rule depends on has it composed anew. A rule keeps nothing of its own: values,
+states and histories are the chunk's, and what waits is in its spans.
+
+*Movers* change values: they assign a sum, or pass it to the optimizer. *Gates* stand before a mover, and let
+an update wait, or drop it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvps.compression.spec import CodecSpec
+from kvps.core.gradients import Part
+from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
+from kvps.core.server.chunks.slab import Chunk
+from kvps.core.server.meter import Meter
+from kvps.core.server.sessions import PendingRead
+from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_ID
+from kvps.errors import ConfigError, Mismatch, ProtocolError
+from kvps.protocol.envelope import Message
+from kvps.protocol.values import Push, StepPart
+from kvps.tensors import TORCH
+
+BLOCK_COUNT = 256 << 10
+"""Elements that one thread sums and updates at once, so that they stay in its core's cache."""
+
+
+@dataclass(slots=True)
+class Workshop:
+    """Tools that all rules of a server share.
+
+    Args:
+        workers: how many ranks may push.
+        block_count: elements that are summed and updated at once.
+        meter: the server's counters.
+        wake: called with the reads that waited for values that have just moved, before they move again.
+        say: sends a message to another server, by its rank.
+        rule: returns the rule of a chunk, by its number.
+    """
+
+    workers: int
+    block_count: int
+    meter: Meter
+    wake: Callable[[list[PendingRead]], None]
+    say: Callable[[int, Message], None]
+    rule: Callable[[int], Rule]
+    _blocks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def block(self, dtype: torch.dtype, count: int = 0) -> torch.Tensor:
+        """Return memory for one block of sums, or for ``count`` elements if they are more."""
+        known = self._blocks.get(dtype)
+        if known is None or known.numel() < count:
+            known = self._blocks[dtype] = torch.empty(max(count, self.block_count), dtype=dtype)
+        return known
+
+
+class Rule(abc.ABC):
+    """The rule of one chunk.
+
+    Args:
+        store: the store of the chunk.
+        chunk: its values.
+        shop: what all rules share.
+    """
+
+    keeps_all = False
+    """Gradients are not added up before the round closes."""
+    is_new = True
+    """No push was counted since the rule was composed."""
+
+    def __init__(self, store: ServerStore, chunk: Chunk, shop: Workshop) -> None:
+        self.store = store
+        self.chunk = chunk
+        self.shop = shop
+
+    # --- judging: nothing is changed ----------------------------------------------------------
+
+    def check(self, message: Push) -> None:
+        """Check what a push is, whatever was pushed before.
+
+        Raises:
+            KvpsError: if it is refused.
+        """
+        chunk = self.chunk
+        if message.weight <= 0:
+            raise ProtocolError(f"a push of weight {message.weight}; use a number above 0")
+        dtype = BY_ID[message.dtype].name
+        if TORCH[dtype] not in (TORCH[chunk.dtype], chunk.summed_in):
+            raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}")
+        if not message.ranks or max(message.ranks) >= self.shop.workers:
+            self.check_ranks(message.ranks)
+        chunk.validate(message.runs, are_filled=True)
+
+    def check_ranks(self, ranks: tuple[int, ...]) -> None:
+        """Check whom a push speaks for.
+
+        Raises:
+            ProtocolError: if there is no such rank.
+        """
+        if not ranks or max(ranks) >= self.shop.workers:
+            raise ProtocolError(f"a push speaks for ranks {list(ranks)!s:.60}; there are {self.shop.workers}")
+
+    def check_rows(self, ranks: tuple[int, ...]) -> None:
+        """Check a push of rows, whatever was pushed before.
+
+        Raises:
+            KvpsError: if it is refused.
+        """
+        self.check_ranks(ranks)
+
+    def check_counted(  # noqa: B027 (most rules take what counts)
+        self, judged: JudgedPush, step: StepPart | None
+    ) -> None:
+        """Check a push that counts, and that names ``step``.
+
+        Raises:
+            KvpsError: if it is refused.
+        """
+
+    # --- applying -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:  # noqa: B027 (most rules need nothing)
+        """Make what pushes need, before the first; if there is no memory for it, none was taken in."""
+
+    def cut(self, start: int, stop: int) -> list[Span]:
+        """Return spans that tile a range of the chunk."""
+        return self.chunk.cut(start, stop)
+
+    def apply(self, span: Span, due: PendingUpdate) -> None:
+        """Take a closed round, or one push: move the values now, or let it wait."""
+        self.move(span, due)
+
+    def move(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
+        """Move the values of ``span`` by one update, and wake the reads that waited there.
+
+        Args:
+            span: which values.
+            due: the sum.
+            norms: those of the whole tensor, for an optimizer that needs them.
+        """
+        self.write(span, due, norms)
+        span.version += 1
+        if woken := self.chunk.woken(span.start, span.stop):
+            self.shop.wake(woken)
+
+    def skip(self, span: Span, due: PendingUpdate) -> None:
+        """Drop an update: a round is closed without it, a push is just taken in."""
+        if due.rank is None:
+            span.version += 1
+        self.shop.wake(self.chunk.woken(span.start, span.stop))
+
+    @abc.abstractmethod
+    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
+        """Write the values of ``span`` after an update."""
+
+
+class Gate(Rule):
+    """A rule that stands before another, ``inner``."""
+
+    def __init__(self, inner: Rule) -> None:
+        super().__init__(inner.store, inner.chunk, inner.shop)
+        self.inner = inner
+        self.keeps_all = inner.keeps_all
+
+    def check_counted(self, judged: JudgedPush, step: StepPart | None) -> None:
+        """See :meth:`Rule.check_counted`."""
+        self.inner.check_counted(judged, step)
+
+    def prepare(self) -> None:
+        """See :meth:`Rule.prepare`."""
+        self.inner.prepare()
+
+    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
+        """See :meth:`Rule.write`."""
+        self.inner.write(span, due, norms)
+
+
+class Refused(Gate):
+    """All pushes are refused, and ``text`` says why."""
+
+    def __init__(self, inner: Rule, text: str) -> None:
+        super().__init__(inner)
+        self._text = text
+
+    def check(self, message: Push) -> None:
+        """Refuse a push of whole keys."""
+        raise ConfigError(self._text)
+
+    def check_rows(self, ranks: tuple[int, ...]) -> None:
+        """Refuse a push of rows."""
+        raise ConfigError(self._text)
+
+
+@dataclass(slots=True)
+class PushedRange:
+    """Neighbouring elements of a chunk, and what one push has for them."""
+
+    rule: Rule
+    start: int
+    stop: int
+    number: int
+    """Number of the push, for these elements."""
+    gradient: Part
+    since: int | None = None
+    """Where late pushes count, the number after the sender's push before this one."""
+
+    def part(self, span: Span) -> PushedRange:
+        """Return the part of this range that lies in ``span``."""
+        start, stop = max(span.start, self.start), min(span.stop, self.stop)
+        if (start, stop) == (self.start, self.stop):
+            return self
+        gradient = self.gradient.part(start - self.start, stop - self.start)
+        return replace(self, start=start, stop=stop, gradient=gradient)
+
+
+@dataclass(slots=True)
+class JudgedPush:
+    """The decision about a push that is not refused; valid until another push is applied."""
+
+    store: ServerStore
+    ranks: tuple[int, ...]
+    """The ranks that the push speaks for."""
+    weight: float
+    """The weight of the push in a mean."""
+    is_lent: bool
+    """The gradient is its sender's memory, and must not be written to."""
+    back: CodecSpec | None = None
+    """The codec in which they want the update; None for none."""
+    step: StepPart | None = None
+    """The step that the push is part of, where gradients are clipped by their global norm."""
+    verdict: Verdict = Verdict.EARLY
+    """COUNTED, DUPLICATE or EARLY."""
+    ranges: Sequence[PushedRange] = ()
+    """The elements that were not counted before; empty unless the verdict is COUNTED."""
+    late_s: list[float] = field(default_factory=list)
+    """For each span that it was applied to, by how much it came after the first push of the round."""
