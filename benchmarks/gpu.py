@@ -245,11 +245,7 @@ def measure_speed() -> dict[str, Any]:
 def launch(workers: int, servers: int, name: str, out: Path) -> None:
     """Run ``WORKERS[name]`` as the script of a cluster; rank 0 writes to ``out``."""
     cluster = ["-m", "kvps.cli.launch", "-n", str(workers), "-s", str(servers), "--"]
-    script = [
-        sys.executable,
-        "-c",
-        f"from benchmarks.gpu import WORKERS; WORKERS[{name!r}]({str(out)!r})",
-    ]
+    script = [sys.executable, "-c", f"from benchmarks.gpu import WORKERS; WORKERS[{name!r}]({str(out)!r})"]
     subprocess.run([sys.executable, *cluster, *script], cwd=ROOT, check=True)
 
 
@@ -387,12 +383,7 @@ def overlap_worker(out_path: str) -> None:
         for mib in BUCKETS_MIB
     }
     hidden = (after_ms - beside_ms) / (after_ms - alone_ms)
-    figures = {
-        "alone": alone_ms,
-        "after": after_ms,
-        "beside": beside_ms,
-        **sizes,
-    }
+    figures = {"alone": alone_ms, "after": after_ms, "beside": beside_ms, **sizes}
     if kv.rank == 0:
         rounded = {name: f"{ms:.1f} ms" for name, ms in figures.items()}
         Path(out_path).write_text(json.dumps({**rounded, "hidden": f"{hidden:.0%}"}))

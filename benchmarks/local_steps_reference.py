@@ -84,10 +84,7 @@ def trained(workers: int, words: list[str]) -> dict[str, float]:
     ]
     schedulers = [
         torch.optim.lr_scheduler.OneCycleLR(
-            one,
-            flags.lr,
-            total_steps=steps_of(flags, rank, workers) + 1,
-            pct_start=flags.warm_up,
+            one, flags.lr, total_steps=steps_of(flags, rank, workers) + 1, pct_start=flags.warm_up
         )
         for rank, one in enumerate(optimizers)
     ]

@@ -42,12 +42,7 @@ def main(folder: Path, seconds: float, step_s: float, sync_every: int, quorum: i
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     compression = {"type": "e3m0", "min_bytes": 0, "pull": True}
     with kvps.torch.DiLoCo(
-        model,
-        optimizer,
-        momentum=0.5,
-        sync_every=sync_every,
-        quorum=quorum or None,
-        compression=compression,
+        model, optimizer, momentum=0.5, sync_every=sync_every, quorum=quorum or None, compression=compression
     ) as outer:
         source = batches(train, 2, torch.Generator().manual_seed(os.getpid()))
         note("begin")

@@ -51,10 +51,7 @@ def main() -> None:
         kinds: dict[str, tuple[Path, dict[str, str]]] = {
             "neither": (HERE, {"KVPS_RECORD": "off"}),
             "flight recorder": (HERE, {"KVPS_RECORD": "ring"}),
-            "timeline": (
-                HERE,
-                {"KVPS_RECORD": "off", "KVPS_TIMELINE": str(Path(folder) / "trace.json")},
-            ),
+            "timeline": (HERE, {"KVPS_RECORD": "off", "KVPS_TIMELINE": str(Path(folder) / "trace.json")}),
         }
         if given.full:
             record = {"KVPS_RECORD": "full", "KVPS_RECORD_DIR": str(Path(folder) / "records")}
@@ -66,10 +63,7 @@ def main() -> None:
             for kind, (tree, env) in kinds.items():
                 times[kind].append(measured(tree, env, given, Path(folder)))
                 load = os.getloadavg()[0]
-                print(
-                    f"turn {turn + 1}  {kind:<16} {times[kind][-1]:8.2f} ms  load {load:.1f}",
-                    flush=True,
-                )
+                print(f"turn {turn + 1}  {kind:<16} {times[kind][-1]:8.2f} ms  load {load:.1f}", flush=True)
     for kind, found in times.items():
         ratios = [one / base for one, base in zip(found, times["neither"], strict=True)]
         print(

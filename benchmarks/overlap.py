@@ -136,12 +136,7 @@ def _draw(found: dict[str, Any], path: Path, rate: str) -> None:
 
     longest = max(one["step"][1] - one["step"][0] for one in found.values())
     figure, rows = pyplot.subplots(
-        len(found),
-        1,
-        figsize=(9, 1.9 * len(found)),
-        sharex=True,
-        layout="constrained",
-        squeeze=False,
+        len(found), 1, figsize=(9, 1.9 * len(found)), sharex=True, layout="constrained", squeeze=False
     )
     for (way, one), axes in zip(found.items(), rows[:, 0], strict=True):
         begin, end = one["step"]

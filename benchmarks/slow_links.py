@@ -81,13 +81,7 @@ def _line(one: dict[str, float | str]) -> str:
 
 def shares(workers: int) -> dict[str, int]:
     """Return how often the payload of each act crosses the server's link, the way that counts."""
-    return {
-        "init": 1,
-        "push": workers,
-        "pull": workers,
-        "rows": workers,
-        "broadcast": max(1, workers - 1),
-    }
+    return {"init": 1, "push": workers, "pull": workers, "rows": workers, "broadcast": max(1, workers - 1)}
 
 
 def sizes(given: argparse.Namespace, rate: float) -> dict[str, int]:

@@ -59,11 +59,7 @@ def by_launch(
         command = [*before, launch, *flags, *sizes, "--", sys.executable, str(script)]
         began = time.monotonic()
         done = subprocess.run(
-            command,
-            env={**os.environ, **(env or {})},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
+            command, env={**os.environ, **(env or {})}, stdout=subprocess.PIPE, text=True, check=True
         )
     passed = [float(line.split("barrier")[1]) for line in done.stdout.splitlines() if "barrier" in line]
     assert len(passed) == WORKERS, done.stdout
@@ -188,10 +184,7 @@ def in_turns(
                 print(f"  turn {turn}, {who}: {took_s:.2f} s", flush=True)
     mine, other = (statistics.median(found) for found in times)
     load = os.getloadavg()[0]
-    print(
-        f"{name}: {mine:.2f} s, {other:.2f} s, ratio {mine / other:.2f} (load {load:.1f})",
-        flush=True,
-    )
+    print(f"{name}: {mine:.2f} s, {other:.2f} s, ratio {mine / other:.2f} (load {load:.1f})", flush=True)
 
 
 def main() -> int:
@@ -204,10 +197,7 @@ def main() -> int:
     print(f"{WORKERS} workers + {SERVERS} servers to the first barrier, {WORKERS + SERVERS} import torch")
     if "launch" in wanted:
         in_turns('kvps-launch, python -c "import torch"', by_launch, by_python, flags.repeat)
-    for name, program, measure in (
-        ("ssh", "sshd", measure_ssh),
-        ("slurm", "slurmctld", measure_slurm),
-    ):
+    for name, program, measure in (("ssh", "sshd", measure_ssh), ("slurm", "slurmctld", measure_slurm)):
         if name in wanted and shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
             measure(flags.repeat)
         elif name in wanted:

@@ -82,10 +82,7 @@ def stepper(way: str, model: nn.Module) -> Callable[[torch.Tensor], None]:
         model = nn.parallel.DistributedDataParallel(model)
     elif way != "alone":
         optimizer = kvps.torch.DistributedOptimizer(
-            optimizer,
-            model,
-            update_on_kvstore=way != "optimizer",
-            overlap_backward=way == "servers early",
+            optimizer, model, update_on_kvstore=way != "optimizer", overlap_backward=way == "servers early"
         )
 
     def by_optimizer(batch: torch.Tensor) -> None:

@@ -24,10 +24,7 @@ from typing import Any
 
 WORKERS, SERVERS, BATCH = 4, 2, 16
 WAYS = ("ddp gloo", "dist_sync", "dist_ssp", "dist_async")
-CASES = {
-    "one": "one worker 5 times slower",
-    "random": "each 5 times slower in a tenth of its steps",
-}
+CASES = {"one": "one worker 5 times slower", "random": "each 5 times slower in a tenth of its steps"}
 WORKER = Path(__file__).with_name("stragglers_worker.py")
 GOAL = 0.97
 

@@ -34,11 +34,7 @@ class Inquirer:
         self._transport.close(0.0)
 
     def ask(
-        self,
-        request: Message,
-        answer: type[Answer],
-        limit_s: float,
-        payload: tuple[memoryview, ...] = (),
+        self, request: Message, answer: type[Answer], limit_s: float, payload: tuple[memoryview, ...] = ()
     ) -> Packet:
         """Return the scheduler's answer to ``request``, of the class ``answer``.
 

@@ -46,19 +46,11 @@ def parser() -> flags.Parser:
     found.usage = "%(prog)s [flags]"
     bench.add_flags(found)
     add = found.add_argument
-    add(
-        "--mxnet",
-        metavar="PYTHON",
-        help="an interpreter with MXNet (this interpreter, if it has MXNet)",
-    )
+    add("--mxnet", metavar="PYTHON", help="an interpreter with MXNet (this interpreter, if it has MXNet)")
     add("--ray", metavar="PYTHON", help="an interpreter with Ray (this interpreter, if it has Ray)")
     add("--sweep", metavar="AXIS", help="the quantity to sweep: workers, servers, bytes or keys")
     add("--at", metavar="VALUE", nargs="+", help="only these values of the sweep")
-    add(
-        "--network",
-        metavar="WxS",
-        help="each process on its own host; W@HxS: the workers on H hosts",
-    )
+    add("--network", metavar="WxS", help="each process on its own host; W@HxS: the workers on H hosts")
     add("--rate", metavar="RATE", help="rate of each host's link, both ways (400mbit)")
     add("--plot", metavar="DIR", help="draw the figures as PNG into DIR; needs matplotlib")
     return found

@@ -24,11 +24,7 @@ _MORE = (
     ),
     System("mxnet", "mxnet", "MXNet's dist_sync: push, pull, sum"),
     System("mxnet sgd", "mxnet", "the same, with SGD and momentum 0.9 on the servers", rule="sgd"),
-    System(
-        "ray",
-        "ray",
-        "Ray's actors: servers sum the gradients that workers put into the object store",
-    ),
+    System("ray", "ray", "Ray's actors: servers sum the gradients that workers put into the object store"),
 )
 SYSTEMS = {**systems.SYSTEMS, **{system.name: system for system in _MORE}}
 NETWORKED = (

@@ -27,11 +27,7 @@ class RowGradient:
     __slots__ = ("_count", "_place", "_sums", "ids", "rows")
 
     def __init__(
-        self,
-        ids: Tensor,
-        rows: Tensor,
-        count: int,
-        place: tuple[RowGradient, Edges, int] | None = None,
+        self, ids: Tensor, rows: Tensor, count: int, place: tuple[RowGradient, Edges, int] | None = None
     ) -> None:
         self.ids = ids
         """Row numbers, int64 [k], ascending, each in [0, count)."""

@@ -53,12 +53,7 @@ def differences(first: int, firsts: Mapping[str, str], second: int, seconds: Map
 
 
 def not_the_same(
-    store: str,
-    what: str,
-    first: int,
-    firsts: Mapping[str, str],
-    second: int,
-    seconds: Mapping[str, str],
+    store: str, what: str, first: int, firsts: Mapping[str, str], second: int, seconds: Mapping[str, str]
 ) -> str:
     """Return the text of the error by which all workers learn that two are about to make different things."""
     found = differences(first, firsts, second, seconds)

@@ -49,11 +49,7 @@ class _Version(NamedTuple):
     """Lines of memory.stat: pages of files, which the kernel frees before it kills a process."""
 
 
-_V1 = _Version(
-    "memory.limit_in_bytes",
-    "memory.usage_in_bytes",
-    ("total_active_file", "total_inactive_file"),
-)
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 _V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
 
 

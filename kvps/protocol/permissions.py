@@ -32,11 +32,7 @@ class Place(enum.Enum):
     __hash__ = object.__hash__  # the one of Enum is a function in Python, and called for each packet
 
 
-LISTENING = {
-    Role.SCHEDULER: Place.SCHEDULER,
-    Role.SERVER: Place.SERVER,
-    Role.WORKER: Place.WORKER,
-}
+LISTENING = {Role.SCHEDULER: Place.SCHEDULER, Role.SERVER: Place.SERVER, Role.WORKER: Place.WORKER}
 """Where others come in to a process of each role."""
 
 _MEMBER = frozenset({p.Enrol, p.Hello, p.Beat, p.Leave, p.Alive, p.Look, p.Ping, p.Error, p.ClockIs, p.Spans})
@@ -57,26 +53,22 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Embed, p.PushIds, p.PullIds, p.Export, p.TableRate, p.Pong, p.Close},
         Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
     },
-    Place.WORKER: {
-        Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join},
-    },
+    Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset(
             {p.Done, p.Welcome, p.View, p.Beat, p.Left, p.Stop, p.Error, p.Challenge, p.Seen, p.Pong}
         )
         | {p.Released, p.Resumed, p.Checkpointed, p.Probed, p.Halt, p.Proceed, p.RendezvousIs, p.Closed}
-        | {p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore, p.Measure, p.AskClock, p.Tracing, p.Part},
+        | {p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore, p.Measure, p.AskClock, p.Tracing, p.Part}
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
         | {p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledIds, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
-        | {p.Opened, p.Closed},
+        | {p.Opened, p.Closed}
     },
-    Place.TO_WORKER: {
-        Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled},
-    },
+    Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},
 }
 """By place and by the role of the sender: what may be said there."""
 
@@ -165,17 +157,14 @@ def check_name(name: str, place: Place, envelope: Envelope, kind: type[Message])
         return
     if place is not Place.SCHEDULER or kind not in BY_KEY.get(who, ()):
         raise Unauthorized(
-            f"the key of the role {who} may not send {kind.__name__} to {place.value}",
-            reason="key_may_not",
+            f"the key of the role {who} may not send {kind.__name__} to {place.value}", reason="key_may_not"
         )
     asks_for_seat = kind in (p.Enrol, p.Hello)
     if asks_for_seat and str(envelope.role) != who:
         raise Unauthorized(
-            f"the key of the role {who} asked for the seat of a {envelope.role}",
-            reason="wrong_role",
+            f"the key of the role {who} asked for the seat of a {envelope.role}", reason="wrong_role"
         )
     if asks_for_seat and envelope.incarnation:
         raise Unauthorized(
-            f"the key of the role {who} was used to speak for a member that has a seat",
-            reason="other_member",
+            f"the key of the role {who} was used to speak for a member that has a seat", reason="other_member"
         )

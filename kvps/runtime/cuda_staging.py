@@ -31,9 +31,7 @@ class PageLocks:
     """
 
     def __init__(
-        self,
-        lock: Callable[[int, int], bool] | None = None,
-        unlock: Callable[[int], None] | None = None,
+        self, lock: Callable[[int, int], bool] | None = None, unlock: Callable[[int], None] | None = None
     ) -> None:
         """Lock by ``lock(address, size_bytes)`` and ``unlock(address)``; by CUDA if not given."""
         self._lock = lock or _lock
@@ -73,9 +71,7 @@ class Staging:
         self._mutex = threading.Lock()
 
     def bring(
-        self,
-        values: Sequence[torch.Tensor],
-        allocate: Callable[[list[int]], Sequence[torch.Tensor]],
+        self, values: Sequence[torch.Tensor], allocate: Callable[[list[int]], Sequence[torch.Tensor]]
     ) -> tuple[torch.Tensor, ...]:
         """Return one row for each of ``values``, all of them ready to be read.
 

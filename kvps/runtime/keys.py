@@ -139,8 +139,7 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
         return Keys(pinned, None, session.pair, is_enrolled=True)
     wanted = ("look", "admin") if role == "look" else (role,)
     own = next(
-        (section for name in wanted for section in found if section.role == name and section.secret),
-        None,
+        (section for name in wanted for section in found if section.role == name and section.secret), None
     )
     if own is None:
         raise ConfigError(

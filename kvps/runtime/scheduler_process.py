@@ -273,12 +273,7 @@ def _run_scheduler(
     on_end: Callable[[str], None] | None,
 ) -> int:
     transport = ZmqTransport(
-        bind,
-        watch=True,
-        checksums=config.checksums(),
-        role=Role.SCHEDULER,
-        keys=keys,
-        limits=settings.limits,
+        bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys, limits=settings.limits
     )
     try:
         snapshot = listener.kept.read() if listener.kept is not None else None

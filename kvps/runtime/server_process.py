@@ -114,12 +114,7 @@ def run_server(
     archive = (
         None if checkpoint_dir is None else StorageThread(checkpoint_dir, inbox, limits.tagged_checkpoints)
     )
-    sampler = Sampler(
-        inbox,
-        state_of,
-        lambda core: core.counts,
-        lambda: network_values(transport.refused),
-    )
+    sampler = Sampler(inbox, state_of, lambda core: core.counts, lambda: network_values(transport.refused))
     with (
         MemoryWatch(lambda used, total: inbox.put(Server.on_memory, used, total)),
         serving_if_asked(http, "server", sampler),

@@ -88,10 +88,7 @@ class StorageThread(Listener):
 
 
 def carry_out(
-    folder: str,
-    order: AnyOrder,
-    rest_s: float = REST,
-    tagged_max: int = TABLE["tagged_checkpoints"].default,
+    folder: str, order: AnyOrder, rest_s: float = REST, tagged_max: int = TABLE["tagged_checkpoints"].default
 ) -> Answer | None:
     """Carry out an order; return its answer, or None."""
     try:
@@ -106,10 +103,7 @@ def _carried_out(folder: str, order: AnyOrder, rest_s: float, tagged_max: int) -
         case Write(cut, image):
             written = CheckpointDirectory(folder, image.server, rest_s).write(cut, image)
             log.debug(
-                "wrote %d bytes of checkpoint %d in %.2f s",
-                written.size,
-                cut,
-                time.monotonic() - began,
+                "wrote %d bytes of checkpoint %d in %.2f s", written.size, cut, time.monotonic() - began
             )
             return SnapshotWritten(cut, written.size, written.sha256)
         case Complete():

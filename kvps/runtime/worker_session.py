@@ -62,12 +62,7 @@ class WorkerSession(Listener):
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        transport: Transport,
-        memory: Memory,
-        *,
-        is_replaceable: bool = True,
+        self, identity: Identity, transport: Transport, memory: Memory, *, is_replaceable: bool = True
     ) -> None:
         lenses, now = annexes.load("lenses"), time.monotonic()
         header = {"role": "worker", "now": now, "identity": lenses.identity_of(identity)}

@@ -126,11 +126,7 @@ class Store(Protocol):
     # --- the optimizer in the store -----------------------------------------------------------------
 
     def set_optimizer(
-        self,
-        optimizer: str | torch.optim.Optimizer,
-        *,
-        timeout: float | None = None,
-        **hyper: Any,
+        self, optimizer: str | torch.optim.Optimizer, *, timeout: float | None = None, **hyper: Any
     ) -> None:
         """Update by this optimizer from now on."""
 

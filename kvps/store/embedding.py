@@ -145,12 +145,7 @@ class EmbeddingTable:
         return rows.view(*given.shape, self.dim).to(given.device)
 
     def push(
-        self,
-        ids: object,
-        gradients: object,
-        *,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, ids: object, gradients: object, *, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Push the gradients of some rows; gradients of duplicate ids are summed.
 

@@ -76,11 +76,7 @@ def _write(part: Path, blocks: Iterator[ExportBatch], recipe: EmbeddingSpec, sta
 def _columns(block: ExportBatch) -> list[tuple[str, torch.Tensor]]:
     rest = [("rows" if name == WEIGHT else f"state.{name}", column) for name, column in block.columns.items()]
     rest.sort(key=lambda column: -column[1].element_size())
-    return [
-        ("ids", torch.from_numpy(block.ids)),
-        ("versions", torch.from_numpy(block.stamps)),
-        *rest,
-    ]
+    return [("ids", torch.from_numpy(block.ids)), ("versions", torch.from_numpy(block.stamps)), *rest]
 
 
 def _text(recipe: EmbeddingSpec) -> str:

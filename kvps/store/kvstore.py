@@ -342,13 +342,7 @@ class KVStore(KVStoreBase, abc.ABC):
         return tensors if keys.is_many else tensors[0]
 
     def broadcast(
-        self,
-        key: object,
-        value: object,
-        out: object,
-        priority: int = 0,
-        *,
-        timeout: float | None = None,
+        self, key: object, value: object, out: object, priority: int = 0, *, timeout: float | None = None
     ) -> Any:
         """Give every worker rank 0's value of this call, and create or replace the key.
 

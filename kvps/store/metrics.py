@@ -144,9 +144,7 @@ class Timed(Protocol):
 S = TypeVar("S", bound=Timed)
 
 
-def timed(
-    kind: str,
-) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Concatenate[S, P], Any]]:
+def timed(kind: str) -> Callable[[Callable[Concatenate[S, P], Any]], Callable[Concatenate[S, P], Any]]:
     """Count the time of each call of a method; use it as a decorator.
 
     Of a call that returns a handle, only the wait for that handle counts.

@@ -107,13 +107,7 @@ class Requests:
     # --- values that are pushed and pulled --------------------------------------------------------
 
     def pushes(
-        self,
-        keys: KeyList,
-        value: object,
-        urgency: Priority,
-        eager: bool,
-        limit_s: float,
-        weight: float,
+        self, keys: KeyList, value: object, urgency: Priority, eager: bool, limit_s: float, weight: float
     ) -> Iterator[calls.Call]:
         """Push dense values in one call, and any rows in another."""
         rows = self.dense(keys, value, limit_s, weight)

@@ -299,11 +299,7 @@ class Pick:
 
 
 def picks_of(
-    names: tuple[str, ...],
-    is_many: bool,
-    specs: dict[str, Spec],
-    row_ids: object,
-    out: object,
+    names: tuple[str, ...], is_many: bool, specs: dict[str, Spec], row_ids: object, out: object
 ) -> list[Pick]:
     """Return what is wanted of each key.
 

@@ -59,12 +59,7 @@ class DistStore(KVStore):
         self._codec = codec
         """Compresses the values of each device, in place of their sum on its way to servers."""
         self._requests = ServerRequests(
-            opened.store,
-            self._keys,
-            kind.on_device,
-            codec,
-            session.staging,
-            self._allocate,
+            opened.store, self._keys, kind.on_device, codec, session.staging, self._allocate
         )
         self._step = preemption.RoundTracker(opened.store, preemption.asked)
         opening = calls.OpenStore(opened.store, opened, options.worker_grace_s, options.timeout_s)

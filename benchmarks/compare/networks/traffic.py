@@ -32,11 +32,7 @@ def traffic_between(
     """Return what each link carried in a round, from its counters before and after all of them."""
     pairs = enumerate(zip(before, after, strict=True))
     return tuple(
-        Traffic(
-            f"host {host}",
-            (last[0] - first[0]) / rounds,
-            (last[1] - first[1]) / rounds,
-        )
+        Traffic(f"host {host}", (last[0] - first[0]) / rounds, (last[1] - first[1]) / rounds)
         for host, (first, last) in pairs
     )
 

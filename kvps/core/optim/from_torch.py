@@ -65,10 +65,7 @@ def describe(optimizer: torch.optim.Optimizer, key_of: Mapping[Tensor, str] | No
     factors: dict[str, object] = {}
     if key_of is not None:
         keys = [[key_of[param] for param in group["params"]] for group in optimizer.param_groups]
-        factors = {
-            "lr_mult": _factors("lr", groups, keys),
-            "wd_mult": _factors("weight_decay", groups, keys),
-        }
+        factors = {"lr_mult": _factors("lr", groups, keys), "wd_mult": _factors("weight_decay", groups, keys)}
     first, *others = groups
     for number, other in enumerate(others, start=1):
         _check_same(name, number, first, other)

@@ -22,14 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from kvps.core.optim.schema import (
-    FLOAT_MAX,
-    MULTIPLIERS,
-    Parameter,
-    Schema,
-    Value,
-    as_float,
-)
+from kvps.core.optim.schema import FLOAT_MAX, MULTIPLIERS, Parameter, Schema, Value, as_float
 from kvps.errors import ConfigError
 
 WireValue = float | int | bool | None | dict[str, float]

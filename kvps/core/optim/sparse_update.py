@@ -36,12 +36,7 @@ def may_be_lazy(updater: Updater) -> bool:
 
 
 def update_rows(
-    weights: Tensor,
-    state: State,
-    ids: Tensor,
-    rows: Tensor,
-    updater: Updater,
-    terms: Terms,
+    weights: Tensor, state: State, ids: Tensor, rows: Tensor, updater: Updater, terms: Terms
 ) -> None:
     """Update the rows ``ids`` of a table in place; all other rows stay as they are.
 

@@ -386,8 +386,7 @@ class Scheduler:
         """The operator ends a member: it is fenced, and its rank waits for a replacement."""
         if not self.job.settings.has_keys:
             raise Unauthorized(
-                "a job without keys cannot identify its operator; stop the process instead",
-                reason="no_key",
+                "a job without keys cannot identify its operator; stop the process instead", reason="no_key"
             )
         seat = self.job.seats.by_node.get(Node(Role(message.role), message.rank))
         if seat is None or not seat.is_alive:
@@ -528,10 +527,7 @@ class Scheduler:
         seat = self.job.seats.routes.get(route)
         if envelope.incarnation:
             self._demand_job(envelope)
-            if seat is None or (seat.node, seat.incarnation) != (
-                envelope.node,
-                envelope.incarnation,
-            ):
+            if seat is None or (seat.node, seat.incarnation) != (envelope.node, envelope.incarnation):
                 self.job.seats.holder(envelope.node, envelope.incarnation)
         elif seat is None:
             self.job.seats.holder(envelope.node, 0)

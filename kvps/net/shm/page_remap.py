@@ -117,12 +117,7 @@ def _stitch(mappings: Iterable[Mapping], parts: Sequence[RemappedPart]) -> objec
             return None
         try:
             got = _libc.mmap(
-                at,
-                part.size_bytes,
-                mmap.PROT_READ,
-                mmap.MAP_SHARED | _MAP_FIXED,
-                fd,
-                part.offset,
+                at, part.size_bytes, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd, part.offset
             )
         finally:
             os.close(fd)

@@ -30,15 +30,7 @@ from kvps.net.memory import keep_freed_memory
 from kvps.net.shm.leases import Borrowed, Lent, PostingsOfPeer
 from kvps.net.shm.page_remap import PageRemapper
 from kvps.net.shm.segment import Mapping, Segment, Unshared
-from kvps.net.transport import (
-    Demanded,
-    Disconnected,
-    Encoding,
-    Guard,
-    Refusals,
-    Transport,
-    Unserved,
-)
+from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals, Transport, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken

@@ -116,10 +116,7 @@ class Ranks:
         if world is None or world.size == 1:
             if not self._is_told and world is None:
                 self._is_told = True
-                log.warning(
-                    "WORLD_SIZE is not set: store %r is a world of one worker",
-                    name,
-                )
+                log.warning("WORLD_SIZE is not set: store %r is a world of one worker", name)
             return Rendezvous(name, 0, 1, None, "")
         if self._board is None:
             _demand_trust(name, world)

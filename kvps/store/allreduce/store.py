@@ -37,12 +37,7 @@ from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
 from kvps.store.allreduce.group import CollectiveGroup
-from kvps.store.allreduce.latest_values import (
-    AllreduceRequests,
-    CollectiveTicket,
-    LatestValues,
-    deliver,
-)
+from kvps.store.allreduce.latest_values import AllreduceRequests, CollectiveTicket, LatestValues, deliver
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.allreduce.rendezvous import Rendezvous
 from kvps.store.base import KVStoreBase
@@ -58,17 +53,11 @@ STOP_MAX_S = 5.0
 
 
 UNSUPPORTED: dict[type[calls.Call], tuple[str, str]] = {
-    calls.JoinStore: (
-        "join()",
-        "give every rank equally many batches (kvps.data_sampler does this)",
-    ),
+    calls.JoinStore: ("join()", "give every rank equally many batches (kvps.data_sampler does this)"),
     calls.TakeCheckpoint: ("checkpoint()", "save the model on rank 0"),
     calls.RestoreCheckpoint: ("restore()", "load the model on rank 0 and broadcast() it"),
     calls.MakeTable: ("embedding()", "keep an ordinary table, pushed by rows, in the model"),
-    calls.Compress: (
-        "set_gradient_compression()",
-        "a ring cannot compress; use a dist store",
-    ),
+    calls.Compress: ("set_gradient_compression()", "a ring cannot compress; use a dist store"),
     calls.LoadResiduals: ("load_compression_state()", "nothing is compressed here"),
 }
 """Call that needs servers -> its name, and what to do instead."""
@@ -227,11 +216,7 @@ class AllreduceStore(KVStore):
         self._together(plan, lambda: self._queue.add(Collective(plan.words, make), limit_s), limit_s)
 
     def _spread(
-        self,
-        plan: BucketPlan,
-        keys: Sequence[tuple[str, Spec]],
-        rows: Sequence[torch.Tensor],
-        limit_s: float,
+        self, plan: BucketPlan, keys: Sequence[tuple[str, Spec]], rows: Sequence[torch.Tensor], limit_s: float
     ) -> Collective:
         """Have rank 0's rows become the values of ``keys``."""
         if self._rank == 0:  # not in the type that sums are taken in, but bit by bit

@@ -7,15 +7,7 @@ from collections.abc import Iterable
 
 from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
 from kvps.core.membership_client import Identity
-from kvps.core.supervisor import (
-    ASK,
-    END_MAX_S,
-    KILL,
-    LEAVE_MAX_S,
-    OVER_MAX_S,
-    START,
-    Supervisor,
-)
+from kvps.core.supervisor import ASK, END_MAX_S, KILL, LEAVE_MAX_S, OVER_MAX_S, START, Supervisor
 from kvps.errors import ConfigError, Fenced
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Error, Hello, Leave, Left, Member, Stop, View, Welcome

@@ -198,13 +198,10 @@ def test_requests_of_other_threads_arrive_in_order_and_wake_the_loop() -> None:
     assert script.diary == ["wake", "wake", "wake", "first"]
 
 
-def test_malformed_packet_is_dropped_and_logged_now_and_then(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_malformed_packet_is_dropped_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     trash = ProtocolError("no magic")
     script = Script(
-        [[trash, trash, ("a", PACKET), 11.0, trash, ("b", PACKET)]],
-        answers={"packet of 'b' at 11": [END]},
+        [[trash, trash, ("a", PACKET), 11.0, trash, ("b", PACKET)]], answers={"packet of 'b' at 11": [END]}
     )
     assert run(script) == END
     assert script.diary == ["packet of 'a' at 0", "packet of 'b' at 11"]
@@ -237,8 +234,7 @@ class TestNet:
         said = "failure of 'a' at {}: nobody foresaw this"
         answers: dict[str, list[Effect]] = {said.format(0): [Send("a", PACKET)]}
         script = Broken(
-            [[("a", PACKET), ("a", PACKET), 11.0, ("a", PACKET)]],
-            answers=answers | {said.format(11): [END]},
+            [[("a", PACKET), ("a", PACKET), 11.0, ("a", PACKET)]], answers=answers | {said.format(11): [END]}
         )
         assert run(script) == END
         assert script.diary.count(("send", "a", PACKET, None)) == 2
@@ -257,10 +253,7 @@ class TestNet:
                     raise KeyError("half-way")
 
         told = "failure of 'a' at 0: 'half-way'"
-        script = Broken(
-            [[("a", PACKET)]],
-            answers={"packet of 'a' at 0": [Send("b", PACKET)], told: [END]},
-        )
+        script = Broken([[("a", PACKET)]], answers={"packet of 'a' at 0": [Send("b", PACKET)], told: [END]})
         assert run(script) == END
         assert ("send", "b", PACKET, None) in script.diary
 

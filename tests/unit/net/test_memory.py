@@ -69,9 +69,7 @@ def test_without_a_limit_it_is_this_process_of_the_machine(machine: Machine) -> 
     assert memory_bytes(machine.cgroup) == 1000 * MIB
 
 
-def test_a_container_counts_with_all_its_processes_and_without_pages_of_files(
-    machine: Machine,
-) -> None:
+def test_a_container_counts_with_all_its_processes_and_without_pages_of_files(machine: Machine) -> None:
     machine.group("", 400, 390, cached_mib=40)
     assert machine.use_mib == (350, 400)
     assert memory_bytes(machine.cgroup) == 400 * MIB

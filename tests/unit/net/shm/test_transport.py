@@ -79,11 +79,7 @@ class Process:
         SEGMENTS.append(self.segment)
         self.inner = network.transport(bind)
         self.transport = SharingTransport(
-            self.inner,
-            self.segment,
-            why_not="" if shares else "it will not",
-            insist=insist,
-            clock=self.clock,
+            self.inner, self.segment, why_not="" if shares else "it will not", insist=insist, clock=self.clock
         )
         self.heard: list[tuple[Route, Packet | Disconnected]] = []
         self.refused: list[str] = []
@@ -268,10 +264,7 @@ def test_payload_may_lie_in_several_places(network: MemoryNetwork) -> None:
 
 FRAMES: dict[str, Callable[[Process], Sequence[memoryview]]] = {
     "elsewhere": lambda worker: [memoryview(bytes(2 * PAGE_BYTES))],
-    "partly elsewhere": lambda worker: [
-        worker.take(PAGE_BYTES).data,
-        memoryview(bytes(PAGE_BYTES)),
-    ],
+    "partly elsewhere": lambda worker: [worker.take(PAGE_BYTES).data, memoryview(bytes(PAGE_BYTES))],
     "small": lambda worker: [worker.take(PAGE_BYTES).data[: SHARE_MIN_BYTES - 1]],
     "small and in two places": lambda worker: [
         worker.take(PAGE_BYTES).data[:1000],
@@ -640,10 +633,7 @@ def test_process_that_demands_shared_memory_refuses_another_machine(network: Mem
 @pytest.mark.spec("R90")
 @pytest.mark.parametrize("insists", ["server", "worker"])
 def test_connecting_process_that_demands_shared_memory_ends_with_the_reason(
-    network: MemoryNetwork,
-    monkeypatch: pytest.MonkeyPatch,
-    insists: str,
-    caplog: pytest.LogCaptureFixture,
+    network: MemoryNetwork, monkeypatch: pytest.MonkeyPatch, insists: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(offer: Offer) -> Mapping:
         raise Unshared("as the test wants it")
