@@ -19,7 +19,7 @@ replacement may wait for a rank that waits so (where staleness is bounded).
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -361,23 +361,12 @@ def loaded(
 
     Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
     """
-    tracker = ReadTracker(plan, sink)
-    return [
-        Request(
-            share.server,
-            Pull(
-                share.chunk,
-                True,
-                share.asks(ANY, ANY),
-                store.broadcasts,
-                call=call,
-                stamp=stamps[share.server],
-            ),
-            lane=share.chunk,
-            on_reply=partial(tracker.take, share, None),
-        )
-        for share in plan.shares
-    ]
+    requests = ReadTracker(plan, sink).ask(store, plan.shares, ANY)
+    for request in requests:
+        assert isinstance(request.message, Pull)
+        assert request.server is not None
+        request.message = replace(request.message, call=call, stamp=stamps[request.server])
+    return requests
 
 
 def read_versions(

@@ -216,7 +216,7 @@ class ChunkSlice:
         They are copied into ``memory``, unless the peer along ``route`` can read them where they
         lie, or they are read :data:`HERE`: then they are returned as they are, neighbours joined.
         """
-        parts = self._parts(rows) if self._pick is None else self._pick(rows)
+        parts = self._pick(rows) if self._pick is not None else self._parts(rows)
         if route == HERE:
             return tuple(self._joined(parts))
         if memory.lends(route, parts[:1]):
@@ -234,7 +234,7 @@ class ChunkSlice:
 
     def scatter(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``."""
-        parts = self._parts(rows) if self._pick is None else self._pick(rows)
+        parts = self._pick(rows) if self._pick is not None else self._parts(rows)
         if len(parts) == 1:
             parts[0].view(-1).copy_(values)
         else:
@@ -242,9 +242,7 @@ class ChunkSlice:
 
     def copy_out(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``, as :meth:`scatter`; any thread may call this."""
-        parts = torch.split(values, self._sizes)
-        shaped = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-        torch._foreach_copy_(self._parts(rows) if self._pick is None else self._pick(rows), shaped)
+        torch._foreach_copy_(self._parts(rows), self._split(values))
 
     def split(self, values: torch.Tensor) -> Iterator[tuple[KeySlice, torch.Tensor]]:
         """Yield the segments and their elements."""
@@ -274,10 +272,12 @@ class ChunkSlice:
         if windows is None:
             if len(self._windows) >= WINDOWS_MAX:
                 del self._windows[next(iter(self._windows))]
-            parts = torch.split(unowned(values), self._sizes)
-            windows = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-            self._windows[address] = windows
+            windows = self._windows[address] = self._split(unowned(values))
         return windows
+
+    def _split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(values, self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 def allocate(plan: TransferPlan, memory: Memory) -> list[torch.Tensor]:
