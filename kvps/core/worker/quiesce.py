@@ -1,5 +1,4 @@
-"""Halts of a worker: quiescence, so that a cut falls between two of its steps, and the
-resynchronisation after a rollback.
+"""Halts of a worker: quiescence, so that a cut falls between two of its steps.
 
 In a synchronous store a *step* lies between two rounds: when it ends, all keys that move together have been
 pushed equally often. Nobody tells the core where that is, so it is read off the push numbers. A worker stands
@@ -16,26 +15,15 @@ Nobody waits for a cut for long. A worker goes on by itself when it has stood fo
 :data:`STAND_MAX_S`, when a held call comes close to its deadline, or when the scheduler is silent.
 It also does so when it opens a synchronous store: it stood without it, and other ranks may wait in
 a step of that store for its pushes. It says so, and that cut is given up.
-
-Resynchronisation
------------------
-All requests under way are void, and so is all that was counted: the keys lie elsewhere now, at
-earlier versions. So a store *rejoins*: it opens itself anew, finds its keys, and numbers its pushes by what
-the servers say this rank owes. Calls that come meanwhile wait. Then the user is told, once: calls that were
-under way end with :class:`~kvps.errors.EpochChanged`; without any, the next call does. A store that knew no
-key has nothing to tell, and its calls are made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from kvps.core.worker.calls.base import Call, PushCall
-from kvps.core.worker.calls.collective import Flush
+from kvps.core.worker.gate import DeferredCall
 from kvps.core.worker.store import WorkerStore
-from kvps.errors import EpochChanged
-from kvps.phrases import some_of
 from kvps.protocol.checkpoint import Halt, Proceed
 
 STAND_MAX_S = 35.0
@@ -49,19 +37,11 @@ PATIENCE_S = 1.0
 """Seconds before its deadline at which a held call goes on."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeferredCall:
-    """A call that is held back."""
-
-    ticket: int
-    call: Call
-    deadline: float
-
-
 class Quiesce:
-    """The halt of this worker, and the calls that it holds back."""
+    """The halt of this worker, and the calls that it holds back: a gate of calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Mapping[str, WorkerStore]) -> None:
+        self._stores = stores
         self.cut = 0
         """The cut for which it halts, or halted last."""
         self.is_on = False
@@ -75,7 +55,7 @@ class Quiesce:
         """Synchronous store -> how many pushes of a key may be begun."""
         self._until = 0.0
 
-    def halt(self, order: Halt, stores: Mapping[str, WorkerStore], now: float) -> list[DeferredCall]:
+    def halt(self, order: Halt, now: float) -> list[DeferredCall]:
         """Halt, or halt later than was said before; an order of a cut that is over is none.
 
         Returns:
@@ -85,20 +65,31 @@ class Quiesce:
             return []
         if order.cut > self.cut:
             self.cut, self.is_on, self.stood, self._limits = order.cut, True, True, {}
-            free = any(not store.ordered for store in stores.values())
+            free = any(not store.ordered for store in self._stores.values())
             self._until = now + (FREE_STAND_MAX_S if free else STAND_MAX_S)
         self.is_asked = True
-        for name, store in stores.items():
+        for name, store in self._stores.items():
             if store.ordered:
                 least = max(order.least.get(name, 0), self._limits.get(name, 0))
                 self._limits[name] = max(least, _lead(store))
         held, self.held = self.held, []
         return held
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether it halts, and may stop a call."""
+        return self.is_on
+
+    def stops(self, deferred: DeferredCall, now: float) -> bool:
+        """Whether a call has to wait; then it is held."""
+        store = self._stores.get(deferred.call.store)
+        is_held = store is not None and self.holds(store, deferred.call)
+        if is_held:
+            self.held.append(deferred)
+        return is_held
+
     def holds(self, store: WorkerStore, call: Call) -> bool:
-        """Whether ``call`` has to wait."""
-        if not self.is_on:
-            return False
+        """Whether a call has to wait during the halt."""
         if any(deferred.call.store == call.store for deferred in self.held):
             return True
         if isinstance(call, PushCall):
@@ -107,21 +98,17 @@ class Quiesce:
         is_creating = call.is_creating(store.rank) and not call.is_redundant(store)
         return is_creating and (not store.ordered or self._stands(call.store, store))
 
-    def hold(self, ticket: int, call: Call, deadline: float) -> None:
-        """Keep ``call`` until it may go on."""
-        self.held.append(DeferredCall(ticket, call, deadline))
-
-    def numbers(self, stores: Mapping[str, WorkerStore]) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
         """Return how many pushes of the leading key were made, by synchronous store.
 
         A store that has joined is left out: the others' rounds close without this rank.
         """
-        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        ordered = [(name, store) for name, store in self._stores.items() if store.ordered]
         return {name: _lead(store) for name, store in ordered if not store.is_away}
 
-    def stands(self, stores: Mapping[str, WorkerStore], is_at_rest: bool) -> bool:
+    def stands(self, is_at_rest: bool) -> bool:
         """Whether it is in no step; a script that waits for a cut itself ``is_at_rest``."""
-        ordered = [(name, store) for name, store in stores.items() if store.ordered]
+        ordered = [(name, store) for name, store in self._stores.items() if store.ordered]
         return all(self._stands(name, store, is_at_rest) for name, store in ordered)
 
     def _stands(self, name: str, store: WorkerStore, is_at_rest: bool = False) -> bool:
@@ -163,44 +150,3 @@ class Quiesce:
 def _lead(store: WorkerStore) -> int:
     """How many pushes were made of the key that has most."""
     return max([key.number for key in store.keys.values()], default=0)
-
-
-NAMED_MAX = 3
-"""Most keys that the text names."""
-
-
-@dataclass(slots=True)
-class StoreResync:
-    """One store on its way into a new epoch."""
-
-    before: dict[str, int]
-    """Key -> the version that this rank had seen."""
-    optimize_calls: int
-    """Number of times that the optimizer was set, as far as this rank could know."""
-    pushed: dict[str, float] = field(default_factory=dict)
-    """Key -> the version that holds all pushes of this rank."""
-    held: list[DeferredCall] = field(default_factory=list)
-    """Calls that were under way, and calls that came since."""
-    after: dict[str, int] = field(default_factory=dict)
-    """Key -> the version that the servers have now."""
-
-    def ends(self, call: Call) -> bool:
-        """Whether a call is to be told: each but a flush of pushes that the servers hold."""
-        is_lost = any(self.after.get(name, 0) < version for name, version in self.pushed.items())
-        return is_lost or not isinstance(call, Flush)
-
-
-def epoch_changed(store: WorkerStore, epoch: int, resync: StoreResync) -> EpochChanged:
-    """Return the error by which the user is told."""
-    moved = [
-        f"{name!r} {version} -> {resync.after.get(name, 'absent')}" for name, version in resync.before.items()
-    ]
-    return EpochChanged(
-        f"a server was lost, and all servers rolled back to the last checkpoint (epoch {epoch}): "
-        f"keys of store {store.name!r} changed ({some_of(moved, NAMED_MAX)}). Pushes since "
-        "then are lost, and calls in flight were not carried out. Pull the weights and continue "
-        "from there; front ends (Trainer, DistributedOptimizer, LocalSGD, DiLoCo) do so by themselves",
-        resync.before,
-        resync.after,
-        has_optimizer=store.optimized.number >= resync.optimize_calls,
-    )

@@ -34,7 +34,8 @@ from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
-from kvps.core.worker.quiesce import DeferredCall, Quiesce, StoreResync, epoch_changed
+from kvps.core.worker.gate import DeferredCall, Gates, Lost, Resyncing, epoch_changed
+from kvps.core.worker.quiesce import Quiesce
 from kvps.core.worker.store import WorkerStore, of_beat
 from kvps.core.worker.timeout_report import (
     ASK_SCRIPT,
@@ -75,15 +76,13 @@ class Worker:
         self.info = ClusterInfo(self.member.rank)
         """The snapshot that other threads may read; replaced as a whole."""
         self._memory = memory
-        self._quiesce = Quiesce()
-        self._epoch = 0
-        """The epoch of the view by which this worker goes."""
+        self._quiesce = Quiesce(self.stores)
+        self._resyncing = Resyncing(self.stores, self.outbox)
+        lost = Lost(self.member, self.table.links, self.losses, self.stores, self.outbox)
+        self._gates = Gates(lost, self._resyncing, self._quiesce)
+        self._gates.look()
         self._since = 0
         """The number of the view in which that epoch began."""
-        self._rejoins: dict[str, StoreResync] = {}
-        """The stores that do not know yet where their keys are in this epoch."""
-        self._untold: dict[str, StoreResync] = {}
-        """Store -> the rejoin that its next call is to be told of."""
         self._own_tickets = 0
         """The ticket of the last call that this core made itself; they count down."""
         self._told_at = now
@@ -113,43 +112,35 @@ class Worker:
     def on_call(self, ticket: int, call: calls.Call, deadline: float, now: float) -> None:
         """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1
-        name = call.store
-        error = self._error_of(call, now)
-        if error is not None:
-            self.outbox.append(Finish(ticket, error=error))
-            return
-        if name in self._rejoins:
-            self._rejoins[name].held.append(DeferredCall(ticket, call, deadline))
-            return
-        if name in self._untold and self._untold[name].ends(call):
-            error = epoch_changed(self.stores[name], self._epoch, self._untold.pop(name))
-            self.outbox.append(Finish(ticket, error=error))
-            return
-        is_halting = self._quiesce.is_on and name in self.stores
-        if is_halting and self._quiesce.holds(self.stores[name], call):
-            self._quiesce.hold(ticket, call, deadline)
+        if self._gates.shut and self._gates.stop(DeferredCall(ticket, call, deadline), now):
             self._report_halt()
             return
         if isinstance(call, calls.OpenStore):
-            self._end_closing(now, name)
-        elif name not in self.stores:
-            error = ConfigError(f"{call.title}: store {name!r} is closed; create another store")
+            self._open(call, now)
+        elif call.store not in self.stores:
+            error = ConfigError(f"{call.title}: store {call.store!r} is closed; create another store")
             self.outbox.append(Finish(ticket, error=error))
             return
-        if isinstance(call, calls.OpenStore) and name not in self.stores:
-            self.stores[name] = WorkerStore(
-                replace(call.opened, life=self._closed.next_life(name)),
-                self.member.rank,
-                len(self.table.links),
-                call.worker_grace_s,
-                call.timeout_s,
-                self._memory,
-                bool(self.losses.workers),
-            )
-            if self._quiesce.is_on and self.stores[name].ordered:
-                self._break_off(now)
         self.table.begin(ticket, call, deadline, now)
-        self._report_halt()
+        if self._gates.shut:
+            self._report_halt()
+
+    def _open(self, call: calls.OpenStore, now: float) -> None:
+        name = call.store
+        self._end_closing(now, name)
+        if name in self.stores:
+            return
+        self.stores[name] = WorkerStore(
+            replace(call.opened, life=self._closed.next_life(name)),
+            self.member.rank,
+            len(self.table.links),
+            call.worker_grace_s,
+            call.timeout_s,
+            self._memory,
+            bool(self.losses.workers),
+        )
+        if self._quiesce.is_on and self.stores[name].ordered:
+            self._break_off(now)
 
     def on_script(self, tickets: tuple[int, ...], now: float) -> None:
         """The whole script waits in these calls; in none, if some thread of it does not wait."""
@@ -166,7 +157,7 @@ class Worker:
     def _end_closing(self, now: float, again: str = "") -> None:
         """Close the stores of which no call of the user is under way; that which is created
         ``again`` in any case."""
-        held = (self._quiesce.held, *(resync.held for resync in self._rejoins.values()))
+        held = (self._quiesce.held, *self._resyncing.held())
         busy = {entry.call.store for entry in self.table.pending.values() if _is_for_user(entry)}
         busy.update(deferred.call.store for some in held for deferred in some)
         for name in sorted(self._closing - (busy - {again})):
@@ -174,8 +165,8 @@ class Worker:
             error = ConfigError(f"store {name!r} was closed, and created again")
             self.table.forget(name, error, now)
             store = self.stores.pop(name)
-            self._rejoins.pop(name, None)
-            self._untold.pop(name, None)
+            self._resyncing.forget(name)
+            self._gates.look()
             self._closed.close(name, store.opened.life, store.servers)
             self._tell_closed(now)
 
@@ -217,7 +208,8 @@ class Worker:
         self.table.flow(now)
         if self._closing:
             self._end_closing(now)
-        self._report_halt()
+        if self._gates.shut:
+            self._report_halt()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: a neighbour is told.
@@ -246,6 +238,7 @@ class Worker:
             if is_still:
                 self.outbox.append(Finish(ASK_SCRIPT))
         self.member.on_timer(now)
+        self._gates.look()
         alone_at = self._alone_at()
         if alone_at is not None and now >= alone_at:
             self._told_at = now  # a server that hears neither the scheduler nor a worker would end
@@ -268,7 +261,7 @@ class Worker:
         for ticket in self._standstill.tickets:
             if ticket in self.table.pending:
                 yield self.table.pending[ticket].call
-        for deferred in chain(self._quiesce.held, *(store.held for store in self._rejoins.values())):
+        for deferred in chain(self._quiesce.held, *self._resyncing.held()):
             yield deferred.call
         for pending in self.table.pending.values():
             if not pending.finished:
@@ -281,8 +274,7 @@ class Worker:
     def _is_still(self, now: float) -> bool:
         """Whether calls wait, and nothing but a call of some worker can end them."""
         pending = self.table.pending.values()
-        is_held = self._quiesce.is_on or bool(self._rejoins or self._untold or self._joining)
-        if not pending or is_held or self.losses.is_any:
+        if not pending or self._gates.shut or self._joining:
             return False
         if any(not _is_for_user(entry) or entry.deadline < now + FAR_S for entry in pending):
             return False
@@ -339,13 +331,12 @@ class Worker:
             yield self._closed.again_at
         if self._quiesce.is_on:
             yield self._quiesce.deadline(self.member.heard_at)
-        for resync in self._rejoins.values():
-            yield from (deferred.deadline for deferred in resync.held)
+        yield from (deferred.deadline for held in self._resyncing.held() for deferred in held)
         yield from self.table.deadlines()
         if self.losses.is_any:
             pending = self.table.pending.values()
             waited_for = {entry.call.store for entry in pending if _is_for_user(entry)}
-            waited_for.update(name for name, resync in self._rejoins.items() if resync.held)
+            waited_for.update(deferred.call.store for held in self._resyncing.held() for deferred in held)
             for name in waited_for:
                 grace_ends_at = self.losses.deadline(self.stores[name])
                 if grace_ends_at is not None:
@@ -371,7 +362,7 @@ class Worker:
             self._hear_of_replay(message.replayed, now)
         is_welcomed = self.member.welcome is not None  # else a cut has overtaken the WELCOME
         if isinstance(message, p.Halt) and is_welcomed:
-            self._make(self._quiesce.halt(message, self.stores, now), now)
+            self._make(self._quiesce.halt(message, now), now)
             self._report_halt()
             if self._quiesce.is_asked:
                 self._say_halted(stands=False)
@@ -385,6 +376,7 @@ class Worker:
             return
         before = self.member.number
         self.member.on_packet(packet, now)
+        self._gates.look()
         self._publish()
         if self.member.left:
             self.outbox.append(Exit(0, "left"))
@@ -418,7 +410,7 @@ class Worker:
         neighbours = self.table.neighbours
         if not self._complete and view.phase == "running":
             self._complete = True
-            self._epoch, self._since = view.epoch, view.since
+            self._resyncing.epoch, self._since = view.epoch, view.since
             self.table.greet_again(now)
             for member in view.members:
                 if member.role == Role.SERVER:
@@ -432,12 +424,13 @@ class Worker:
                     self.outbox.append(self._connect(link, member))
                     self.member.greet(link.route)
         if self._complete:
-            if view.epoch != self._epoch:
+            if view.epoch != self._resyncing.epoch:
                 self._begin_epoch(view, now)
             neighbours.learn(view.members)
             self.table.uplink.sharers = neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.table.links)}
         self.losses.learn(view, lives, now)
+        self._gates.look()
         for store in self.stores.values():
             store.is_short = bool(self.losses.workers)
         self._end_calls_of_lost_members(now)
@@ -454,7 +447,7 @@ class Worker:
     def figures(self, name: str) -> dict[str, float]:
         """Return the numbers of a store for :meth:`kvps.KVStore.metrics`."""
         store = self.stores.get(name)
-        return {**({} if store is None else store.figures()), "epoch": self._epoch}
+        return {**({} if store is None else store.figures()), "epoch": self._resyncing.epoch}
 
     def _link_of(self, route: str, envelope: Envelope) -> Connection | None:
         """Return our connection along which a peer answers; None if it has gone."""
@@ -486,12 +479,12 @@ class Worker:
                 return
             is_checkpoint = isinstance(pending.call, calls.TakeCheckpoint)
             is_at_rest = is_at_rest or (is_checkpoint and not pending.finished)
-        if self._quiesce.stands(self.stores, is_at_rest):
+        if self._quiesce.stands(is_at_rest):
             self._quiesce.is_asked = False
             self._say_halted(stands=True)
 
     def _say_halted(self, stands: bool) -> None:
-        numbers = self._quiesce.numbers(self.stores)
+        numbers = self._quiesce.numbers()
         self.member.send(SCHEDULER, p.Halted(self._quiesce.cut, numbers, stands))
 
     def _break_off(self, now: float) -> None:
@@ -500,13 +493,14 @@ class Worker:
         self._make(self._quiesce.break_off(), now)
 
     def _make(self, held: Iterable[DeferredCall], now: float) -> None:
-        """Make calls that were held back."""
+        """Make calls that were held back, now that a gate may have been opened or shut."""
+        self._gates.look()
         for deferred in held:
             self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
     def _begin_epoch(self, view: p.View, now: float) -> None:
         """The servers return to a cut: what was asked of them is void. Ask what they have now."""
-        self._epoch, self._since = view.epoch, view.since
+        self._resyncing.epoch, self._since = view.epoch, view.since
         self.table.greet_again(now)
         for member in view.members:
             if member.role == Role.SERVER:
@@ -524,29 +518,27 @@ class Worker:
             if _is_for_user(pending):
                 held.append(DeferredCall(pending.ticket, pending.call, pending.deadline))
         for name, store in self.stores.items():
-            if name not in self._rejoins:  # else this is the second loss in a row
-                new = StoreResync(store.versions(), store.optimizer_calls, store.pushed_versions())
-                self._rejoins[name] = self._untold.pop(name, new)
             self._own_tickets -= 1
-            call = calls.RejoinStore(name, tuple(self._rejoins[name].before))
+            call = calls.RejoinStore(name, tuple(self._resyncing.begin(store).before))
             on_end = partial(self._rejoined, name)
             self.table.begin(self._own_tickets, call, math.inf, now, on_end)
         self._make(held, now)
 
     def _rejoined(self, name: str, value: object, error: KvpsError | None, now: float) -> None:
         """A store has entered the epoch, or cannot: resume the calls that wait."""
-        resync = self._rejoins.pop(name)
+        resync = self._resyncing.rejoins.pop(name)
+        self._gates.look()
         if error is None and not resync.before:
             self._make(resync.held, now)
             return
         if error is None:
             assert isinstance(value, dict)
             resync.after = value
-            error = epoch_changed(self.stores[name], self._epoch, resync)
+            error = epoch_changed(self.stores[name], self._resyncing.epoch, resync)
             self.outbox.append(Note("debug", str(error)))
             flushes = [deferred for deferred in resync.held if not resync.ends(deferred.call)]
             if len(flushes) == len(resync.held):
-                self._untold[name] = resync
+                self._resyncing.untold[name] = resync
             resync.held = [deferred for deferred in resync.held if deferred not in flushes]
             self._make(flushes, now)
         for deferred in resync.held:
@@ -571,22 +563,6 @@ class Worker:
                 del self._joining[ticket]
                 self.outbox.append(Finish(ticket, error=error))
 
-    def _error_of(self, call: calls.Call, now: float) -> KvpsError | None:
-        """Return why ``call`` cannot even begin, if it cannot."""
-        if self.member.error is not None:
-            return self.member.error
-        if not self.table.links:
-            welcome = self.member.welcome
-            if welcome is not None and welcome.servers == 0:
-                return ConfigError(
-                    f"{call.title}: this job has no servers. Start kvps-launch with -s 1 or more "
-                    "(kvps-scheduler with --servers), or use the store 'allreduce', which needs none"
-                )
-            return ConfigError(f"{call.title}: no server has joined yet. Wait until the cluster is complete")
-        if not self.losses.is_any:
-            return None
-        return self.losses.error(self.stores.get(call.store), now)
-
     def _end_calls_of_lost_members(self, now: float) -> None:
         errors = {name: self.losses.error(store, now) for name, store in self.stores.items()}
         for pending in list(self.table.pending.values()):
@@ -594,20 +570,22 @@ class Worker:
             is_of_core = pending.on_end is not None  # of use when the lost member is replaced
             if error is not None and pending.ticket in self.table.pending and not is_of_core:
                 self.table.finish(pending, now, error=error)
-        for held in (self._quiesce.held, *(resync.held for resync in self._rejoins.values())):
+        for held in (self._quiesce.held, *self._resyncing.held()):
             for deferred in [call for call in held if errors[call.call.store] is not None]:
                 held.remove(deferred)
                 self.outbox.append(Finish(deferred.ticket, error=errors[deferred.call.store]))
 
     def _end_all(self, error: KvpsError, now: float) -> None:
+        held = self._quiesce.go_on()
+        self._gates.look()
         for pending in list(self.table.pending.values()):
             self.table.finish(pending, now, error=error)
-        for deferred in self._quiesce.go_on():
+        for deferred in held:
             self.outbox.append(Finish(deferred.ticket, error=error))
 
     def _end_overdue_calls(self, now: float) -> None:
         self.table.end_late_calls(now)
-        for name, resync in self._rejoins.items():
+        for name, resync in self._resyncing.rejoins.items():
             for deferred in [call for call in resync.held if now >= call.deadline]:
                 resync.held.remove(deferred)
                 waiting = [
@@ -622,6 +600,7 @@ class Worker:
 
     def check(self) -> None:
         """Assert the invariants."""
+        self._gates.check()
         self.table.check()
 
 

@@ -8,6 +8,7 @@ import torch
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
+from kvps.core.worker.gate import DeferredCall
 from kvps.core.worker.plan import PieceLocation as Piece
 from kvps.core.worker.quiesce import FREE_STAND_MAX_S, PATIENCE_S, SILENCE_MAX_S, STAND_MAX_S, Quiesce
 from kvps.core.worker.store import WorkerStore
@@ -28,8 +29,8 @@ def stores_of(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, Wo
 
 
 def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce:
-    one = Quiesce()
-    assert one.halt(Halt(cut, least), known, 100.0) == []
+    one = Quiesce(known)
+    assert one.halt(Halt(cut, least), 100.0) == []
     return one
 
 
@@ -39,8 +40,8 @@ def holds(one: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
 
 def test_nothing_is_held_before() -> None:
     known = stores_of(a=3)
-    one = Quiesce()
-    assert not holds(one, known, "a")
+    one = Quiesce(known)
+    assert not one.is_shut
     assert not one.is_impatient(100.0, 1e9)
 
 
@@ -48,8 +49,8 @@ def test_nothing_is_held_before() -> None:
 def test_between_two_steps_it_stands_and_begins_no_other() -> None:
     known = stores_of(a=3, b=3)
     one = halted(known)
-    assert one.stands(known, False)
-    assert one.numbers(known) == {"kv": 3}
+    assert one.stands(False)
+    assert one.numbers() == {"kv": 3}
     assert holds(one, known, "a")
     assert holds(one, known, "a", "b")
     assert not one.holds(known["kv"], pull({"a": ROW}))
@@ -59,12 +60,12 @@ def test_between_two_steps_it_stands_and_begins_no_other() -> None:
 def test_in_a_step_it_goes_on_to_its_end() -> None:
     known = stores_of(a=4, b=3)
     one = halted(known)
-    assert not one.stands(known, False)
-    assert one.numbers(known) == {"kv": 4}
+    assert not one.stands(False)
+    assert one.numbers() == {"kv": 4}
     assert holds(one, known, "a")
     assert not holds(one, known, "b")
     known["kv"].keys["b"].number = 4
-    assert one.stands(known, False)
+    assert one.stands(False)
 
 
 @pytest.mark.spec("R130", "R131")
@@ -72,17 +73,17 @@ def test_a_push_that_would_take_the_lead_further_ends_a_step() -> None:
     """As where a key came later than the others, and is always one push behind."""
     known = stores_of(a=4, late=3)
     one = halted(known)
-    one.hold(7, push({"a": ROW}), 200.0)
-    assert one.stands(known, False)
+    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    assert one.stands(False)
 
 
 @pytest.mark.spec("R131")
 def test_so_does_a_script_that_waits_for_the_cut_itself() -> None:
     known = stores_of(a=4, late=3)
     one = halted(known)
-    assert one.stands(known, is_at_rest=True)
-    one.halt(Halt(1, {"kv": 5}), known, 100.0)
-    assert not one.stands(known, is_at_rest=True), "others have gone further"
+    assert one.stands(is_at_rest=True)
+    one.halt(Halt(1, {"kv": 5}), 100.0)
+    assert not one.stands(is_at_rest=True), "others have gone further"
 
 
 @pytest.mark.spec("R131")
@@ -90,49 +91,49 @@ def test_joined_worker_stands_however_far_the_others_go() -> None:
     known = stores_of(a=4, b=3)
     known["kv"].is_away = True
     one = halted(known, kv=9)
-    assert one.stands(known, False)
-    assert one.numbers(known) == {}
+    assert one.stands(False)
+    assert one.numbers() == {}
 
 
 def test_keys_of_other_paces_do_not_matter() -> None:
     known = stores_of(a=10, seldom=5)
-    assert halted(known).stands(known, False)
+    assert halted(known).stands(False)
 
 
 @pytest.mark.spec("R132")
 def test_halted_worker_goes_on_to_where_another_is() -> None:
     known = stores_of(a=3)
     one = halted(known)
-    one.hold(7, push({"a": ROW}), 200.0)
-    (held,) = one.halt(Halt(1, {"kv": 4}), known, 100.0)
+    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    (held,) = one.halt(Halt(1, {"kv": 4}), 100.0)
     assert held.ticket == 7
     assert not holds(one, known, "a")
-    assert not one.stands(known, False)
+    assert not one.stands(False)
     known["kv"].keys["a"].number = 4
-    assert one.stands(known, False)
+    assert one.stands(False)
     assert holds(one, known, "a")
-    one.halt(Halt(1, {"kv": 2}), known, 100.0)  # a limit never goes back
-    assert one.stands(known, False)
+    one.halt(Halt(1, {"kv": 2}), 100.0)  # a limit never goes back
+    assert one.stands(False)
 
 
 @pytest.mark.spec("R132")
 def test_an_order_of_a_cut_that_is_over_is_none() -> None:
     known = stores_of(a=3)
     one = halted(known, cut=5)
-    one.hold(7, push({"a": ROW}), 200.0)
-    assert one.halt(Halt(4, {"kv": 9}), known, 100.0) == []
+    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
+    assert one.halt(Halt(4, {"kv": 9}), 100.0) == []
     assert holds(one, known, "a")
     assert [held.ticket for held in one.go_on()] == [7]
-    assert one.halt(Halt(5, {}), known, 100.0) == []
-    assert not holds(one, known, "a")
+    assert one.halt(Halt(5, {}), 100.0) == []
+    assert not one.is_shut
 
 
 @pytest.mark.spec("R130")
 def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
     known = stores_of(mode="async", a=4, b=3)
     one = halted(known)
-    assert one.stands(known, False)
-    assert one.numbers(known) == {}
+    assert one.stands(False)
+    assert one.numbers() == {}
     assert holds(one, known, "b")
 
 
@@ -180,7 +181,7 @@ def test_creation_of_a_table_is_held(rank: int) -> None:
 def test_calls_keep_their_order() -> None:
     known = stores_of(a=3) | {"other": WorkerStore(opened("other"), 0, 1, 240.0)}
     one = halted(known)
-    one.hold(7, push({"a": ROW}), 200.0)
+    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
     assert one.holds(known["kv"], pull({"a": ROW}))
     assert not one.holds(known["other"], calls.AskStatus("other"))
 
@@ -209,7 +210,7 @@ class TestPatience:
 
     def test_ends_before_that_of_a_caller(self) -> None:
         one = halted(stores_of(a=3))
-        one.hold(7, push({"a": ROW}), 102.0)
+        one.held.append(DeferredCall(7, push({"a": ROW}), 102.0))
         assert one.deadline(100.0) == 102.0 - PATIENCE_S
 
 
@@ -218,16 +219,16 @@ class TestProceed:
     def test_says_whether_it_stood(self) -> None:
         known = stores_of(a=3)
         one = halted(known)
-        one.hold(7, push({"a": ROW}), 200.0)
+        one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
         stood, held = one.proceed(Proceed(1))
         assert (stood, [each.ticket for each in held]) == (True, [7])
         assert one.proceed(Proceed(1)) == (True, [])
-        assert not holds(one, known, "a")
+        assert not one.is_shut
 
     @pytest.mark.spec("R133")
     def test_worker_that_broke_off_did_not_stand(self) -> None:
         one = halted(stores_of(a=3))
-        one.hold(7, push({"a": ROW}), 200.0)
+        one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
         assert [each.ticket for each in one.break_off()] == [7]
         assert one.proceed(Proceed(1)) == (False, [])
 

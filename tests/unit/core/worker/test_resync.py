@@ -9,7 +9,7 @@ from kvps.core.effects import Connect, Effect, Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
 from kvps.core.worker import calls
-from kvps.core.worker.quiesce import StoreResync, epoch_changed
+from kvps.core.worker.gate import StoreResync, epoch_changed
 from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
