@@ -48,6 +48,8 @@ LATE_MAX = 64
 HELLO_AGAIN_S = 1.0
 ASK_AGAIN_S = 2.0
 """Seconds after which the scheduler is sent a request again that it has not answered."""
+LEAST_WAIT_S = min(PROBE_AFTER_S, ASK_AGAIN_S, LAG_MAX_S)
+"""Seconds until something is due because of a request, at the least."""
 OWN_LIMIT = 0.5
 """The share of the store's limit under which the limit of a call is the user's. What the call
 takes from its script to this core is taken from its time."""
@@ -131,8 +133,6 @@ class CallTable:
         self.asked: dict[int, Request] = {}
         """Number -> request to the scheduler."""
         self._numbers = count(1)
-        self._links_at = math.inf
-        """Time before which nothing is due on a connection to a server."""
 
     def begin(
         self, ticket: int, call: Call, deadline: float, now: float, on_end: OnEnd | None = None
@@ -257,7 +257,6 @@ class CallTable:
         if self.neighbours.is_active:
             due = chain(due, self.neighbours.due(now))
         for link, request in due:
-            self._links_at = min(self._links_at, now + PROBE_AFTER_S)
             self._send(link, request)
 
     def _send(self, link: Connection, request: Request) -> None:
@@ -273,7 +272,6 @@ class CallTable:
     def greet_again(self, now: float) -> None:
         """Servers were sent HELLO: say it again after a while to those that have not answered."""
         self._hello_at = now + HELLO_AGAIN_S
-        self._links_at = min(self._links_at, self._hello_at)
 
     def on_answer(self, link: Connection, packet: Packet, now: float) -> None:
         """A server, or a neighbour that was asked, has answered."""
@@ -411,24 +409,17 @@ class CallTable:
 
     def deadlines(self) -> Iterator[float]:
         """Yield when :meth:`on_timer` or :meth:`end_late_calls` has something to do."""
+        yield from (link.due_at(self._hello_at) for link in self.connections())
         if self.neighbours.is_active:
             merged_at = self.neighbours.deadline()
             if merged_at is not None:
                 yield merged_at
-            yield from (link.due_at(self._hello_at) for link in self.neighbours.links.values())
         for request in self.asked.values():
             yield request.sent_at + ASK_AGAIN_S
         for pending in self.pending.values():
             yield self._lags_until(pending)
             if not pending.finished:
                 yield pending.deadline - (0.0 if pending.probed else LAST_PROBE_S)
-
-    def links_deadline(self, due: float) -> float:
-        """Return when something is due on a connection to a server, unless it is after ``due``."""
-        if self._links_at < due:  # looked up only then: this is asked after every packet
-            dues = (link.due_at(self._hello_at) for link in self.links)
-            self._links_at = min(dues, default=math.inf)
-        return self._links_at
 
     def take_what_lags(self, now: float) -> None:
         """Let those calls go on that wait for pushes to arrive everywhere that may never do.

@@ -29,7 +29,7 @@ from kvps.core.effects import (
 )
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
-from kvps.core.worker.call_table import CallTable, PendingCall
+from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, PendingCall
 from kvps.core.worker.closed_stores import ClosedStores
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.connection import Connection, route_of
@@ -95,6 +95,8 @@ class Worker:
         self._replayed = 0
         """The number of steps that replacements have passed over, as the scheduler said last."""
         self._complete = False
+        self._due: float | None = None
+        """A time before which nothing is due; None where that is to be looked up."""
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
 
@@ -106,6 +108,7 @@ class Worker:
 
     def on_join(self, ticket: int, deadline: float, now: float) -> None:
         """The user wants to know when the cluster is complete."""
+        self._due = None
         self._joining[ticket] = deadline
         self._end_joining(now)
 
@@ -113,6 +116,7 @@ class Worker:
         """The user makes a call, and stops waiting at ``deadline``."""
         self.member.progress += 1
         if self._gates.shut and self._gates.stop(DeferredCall(ticket, call, deadline), now):
+            self._due = None
             self._report_halt()
             return
         if isinstance(call, calls.OpenStore):
@@ -121,6 +125,7 @@ class Worker:
             error = ConfigError(f"{call.title}: store {call.store!r} is closed; create another store")
             self.outbox.append(Finish(ticket, error=error))
             return
+        self._waits(now, deadline)
         self.table.begin(ticket, call, deadline, now)
         if self._gates.shut:
             self._report_halt()
@@ -151,6 +156,7 @@ class Worker:
 
     def on_close(self, name: str, now: float) -> None:
         """The user needs a store no more."""
+        self._due = None
         self._closing.add(name)
         self._end_closing(now)
 
@@ -190,6 +196,7 @@ class Worker:
     def on_packet(self, route: Route, packet: Packet, now: float) -> None:
         """The scheduler, a server or a neighbour said something."""
         if route == SCHEDULER:
+            self._due = None
             self._on_scheduler(packet, now)
             return
         if isinstance(route, bytes):
@@ -206,6 +213,7 @@ class Worker:
             if self.table.neighbours.is_active:
                 self.table.neighbours.heard(link)
         self.table.flow(now)
+        self._waits(now)
         if self._closing:
             self._end_closing(now)
         if self._gates.shut:
@@ -229,6 +237,7 @@ class Worker:
 
     def on_timer(self, now: float) -> None:
         """Beat, probe, say HELLO again, and end what is over its deadline."""
+        self._due = None
         self.member.waits_in = next((call.title for call in self._waited_for()), "")
         beat_at = self.member.deadline()
         if beat_at is not None and now >= beat_at:
@@ -307,10 +316,21 @@ class Worker:
         self._replayed = replayed
 
     def deadline(self) -> float | None:
-        """When something is due next."""
-        due = min(self._deadlines(), default=math.inf)
-        due = min(due, self.table.links_deadline(due))
-        return due if due < math.inf else None
+        """When something is due next, at the earliest."""
+        if self._due is None:
+            self._due = min(self._deadlines(), default=math.inf)
+        return self._due if self._due < math.inf else None
+
+    def _waits(self, now: float, deadline: float = math.inf) -> None:
+        """Note that a call has begun with this deadline, or that a peer was asked.
+
+        Any other wait that begins meanwhile is at least :data:`LEAST_WAIT_S` long, unless a gate is shut, a
+        store is being closed, or neighbours merge their requests.
+        """
+        if self._gates.shut or self._closing or self.table.neighbours.is_active:
+            self._due = None
+        elif self._due is not None:
+            self._due = min(self._due, now + LEAST_WAIT_S, deadline - LAST_PROBE_S)
 
     def _alone_at(self) -> float | None:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
@@ -601,6 +621,7 @@ class Worker:
     def check(self) -> None:
         """Assert the invariants."""
         self._gates.check()
+        assert self._due is None or self._due <= min(self._deadlines(), default=math.inf)
         self.table.check()
 
 
