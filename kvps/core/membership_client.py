@@ -173,8 +173,8 @@ class MembershipClient:
 
     def envelope(self, seq: int = 0) -> Envelope:
         """Return this process's envelope for request ``seq``."""
-        identity = self.identity
-        return Envelope(self.job, self.number, identity.role, self.rank, self.incarnation, seq)
+        number = self.view.number if self.view else 0
+        return Envelope(self.job, number, self.identity.role, self.rank, self.incarnation, seq)
 
     def packet(self, message: Message, seq: int = 0) -> Packet:
         """Return ``message`` from this process."""

@@ -56,6 +56,9 @@ takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
+PUSHES = p.Push, p.PushRows, p.PushIds
+"""Requests that a server acknowledges when they are taken in."""
+
 OnEnd = Callable[[object, KvpsError | None, float], None]
 """Takes the result or the error of a call that the core made itself, and the time."""
 
@@ -190,15 +193,16 @@ class CallTable:
     def _ask(self, pending: PendingCall, now: float) -> None:
         store = self._stores[pending.call.store]
         unacked = self._unacked.setdefault(store.name, {})
-        pending.is_asking = True
+        pending.is_asking = is_push = True
         for request in pending.requests:
             request.owner, request.traffic = pending, store.traffic
+            is_push = is_push and request.payload_bytes > 0
             if request.server is None:
                 request.seq = next(self._numbers)
                 self.asked[request.seq] = request
                 self._ask_scheduler(request, now)
                 continue
-            if isinstance(request.message, p.Push | p.PushRows | p.PushIds):
+            if isinstance(request.message, PUSHES):
                 unacked[request] = None
                 pending.has_pushed = True
             if isinstance(request.message, p.Join | p.Return) and request.server == JOIN_SERVER:
@@ -208,7 +212,6 @@ class CallTable:
             else:
                 self.links[request.server].queue(request)
         pending.is_asking = False
-        is_push = all(request.payload_bytes for request in pending.requests)
         if is_push and pending.call.returns_early(store):
             self._outbox.append(Copied(pending.ticket))
         self.flow(now)
@@ -236,7 +239,7 @@ class CallTable:
     def is_settled(self, since: float) -> bool:
         """Whether all pushes have arrived, a peer has said of each request since then that it
         waits for workers, and no call goes on by itself."""
-        if self.unacked() or any(link.has_queue for link in self.connections()):
+        if self.unacked() or any(link.is_waiting for link in self.connections()):
             return False
         sent = [*self.asked.values(), *self.neighbours.led()]
         for link in self.connections():
@@ -253,14 +256,15 @@ class CallTable:
 
     def flow(self, now: float) -> None:
         """Send what there is room for."""
-        due = self.uplink.due(now)
+        if self.uplink.queued:
+            for link, request in self.uplink.due(now):
+                self._send(link, request)
         if self.neighbours.is_active:
-            due = chain(due, self.neighbours.due(now))
-        for link, request in due:
-            self._send(link, request)
+            for link, request in self.neighbours.due(now):
+                self._send(link, request)
 
     def _send(self, link: Connection, request: Request) -> None:
-        frames = tuple([to_frame(piece) for piece in request.payload])
+        frames = tuple(map(to_frame, request.payload))
         packet = Packet(self._member.envelope(request.seq), request.message, frames)
         self._outbox.append(Send(link.route, packet))
 
@@ -314,7 +318,8 @@ class CallTable:
                 self._member.send(link.route, pong)
             case _:
                 self._outbox.append(Note("debug", f"unexpected {type(message).__name__} from {link.route!r}"))
-        link.look(now)
+        if link.sending_since is not None:
+            link.look(now)
 
     def _probed(self, link: Connection, message: p.Probed, now: float) -> None:
         for_workers = frozenset(message.for_workers)
@@ -353,8 +358,12 @@ class CallTable:
         if isinstance(request.owner, MergedRequest):
             self.neighbours.answered(request.owner, packet, now)
             return
-        self.taken_in(request, now)
-        pending = _owner_of(request)
+        pending = request.owner
+        assert isinstance(pending, PendingCall), "what is not a merged request's is a call's"
+        if isinstance(request.message, PUSHES):
+            self._unacked.get(pending.call.store, {}).pop(request, None)
+            if self._draining:
+                self._drain(request, now)
         if request.on_reply is not None:
             request.on_reply(packet, not pending.finished)
             # Its values are where they belong. The memory in which they came may be another's, and
@@ -364,7 +373,7 @@ class CallTable:
         pending.answers[request] = packet
         pending.waiting.pop(request, None)
         if not pending.waiting and not pending.is_asking and pending.ticket in self.pending:
-            answers = [pending.answers[asked] for asked in pending.requests]
+            answers = list(map(pending.answers.__getitem__, pending.requests))
             self._advance(pending, answers, now)
 
     def refused(self, request: Request, error: KvpsError, now: float) -> None:
@@ -373,7 +382,8 @@ class CallTable:
             self.neighbours.refused(request.owner, error, now)
             return
         self.taken_in(request, now)
-        pending = _owner_of(request)
+        pending = request.owner
+        assert isinstance(pending, PendingCall), "what is not a merged request's is a call's"
         pending.waiting.pop(request, None)
         if pending.ticket in self.pending:
             self._advance(pending, error, now)
@@ -383,9 +393,15 @@ class CallTable:
         if isinstance(request.owner, MergedRequest):
             self.neighbours.taken_in(request.owner, now)
             return
-        if not isinstance(request.message, p.Push | p.PushRows | p.PushIds):
+        if not isinstance(request.message, PUSHES):
             return
-        self._unacked.get(_owner_of(request).call.store, {}).pop(request, None)
+        owner = request.owner
+        assert isinstance(owner, PendingCall), "what is not a merged request's is a call's"
+        self._unacked.get(owner.call.store, {}).pop(request, None)
+        self._drain(request, now)
+
+    def _drain(self, request: Request, now: float) -> None:
+        """Let calls go on that waited for the push of ``request`` alone."""
         for pending in [draining for draining in self._draining if request in draining.waiting]:
             pending.waiting.pop(request, None)
             if not pending.waiting:
@@ -468,8 +484,10 @@ class CallTable:
         del self.pending[pending.ticket]
         pending.operation.close()
         for request in pending.requests:
-            request.freeze()
-        self._drop(pending)
+            if request.fill is not None:
+                request.freeze()
+        if pending.waiting:
+            self._drop(pending)
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
         pending.requests, pending.answers = [], {}
@@ -549,8 +567,3 @@ def _confirm(requests: Mapping[int, Request], message: p.Probed, now: float) -> 
     for seq in message.for_workers:
         if seq in requests:
             requests[seq].confirmed_at = now
-
-
-def _owner_of(request: Request) -> PendingCall:
-    assert isinstance(request.owner, PendingCall), "what is not a merged request's is a call's"
-    return request.owner

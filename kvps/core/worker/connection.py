@@ -64,11 +64,6 @@ class Traffic:
         self.pushed_bytes += pushed_bytes
         self.encoded_bytes += sum(payload_bytes)
 
-    def received(self, packet: Packet) -> None:
-        """Count an answer."""
-        if packet.payload:
-            self.received_bytes += sum([frame.nbytes for frame in packet.payload])
-
     @property
     def compression_ratio(self) -> float:
         """The bytes of dense gradients for each byte of their payload; 1 before the first push."""
@@ -152,41 +147,32 @@ class SendScheduler:
         """The connections that have queued requests, and perhaps some others."""
         self.order = count(1)
         """The places in line of requests."""
+        self.bytes_away = self.requests_away = 0
+        """Those of all connections."""
 
     def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield the requests that may be sent now, over all links in order."""
-        heads = [(head, link) for link in list(self.queued) if (head := self._head(link))]
-        if not heads:
-            return
+        heads = [(head, link) for link in list(self.queued) if (head := link.head()) is not None]
         heapq.heapify(heads)  # no two heads have the same place
-        # Payload to a silent server does not count.
-        heard = {link for link in self.links if not link.is_late(now)}
-        away = sum([link.bytes_away for link in heard])
-        requests = sum([link.requests_away for link in heard])
-        while heads and self._has_room(away, requests):
+        while heads and self._has_room(now):
             link = heads[0][1]
-            before = link.bytes_away, link.requests_away
             yield link, link.send(now)
-            if link in heard:
-                away += link.bytes_away - before[0]
-                requests += link.requests_away - before[1]
-            head = self._head(link)
+            head = link.head()
             if head is None:
                 heapq.heappop(heads)
             else:
                 heapq.heapreplace(heads, (head, link))
 
-    def _head(self, link: Connection) -> tuple[int, int] | None:
-        head = link.head()
-        if not link.has_queue:
-            del self.queued[link]
-        return head
-
-    def _has_room(self, away: int, requests: int) -> bool:
-        """Whether more may be sent while this many bytes and requests are under way."""
-        if not self.is_limited or away < UPLINK_BYTES // self.sharers:
+    def _has_room(self, now: float) -> bool:
+        """Whether more may be sent while so much is under way."""
+        most, least = UPLINK_BYTES // self.sharers, UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST
+        if not self.is_limited or self.bytes_away < most or self.requests_away < least:
             return True
-        return requests < (UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST)
+        # Payload to a silent server does not count.
+        heard = [link for link in self.links if not link.is_late(now)]
+        return (
+            sum([link.bytes_away for link in heard]) < most or sum([len(link.away) for link in heard]) < least
+        )
 
 
 class Connection:
@@ -221,12 +207,12 @@ class Connection:
         self._lanes: dict[int, deque[Request]] = {}
         self._heap: list[tuple[int, int, Request]] = []
         self.bytes_away = 0
-        self._away: dict[int, Request] = {}
+        self.away: dict[int, Request] = {}
         """Number -> request whose payload was sent and not acknowledged."""
         self._probed_at = 0.0
         self._sending_s = 0.0
         """Seconds for which some payload was away, without the time since the next."""
-        self._sending_since: float | None = None
+        self.sending_since: float | None = None
         """Since when some payload is away; None if none is."""
 
     def queue(self, request: Request) -> None:
@@ -252,27 +238,27 @@ class Connection:
             if not first.seq and not first.dropped:
                 return self._heap[0][:2]
             heapq.heappop(self._heap)  # or lifted by another, it went before its turn
+        self._uplink.queued.pop(self, None)
         return None
-
-    @property
-    def has_queue(self) -> bool:
-        """Whether requests are in line; perhaps none that is still to be sent."""
-        return bool(self._heap)
 
     def send(self, now: float) -> Request:
         """Return the request that may be sent next, numbered and counted as sent."""
         first = self._heap[0][2]
         request = self._lanes[first.lane].popleft() if first.lane else first
-        request.freeze()
+        if request.fill is not None:
+            request.freeze()
         self._seq += 1
         request.seq, request.sent_at = self._seq, now
         self.outstanding[request.seq] = request
         if request.traffic is not None:
             request.traffic.sent_bytes += request.payload_bytes
         if not self._memory.lends(self.route, request.payload):
-            self._away[request.seq] = request
+            self.away[request.seq] = request
             self.bytes_away += request.payload_bytes
-            self.look(now)
+            self._uplink.bytes_away += request.payload_bytes
+            self._uplink.requests_away += 1
+            if self.sending_since is None and self.bytes_away:
+                self.sending_since = now
         return request
 
     def has_sent(self, seq: int) -> bool:
@@ -280,33 +266,31 @@ class Connection:
         return 0 < seq <= self._seq
 
     def look(self, now: float) -> None:
-        """Note whether some payload is away now."""
-        if self._sending_since is None:
-            self._sending_since = now if self.bytes_away else None
-        elif not self.bytes_away:
-            self._sending_s += now - self._sending_since
-            self._sending_since = None
+        """Note whether some payload is still away."""
+        if self.sending_since is not None and not self.bytes_away:
+            self._sending_s += now - self.sending_since
+            self.sending_since = None
 
     def sending_s(self, now: float) -> float:
         """Return the seconds for which some payload was away, since the worker began."""
-        running_s = 0.0 if self._sending_since is None else now - self._sending_since
+        running_s = 0.0 if self.sending_since is None else now - self.sending_since
         return self._sending_s + running_s
 
     def is_late(self, now: float) -> bool:
         """Whether the server has not acknowledged some payload for :data:`PROBE_AFTER_S`."""
-        if not self._away:
+        if not self.away:
             return False
-        return now >= next(iter(self._away.values())).sent_at + PROBE_AFTER_S
+        return now >= next(iter(self.away.values())).sent_at + PROBE_AFTER_S
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests are in line; perhaps none that is still to be sent."""
+        return bool(self._heap)
 
     @property
     def is_busy(self) -> bool:
         """Whether some request is queued, or has no answer."""
         return bool(self.outstanding) or any(self._lanes.values())
-
-    @property
-    def requests_away(self) -> int:
-        """How many requests have payload that was sent and not acknowledged."""
-        return len(self._away)
 
     def drop(self, request: Request) -> None:
         """Forget a request: send it no more, and ask after it no more."""
@@ -333,16 +317,20 @@ class Connection:
         return request
 
     def _arrives(self, request: Request) -> None:
-        if self._away.pop(request.seq, None) is not None:
+        if self.away.pop(request.seq, None) is not None:
             self.bytes_away -= request.payload_bytes
+            self._uplink.bytes_away -= request.payload_bytes
+            self._uplink.requests_away -= 1
 
     def answer(self, seq: int, packet: Packet | None = None) -> Request | None:
         """Note that the server answered request ``seq``, by ``packet``; return it, None if that was known."""
-        request = self.receive(seq)
+        request = self.outstanding.pop(seq, None)
         if request is not None:
+            request.received = True
+            self._arrives(request)
             if request.traffic is not None and packet is not None:
-                request.traffic.received(packet)
-            del self.outstanding[seq]
+                for frame in packet.payload:
+                    request.traffic.received_bytes += frame.nbytes
             request.payload = ()
         return request
 
@@ -356,9 +344,12 @@ class Connection:
         self.outstanding.clear()
         self._lanes.clear()
         self._heap.clear()
-        self._away.clear()
+        self._uplink.queued.pop(self, None)
+        self._uplink.bytes_away -= self.bytes_away
+        self._uplink.requests_away -= len(self.away)
+        self.away.clear()
         self.bytes_away = 0
-        self._sending_since = None
+        self.sending_since = None
         return left
 
     def is_overdue(self, now: float) -> bool:

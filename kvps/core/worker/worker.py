@@ -212,7 +212,8 @@ class Worker:
             link.heard_at = now
             if self.table.neighbours.is_active:
                 self.table.neighbours.heard(link)
-        self.table.flow(now)
+        if self.table.uplink.queued or self.table.neighbours.is_active:
+            self.table.flow(now)
         self._waits(now)
         if self._closing:
             self._end_closing(now)
