@@ -30,12 +30,7 @@ import enum
 import signal
 
 from kvps.core.effects import Core, CoreOutbox, Effect, Exit, Finish, Note, Route
-from kvps.core.membership_client import (
-    EXIT_CONFIG,
-    EXIT_TEMPORARY,
-    Identity,
-    MembershipClient,
-)
+from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY, Identity, MembershipClient
 from kvps.protocol.envelope import Packet, Role
 
 START, ASK, KILL = 1, 2, 3
@@ -61,11 +56,7 @@ class Supervisor(Core):
     """One kvps-worker's part in one job."""
 
     def __init__(
-        self,
-        identity: Identity,
-        now: float,
-        is_replaceable: bool = True,
-        grace_s: float = END_MAX_S,
+        self, identity: Identity, now: float, is_replaceable: bool = True, grace_s: float = END_MAX_S
     ) -> None:
         """Hold a seat for a command; it may take ``grace_s`` to end when SIGTERM is passed on."""
         self.outbox = CoreOutbox()

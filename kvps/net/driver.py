@@ -42,12 +42,7 @@ from kvps.protocol.envelope import Envelope, Packet
 log = logging.getLogger("kvps")
 C = TypeVar("C", bound=Core)
 Ts = TypeVarTuple("Ts")
-LEVELS = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 LOOK_EVERY_S = 1.0
 """The longest wait. A signal that arrives just before the system call does not interrupt it:
 Python runs the handler, and the loop the requests that the handler has put into the inbox, when

@@ -19,14 +19,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from kvps import protocol as p
-from kvps.core.effects import (
-    Connect,
-    CoreOutbox,
-    Exit,
-    Finish,
-    Note,
-    Route,
-)
+from kvps.core.effects import Connect, CoreOutbox, Exit, Finish, Note, Route
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, PendingCall
@@ -46,15 +39,7 @@ from kvps.core.worker.timeout_report import (
     standstill_error,
     timeout_error,
 )
-from kvps.errors import (
-    ConfigError,
-    Fenced,
-    KvpsError,
-    Timeout,
-    WorkerLost,
-    from_code,
-    unforeseen,
-)
+from kvps.errors import ConfigError, Fenced, KvpsError, Timeout, WorkerLost, from_code, unforeseen
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.tensors import PRIVATE, Memory
 

@@ -34,11 +34,7 @@ from kvps.core.worker.host_aggregation.merge_queue import (
     Reply,
     wants_values,
 )
-from kvps.core.worker.host_aggregation.peer_sessions import (
-    PeerRequest,
-    PeerSession,
-    PeerSessions,
-)
+from kvps.core.worker.host_aggregation.peer_sessions import PeerRequest, PeerSession, PeerSessions
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError, ProtocolError
@@ -70,12 +66,7 @@ class HostGroup:
     """This worker among the workers of its machine."""
 
     def __init__(
-        self,
-        member: MembershipClient,
-        memory: Memory,
-        servers: list[Connection],
-        own: Own,
-        outbox: Outbox,
+        self, member: MembershipClient, memory: Memory, servers: list[Connection], own: Own, outbox: Outbox
     ) -> None:
         self._outbox = outbox
         self.links: dict[int, Connection] = {}
