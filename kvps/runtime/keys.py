@@ -278,7 +278,8 @@ def retire(folder: Path) -> list[Path]:
     Raises:
         ConfigError: if they cannot be removed.
     """
-    current = {section.public for role in ROLES for section in _secrets_of(folder, role)}
+    files = [folder / f"{role}.key" for role in ROLES]
+    current = {section.public for path in files if path.exists() for section in _read(path)}
     gone = []
     for path in sorted((folder / PUBLIC).glob("*.pub")):
         (section,) = _read(path, is_public=True)
@@ -289,11 +290,6 @@ def retire(folder: Path) -> list[Path]:
                 raise ConfigError(f"cannot remove {path}: {error}") from error
             gone.append(path)
     return gone
-
-
-def _secrets_of(folder: Path, role: str) -> list[Section]:
-    path = folder / f"{role}.key"
-    return _read(path) if path.exists() else []
 
 
 def _secret_text(section: Section) -> str:
