@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import Envelope, Message, Packet
@@ -27,8 +27,7 @@ class Hold(Protocol):
         """The world has read it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Send ``packet`` along ``to``; release ``hold`` once its payload has been read."""
 
     to: Route
@@ -78,8 +77,7 @@ class Note:
     """The facts of the text by name, for programs that read the log."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(NamedTuple):
     """The user's call ``ticket`` ends, with a value or with an error."""
 
     ticket: int
