@@ -260,10 +260,7 @@ class MemoryBudget:
         return sum(reserved) + rounds * reserved.sums <= self.limit_bytes
 
     def reserved(
-        self,
-        store: str = "",
-        terms: MemoryTerms | None = None,
-        changed: Mapping[str, int] | None = None,
+        self, store: str = "", terms: MemoryTerms | None = None, changed: Mapping[str, int] | None = None
     ) -> Reservation:
         """Return what all stores take; with ``terms``, if one had these and so many elements more."""
         total = Reservation(tables=sum(self._chunks.table_bytes.values()))

@@ -24,12 +24,7 @@ def check_options(opened: Open) -> None:
     Raises:
         ConfigError: naming the option that it cannot have.
     """
-    options = {
-        "mode": MODES,
-        "on_worker_lost": POLICIES,
-        "on_nonfinite": ACTIONS,
-        "late": LATE,
-    }
+    options = {"mode": MODES, "on_worker_lost": POLICIES, "on_nonfinite": ACTIONS, "late": LATE}
     for option, choices in options.items():
         choice = getattr(opened, option)
         if choice not in choices:

@@ -76,8 +76,7 @@ class ClosedStores:
             for start in range(0, len(names), BATCH):
                 batch = [
                     StoreLife(
-                        label_of(name, stores[name]) if server == self.SCHEDULER else name,
-                        stores[name],
+                        label_of(name, stores[name]) if server == self.SCHEDULER else name, stores[name]
                     )
                     for name in names[start : start + BATCH]
                 ]

@@ -171,11 +171,7 @@ class ReadTracker:
     """Indices of the keys that were read at several versions, and may still be."""
 
     def ask(
-        self,
-        store: WorkerStore,
-        shares: Iterable[ChunkSlice],
-        least: Numbers,
-        may_be_deltas: bool = False,
+        self, store: WorkerStore, shares: Iterable[ChunkSlice], least: Numbers, may_be_deltas: bool = False
     ) -> list[Request]:
         """Return the requests for ``shares``.
 

@@ -137,11 +137,7 @@ class ErrorFeedback:
         return request
 
     def _encoded(
-        self,
-        parts: list[tuple[Key, KeySlice, torch.Tensor]],
-        message: Push,
-        memory: Memory,
-        decay: float,
+        self, parts: list[tuple[Key, KeySlice, torch.Tensor]], message: Push, memory: Memory, decay: float
     ) -> torch.Tensor:
         """Return the encoded gradients, and keep what they lose; of what was lost before,
         ``decay`` is left."""

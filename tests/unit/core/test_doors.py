@@ -390,9 +390,7 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
 
 
 @pytest.mark.spec("R200")
-def test_an_image_that_cannot_be_held_is_told_and_ends_nobody(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_image_that_cannot_be_held_is_told_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a crafted image")
 

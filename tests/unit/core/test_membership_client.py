@@ -8,15 +8,7 @@ import pytest
 
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity, MembershipClient, Quorum
-from kvps.errors import (
-    ConfigError,
-    Fenced,
-    Mismatch,
-    ProtocolError,
-    SchedulerLost,
-    Unauthorized,
-    WorkerLost,
-)
+from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, SchedulerLost, Unauthorized, WorkerLost
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Alive,

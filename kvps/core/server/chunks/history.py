@@ -119,14 +119,7 @@ class CompressedHistory:
         self._owing.add(start)
 
     def publish(
-        self,
-        values: torch.Tensor,
-        start: int,
-        stop: int,
-        version: int,
-        code: CodecSpec | None,
-        *,
-        adds: bool,
+        self, values: torch.Tensor, start: int, stop: int, version: int, code: CodecSpec | None, *, adds: bool
     ) -> None:
         """Move the values of one piece to ``version`` by what the codec can express of their residuals.
 

@@ -48,11 +48,7 @@ class StragglerLog:
                     "warning",
                     f"store {store!r}: round {stall.number} of key {stall.key[:64]!r} has been open "
                     f"for {stall.age_s:.0f} s and waits for {stall.who}",
-                    {
-                        **stall._asdict(),
-                        "age_s": round(stall.age_s, 3),
-                        "missing": list(stall.missing),
-                    },
+                    {**stall._asdict(), "age_s": round(stall.age_s, 3), "missing": list(stall.missing)},
                 )
         for store in self._told.keys() - now.keys():
             yield Note("warning", f"store {store!r}: rounds close again")

@@ -95,11 +95,7 @@ class PushCall(Call):
 
 
 def bulk(
-    store: WorkerStore,
-    share: ChunkSlice,
-    message: Load | Push,
-    rows: Rows,
-    priority: Priority = 0,
+    store: WorkerStore, share: ChunkSlice, message: Load | Push, rows: Rows, priority: Priority = 0
 ) -> Request:
     """Return the request that carries the elements of ``share``, as they are."""
     return Request(

@@ -136,11 +136,7 @@ class PushValues(PushCall):
         return _result(store, plan, self.sinks, sink)
 
     def _tagged(
-        self,
-        store: WorkerStore,
-        plan: TransferPlan,
-        numbers: Sequence[int],
-        requests: list[Request],
+        self, store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], requests: list[Request]
     ) -> None:
         """Name the step in the requests of a push, for stores that need it."""
 
@@ -193,11 +189,7 @@ class PushStep(PushValues):
     """A push whose keys are one step, whose gradients the servers clip by their global norm."""
 
     def _tagged(
-        self,
-        store: WorkerStore,
-        plan: TransferPlan,
-        numbers: Sequence[int],
-        requests: list[Request],
+        self, store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], requests: list[Request]
     ) -> None:
         step = plan.step(store.label, numbers)
         for request in requests:

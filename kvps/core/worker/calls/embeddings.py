@@ -114,12 +114,7 @@ class PushTableRows(PushCall):
 
 
 def _push(
-    store: WorkerStore,
-    held: PieceLocation,
-    number: int,
-    ids: torch.Tensor,
-    rows: torch.Tensor,
-    dim: int,
+    store: WorkerStore, held: PieceLocation, number: int, ids: torch.Tensor, rows: torch.Tensor, dim: int
 ) -> Request:
     dtype, count = dtype_of(rows).id, len(ids)
     message = p.PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
@@ -180,12 +175,7 @@ class PullTableRows(Call):
 
 
 def _pull(
-    held: PieceLocation,
-    key: Key,
-    ids: Ids,
-    rows: torch.Tensor,
-    places: Ids,
-    answers: list[p.PulledIds],
+    held: PieceLocation, key: Key, ids: Ids, rows: torch.Tensor, places: Ids, answers: list[p.PulledIds]
 ) -> Request:
     def take(packet: Packet, wanted: bool) -> None:
         answer = packet.message

@@ -16,18 +16,8 @@ from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
 from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import (
-    Step,
-    loaded,
-    read,
-)
-from kvps.core.worker.plan import (
-    ANY,
-    Key,
-    PieceLocation,
-    alike,
-    make,
-)
+from kvps.core.worker.consistent_read import Step, loaded, read
+from kvps.core.worker.plan import ANY, Key, PieceLocation, alike, make
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import REFUSED, Mismatch
@@ -229,12 +219,7 @@ def _create(
         if most_bytes is not None:
             plan = plans.cut(plan, most_bytes)
         yield [
-            bulk(
-                store,
-                share,
-                p.Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))),
-                rows,
-            )
+            bulk(store, share, p.Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))), rows)
             for share in plan.shares
         ]
     store.place((name, spec, held) for (name, spec), held in zip(keys, made.placed, strict=True))

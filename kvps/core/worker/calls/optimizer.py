@@ -12,12 +12,8 @@ from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, settle
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import (
-    AwaitAcks,
-)
-from kvps.core.worker.plan import (
-    PieceLocation,
-)
+from kvps.core.worker.consistent_read import AwaitAcks
+from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError

@@ -110,9 +110,7 @@ class Refresh(Call):
         unknown = [index for index in range(len(copies)) if index not in fresh]
         if unknown:
             wholes, versions = yield from _read_whole(
-                store,
-                [copies[index] for index in unknown],
-                [self.sinks[index] for index in unknown],
+                store, [copies[index] for index in unknown], [self.sinks[index] for index in unknown]
             )
             for index, whole in zip(unknown, wholes, strict=True):
                 version = versions.get(copies[index].key.name)

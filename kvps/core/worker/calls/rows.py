@@ -33,12 +33,7 @@ from kvps.core.worker.calls.base import (
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import ANY, Key, Priority, make, of_key
-from kvps.core.worker.row_reads import (
-    Range,
-    RowRead,
-    ServerPart,
-    ranges,
-)
+from kvps.core.worker.row_reads import Range, RowRead, ServerPart, ranges
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ConfigError, KvpsError, ProtocolError
@@ -93,12 +88,7 @@ class PushKeyRows(PushCall):
 
 
 def _pushes(
-    store: WorkerStore,
-    key: Key,
-    number: int,
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    rows: torch.Tensor,
+    store: WorkerStore, key: Key, number: int, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return the requests that push rows to each server of ``key``; none if some row is cut over servers."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
@@ -142,12 +132,7 @@ def _demand_room(key: Key, count: int) -> None:
 
 
 def _gather(
-    memory: Memory,
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    rows: torch.Tensor,
-    dtype: str,
-    route: str,
+    memory: Memory, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, dtype: str, route: str
 ) -> tuple[torch.Tensor, ...]:
     """Return the payload of a push: numbers and rows, in one block that the server can read."""
     if not len(ids):
@@ -162,12 +147,7 @@ def _gather(
 
 
 def _whole_pushes(
-    store: WorkerStore,
-    key: Key,
-    number: int,
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    rows: torch.Tensor,
+    store: WorkerStore, key: Key, number: int, ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
 ) -> list[Request]:
     """Return the requests that push rows as a gradient of all elements of ``key``."""
     dense = torch.zeros(key.spec.shape[0], key.spec.width, dtype=TORCH[key.spec.dtype])
@@ -175,14 +155,7 @@ def _whole_pushes(
     return [
         Request(
             share.server,
-            p.Push(
-                share.chunk,
-                BY_NAME[share.dtype].id,
-                (store.rank,),
-                1.0,
-                False,
-                share.runs((number,)),
-            ),
+            p.Push(share.chunk, BY_NAME[share.dtype].id, (store.rank,), 1.0, False, share.runs((number,))),
             fill=partial(share.gather, [dense.view(key.spec.shape)], store.memory),
             payload_bytes=share.payload_bytes,
             lane=share.chunk,
@@ -271,11 +244,7 @@ def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowR
 
 
 def _read_whole(
-    store: WorkerStore,
-    read: RowRead[NamedRows],
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    out: torch.Tensor,
+    store: WorkerStore, read: RowRead[NamedRows], ids: torch.Tensor, places: torch.Tensor, out: torch.Tensor
 ) -> Generator[Step, list[Packet], None]:
     """Read all of a key, and copy the rows ``ids`` of it to ``out``."""
     dense = torch.empty(read.key.spec.shape, dtype=out.dtype)

@@ -493,11 +493,7 @@ def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> N
     )
     one.scheduler(replace(view, number=99, members=members, keys=("", *keys[1:])))
     (trust,) = [effect for effect in one.notes if isinstance(effect, Trust)]
-    assert trust.keys == {
-        keys[1]: "worker:1:11",
-        keys[2]: "server:0:1",
-        keys[3]: "server:1:7",
-    }
+    assert trust.keys == {keys[1]: "worker:1:11", keys[2]: "server:0:1", keys[3]: "server:1:7"}
     connects = [effect for effect in one.notes if isinstance(effect, Connect)][1:]
     assert [(each.endpoint, each.key, each.is_member) for each in connects] == [
         ("tcp://s1:2", "", False),

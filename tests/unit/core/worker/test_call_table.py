@@ -9,14 +9,7 @@ from kvps.core.effects import Copied, Effect, Exit, Finish
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls, connection
 from kvps.core.worker.call_table import LATE_MAX
-from kvps.errors import (
-    ConfigError,
-    Fenced,
-    KvpsError,
-    Mismatch,
-    Timeout,
-    WorkerLost,
-)
+from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.protocol.envelope import WINDOW, Node, Role
 from kvps.protocol.membership import (
     Barrier,
@@ -35,17 +28,7 @@ from kvps.protocol.membership import (
 )
 from kvps.protocol.stores import Declare, Declared, Open, Optimize, Piece, Place, Rate
 from kvps.protocol.values import Pull, Pulled, Push, Stand
-from tests.support.worker_harness import (
-    Bench,
-    Readable,
-    member,
-    opened,
-    pull,
-    push,
-    sends,
-    spec,
-    values_of,
-)
+from tests.support.worker_harness import Bench, Readable, member, opened, pull, push, sends, spec, values_of
 from tests.support.worker_with_key import FLOAT, answer, small, step
 
 W1 = Node(Role.WORKER, 1)
@@ -392,10 +375,7 @@ class TestRefusals:
         one = small()
         one.server(0, Error(0, KvpsError.code, "something"))
         one.server(0, View(1, "running", "", ()))
-        assert one.notes()[-2:] == [
-            "warning: something",
-            "debug: unexpected View from 'server 0'",
-        ]
+        assert one.notes()[-2:] == ["warning: something", "debug: unexpected View from 'server 0'"]
 
     @pytest.mark.spec("R21")
     def test_to_be_fenced_ends_all(self) -> None:

@@ -206,11 +206,7 @@ class TestTorn:
         parts = data.draw(st.integers(1, 4))
         one = WorkerStore(opened(), 0, parts, 240.0)
         one.place(
-            (
-                name,
-                spec(2 * parts),
-                [PieceLocation(at, 1 + which, 0, 2, 2 * at) for at in range(parts)],
-            )
+            (name, spec(2 * parts), [PieceLocation(at, 1 + which, 0, 2, 2 * at) for at in range(parts)])
             for which, name in enumerate("kl")
         )
         now = {(at, chunk): 0 for at in range(parts) for chunk in (1, 2)}

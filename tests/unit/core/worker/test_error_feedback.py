@@ -28,11 +28,7 @@ def random(seed: int, count: int = 20) -> torch.Tensor:
 
 
 def bench(
-    params: dict[str, object] | None = None,
-    *,
-    mode: str = "sync",
-    ready: bool = True,
-    **options: object,
+    params: dict[str, object] | None = None, *, mode: str = "sync", ready: bool = True, **options: object
 ) -> Bench:
     """A worker with two keys; one that is not ``ready`` has lost its server since."""
     one = Bench(servers=1, **options)  # type: ignore[arg-type]
@@ -383,12 +379,7 @@ def test_pulls_ask_piece_by_piece() -> None:
     assert [(ask.start, ask.size) for ask in asked.runs] == [(0, 20), (20, 20)]
     octets = encode(TWO, random(1))
     whole = random(2)
-    answer(
-        one,
-        3,
-        [(Steps(False, (TWO,)), octets), (WHOLE, whole.view(torch.uint8))],
-        adds=False,
-    )
+    answer(one, 3, [(Steps(False, (TWO,)), octets), (WHOLE, whole.view(torch.uint8))], adds=False)
     assert one.is_done(ticket)
     assert torch.equal(sinks[0], decode(TWO, octets, torch.empty(20)))
     assert torch.equal(sinks[1], whole)

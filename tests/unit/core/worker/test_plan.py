@@ -254,10 +254,7 @@ def test_parts_of_a_key_are_lent_each_to_its_server() -> None:
     memory, (row,) = lending(10)
     memory.routes = ("server 0", "server 1")
     found = [one.gather([row], memory, f"server {one.server}") for one in plan.shares]
-    assert [places(pieces) for pieces in found] == [
-        [(row.data_ptr(), 4)],
-        [(row[4:].data_ptr(), 6)],
-    ]
+    assert [places(pieces) for pieces in found] == [[(row.data_ptr(), 4)], [(row[4:].data_ptr(), 6)]]
 
 
 def test_values_that_the_server_cannot_read_are_copied() -> None:
@@ -305,12 +302,7 @@ class TestAllocate:
         )
         rows = allocate(plan, memory)
         assert [tuple(row.shape) for row in rows] == [(2, 3), (4,), (0, 2), ()]
-        assert [row.dtype for row in rows] == [
-            torch.float32,
-            torch.float32,
-            torch.int8,
-            torch.float16,
-        ]
+        assert [row.dtype for row in rows] == [torch.float32, torch.float32, torch.int8, torch.float16]
         for row in rows:
             row.fill_(1)
         for share in plan.shares:

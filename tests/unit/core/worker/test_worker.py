@@ -13,14 +13,7 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAG_MAX_S
 from kvps.core.worker.worker import Worker
-from kvps.errors import (
-    ConfigError,
-    KvpsError,
-    SchedulerLost,
-    ServerLost,
-    Timeout,
-    WorkerLost,
-)
+from kvps.errors import ConfigError, KvpsError, SchedulerLost, ServerLost, Timeout, WorkerLost
 from kvps.protocol.checkpoint import Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import MESSAGES, WINDOW, Answer, Node, Role
 from kvps.protocol.membership import (
@@ -43,13 +36,7 @@ from kvps.protocol.membership import (
 )
 from kvps.protocol.stores import Optimize
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Stand
-from tests.support.worker_harness import (
-    Bench,
-    member,
-    opened,
-    pull,
-    push,
-)
+from tests.support.worker_harness import Bench, member, opened, pull, push
 from tests.support.worker_with_key import FLOAT, answer, small, step
 
 W1 = Node(Role.WORKER, 1)

@@ -17,17 +17,7 @@ from kvps.dtypes import Spec
 from kvps.errors import ConfigError, NonFinite, ProtocolError, Timeout
 from kvps.protocol.envelope import WINDOW, Envelope, Message, Packet, Role
 from kvps.protocol.membership import Probed
-from kvps.protocol.values import (
-    Ack,
-    Dropped,
-    Pull,
-    PulledRows,
-    PullRows,
-    Push,
-    PushRows,
-    Receipt,
-    Stand,
-)
+from kvps.protocol.values import Ack, Dropped, Pull, PulledRows, PullRows, Push, PushRows, Receipt, Stand
 from kvps.tensors import from_frame, to_frame
 from tests.support.worker_harness import Bench, Readable, opened
 
@@ -38,19 +28,11 @@ TABLE = Spec("float32", (8, 2))
 def new_store(mode: str = "sync", servers: int = 2) -> WorkerStore:
     """``t`` has rows 0 to 2 on server 0, in two chunks, and 3 to 7 on server 1; ``wide`` no whole ones."""
     one = WorkerStore(opened(mode=mode), 0, servers, 240.0)
-    pieces = [
-        PieceLocation(0, 2, 10, 4, 0),
-        PieceLocation(0, 4, 0, 2, 4),
-        PieceLocation(1, 3, 0, 10, 6),
-    ]
+    pieces = [PieceLocation(0, 2, 10, 4, 0), PieceLocation(0, 4, 0, 2, 4), PieceLocation(1, 3, 0, 10, 6)]
     one.place(
         [
             ("t", TABLE, pieces),
-            (
-                "wide",
-                Spec("float32", (2, 6)),
-                [PieceLocation(0, 6, 0, 8, 0), PieceLocation(1, 5, 0, 4, 8)],
-            ),
+            ("wide", Spec("float32", (2, 6)), [PieceLocation(0, 6, 0, 8, 0), PieceLocation(1, 5, 0, 4, 8)]),
             ("empty", Spec("float32", (0, 3)), []),
         ]
     )
@@ -118,10 +100,7 @@ def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -
     (first, second) = next(pushing(one, (2, 7, 0), priority=3))
     assert first.message == PushRows("kv", "t", 1, (0,), 0, 2, 2)
     assert second.message == PushRows("kv", "t", 1, (0,), 0, 2, 1)
-    assert [(each.server, each.lane, each.priority) for each in (first, second)] == [
-        (0, 2, 3),
-        (1, 3, 3),
-    ]
+    assert [(each.server, each.lane, each.priority) for each in (first, second)] == [(0, 2, 3), (1, 3, 3)]
     assert sent(first) == ([0, 2], [0.0, 2.0])
     assert sent(second) == ([7], [7.0])
     (first, second) = next(pushing(one, (5,)))

@@ -56,9 +56,7 @@ def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None
 
 
 @pytest.mark.spec("R241")
-def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(
-    sessions: PeerSessions,
-) -> None:
+def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(sessions: PeerSessions) -> None:
     sessions.learn({1: 5})
     assert not sessions.admit(from_peer(incarnation=6), Hello)
     assert sessions.admit(from_peer(), Hello)
