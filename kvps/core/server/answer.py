@@ -123,7 +123,14 @@ class Answers:
         if is_woken:
             chunk.validate(reading.asks, are_whole=reading.call is None)
         session.pending.pop(reading.seq, None)
-        stands, number = _stands(store, chunk, reading), BY_NAME[chunk.dtype].id
+        found: list[p.Stand] = []
+        for ask in reading.asks:
+            stop = ask.start + ask.size
+            for span in chunk.spans_in(ask.start, stop):
+                begin, end = max(span.start, ask.start), min(span.stop, stop)
+                owed = span.owed(session.rank, store.ordered)
+                found.append(p.Stand(begin, end - begin, span.version, owed))
+        stands, number = tuple(found), BY_NAME[chunk.dtype].id
         if not reading.values:
             self._context.send(session, p.Pulled(reading.seq, chunk.number, number, False, stands))
             return True
@@ -268,18 +275,6 @@ def why_unreadable(
             f"rank {rank} is {ahead} pushes ahead of {slowest}, and staleness allows {store.opened.staleness}"
         )
     return ""
-
-
-def _stands(store: ServerStore, chunk: Chunk, reading: PendingRead) -> tuple[p.Stand, ...]:
-    """Return where the asked elements stand."""
-    rank, ordered = reading.session.rank, store.ordered
-    stands: list[p.Stand] = []
-    for ask in reading.asks:
-        stop = ask.start + ask.size
-        for span in chunk.spans_in(ask.start, stop):
-            begin, end = max(span.start, ask.start), min(span.stop, stop)
-            stands.append(p.Stand(begin, end - begin, span.version, span.owed(rank, ordered)))
-    return tuple(stands)
 
 
 def check_held(held: Sequence[int], runs: Sequence[p.Ask] | Sequence[p.Run]) -> None:

@@ -220,7 +220,8 @@ class Ingest:
             return
         judged.verdict, judged.ranges = Verdict.COUNTED if counted else Verdict.DUPLICATE, counted
         for rule in dict.fromkeys(map(_RULE, counted)):
-            rule.check_counted(judged, step)
+            if rule.is_new:
+                rule.check_counted(judged, step)
         if judged.back is not None:
             store.budget.demand_residuals(store.name)
 
@@ -248,7 +249,6 @@ class Ingest:
                 self._publish(item)
             if item.rule.is_new:
                 item.rule.prepare()
-                item.rule.is_new = False
         self._book.is_torn = True
         for item in judged.ranges:
             self._chunks.pushed.add(item.rule.chunk.number)

@@ -255,6 +255,10 @@ class Clipped(Gate):
                         "global norm, every rank must push the same keys of a step, in one call"
                     )
 
+    def prepare(self) -> None:
+        """See :meth:`Rule.prepare`; each push is checked."""
+        self.inner.prepare()
+
     def apply(self, span: Span, due: PendingUpdate) -> None:
         """Let a round wait, unless it was pushed before the optimizer was set, which clips."""
         if due.step is not None:

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from torch import Tensor
 
-from kvps.core.gradients import DenseGradient, OwnSum
 from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
@@ -34,17 +33,15 @@ class Optimize(Rule):
 
     def prepare(self) -> None:
         """Make the optimizer's state."""
-        if self.chunk.state is None:
-            self.store.state_of(self.chunk)
+        super().prepare()
+        self.store.state_of(self.chunk)
 
     def write(self, span: Span, due: PendingUpdate, norms: Tensor | None) -> None:
         """Update by blocks, or the rows that the sum has alone."""
         span.step += 1
         if isinstance(due.sum.parts[0], RowGradient):
-            if not self.updater.needs_norms:
-                self.write_rows(span, due)
-                return
-            due.sum = OwnSum((DenseGradient([due.sum.whole()]),))
+            rows.update(self.store, self.chunk, span, due.sum.gathered(), due)
+            return
         chunk, count, lap = self.chunk, self.shop.block_count, self.shop.meter.lap
         weight, state = chunk.writable(), chunk.own_state()
         if state is None:
@@ -65,10 +62,6 @@ class Optimize(Rule):
         """Update one block of the chunk's values, ``weight``."""
         ours = state and {name: tensor[at] for name, tensor in state.items()}
         self.updater.apply(weight[at], gradient, ours, terms)
-
-    def write_rows(self, span: Span, due: PendingUpdate) -> None:
-        """Update the rows that the sum has."""
-        rows.update(self.store, self.chunk, span, due.sum.gathered(), due)
 
 
 def segments(updater: Updater, chunk: Chunk, span: Span) -> Iterable[tuple[int, int, tuple[float, float]]]:

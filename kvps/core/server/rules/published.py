@@ -43,7 +43,7 @@ class PublishedOptimize(Optimize):
     def write(self, span: Span, due: PendingUpdate, norms: Tensor | None) -> None:
         """Update, and publish."""
         history = _history(self, span, due)
-        if history is not None and due.sum.is_sparse and not self.updater.needs_norms:
+        if history is not None and due.sum.is_sparse:
             history.settle(self.chunk.writable(), span.start, span.stop)  # a step is of all of a piece
             super().write(span, due, norms)
             self.chunk.forget_changes(span.start)

@@ -76,7 +76,7 @@ class Rule(abc.ABC):
     keeps_all = False
     """Gradients are not added up before the round closes."""
     is_new = True
-    """No push was counted since the rule was composed."""
+    """The next push that counts is checked by :meth:`check_counted`, and prepared."""
 
     def __init__(self, store: ServerStore, chunk: Chunk, shop: Workshop) -> None:
         self.store = store
@@ -129,8 +129,9 @@ class Rule(abc.ABC):
 
     # --- applying -----------------------------------------------------------------------------
 
-    def prepare(self) -> None:  # noqa: B027 (most rules need nothing)
+    def prepare(self) -> None:
         """Make what pushes need, before the first; if there is no memory for it, none was taken in."""
+        self.is_new = False
 
     def cut(self, start: int, stop: int) -> list[Span]:
         """Return spans that tile a range of the chunk."""
@@ -179,6 +180,7 @@ class Gate(Rule):
     def prepare(self) -> None:
         """See :meth:`Rule.prepare`."""
         self.inner.prepare()
+        super().prepare()
 
     def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
         """See :meth:`Rule.write`."""

@@ -18,6 +18,7 @@ from kvps.core.server.meter import SMOOTHING, Lateness, Meter, most_late
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
 from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
+from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run
 from tests.support.effects import taken
 from tests.support.server_harness import ServerStage, heard, over
@@ -144,6 +145,7 @@ def test_counts_by_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for start in (0, 0, 8):
         found.on_values(1, (Run(start, 8, 0),), 4)
         found.read(0, 1, start, start + 1)
+    found.on_rows(Piece(1, 8, 8), ())
     found.stale((0,), 1, 8, 20)
     assert not found.durations()
     found.stale((0,), 1, 0, 2)
