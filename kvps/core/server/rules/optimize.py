@@ -33,8 +33,8 @@ class Optimize(Rule):
 
     def prepare(self) -> None:
         """Make the optimizer's state."""
-        super().prepare()
         self.store.state_of(self.chunk)
+        super().prepare()
 
     def write(self, span: Span, due: PendingUpdate, norms: Tensor | None) -> None:
         """Update by blocks, or the rows that the sum has alone."""
