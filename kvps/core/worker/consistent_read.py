@@ -281,8 +281,6 @@ class ReadTracker:
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind others of their key; none if no key is torn."""
-        if not self._torn:
-            return []
         by_key = self.by_key()
         behind: dict[int, tuple[PieceLocation, ...]] = {}
         least = [0] * len(by_key)
