@@ -102,7 +102,7 @@ class CallTable:
         stores: name -> store, of all stores that were opened; the worker adds to it.
         losses: what is known of lost members.
         memory: where values lie that travel.
-        before_end: hears of a store one of whose calls is about to end.
+        tell_joins: hears of a store whose number of joins has changed, before a call of it ends.
         outbox: of the worker.
     """
 
@@ -112,11 +112,11 @@ class CallTable:
         stores: Mapping[str, WorkerStore],
         losses: FailurePolicy,
         memory: Memory,
-        before_end: Callable[[WorkerStore], None],
+        tell_joins: Callable[[WorkerStore], None],
         outbox: Outbox,
     ) -> None:
         self._outbox = outbox
-        self._before_end = before_end
+        self._tell_joins = tell_joins
         self._member = member
         self._stores = stores
         self._losses = losses
@@ -239,7 +239,7 @@ class CallTable:
     def is_settled(self, since: float) -> bool:
         """Whether all pushes have arrived, a peer has said of each request since then that it
         waits for workers, and no call goes on by itself."""
-        if self.unacked() or any(link.is_waiting for link in self.connections()):
+        if self.unacked() or any(link.line for link in self.connections()):
             return False
         sent = [*self.asked.values(), *self.neighbours.led()]
         for link in self.connections():
@@ -491,7 +491,9 @@ class CallTable:
         # A request knows its call, and through it the user's values: without this they would refer to each
         # other, and the values stay until the garbage collector comes by.
         pending.requests, pending.answers = [], {}
-        self._before_end(self._stores[pending.call.store])
+        store = self._stores[pending.call.store]
+        if store.joins != store.joins_told:
+            self._tell_joins(store)
         if pending.on_end is not None:
             pending.on_end(value, error, now)
         elif not pending.finished:

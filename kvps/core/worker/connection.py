@@ -157,8 +157,10 @@ class SendScheduler:
         while heads and self._has_room(now):
             link = heads[0][1]
             yield link, link.send(now)
-            head = link.head()
-            if head is None:
+            if not link.line:
+                self.queued.pop(link, None)
+                heapq.heappop(heads)
+            elif (head := link.head()) is None:
                 heapq.heappop(heads)
             else:
                 heapq.heapreplace(heads, (head, link))
@@ -205,7 +207,8 @@ class Connection:
         """Sent and not answered, by seq, oldest first."""
         self._seq = 0
         self._lanes: dict[int, deque[Request]] = {}
-        self._heap: list[tuple[int, int, Request]] = []
+        self.line: list[tuple[int, int, Request]] = []
+        """A heap of the queued requests; perhaps none of them is still to be sent."""
         self.bytes_away = 0
         self.away: dict[int, Request] = {}
         """Number -> request whose payload was sent and not acknowledged."""
@@ -221,7 +224,7 @@ class Connection:
         if request.lane:
             self._lanes.setdefault(request.lane, deque()).append(request)
         self._uplink.queued[self] = None
-        heapq.heappush(self._heap, (-request.priority, next(self._uplink.order), request))
+        heapq.heappush(self.line, (-request.priority, next(self._uplink.order), request))
 
     def head(self) -> tuple[int, int] | None:
         """Return (negative priority, place in line) of the request that may be sent next; None if
@@ -229,22 +232,24 @@ class Connection:
         is_full = self._uplink.is_limited and self.bytes_away >= WINDOW_BYTES
         if not self.ready or is_full:
             return None
-        while self._heap:
-            first = self._heap[0][2]
+        while self.line:
+            first = self.line[0][2]
             if first.lane:
                 lane = self._lanes[first.lane]
                 while lane and lane[0].dropped:
                     lane.popleft()
             if not first.seq and not first.dropped:
-                return self._heap[0][:2]
-            heapq.heappop(self._heap)  # or lifted by another, it went before its turn
+                return self.line[0][:2]
+            heapq.heappop(self.line)  # or lifted by another, it went before its turn
         self._uplink.queued.pop(self, None)
         return None
 
     def send(self, now: float) -> Request:
         """Return the request that may be sent next, numbered and counted as sent."""
-        first = self._heap[0][2]
+        first = self.line[0][2]
         request = self._lanes[first.lane].popleft() if first.lane else first
+        if request is first:
+            heapq.heappop(self.line)
         if request.fill is not None:
             request.freeze()
         self._seq += 1
@@ -281,11 +286,6 @@ class Connection:
         if not self.away:
             return False
         return now >= next(iter(self.away.values())).sent_at + PROBE_AFTER_S
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether requests are in line; perhaps none that is still to be sent."""
-        return bool(self._heap)
 
     @property
     def is_busy(self) -> bool:
@@ -343,7 +343,7 @@ class Connection:
             request.seq, request.received, request.link = 0, False, None
         self.outstanding.clear()
         self._lanes.clear()
-        self._heap.clear()
+        self.line.clear()
         self._uplink.queued.pop(self, None)
         self._uplink.bytes_away -= self.bytes_away
         self._uplink.requests_away -= len(self.away)

@@ -75,6 +75,8 @@ class WorkerStore:
     """The servers have taken a push of this rank in."""
     joins: int = 0
     """Number of joins that are over, as far as this rank knows."""
+    joins_told: int = -1
+    """The number that the threads of the script have been told."""
     is_away: bool = False
     """This rank has joined, and not all others have."""
     barriers: dict[str, int] = field(default_factory=dict)
@@ -231,6 +233,7 @@ class WorkerStore:
         self._plans.clear()
         self.optimized = self.rated = NONE
         self.broadcasts = self.joins = 0
+        self.joins_told = -1
         self.is_resumed = self.is_replaying = self.is_away = self.was_pushed_to = False
 
     def parts(self, key: str, spec: Spec) -> tuple[Part, ...]:

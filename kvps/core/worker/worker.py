@@ -81,7 +81,11 @@ class Worker:
         """The number of steps that replacements have passed over, as the scheduler said last."""
         self._complete = False
         self._due: float | None = None
-        """A time before which nothing is due; None where that is to be looked up."""
+        """A time before which nothing is due; None where that is to be looked up.
+
+        A wait that a call or the packet of a server begins is at least :data:`LEAST_WAIT_S` long, unless a
+        gate is shut, a store is being closed, or neighbours merge their requests.
+        """
         self._joining: dict[int, float] = {}
         """ticket -> deadline, of users that wait for the cluster to be complete."""
 
@@ -110,8 +114,11 @@ class Worker:
             error = ConfigError(f"{call.title}: store {call.store!r} is closed; create another store")
             self.outbox.append(Finish(ticket, error=error))
             return
-        self._waits(now, deadline)
+        if self._due is not None:
+            self._due = min(self._due, now + LEAST_WAIT_S, deadline - LAST_PROBE_S)
         self.table.begin(ticket, call, deadline, now)
+        if self._gates.shut or self._closing or self.table.neighbours.is_active:
+            self._due = None
         if self._gates.shut:
             self._report_halt()
 
@@ -199,7 +206,10 @@ class Worker:
                 self.table.neighbours.heard(link)
         if self.table.uplink.queued or self.table.neighbours.is_active:
             self.table.flow(now)
-        self._waits(now)
+        if self._due is not None:
+            self._due = min(self._due, now + LEAST_WAIT_S)
+        if self._gates.shut or self._closing or self.table.neighbours.is_active:
+            self._due = None
         if self._closing:
             self._end_closing(now)
         if self._gates.shut:
@@ -307,17 +317,6 @@ class Worker:
             self._due = min(self._deadlines(), default=math.inf)
         return self._due if self._due < math.inf else None
 
-    def _waits(self, now: float, deadline: float = math.inf) -> None:
-        """Note that a call has begun with this deadline, or that a peer was asked.
-
-        Any other wait that begins meanwhile is at least :data:`LEAST_WAIT_S` long, unless a gate is shut, a
-        store is being closed, or neighbours merge their requests.
-        """
-        if self._gates.shut or self._closing or self.table.neighbours.is_active:
-            self._due = None
-        elif self._due is not None:
-            self._due = min(self._due, now + LEAST_WAIT_S, deadline - LAST_PROBE_S)
-
     def _alone_at(self) -> float | None:
         """When the servers are told again that this worker lives, since the scheduler cannot."""
         if self.member.deadline() is None or not self.table.links:
@@ -405,7 +404,7 @@ class Worker:
 
     def _publish_joins(self, store: WorkerStore) -> None:
         """Let other threads know how many joins of ``store`` are over, before a call of it ends."""
-        known = self.info.joins
+        store.joins_told, known = store.joins, self.info.joins
         if store.joins != known.get(store.name, 0):
             joins = MappingProxyType({**known, store.name: store.joins})
             self.info = replace(self.info, joins=joins)
