@@ -217,10 +217,8 @@ class PushedRange:
     """Where late pushes count, the number after the sender's push before this one."""
 
     def part(self, span: Span) -> PushedRange:
-        """Return the part of this range that lies in ``span``."""
+        """Return the part of this range that lies in ``span``, which is not all of it."""
         start, stop = max(span.start, self.start), min(span.stop, self.stop)
-        if (start, stop) == (self.start, self.stop):
-            return self
         gradient = self.gradient.part(start - self.start, stop - self.start)
         return replace(self, start=start, stop=stop, gradient=gradient)
 
