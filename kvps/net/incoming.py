@@ -84,7 +84,7 @@ class IncomingConnections:
             ConfigError: if that cannot be.
         """
         assert self.router is None, "one place to listen is enough"
-        router = self._sockets.new(zmq.ROUTER)
+        router = self._sockets.router()
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         router.setsockopt(zmq.SNDHWM, self._queue_max)
         router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)

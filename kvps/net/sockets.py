@@ -3,10 +3,12 @@ at once."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import socket
 import time
+from functools import cache
 from typing import Any
 
 import zmq
@@ -61,6 +63,11 @@ class Sockets:
         made.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return made
 
+    def router(self) -> zmq.Socket[bytes]:
+        """Return a new socket for the connections that others open."""
+        _seed()
+        return self.new(zmq.ROUTER)
+
     def checked(self, made: zmq.Socket[bytes]) -> Porter:
         """Have libzmq ask for each connection of a socket whether it is allowed; return the object
         that answers."""
@@ -102,6 +109,17 @@ class Sockets:
         self._context.destroy(linger=int(linger_s * 1000))
         self._waker.close()
         self._woken.close()
+
+
+@cache
+def _seed() -> None:
+    """Have libzmq number connections from an unforeseeable number on.
+
+    A ROUTER gives each connection the next number as its routing id, the first one drawn by C's ``rand()``,
+    which is the same in every process that does not seed it. libzmq aborts the process if a peer has claimed
+    the number that comes next as a routing id of its own.
+    """
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 
 def is_wire(endpoint: str) -> bool:

@@ -40,6 +40,8 @@ from tests.support.scraping import change
 CURVE = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 PORTS = ["scheduler", "server"]
 IDLE_MAX = TABLE["idle"].default
+FIRST_ID = 0x6B8B4567
+"""The first number that glibc's rand() draws."""
 PORT = pytest.mark.parametrize("port", PORTS)
 RUN = Run(0, 1000, 10**6)
 VALUES = bytes(4000)
@@ -234,6 +236,23 @@ def test_routing_ids(target: Target, port: str, length: int) -> None:
             one = Voice(place(target, port), pinned, target.session, routing_id=b"\xff" * length)
             stack.enter_context(closing(one))
             one.say(target.me(), m.Probe((1,)) if port == "server" else m.Beat(1))
+            one.heard(200)
+
+
+@PORT
+def test_routing_ids_that_libzmq_gives_next(target: Target, port: str) -> None:
+    """The ids of the first connections of a process that does not seed C's rand(): libzmq aborts at one in use."""
+    pinned = target.server_key if port == "server" else target.scheduler_key
+    message = m.Probe((1,)) if port == "server" else m.Beat(1)
+    with ExitStack() as stack:
+        for number in range(FIRST_ID, FIRST_ID + 40):
+            taken = b"\0" + number.to_bytes(4, "big")
+            one = Voice(place(target, port), pinned, target.session, routing_id=taken)
+            stack.enter_context(closing(one)).say(target.me(), message)
+        one.heard(200)
+        for _ in range(2):
+            one = stack.enter_context(closing(Voice(place(target, port), pinned, target.session)))
+            one.say(target.me(), message)
             one.heard(200)
 
 
