@@ -335,6 +335,8 @@ class Ingest:
         """Close the rounds whose quorum is in and whose grace is over."""
         for number in [number for number, at in self._closing.items() if at <= now]:
             del self._closing[number]
+            if number not in self._chunks.by_number:
+                continue  # its keys were replaced by others meanwhile
             rule = self._book.rule(number)
             quorum = self._context.quorum(rule.store)
             for span in list(rule.chunk.spans):

@@ -116,6 +116,19 @@ def test_the_grace_begins_when_a_round_is_the_oldest() -> None:
     assert one.span("w").version == 2
 
 
+def test_grace_of_a_key_that_was_replaced_ends_without_a_round() -> None:
+    one = stage(grace_s=2.0)
+    push(one, 0, 0)
+    push(one, 1, 0)
+    one.declare("w", torch.ones(2, dtype=torch.float64), call=1)
+    assert list(one.server.context.chunks.by_number) == [2]
+    assert one.server.deadline() is not None
+    wait(one, 2.0)
+    assert not one.server.rules.is_torn
+    one.load("w", torch.ones(2, dtype=torch.float64), call=1)
+    assert one.values("w") == [1.0, 1.0]
+
+
 def test_reads_that_waited_are_answered_when_the_grace_is_over() -> None:
     one = stage()
     one.pull(0, "w", after=1)
