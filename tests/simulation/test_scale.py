@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from kvps.core.effects import Send
-from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S
+from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_PER_S
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server import options
 from kvps.protocol import wire

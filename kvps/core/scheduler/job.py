@@ -13,7 +13,7 @@ Theory of operation
 :meth:`Job.apply_changes` is called after each change of a seat. It asks
 :func:`~kvps.core.scheduler.phase.assess` for the phase, asks the barriers which ranks may pass,
 and writes messages into an outbox. While a job runs, each change makes a new view, sent to all
-members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.pace`);
+members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.rate_limits`);
 while it forms, a member learns from the answers to its beats what is missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
@@ -34,8 +34,8 @@ from kvps.core.scheduler.figures.fault_log import FaultLog
 from kvps.core.scheduler.figures.measurements import ServerMeasurements
 from kvps.core.scheduler.figures.status import StatusReport
 from kvps.core.scheduler.membership import Membership
-from kvps.core.scheduler.pace import ViewRateLimiter
 from kvps.core.scheduler.phase import Phase, assess, told
+from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, SEATS, Seat, Settings, State
 from kvps.protocol.checkpoint import Checkpoint

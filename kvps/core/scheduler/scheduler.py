@@ -29,8 +29,8 @@ from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.figures.measurements import printable
 from kvps.core.scheduler.figures.status import figures, sights, waits
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
-from kvps.core.scheduler.pace import RateLimit
 from kvps.core.scheduler.phase import Phase
+from kvps.core.scheduler.rate_limits import RateLimit
 from kvps.core.scheduler.seat import NAME_MAX, Seat, Settings, State, shortened
 from kvps.core.scheduler.standstill import Standstills
 from kvps.core.texts import demand_address, demand_printable, shown

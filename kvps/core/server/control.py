@@ -22,7 +22,6 @@ from kvps.core.server.answer import Answers
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.figures.stragglers import Stall
 from kvps.core.server.ingest import Ingest
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
@@ -33,6 +32,7 @@ from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Ses
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.store import ServerStore, Setting
+from kvps.core.server.stragglers import Stall
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Overload, ProtocolError, StorageError
 from kvps.phrases import and_more, ranks_in_words

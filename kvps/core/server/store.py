@@ -22,10 +22,10 @@ from kvps.core.optim.torch_rules import Updater, create
 from kvps.core.placement import EMBEDDING, home
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
-from kvps.core.server.figures.nonfinite_log import NonFiniteLog
 from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms
 from kvps.core.server.options import AGREED, check_options
 from kvps.core.server.participation import JoinTracker
+from kvps.core.server.rules.nonfinite_log import NonFiniteLog
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Entry, Open, Piece, Place

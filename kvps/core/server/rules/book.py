@@ -9,10 +9,9 @@ from kvps.core.effects import Send
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
-from kvps.core.server.rules.assign import Assign
 from kvps.core.server.rules.clipped import Clipped, StepNorms
 from kvps.core.server.rules.finite import Finite
-from kvps.core.server.rules.optimize import Optimize
+from kvps.core.server.rules.movers import Assign, Optimize
 from kvps.core.server.rules.published import PublishedAssign, PublishedOptimize
 from kvps.core.server.rules.rule import BLOCK_COUNT, Gate, Refused, Rule, Workshop
 from kvps.core.server.rules.table import Table

@@ -1,11 +1,13 @@
-"""The rule of an optimizer: sums are taken block by block, each of which stays in a core's cache while the
-optimizer's rule is applied to it."""
+"""The rules that move values: without an optimizer the sum of a round becomes the values; an optimizer moves
+them by it. Sums are taken block by block, each of which stays in a core's cache while the optimizer's rule is
+applied to it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
 
+import torch
 from torch import Tensor
 
 from kvps.core.optim.base import State, Terms, Updater
@@ -15,8 +17,28 @@ from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.rules import rows
 from kvps.core.server.rules.rule import JudgedPush, Rule, Workshop
 from kvps.core.server.store import ServerStore
+from kvps.dtypes import BY_NAME
 from kvps.protocol.values import StepPart
 from kvps.tensors import TORCH
+
+
+class Assign(Rule):
+    """The sum becomes the values; of a sum of rows, all other rows become 0."""
+
+    def write(self, span: Span, due: PendingUpdate, norms: Tensor | None) -> None:
+        """Write the sum, block by block."""
+        if due.sum.is_sparse:
+            rows.assign(self.chunk, span, due.sum.gathered())
+            return
+        count, total = self.shop.block_count, due.sum
+        target = self.chunk.overwritable(span.start, span.stop)[span.start : span.stop]
+        is_half = BY_NAME[self.chunk.dtype].kind == "half"
+        for begin in range(0, len(target), count):
+            block = target[begin : begin + count]
+            if is_half:
+                block.copy_(total.block(self.shop.block(torch.float32), begin, begin + len(block)))
+            else:
+                total.into(block, begin, begin + len(block))
 
 
 class Optimize(Rule):

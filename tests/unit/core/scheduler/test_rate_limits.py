@@ -1,6 +1,6 @@
 """When the next view may go to everybody."""
 
-from kvps.core.scheduler.pace import AHEAD_S, ROWS_PER_S, RateLimit, ViewRateLimiter
+from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_PER_S, RateLimit, ViewRateLimiter
 
 LARGE = 1_064 * 1_064
 """Rows of the views of 1,000 workers and 64 servers."""

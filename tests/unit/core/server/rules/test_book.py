@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvps.compression.spec import INT8, CodecSpec
-from kvps.core.server.rules.assign import Assign
 from kvps.core.server.rules.finite import Finite
-from kvps.core.server.rules.optimize import Optimize
+from kvps.core.server.rules.movers import Assign, Optimize
 from kvps.core.server.rules.published import PublishedOptimize
 from kvps.core.server.rules.rule import Rule
 from kvps.dtypes import BY_NAME
