@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.effects import Effect, Exit, Finish, Save, Send
-from kvps.core.scheduler import pace
+from kvps.core.scheduler import rate_limits
 from kvps.core.scheduler.job import UNUSED, Job, Place, next_job
 from kvps.core.scheduler.seat import GOES_ON, NAME_MAX, SEATS, SEATS_MAX, Settings, State
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
@@ -46,7 +46,7 @@ def test_each_later_change_makes_a_view() -> None:
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A job of 4 seats to which a view may go once a second, as if it had a thousand."""
-    monkeypatch.setattr(pace, "ROWS_PER_S", 16)
+    monkeypatch.setattr(rate_limits, "ROWS_PER_S", 16)
     return running(3)
 
 
