@@ -158,3 +158,12 @@ def test_nobody_is_told_while_one_is_lost_and_all_once_it_is_replaced() -> None:
     told = job.told_after()
     assert set(told) == {"w0", "w9"}
     assert all(STILL_S <= at <= STILL_S + 2 for at in told.values())
+
+
+@pytest.mark.spec("R436")
+def test_nobody_is_told_while_a_server_is_lost() -> None:
+    job = Still()
+    job.beat()
+    job.stage.leave("s0", done=False, code=1)
+    for _ in range(12):
+        assert not any(answer.standstill for answer in job.beat("s0").values())

@@ -15,7 +15,7 @@ from kvps.core.server.snapshot.storage import FindCuts, FoundCuts, Loaded, Read
 from kvps.errors import Fenced, Mismatch, StorageError
 from kvps.protocol.checkpoint import Revive, Revived
 from kvps.protocol.envelope import Envelope, Role
-from kvps.protocol.membership import Beat, Error, Hello, Probe, Probed, Stop, Welcome
+from kvps.protocol.membership import Beat, Error, Hello, Leave, Probe, Probed, Stop, Welcome
 from kvps.protocol.stores import Declare, Entry, Find, FoundAll, Norms, Status, StatusIs
 from kvps.protocol.values import Pulled
 from tests.support.effects import taken
@@ -499,3 +499,10 @@ def test_the_session_keys_of_a_view_are_trusted_and_servers_met_by_theirs() -> N
         ("tcp://s1:2", "", False),
         ("tcp://new:1", keys[3], True),
     ]
+
+
+def test_a_server_that_its_operator_ends_says_so() -> None:
+    one = stage()
+    (said,) = one.take(one.server.leave("interrupted", one.now))
+    assert said.message == Leave(True, 0, True, "interrupted")
+    assert one.notes[-1] == Exit(0, "interrupted")
