@@ -89,11 +89,7 @@ def parts() -> None:
     def answer() -> None:
         stage.scheduler(Measure(1))
 
-    for name, part, count in (
-        ("push", push, 20_000),
-        ("sample", sample, 200),
-        ("answer", answer, 200),
-    ):
+    for name, part, count in (("push", push, 20_000), ("sample", sample, 200), ("answer", answer, 200)):
         print(f"{name}: {least_us(part, count):.1f} us of a processor")
 
 
@@ -126,8 +122,7 @@ def main() -> None:
                 found[name].append(one)
                 load = os.getloadavg()[0]
                 print(
-                    f"{name}: {one.ms:.1f} ms, {one.cpu_s:.1f} s of processors, load {load:.1f}",
-                    flush=True,
+                    f"{name}: {one.ms:.1f} ms, {one.cpu_s:.1f} s of processors, load {load:.1f}", flush=True
                 )
     for title, values in (
         ("round", [[one.ms for one in found[name]] for name in ("on", "off")]),

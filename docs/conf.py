@@ -57,10 +57,7 @@ html_theme_options = {
         "font-stack--monospace": "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans "
         "Mono', monospace",
     },
-    "dark_css_variables": {
-        "color-brand-primary": "#7db3ff",
-        "color-brand-content": "#7db3ff",
-    },
+    "dark_css_variables": {"color-brand-primary": "#7db3ff", "color-brand-content": "#7db3ff"},
 }
 copybutton_exclude = ".linenos, .gp, .go"
 

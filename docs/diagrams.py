@@ -20,22 +20,12 @@ WIDTH = 560
 
 LIGHT = {
     **{"ink": "#1f2328", "soft": "#6b7280", "line": "#8b949e", "wait": "#e5e7eb"},
-    **{
-        "worker": "#1d5fbf",
-        "worker-fill": "#dbe8fb",
-        "server": "#a85b00",
-        "server-fill": "#fdebd3",
-    },
+    **{"worker": "#1d5fbf", "worker-fill": "#dbe8fb", "server": "#a85b00", "server-fill": "#fdebd3"},
     **{"scheduler": "#57606a", "scheduler-fill": "#eceff2", "bad": "#c8102e", "good": "#1a7f37"},
 }
 DARK = {
     **{"ink": "#e6edf3", "soft": "#9aa4b2", "line": "#7d8590", "wait": "#2d333b"},
-    **{
-        "worker": "#7db3ff",
-        "worker-fill": "#16304f",
-        "server": "#f0a44b",
-        "server-fill": "#46300f",
-    },
+    **{"worker": "#7db3ff", "worker-fill": "#16304f", "server": "#f0a44b", "server-fill": "#46300f"},
     **{"scheduler": "#a9b3bf", "scheduler-fill": "#2b3138", "bad": "#ff7b86", "good": "#56d364"},
 }
 
@@ -62,13 +52,7 @@ class Picture:
     shapes: list[str] = field(default_factory=list)
 
     def text(
-        self,
-        x: float,
-        y: float,
-        words: str,
-        size: float = 15,
-        style: str = "",
-        anchor: str = "middle",
+        self, x: float, y: float, words: str, size: float = 15, style: str = "", anchor: str = "middle"
     ) -> None:
         """Write words, centered at x unless the anchor says otherwise."""
         weight = ' font-weight="600"' if "bold" in style else ""
@@ -86,13 +70,7 @@ class Picture:
         )
         top = y + h / 2 - (len(lines) - 1) * 9 + 5
         for number, line in enumerate(lines):
-            self.text(
-                x + w / 2,
-                top + number * 18,
-                line,
-                15 if number == 0 else 13.5,
-                "bold" * (number == 0),
-            )
+            self.text(x + w / 2, top + number * 18, line, 15 if number == 0 else 13.5, "bold" * (number == 0))
 
     def bar(self, x: float, y: float, w: float, h: float, kind: str, words: str = "") -> None:
         """Draw an interval of a timeline."""
@@ -135,10 +113,7 @@ class Picture:
 
     def _head(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
         length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
-        along, across = (
-            ((x2 - x1) / length, (y2 - y1) / length),
-            ((y1 - y2) / length, (x2 - x1) / length),
-        )
+        along, across = (((x2 - x1) / length, (y2 - y1) / length), ((y1 - y2) / length, (x2 - x1) / length))
         back = (x2 - 9 * along[0], y2 - 9 * along[1])
         sides = [(back[0] + sign * 4.5 * across[0], back[1] + sign * 4.5 * across[1]) for sign in (1, -1)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in [(x2, y2), *sides])
@@ -307,8 +282,7 @@ def ssp() -> Picture:
 def devices() -> Picture:
     """Draw how gradients are summed before they leave a host."""
     picture = Picture(
-        "Gradients are summed on the device of a worker, then on the host; one copy crosses the network.",
-        322,
+        "Gradients are summed on the device of a worker, then on the host; one copy crosses the network.", 322
     )
     picture.text(16, 24, "one host", 14, "soft", "start")
     picture.shapes.append(
@@ -349,12 +323,7 @@ def sharding() -> Picture:
         part = width / len(holders)
         for number, server in enumerate(holders):
             picture.bar(
-                x + number * part,
-                48,
-                part - 2,
-                30,
-                "worker",
-                f"{number + 1}/3" if holders[1:] else "",
+                x + number * part, 48, part - 2, 30, "worker", f"{number + 1}/3" if holders[1:] else ""
             )
             begin = x + (number + 0.5) * part
             shift = 0 if server == 1 else (part > 95) * (1 - server) * 24 - (part < 95) * (1 - server) * 24
@@ -372,8 +341,7 @@ def sharding() -> Picture:
 def worker_lost() -> Picture:
     """Draw the replacement of a worker."""
     picture = Picture(
-        "Worker 1 is killed in step 3, and a replacement resumes at step 3; no push counts twice.",
-        190,
+        "Worker 1 is killed in step 3, and a replacement resumes at step 3; no push counts twice.", 190
     )
     ends, step = (2.0, 4.0, 10.0, 12.0, 14.0), 0
     for worker in range(2):
@@ -400,12 +368,7 @@ def worker_lost() -> Picture:
     picture.text(LEFT + 5.2 * SCALE + 6, 142, "killed", 13.5, "bad")
     picture.text(LEFT + 8 * SCALE + 6, 142, "resumes at step 3", 13.5, "good", "start")
     picture.text(
-        LEFT,
-        174,
-        "v1, v2, …: versions of the weights. Each step counts once.",
-        13.5,
-        "soft",
-        "start",
+        LEFT, 174, "v1, v2, …: versions of the weights. Each step counts once.", 13.5, "soft", "start"
     )
     return picture
 

@@ -38,9 +38,7 @@ RUNS = {
     "word_vectors": Run(("--seconds", "8", "--min-gain", "0")),
     "async_vs_sync": Run(("--seconds", "3"), workers=0),
     "compressed_digits": Run(
-        ("--codecs", "fp16", "2bit", "--epochs", "4", "--min-accuracy", "0.9"),
-        workers=0,
-        has_picture=False,
+        ("--codecs", "fp16", "2bit", "--epochs", "4", "--min-accuracy", "0.9"), workers=0, has_picture=False
     ),
 }
 """Script -> how it is run, shorter than by itself. Scripts that start processes, or measure their
@@ -146,12 +144,7 @@ def _run(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _markdown(text: str) -> dict[str, Any]:
-    return {
-        "cell_type": "markdown",
-        "id": "",
-        "metadata": {},
-        "source": text.splitlines(keepends=True),
-    }
+    return {"cell_type": "markdown", "id": "", "metadata": {}, "source": text.splitlines(keepends=True)}
 
 
 def _code(text: str) -> dict[str, Any]:

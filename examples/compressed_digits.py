@@ -56,12 +56,7 @@ class Run:
 
     def params(self, both: bool) -> dict[str, Any]:
         """Return the Trainer's ``compression_params``."""
-        return {
-            "type": self.codec,
-            **self.there,
-            "pull": self.back if both else False,
-            "min_bytes": SMALL,
-        }
+        return {"type": self.codec, **self.there, "pull": self.back if both else False, "min_bytes": SMALL}
 
 
 NONE = Run("none", {})

@@ -60,12 +60,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def train(
-    kv: kvps.KVStoreBase,
-    model: torch.nn.Module,
-    data: TensorDataset,
-    epochs: int,
-    batch: int,
-    lr: float,
+    kv: kvps.KVStoreBase, model: torch.nn.Module, data: TensorDataset, epochs: int, batch: int, lr: float
 ) -> Iterator[tuple[int, float]]:
     """Train ``model``; yield the epoch of each step, and the loss of this worker's part of it."""
     sampler = kvps.data_sampler(data, kv)

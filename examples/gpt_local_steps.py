@@ -76,13 +76,7 @@ def compression_of(codec: str) -> dict[str, Any] | None:
     if codec == "none":
         return None
     if codec == "topk2bit":  # the weights come back by e3m0, which needs no residual of many rounds
-        return {
-            "type": codec,
-            "ratio": 1 / 64,
-            "decay": 0.95,
-            "min_bytes": 0,
-            "pull": {"type": "e3m0"},
-        }
+        return {"type": codec, "ratio": 1 / 64, "decay": 0.95, "min_bytes": 0, "pull": {"type": "e3m0"}}
     return {"type": codec, "min_bytes": 0, "pull": True}
 
 

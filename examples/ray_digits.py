@@ -101,8 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch_config=kvps.platforms.ray.KvpsConfig(servers=flags.servers, checkpoint_every=60),
             scaling_config=ScalingConfig(num_workers=flags.workers),
             run_config=RunConfig(
-                storage_path=str(flags.storage or temporary),
-                failure_config=FailureConfig(max_failures=2),
+                storage_path=str(flags.storage or temporary), failure_config=FailureConfig(max_failures=2)
             ),
         ).fit()
     accuracy = result.return_value

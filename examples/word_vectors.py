@@ -109,11 +109,7 @@ def auc(near: torch.Tensor, far: torch.Tensor) -> float:
 
 @torch.no_grad()
 def judge(
-    words: Embedding,
-    contexts: Embedding,
-    test: torch.Tensor,
-    train: torch.Tensor,
-    uses: Counter[str],
+    words: Embedding, contexts: Embedding, test: torch.Tensor, train: torch.Tensor, uses: Counter[str]
 ) -> tuple[float, float]:
     """Return the AUC of the vectors, and of frequency alone."""
     generator = torch.Generator().manual_seed(2)

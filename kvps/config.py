@@ -448,11 +448,7 @@ def environment(
         env: in place of this process's environment.
     """
     given = os.environ if env is None else env
-    return {
-        **defaults,
-        **{name: value for name, value in given.items() if name not in _PLACE},
-        **changes,
-    }
+    return {**defaults, **{name: value for name, value in given.items() if name not in _PLACE}, **changes}
 
 
 def announce(scheduler: str) -> None:

@@ -1,6 +1,6 @@
 """Gradients that are not finite: how they are counted, and described to a person.
 
-Servers find them (:mod:`kvps.core.server.rules.nonfinite_log`), and workers are told of them
+Servers find them (:mod:`kvps.core.server.round_logs`), and workers are told of them
 with the values that they pull.
 """
 

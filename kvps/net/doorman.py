@@ -76,11 +76,7 @@ class Misbehaviour:
 
 log = logging.getLogger("kvps")
 _BUFFER = attrgetter("buffer")
-_OPENED = {
-    "scheduler": Place.TO_SCHEDULER,
-    "server": Place.TO_SERVER,
-    "worker": Place.TO_WORKER,
-}
+_OPENED = {"scheduler": Place.TO_SCHEDULER, "server": Place.TO_SERVER, "worker": Place.TO_WORKER}
 """By the first word of the name of a connection: what comes along it."""
 
 
@@ -94,10 +90,7 @@ class Doorman:
     """
 
     def __init__(
-        self,
-        role: Role,
-        clock: Callable[[], float] = time.monotonic,
-        limits: Limits | None = None,
+        self, role: Role, clock: Callable[[], float] = time.monotonic, limits: Limits | None = None
     ) -> None:
         self.counts: Counter[str] = Counter()
         """How many packets were not let in, by why: ``bytes``, ``refused``, ``untold`` (an answer that is

@@ -166,8 +166,7 @@ class Inflow:
                 rests[fd] = received - connection.taken - DRIFT_PER_S * (began - connection.since)
         for fd, limit in self._excessive(rests):
             self._close(
-                fd,
-                f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}",
+                fd, f"it has sent {rests[fd]:.0f} bytes of an incomplete message, and the limit is {limit}"
             )
             del self.connections[fd]
             self.closings["unfinished"] += 1

@@ -1,4 +1,5 @@
-"""The plug-in contract of stores, and the registry of stores from other packages.
+"""The plug-in contract of stores, the registry of stores from other packages, and the contracts of kvps's own
+stores and of the session that they use.
 
 The contract is MXNet's: a front end needs ``broadcast``, ``pushpull``, ``type``, ``rank``, ``num_workers``
 and ``is_capable``, and works with any class that has them::
@@ -13,6 +14,7 @@ and ``is_capable``, and works with any class that has them::
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -21,6 +23,10 @@ from kvps.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from kvps.core.worker.calls import Call
+    from kvps.core.worker.cluster_info import ClusterInfo
+    from kvps.runtime.cuda_staging import Staging
+    from kvps.runtime.ticket import Ticket
     from kvps.store.optimizer_state import States
 
 S = TypeVar("S", bound="type[KVStoreBase]")
@@ -172,3 +178,35 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Finish pending calls, and end the store."""
+
+
+class Session(Protocol):
+    """A worker: :class:`~kvps.runtime.worker_session.WorkerSession` in a cluster, or
+    :class:`~kvps.runtime.in_process.InProcessSession` without one."""
+
+    names: dict[str, str]
+    """Name of each open store -> its type."""
+    handles: Counter[str]
+    """Name of each open store -> how many objects of this process use it."""
+    staging: Staging
+
+    @property
+    def rank(self) -> int:
+        """The worker's rank."""
+
+    @property
+    def info(self) -> ClusterInfo:
+        """An immutable copy of what the worker knows of its cluster."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it takes no more calls."""
+
+    def figures(self, store: str) -> dict[str, float]:
+        """Return the numbers of a store; asks nobody but the loop of this process."""
+
+    def close_store(self, name: str) -> None:
+        """No object of this process uses a store any more; nobody waits."""
+
+    def call(self, call: Call, timeout_s: float) -> Ticket:
+        """Begin a call."""

@@ -21,8 +21,8 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import check_size, split
 from kvps.errors import ConfigError, KvpsError, Mismatch
 from kvps.runtime.ticket import Handle
+from kvps.store.base import Session
 from kvps.store.embedding_export import write
-from kvps.store.session import Session
 from kvps.tensors import TORCH, as_tensor
 
 BLOCK_BYTES = 8 << 20

@@ -19,6 +19,7 @@ from kvps.errors import KvpsError, Mismatch
 from kvps.protocol.stores import Open, StatusIs
 from kvps.runtime import preemption
 from kvps.runtime.ticket import Handle, Ticket
+from kvps.store.base import Session
 from kvps.store.catch_up import CatchUp, refuse
 from kvps.store.device_codec import ANSWERED, DeviceCodec
 from kvps.store.embedding import EmbeddingTable
@@ -27,7 +28,6 @@ from kvps.store.metrics import Straggler, of_servers, timed
 from kvps.store.names import Kind
 from kvps.store.options import StoreOptions
 from kvps.store.requests import ServerRequests
-from kvps.store.session import Session
 
 log = logging.getLogger("kvps")
 

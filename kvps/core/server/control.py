@@ -26,13 +26,13 @@ from kvps.core.server.ingest import Ingest
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
 from kvps.core.server.participation import EndedStores, JoinTracker
+from kvps.core.server.round_logs import Stall
 from kvps.core.server.rules import table
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import Describe, PendingRead, PendingRequest, Session
 from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.store import ServerStore, Setting
-from kvps.core.server.stragglers import Stall
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, KeyNotFound, KvpsError, Mismatch, Overload, ProtocolError, StorageError
 from kvps.phrases import and_more, ranks_in_words

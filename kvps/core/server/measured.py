@@ -10,7 +10,7 @@ from kvps.core.membership_client import BeatFigures
 from kvps.core.server.context import RequestContext
 from kvps.core.server.control import Control
 from kvps.core.server.memory_budget import MemoryBudget
-from kvps.core.server.stragglers import Stall
+from kvps.core.server.round_logs import Stall
 from kvps.protocol.membership import Count, Histogram, Measured, OldRound, StoreFigures
 
 COUNTS_MAX = 8192

@@ -1,23 +1,31 @@
-"""The log of updates dropped because their gradient was not finite: counts, and news for workers.
+"""Lines of a server's log about rounds: those that were dropped since their gradient was not finite, with the
+counts and the news for workers; and those that stay open, when one begins to wait, changes or ends.
 
-A store drops such an update if it was opened with ``on_nonfinite`` "skip" or "error": weights and
-optimizer state stay as they were, though the round is closed and the push is taken in. Looked at is
-the gradient as the optimizer gets it, half types summed in float32; without an optimizer the sum as
-the key would hold it, where a float16 may overflow. Integers are always finite.
+A store drops an update whose gradient is not finite if it was opened with ``on_nonfinite`` "skip" or
+"error": weights and optimizer state stay as they were, though the round is closed and the push is taken in.
+Looked at is the gradient as the optimizer gets it, half types summed in float32; without an optimizer the sum
+as the key would hold it, where a float16 may overflow. Integers are always finite. For each key a server
+remembers how many rounds were dropped, and with "error" the last of them. It sends both with the values
+whenever a worker pulls them, and each worker knows what it was told before. So lost answers, merged pulls and
+repeated pulls make no difference.
 
-For each key a server remembers how many rounds were dropped, and with "error" the last of them. It
-sends both with the values whenever a worker pulls them, and each worker knows what it was told
-before. So lost answers, merged pulls and repeated pulls make no difference.
+A round is open from the first push on. A round that stays open waits for ranks that are slow, hang or are
+lost. The log should tell an operator which ranks, and since when, but not every second. What goes on is said
+again when it has become twice as old.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from kvps.core.effects import Note
 from kvps.core.nonfinite import Flaw, describe
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Dropped
+
+STALL_AFTER_S = 10.0
+"""Seconds that a round may be open before it is logged."""
 
 
 class NonFiniteLog:
@@ -90,3 +98,42 @@ class NonFiniteLog:
         what = f"round {number}" if rank is None else f"push {number} of rank {rank}"
         others = f"; and {more} more" if more else ""
         return Note("warning", f"store {self._store!r}: {what} dropped: {describe(key, flaw)}{others}")
+
+
+class Stall(NamedTuple):
+    """The oldest open round of a store."""
+
+    store: str
+    key: str
+    number: int
+    age_s: float
+    missing: tuple[int, ...]
+    who: str
+    """These ranks and their state, in words."""
+
+
+class StragglerLog:
+    """Remembers what was logged, so that it is logged once."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Stall] = {}
+        """Store -> its stall when it was logged."""
+
+    def look(self, oldest: Iterable[Stall]) -> Iterator[Note]:
+        """Log what is new about the oldest open rounds, one for each store that has any."""
+        now = {stall.store: stall for stall in oldest if stall.age_s >= STALL_AFTER_S and stall.missing}
+        told = {}
+        for store, stall in now.items():
+            before = told[store] = self._told.get(store, stall)
+            is_new = before is stall or before.missing != stall.missing
+            if is_new or stall.age_s >= 2 * before.age_s:
+                told[store] = stall
+                yield Note(
+                    "warning",
+                    f"store {store!r}: round {stall.number} of key {stall.key[:64]!r} has been open "
+                    f"for {stall.age_s:.0f} s and waits for {stall.who}",
+                    {**stall._asdict(), "age_s": round(stall.age_s, 3), "missing": list(stall.missing)},
+                )
+        for store in self._told.keys() - now.keys():
+            yield Note("warning", f"store {store!r}: rounds close again")
+        self._told = told

@@ -32,10 +32,10 @@ from kvps.core.server.control import Control
 from kvps.core.server.ingest import Ingest
 from kvps.core.server.measured import TELL_MAX, measure, of_beat, old_round
 from kvps.core.server.meter import Meter
+from kvps.core.server.round_logs import StragglerLog
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.sessions import PendingRequest, Session
 from kvps.core.server.snapshot.storage import Answer, FoundCuts, Loaded
-from kvps.core.server.stragglers import StragglerLog
 from kvps.errors import ConfigError, KvpsError, ProtocolError, StorageError, unforeseen
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.permissions import name_of

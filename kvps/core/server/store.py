@@ -25,7 +25,7 @@ from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms
 from kvps.core.server.options import AGREED, check_options
 from kvps.core.server.participation import JoinTracker
-from kvps.core.server.rules.nonfinite_log import NonFiniteLog
+from kvps.core.server.round_logs import NonFiniteLog
 from kvps.dtypes import BY_ID, BY_NAME, Spec
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Entry, Open, Piece, Place

@@ -17,9 +17,9 @@ import torch
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.runtime.ticket import Ticket
+from kvps.store.base import Session
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
-from kvps.store.session import Session
 from kvps.tensors import NAMES
 
 OWNER = "torch.group"

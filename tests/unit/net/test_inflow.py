@@ -199,10 +199,7 @@ def test_memory_is_the_container_s_where_that_is_less(tmp_path: Path) -> None:
 @pytest.mark.spec("R244")
 @pytest.mark.parametrize("has_descriptors", [True, False])
 def test_of_very_many_that_say_nothing_the_oldest_are_closed(
-    port: Port,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    has_descriptors: bool,
+    port: Port, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, has_descriptors: bool
 ) -> None:
     """Also where they have all descriptors that there are."""
 

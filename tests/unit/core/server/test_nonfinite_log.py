@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.core.nonfinite import RANKS_MAX, Flaw, count_nonfinite
-from kvps.core.server.rules.nonfinite_log import NonFiniteLog
+from kvps.core.server.round_logs import NonFiniteLog
 from kvps.core.worker.failure_policy import complain
 from kvps.core.worker.plan import Key
 from kvps.dtypes import Spec

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.core.effects import Note
-from kvps.core.server.stragglers import STALL_AFTER_S, Stall, StragglerLog
+from kvps.core.server.round_logs import STALL_AFTER_S, Stall, StragglerLog
 from kvps.phrases import ranks_in_words
 from kvps.protocol.membership import Measured, OldRound
 from tests.support.server_harness import ServerStage
