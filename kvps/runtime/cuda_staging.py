@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import TypeVar
 
@@ -60,6 +60,12 @@ class PageLocks:
         insort(self._ranges, (low, high))
         return True
 
+    def release(self) -> None:
+        """Unlock all pages."""
+        for begin, _ in self._ranges:
+            self._unlock(begin)
+        self._ranges.clear()
+
 
 class Staging:
     """Brings values of GPUs to rows in memory; any thread may call it."""
@@ -88,6 +94,11 @@ class Staging:
                     rows[index] = row
                 _copy_down([values[index] for index in away], places)
         return tuple(rows)
+
+    def close(self) -> None:
+        """Unlock all pages: they are to be unmapped, and CUDA would refuse to lock what is mapped there next."""
+        with self._mutex:
+            self._locks.release()
 
     def _locked(self, row: torch.Tensor) -> torch.Tensor:
         """Return ``row`` with its pages locked; another one if it cannot be done."""
@@ -178,7 +189,11 @@ def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
 
 def _lock(address: int, size_bytes: int) -> bool:
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    return int(driver.cudaHostRegister(address, size_bytes, 0)) == 0
+    is_locked = int(driver.cudaHostRegister(address, size_bytes, 0)) == 0
+    if not is_locked:  # or the next kernel of this thread would raise CUDA's last error
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return is_locked
 
 
 def _unlock(address: int) -> None:

@@ -116,6 +116,7 @@ class WorkerSession(Listener):
             self._over = error
             for number in list(self._tickets):
                 self._end(number, None, error)
+            self.staging.close()
             self._transport.close(0.2)
 
     def finish(self, effect: Finish) -> None:

@@ -70,6 +70,16 @@ def test_a_refusal_leaves_nothing_that_is_thought_to_be_locked() -> None:
     assert locks.cover(0, 10)
 
 
+def test_all_pages_are_unlocked_at_the_end() -> None:
+    cuda = Cuda()
+    locks = PageLocks(cuda.lock, cuda.unlock)
+    assert locks.cover(0, 10)
+    assert locks.cover(20, 30)
+    Staging((0, 100), locks).close()
+    assert cuda.ranges == {}
+    assert locks.cover(5, 25), "another mapping lies there now"
+
+
 def test_values_in_memory_are_their_own_rows() -> None:
     def never(indices: list[int]) -> list[torch.Tensor]:
         pytest.fail("nothing has to be brought")
@@ -102,6 +112,16 @@ class TestOnAGpu:
         for row, value in zip(rows, values, strict=True):
             assert torch.equal(row, value.cpu())
         torch.cuda.cudart().cudaHostUnregister(start)  # type: ignore[no-untyped-call]
+
+    def test_a_lock_that_is_refused_is_no_error_of_the_next_kernel(self) -> None:
+        whole = torch.empty(3 << 20)
+        locks = [PageLocks(), PageLocks()]
+        start, stop = whole.data_ptr(), whole.data_ptr() + whole.nbytes
+        assert [lock.cover(start, stop) for lock in locks] == [True, False]
+        assert torch.ones(8, device="cuda").sum().item() == 8
+        for lock in locks:
+            lock.release()
+        assert not whole.is_pinned()
 
     def test_elsewhere_they_come_to_other_memory_that_is_locked(self) -> None:
         value = torch.rand(100, device="cuda")
