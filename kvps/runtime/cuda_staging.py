@@ -96,7 +96,7 @@ class Staging:
         return tuple(rows)
 
     def close(self) -> None:
-        """Unlock all pages: they are to be unmapped, and CUDA would refuse to lock what is mapped there next."""
+        """Unlock all pages, before they are unmapped: CUDA would refuse to lock a later mapping there."""
         with self._mutex:
             self._locks.release()
 
