@@ -79,7 +79,7 @@ def draw_latency(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> N
             where = [row for row in rows if (row["link"], row["workers"], row["servers"]) == job]
             points = [row for row in where if row["call"] == call]
             sizes = [row["bytes"] for row in points]
-            colour = f"C{index % 10}"
+            colour = f"C{index}" if index < 10 else "black"
             label = f"{job[0]} {job[1]}+{job[2]}"
             panel.plot(sizes, [row["p50_us"] for row in points], color=colour, marker="o", label=label)
             panel.plot(sizes, [row["p99_us"] for row in points], color=colour, linestyle="--", alpha=0.4)
@@ -90,5 +90,5 @@ def draw_latency(rows: Sequence[Mapping[str, Any]], path: Path, title: str) -> N
         panel.grid(which="both", alpha=0.3)
     assert first is not None
     first.set_ylabel("µs: p50, dashed p99")
-    first.legend(fontsize="small")
+    figure.legend(*first.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=DOTS_PER_INCH)
