@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.errors import ConfigError
-from kvps.torch.sync.buckets import Buckets
+from kvps.torch.sync.buckets import BUCKET_BYTES, DEVICE_BYTES, Buckets, bucket_bytes
 
 SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
 
@@ -118,3 +118,10 @@ def test_each_gradient_leaves_once(sizes: list[int], limit: int, dice: object) -
 def test_sizes_that_cannot_be(limit: object) -> None:
     with pytest.raises(ConfigError, match="use a whole number of bytes, 1 or more"):
         Buckets(SIZES, limit)  # type: ignore[arg-type]
+
+
+def test_buckets_on_a_gpu_are_small_where_chunks_are_large() -> None:
+    large = 32 << 20
+    assert bucket_bytes(large) == 3 * large
+    assert bucket_bytes(large, is_on_device=True) == DEVICE_BYTES
+    assert bucket_bytes(1, is_on_device=True) == bucket_bytes(1) == BUCKET_BYTES
