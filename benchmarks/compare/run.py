@@ -15,9 +15,9 @@ from benchmarks.compare.networks.traffic import cpu_s_per_gb, traffic_of
 from benchmarks.compare.peers import trial as peers
 from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
+from kvps.launchers.reaper import Reaper
 from kvps.tools.bench import figures, limits, local, run
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
-from kvps.tools.bench.processes import Reaper
 from kvps.tools.bench.systems import System
 
 

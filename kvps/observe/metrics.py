@@ -211,22 +211,6 @@ def of_role(role: str) -> list[Metric]:
     return [metric for metric in METRICS if role in metric.roles]
 
 
-def page() -> str:
-    """Return the table as Markdown, for the documentation."""
-    rows = [
-        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {', '.join(metric.roles)} | {metric.help} |"
-        for metric in METRICS
-    ]
-    return "\n".join(["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows])
-
-
-def _labels(metric: Metric) -> str:
-    if not metric.label:
-        return ""
-    values = f": {', '.join(metric.labels)}" if metric.labels else ""
-    return f"`{metric.label}`{values}"
-
-
 def has_library() -> bool:
     """Return whether the package that writes the format is installed."""
     try:

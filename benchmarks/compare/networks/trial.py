@@ -7,14 +7,18 @@ measured round and after the last, while all workers stand still and rank 0 wait
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import selectors
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from pathlib import Path
 
 from benchmarks.compare.networks.layout import Hosts
 from benchmarks.compare.networks.namespaces import Namespaces
 from benchmarks.compare.networks.traffic import NetworkTrial, traffic_between
 from kvps import config
 from kvps.errors import KvpsError
+from kvps.launchers.reaper import Reaper
 from kvps.runtime.keys import KeyMemory, generate
 from kvps.tools.bench.figures import Case
 from kvps.tools.bench.local import (
@@ -26,12 +30,49 @@ from kvps.tools.bench.local import (
     trial_of,
     worker_flags,
 )
-from kvps.tools.bench.processes import Group, Reaper
+from kvps.tools.bench.processes import Group
 from kvps.tools.bench.systems import System
 
 SCHEDULER_PORT = 9091
 GLOO_PORT = 29500
 LINK = {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+class GatedGroup(Group):
+    """The processes of a trial, of which rank 0 waits twice until the traffic has been read."""
+
+    _gate: tuple[int, ...] = ()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        for fd in self._gate:
+            os.close(fd)
+
+    def gate(self, while_waiting: Callable[[], None]) -> tuple[int, int]:
+        """Return two pipes for a process; ``while_waiting`` is called while it waits between them."""
+        asked, ask = os.pipe()
+        passed, let_pass = os.pipe()
+        self._gate = (asked, ask, passed, let_pass)
+
+        def let() -> None:
+            os.read(asked, 1)
+            while_waiting()
+            os.write(let_pass, b".")
+
+        self._selector.register(asked, selectors.EVENT_READ, let)
+        return passed, ask
+
+    def cpu_s(self) -> float:
+        """Return the processor time that the processes have taken so far, in seconds.
+
+        Raises:
+            OSError: if one has ended.
+        """
+        ticks = 0
+        for child in self._children:
+            fields = Path(f"/proc/{child.popen.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # utime and stime, of all threads
+        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def measure(
@@ -43,7 +84,7 @@ def measure(
         KvpsError: if it fails.
     """
     counted: list[tuple[list[tuple[int, int]], float]] = []
-    with Group(reaper) as group, closing(KeyMemory(generate())) as keys:
+    with GatedGroup(reaper) as group, closing(KeyMemory(generate())) as keys:
         gate = group.gate(lambda: counted.append((namespaces.counters(), group.cpu_s())))
         doors = {} if "KVPS_INSECURE" in system.env else {"KVPS_KEYS": keys.path}
         if system.kind == "kvps":

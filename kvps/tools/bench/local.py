@@ -11,8 +11,9 @@ import sys
 
 from kvps import config
 from kvps.errors import KvpsError
+from kvps.launchers.reaper import Reaper
 from kvps.tools.bench.figures import Case, TrialTimes, slowest
-from kvps.tools.bench.processes import Group, Reaper
+from kvps.tools.bench.processes import Group
 from kvps.tools.bench.systems import System
 
 LOOPBACK = "127.0.0.1"

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Protocol
+from functools import partial
+from typing import IO, Self
 
 from kvps.errors import KvpsError
+from kvps.launchers.reaper import Reaper
 from kvps.tools.bench.rounds import RESULT
 
 TRIAL_MAX_S = 1800.0
@@ -29,19 +30,6 @@ END_MAX_S = 15.0
 """Seconds that a process may take when it is asked to end; more than kvps-launch gives its own."""
 WORDS = 8
 """The number of last lines of a failed process that are shown."""
-
-
-class Reaper(Protocol):
-    """A guard that ends process groups if this process is killed."""
-
-    def hold(self, group: int) -> None:
-        """End this group if we end."""
-
-    def hold_me(self) -> None:
-        """End the calling process's group if we end; it calls this before it runs anything."""
-
-    def forget(self, group: int) -> None:
-        """It has ended."""
 
 
 @dataclass(slots=True)
@@ -63,16 +51,13 @@ class Group:
         self._children: list[_Child] = []
         self._outputs: list[str] = []
         self._selector = selectors.DefaultSelector()
-        self._gate: tuple[int, int, int, int] | None = None
 
-    def __enter__(self) -> Group:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end()
         self._selector.close()
-        for fd in self._gate or ():
-            os.close(fd)
 
     def start(
         self,
@@ -100,33 +85,7 @@ class Group:
         self._reaper.hold(popen.pid)
         child = _Child(name, popen, out, err, os.pidfd_open(popen.pid), is_measured)
         self._children.append(child)
-        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
-
-    def gate(self, while_waiting: Callable[[], None]) -> tuple[int, int]:
-        """Return two pipes for a process; ``heed`` is called while it waits between them."""
-        asked, ask = os.pipe()
-        passed, let_pass = os.pipe()
-        self._gate = (asked, ask, passed, let_pass)
-
-        def let() -> None:
-            os.read(asked, 1)
-            while_waiting()
-            os.write(let_pass, b".")
-
-        self._selector.register(asked, selectors.EVENT_READ, let)
-        return passed, ask
-
-    def cpu_s(self) -> float:
-        """Return the processor time that the processes have taken so far, in seconds.
-
-        Raises:
-            OSError: if one has ended.
-        """
-        ticks = 0
-        for child in self._children:
-            fields = Path(f"/proc/{child.popen.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])  # utime and stime, of all threads
-        return ticks / os.sysconf("SC_CLK_TCK")
+        self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._take, child))
 
     def wait(self) -> list[list[float]]:
         """Wait until the trial is over; return its times, one list per worker.
@@ -146,10 +105,7 @@ class Group:
         deadline = time.monotonic() + limit_s
         while not is_done() and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(left_s):
-                if isinstance(key.data, _Child):
-                    self._take(key.data)
-                else:
-                    key.data()
+                key.data()
 
     def _take(self, child: _Child) -> None:
         """A process has ended.

@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from kvps.errors import StorageError
+from kvps.launchers.reaper import Reaper
 from kvps.tools.bench import figures, limits, local
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.plan import Plan
-from kvps.tools.bench.processes import Reaper
 from kvps.tools.bench.systems import System
 
 WIDTH = 120

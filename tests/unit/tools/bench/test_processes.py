@@ -35,10 +35,8 @@ class Held:
         self.groups.discard(group)
 
 
-def start(group: Group, name: str, code: str, *more: str, is_measured: bool = True) -> None:
-    fds = [int(one) for one in more]
-    argv = [sys.executable, "-c", code, *more]
-    group.start(name, argv, os.environ, is_measured=is_measured, pass_fds=fds)
+def start(group: Group, name: str, code: str, is_measured: bool = True) -> None:
+    group.start(name, [sys.executable, "-c", code], os.environ, is_measured=is_measured)
 
 
 def run(reaper: Held, limit_s: float = 30.0, **codes: str) -> None:
@@ -102,13 +100,3 @@ def test_process_past_its_limit_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(KvpsError, match="stubborn"):
         run(reaper, limit_s=0.3, stubborn=STUBBORN)
     assert all(map(is_gone, reaper.ever))
-
-
-def test_a_process_waits_at_the_gate_until_somebody_has_looked() -> None:
-    looked = []
-    code = f"import os, sys; os.write(int(sys.argv[2]), b'.'); os.read(int(sys.argv[1]), 1); {SAY}"
-    with Group(Held()) as group:
-        passed, ask = group.gate(lambda: looked.append("once"))
-        start(group, "worker", code, str(passed), str(ask))
-        assert group.wait() == [[1.0, 2.0]]
-    assert looked == ["once"]

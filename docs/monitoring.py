@@ -1,6 +1,6 @@
 """Files made from the table of metrics: alert rules, a Grafana dashboard, and the table in the documentation.
 
-``python -m kvps.tools.dashboard.monitoring --write`` writes them; without the flag it checks them,
+``docs/monitoring.py --write`` writes them; without the flag it checks them,
 and ends with 1 where a file is not up to date.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvps.errors import Unauthorized
-from kvps.observe.metrics import METRICS, Metric, page
+from kvps.observe.metrics import METRICS, Metric
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- metrics -->\n", "<!-- end of metrics -->\n"
 
 
@@ -86,7 +86,7 @@ ALERTS = (
 
 def rules() -> str:
     """Return the alert rules as YAML; every string in it is JSON, which YAML contains."""
-    lines = ["# Made by python -m kvps.tools.dashboard.monitoring --write", "groups:", "  - name: kvps"]
+    lines = ["# Made by docs/monitoring.py --write", "groups:", "  - name: kvps"]
     lines.append("    rules:")
     for alert in ALERTS:
         lines += [
@@ -139,6 +139,22 @@ def expression(metric: Metric) -> str:
         return metric.name
     rates = f"sum by (le, instance) (rate({metric.name}_bucket[$__rate_interval]))"
     return f"histogram_quantile(0.99, {rates})"
+
+
+def page() -> str:
+    """Return the table as Markdown, for the documentation."""
+    rows = [
+        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {', '.join(metric.roles)} | {metric.help} |"
+        for metric in METRICS
+    ]
+    return "\n".join(["| metric | type | labels | role | meaning |", "|---|---|---|---|---|", *rows])
+
+
+def _labels(metric: Metric) -> str:
+    if not metric.label:
+        return ""
+    values = f": {', '.join(metric.labels)}" if metric.labels else ""
+    return f"`{metric.label}`{values}"
 
 
 def files() -> dict[Path, str]:
