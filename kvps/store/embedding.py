@@ -1,68 +1,28 @@
-"""The embedding table that users call: rows by 64-bit ids, pulled and pushed by the list.
-
-This file checks and normalises arguments: ids are sorted and distinct, and gradients of the same id are
-summed. Each method is then a call of the worker core.
-"""
+"""The embedding table that users call: rows by 64-bit ids, pulled and pushed by the list."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
-from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.placement import EMBEDDING
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import check_size, split
-from kvps.errors import ConfigError, KvpsError, Mismatch
-from kvps.runtime.ticket import Handle
-from kvps.store.base import Session
+from kvps.errors import ConfigError, KeyNotFound, Mismatch
+from kvps.store import table_batch
 from kvps.store.embedding_export import write
-from kvps.tensors import TORCH, as_tensor
+from kvps.store.table_batch import Owner
+from kvps.tensors import TORCH
 
 BLOCK_BYTES = 8 << 20
 """Approximate bytes of an export that are in memory at once."""
 
 Rows = Iterator[tuple[torch.Tensor, torch.Tensor]]
 """Pairs of ids [n] and their rows [n, dim]."""
-
-
-class Owner(Protocol):
-    """The store that a table belongs to."""
-
-    @property
-    def name(self) -> str:
-        """The name of the store."""
-
-    @property
-    def type(self) -> str:
-        """The kind of store."""
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers that push to it."""
-
-    @property
-    def average(self) -> bool:
-        """Whether a round is the mean of its pushes."""
-
-    @property
-    def session(self) -> Session:
-        """This process's place in the cluster."""
-
-    @property
-    def rank(self) -> int:
-        """This worker's number, from 0."""
-
-    _later: list[KvpsError]
-
-    def _begin(self) -> None: ...
-    def _limit(self, timeout: float | None) -> float: ...
 
 
 class EmbeddingTable:
@@ -99,7 +59,8 @@ class EmbeddingTable:
         self.name = name
         self.recipe = recipe
         """The specification of the table; all workers must agree on it."""
-        self._key = EMBEDDING + name
+        self.key = EMBEDDING + name
+        """The key that stands for it in requests."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 
@@ -138,11 +99,8 @@ class EmbeddingTable:
             >>> table.pull([[1, 2], [3, 4]]).shape
             torch.Size([2, 2, 3])
         """
-        given = _ids_of(ids)
-        flat = given.reshape(-1).cpu().numpy()
-        unique, place = np.unique(flat, return_inverse=True)
-        rows = self._pull(unique, timeout)[torch.from_numpy(place)]
-        return rows.view(*given.shape, self.dim).to(given.device)
+        (rows,) = table_batch.pull((self,), (ids,), timeout)
+        return rows
 
     def push(
         self, ids: object, gradients: object, *, async_op: bool = False, timeout: float | None = None
@@ -169,12 +127,7 @@ class EmbeddingTable:
             >>> table.pull(-1)
             tensor([-3., -4.])
         """
-        given = _ids_of(ids)
-        rows = self._rows_of(gradients, tuple(given.shape))
-        unique, place = np.unique(given.reshape(-1).cpu().numpy(), return_inverse=True)
-        total = torch.zeros((len(unique), self.dim), dtype=rows.dtype, device="cpu")
-        total.index_add_(0, torch.from_numpy(place), rows)
-        return self._push(unique, total.to(self.dtype), async_op, timeout)
+        return table_batch.push((self,), ((ids, gradients),), async_op=async_op, timeout=timeout)
 
     def set_learning_rate(self, lr: float, *, timeout: float | None = None) -> None:
         """Set the table's learning rate; rank 0's call counts, and other ranks may call, too.
@@ -260,23 +213,6 @@ class EmbeddingTable:
     def _row_bytes(self) -> int:
         return self.dim * self.dtype.itemsize
 
-    def _rows_of(self, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return gradients as rows, in the type in which they are summed."""
-        if isinstance(gradients, list | tuple) and not len(gradients):
-            gradients = torch.empty((*shape, self.dim), device="cpu")
-        if not isinstance(gradients, torch.Tensor | np.ndarray):
-            raise Mismatch(
-                f"table {self.name!r}: gradients are a tensor or an array, got {type(gradients).__name__}"
-            )
-        tensor = as_tensor(gradients)
-        if tuple(tensor.shape) != (*shape, self.dim) or not tensor.is_floating_point():
-            raise Mismatch(
-                f"table {self.name!r}: gradients of ids {list(shape)} are floating point numbers "
-                f"{[*shape, self.dim]}, got {tensor.dtype} {list(tensor.shape)}"
-            )
-        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
-        return tensor.cpu().to(wide).reshape(-1, self.dim)
-
     def __bool__(self) -> bool:
         """Return True, even for an empty table."""
         return True
@@ -288,48 +224,28 @@ class EmbeddingTable:
 
     def make(self, limit_s: float) -> None:
         """Have the servers make it, or check that what they have is the same."""
-        self._call(calls.MakeTable(self.store.name, self._key, self.recipe, self.store.rank), limit_s)
+        self._call(calls.MakeTable(self.store.name, self.key, self.recipe, self.store.rank), limit_s)
 
     def __len__(self) -> int:
         """Return how many rows there are, on all servers, after this rank's own pushes."""
         counts = torch.empty(self._servers, dtype=torch.int64, device="cpu")
-        self._make(calls.PullValues(self.store.name, (self._key,), (counts,), 0, 0), None)
+        self._make(calls.PullValues(self.store.name, (self.key,), (counts,), 0, 0), None)
         return int(counts.sum())
 
     def version(self, *, timeout: float | None = None) -> int:
         """Return the closed rounds (sync) or applied pushes (async), after this rank's pushes."""
-        found: list[Any] = self._make(calls.Versions(self.store.name, (self._key,)), timeout)
+        found: list[Any] = self._make(calls.Versions(self.store.name, (self.key,)), timeout)
         return int(found[0])
 
     def resume(self, *, timeout: float | None = None) -> int:
         """Number the next pushes from the lowest one that this rank still owes; return it."""
-        owed: int = self._make(calls.ResumeKeys(self.store.name, (self._key,)), timeout)
+        owed: int = self._make(calls.ResumeKeys(self.store.name, (self.key,)), timeout)
         return owed
-
-    def _pull(self, ids: Ids, timeout: float | None) -> torch.Tensor:
-        call = calls.PullTableRows(self.store.name, (self._key,), self.recipe, ids)
-        rows: torch.Tensor = self._make(call, timeout)
-        return rows
-
-    def _push(self, ids: Ids, gradients: torch.Tensor, async_op: bool, timeout: float | None) -> Any:
-        whole = torch.from_numpy(ids)
-        places = [torch.from_numpy(indices) for indices in split(ids, self._servers)]
-        parts = tuple([(whole[place], gradients[place]) for place in places])
-        check_size(f"table {self.name!r}", parts)
-        store = self.store
-        store._begin()
-        call = calls.PushTableRows(store.name, (self._key,), not async_op, self.dim, parts)
-        ticket = store.session.call(call, store._limit(timeout))
-        if async_op:
-            return Handle(ticket, lambda: None)
-        ticket.on_error(store._later.append)
-        ticket.wait_copied()
-        return None
 
     def _set_rate(self, lr: float, timeout: float | None) -> None:
         self.store._begin()
         if self.store.rank == 0:
-            self._make(calls.SetTableRate(self.store.name, self._key, lr), timeout)
+            self._make(calls.SetTableRate(self.store.name, self.key, lr), timeout)
 
     def _blocks(self, since: int, rows: int, with_state: bool) -> Iterator[ExportBatch]:
         self.version()  # this rank's own pushes are in it then
@@ -337,7 +253,7 @@ class EmbeddingTable:
             start = 0
             while True:
                 call = calls.ExportBlock(
-                    self.store.name, self._key, server, self.dim, start, rows, since, with_state
+                    self.store.name, self.key, server, self.dim, start, rows, since, with_state
                 )
                 block: ExportBatch = self._make(call, None)
                 yield block
@@ -357,22 +273,30 @@ class EmbeddingTable:
         return self.store.session.call(call, limit_s).wait()
 
 
-def _ids_of(ids: object) -> torch.Tensor:
-    """Return ids as a tensor of int64.
+def tables_of(
+    store: object, name: str, known: Mapping[str, EmbeddingTable], given: Iterable[object]
+) -> list[EmbeddingTable]:
+    """Return the tables of ``store`` that a call names: each by itself, or by its name.
 
     Raises:
-        Mismatch: if they are not 64-bit integers.
+        KeyNotFound, ConfigError, Mismatch: for a table that is unknown, of another store, or named twice.
     """
-    if isinstance(ids, torch.Tensor):
-        tensor = ids.detach()
-    else:
-        try:
-            array = np.asarray(ids)
-            if array.dtype == np.uint64:
-                array = array.view(np.int64)
-            tensor = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array.copy())
-        except (TypeError, ValueError, OverflowError) as error:
-            raise Mismatch(f"ids are whole numbers of 64 bits, got {ids!r:.60}: {error}") from error
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise Mismatch(f"ids are whole numbers, got {tensor.dtype}")
-    return tensor.to(torch.int64)
+    found: dict[str, EmbeddingTable] = {}
+    for wanted in given:
+        table = known.get(wanted) if isinstance(wanted, str) else wanted
+        if table is None:
+            raise KeyNotFound(
+                f"store {name!r} has no table {wanted!r:.80} in this process; call "
+                f"embedding({wanted!r:.80}, ...) first"
+            )
+        if not isinstance(table, EmbeddingTable):
+            raise ConfigError(
+                "name a table by the result of kv.embedding(...) or by its name, not by a "
+                f"{type(table).__name__}"
+            )
+        if table.store is not store:
+            raise ConfigError(f"{table!r} is not a table of store {name!r}")
+        if table.name in found:
+            raise Mismatch(f"table {table.name!r} is named twice; name each table once")
+        found[table.name] = table
+    return [*found.values()]

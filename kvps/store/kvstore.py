@@ -26,12 +26,12 @@ from kvps.core.placement import Part
 from kvps.core.traits import traits_of
 from kvps.core.worker import calls
 from kvps.errors import REFUSED, ConfigError, EpochChanged, KeyNotFound, KvpsError, Mismatch
-from kvps.runtime.ticket import Handle, Ticket
-from kvps.store import optimizer_state
+from kvps.runtime.ticket import Handle, Ticket, finished
+from kvps.store import optimizer_state, table_batch
 from kvps.store.arguments import priority_of, seconds, tag_of, version_of, weight_of
 from kvps.store.base import KVStoreBase
 from kvps.store.catch_up import CatchUp
-from kvps.store.embedding import EmbeddingTable
+from kvps.store.embedding import EmbeddingTable, tables_of
 from kvps.store.gradient_check import GradientCheck
 from kvps.store.key_list import KeyList, KeyLists, names_of, table_name_of
 from kvps.store.metrics import NAMES, SERVER_NAMES, Straggler, WaitTimes, timed
@@ -698,6 +698,75 @@ class KVStore(KVStoreBase, abc.ABC):
             known.demand(recipe)
         table = self._embedding(name, recipe, self._limit(timeout))
         return self._tables.setdefault(name, table)
+
+    def pull_tables(
+        self, ids: Mapping[Any, object], *, timeout: float | None = None
+    ) -> dict[Any, torch.Tensor]:
+        """Return rows of several tables, in one round trip to each server.
+
+        Args:
+            ids: table -> ids, as :meth:`EmbeddingTable.pull` takes them. A table is the result of
+                :meth:`embedding`, or its name.
+            timeout: see :class:`KVStore`.
+
+        Returns:
+            Table -> rows of shape ``ids.shape + (dim,)``, with the keys of ``ids``.
+
+        Raises:
+            KeyNotFound: for the name of a table that was not created here.
+            ConfigError: for a table of another store.
+            Mismatch: if ids are not integers, or a table is named twice.
+
+        Example:
+            >>> import kvps
+            >>> kv = kvps.create("local")
+            >>> users, items = kv.embedding("users", 4), kv.embedding("items", 8)
+            >>> rows = kv.pull_tables({users: [2**40, 17], "items": [[3], [5]]})
+            >>> rows[users].shape, rows["items"].shape
+            (torch.Size([2, 4]), torch.Size([2, 1, 8]))
+        """
+        self._begin()
+        tables = tables_of(self, self._name, self._tables, ids)
+        rows = table_batch.pull(tables, [*ids.values()], timeout) if tables else ()
+        return dict(zip(ids, rows, strict=True))
+
+    def push_tables(
+        self,
+        gradients: Mapping[Any, tuple[object, object]],
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Push gradients of rows of several tables, in one message to each server.
+
+        It is one push of each table, also where there are no ids: see :meth:`EmbeddingTable.push`. If any
+        argument is refused, nothing is pushed.
+
+        Args:
+            gradients: table -> (ids, gradients), as :meth:`EmbeddingTable.push` takes them. A table is the
+                result of :meth:`embedding`, or its name.
+            async_op: return a handle, whose ``wait()`` returns when the servers have the gradients.
+            timeout: see :class:`KVStore`.
+
+        Raises:
+            KeyNotFound: for the name of a table that was not created here.
+            ConfigError: for a table of another store.
+            Mismatch: for ids or gradients of another type or shape, or if a table is named twice.
+
+        Example:
+            >>> import torch, kvps
+            >>> kv = kvps.create("local")
+            >>> users = kv.embedding("users", 2, init="zeros", optimizer="sgd", lr=1)
+            >>> items = kv.embedding("items", 1, init="zeros", optimizer="sgd", lr=1)
+            >>> kv.push_tables({users: ([7], torch.ones(1, 2)), "items": ([3, 3], torch.ones(2, 1))})
+            >>> kv.pull_tables({users: [7], items: [3]})[items]
+            tensor([[-2.]])
+        """
+        self._begin()
+        tables = tables_of(self, self._name, self._tables, gradients)
+        if not tables:
+            return Handle(finished(), lambda: None) if async_op else None
+        return table_batch.push(tables, [*gradients.values()], async_op=async_op, timeout=timeout)
 
     # --- the optimizer ----------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ Importing it makes the backend "kvps" known to torch.distributed.
 
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.distributed.rendezvous import register as _register
-from kvps.torch.embedding import Embedding
+from kvps.torch.embedding import Embedding, EmbeddingBag
+from kvps.torch.embedding_collection import EmbeddingCollection
 from kvps.torch.gather import all_gather_object, gather_object
 from kvps.torch.local_steps.diloco import DiLoCo
 from kvps.torch.local_steps.local_sgd import LocalSGD
@@ -20,6 +21,8 @@ __all__ = [
     "DiLoCo",
     "DistributedOptimizer",
     "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
     "LocalSGD",
     "Sharded",
     "SyncBatchNorm",

@@ -1,27 +1,50 @@
-"""An embedding table of a store as a module: forward pulls rows, backward pushes their gradients.
+"""Embedding tables of a store as modules: forward pulls rows, backward pushes their gradients.
 
-The rows of a forward are a leaf of autograd, made for it alone. When backward has accumulated the gradient of
-the leaf, the module takes it; at the end of the pass it pushes the gradients of all forwards at once. So each
-backward makes one push, however often the module was called before, and a forward without gradients makes
-none.
+A module reads its input into :class:`~kvps.torch.embedding_bags.Bags`; a
+:class:`~kvps.torch.embedding_exchange.RowExchange` gets rows, and takes gradients. A collection does this for
+all of its tables at once.
 """
 
 from __future__ import annotations
 
-import logging
-
 import torch
-from torch.nn.functional import embedding as looked_up
 
-from kvps.errors import ConfigError, EpochChanged
+from kvps.errors import ConfigError, Mismatch
 from kvps.store.embedding import EmbeddingTable
-from kvps.torch.sync.parameter_hooks import PassEnd, when_accumulated
+from kvps.torch.embedding_bags import MODES, Bags, bags_read, ids_read, pooled
+from kvps.torch.embedding_exchange import RowExchange
 
-log = logging.getLogger("kvps")
 OPS = ("average", "sum")
 
 
-class Embedding(torch.nn.Module):
+class _Lookup(torch.nn.Module):
+    """A module that looks up rows of one table."""
+
+    mode = "none"
+
+    def __init__(self, table: EmbeddingTable, padding_idx: int | None, op: str) -> None:
+        super().__init__()
+        if not isinstance(table, EmbeddingTable):
+            raise ConfigError(f"table: give the result of kv.embedding(...), got {type(table).__name__}")
+        if padding_idx is not None and type(padding_idx) is not int:
+            raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
+        self.table = table
+        self.padding_idx = padding_idx
+        self.op = checked_op(op)
+        self._exchange = RowExchange((table,), op)
+
+    def extra_repr(self) -> str:
+        """Return the text between the brackets of its ``repr``."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.table.name!r}, {self.table.dim}{padding}, op={self.op!r}"
+
+    def _look_up(self, bags: Bags) -> torch.Tensor:
+        is_trained = self.training and torch.is_grad_enabled()
+        batch, (rows,) = self._exchange.rows((bags.ids,), bags.device, is_trained=is_trained)
+        return pooled(rows, batch.ids[0], batch.places[0], bags, self.mode, self.padding_idx)
+
+
+class Embedding(_Lookup):
     """Rows of a table by their ids, like :class:`torch.nn.Embedding`.
 
     It has no parameters: rows live in the store, whose optimizer updates them. A Trainer or
@@ -54,19 +77,7 @@ class Embedding(torch.nn.Module):
     """
 
     def __init__(self, table: EmbeddingTable, padding_idx: int | None = None, op: str = "average") -> None:
-        super().__init__()
-        if not isinstance(table, EmbeddingTable):
-            raise ConfigError(f"table: give the result of kv.embedding(...), got {type(table).__name__}")
-        if padding_idx is not None and type(padding_idx) is not int:
-            raise ConfigError(f"padding_idx={padding_idx!r:.40}: give a whole number or None")
-        if op not in OPS:
-            raise ConfigError(f"op={op!r:.40}: use one of {', '.join(OPS)}")
-        self.table = table
-        self.padding_idx = padding_idx
-        self.op = op
-        self._gathered: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Ids and gradients of this backward."""
-        self._end = PassEnd()
+        super().__init__(table, padding_idx, op)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``ids``, of shape ``ids.shape + (dim,)``, on their device.
@@ -74,54 +85,97 @@ class Embedding(torch.nn.Module):
         Raises:
             Mismatch: if the ids are not integers. Timeout, WorkerLost: as the store's pull.
         """
-        unique, place = torch.unique(ids, return_inverse=True)
-        rows = self._pull(unique)
-        if self.padding_idx is not None:
-            rows[unique == self.padding_idx] = 0
-        if self.training and torch.is_grad_enabled():
-            rows.requires_grad_()
-            when_accumulated(rows, lambda leaf: self._gather(unique, leaf))
-        return looked_up(place, rows)
+        return self._look_up(self.read(f"table {self.table.name!r}", ids))
+
+    def read(self, where: str, ids: object) -> Bags:
+        """Return the checked ids; ``where`` names them in errors."""
+        return ids_read(where, ids, self.padding_idx)
+
+
+class EmbeddingBag(_Lookup):
+    """Sums, means or maxima of the rows of bags of ids, like :class:`torch.nn.EmbeddingBag`.
+
+    What :class:`Embedding` says of parameters, training, and synchronous stores holds here, too. Sums and
+    their gradients, also those of ``per_sample_weights``, equal torch's bit for bit.
+
+    Args:
+        table: from :meth:`kvps.KVStore.embedding`.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``. (torch's default is ``"mean"``.)
+        padding_idx: an id whose row is no part of any bag: it is neither pulled nor pushed.
+        include_last_offset: offsets end with the number of ids.
+        op: as in :class:`Embedding`.
+
+    Raises:
+        ConfigError: for an invalid argument.
+
+    Example:
+        >>> import torch, kvps, kvps.torch
+        >>> kv = kvps.create("local")
+        >>> words = kvps.torch.EmbeddingBag(kv.embedding("words", 2, init="zeros", optimizer="sgd", lr=0.5))
+        >>> words(torch.tensor([5, 7, 7]), torch.tensor([0, 1])).sum().backward()
+        >>> words(torch.tensor([[5, 7], [7, 8]])).detach()
+        tensor([[-1.5000, -1.5000],
+                [-1.0000, -1.0000]])
+    """
+
+    def __init__(
+        self,
+        table: EmbeddingTable,
+        mode: str = "sum",
+        padding_idx: int | None = None,
+        include_last_offset: bool = False,
+        op: str = "average",
+    ) -> None:
+        super().__init__(table, padding_idx, op)
+        if mode not in MODES:
+            raise ConfigError(f"mode={mode!r:.40}: use one of {', '.join(MODES)}")
+        self.mode = mode
+        self.include_last_offset = bool(include_last_offset)
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the pooled rows of each bag, [bags, dim], on the device of ``input``.
+
+        Args:
+            input: ids; each row of two dimensions is a bag, and ids of one dimension have ``offsets``.
+            offsets: where each bag begins: from 0, ascending. An empty bag gives zeros.
+            per_sample_weights: the factor of each row, of the shape of ``input`` and the type of the rows;
+                only with ``mode="sum"``.
+
+        Raises:
+            Mismatch: naming what does not fit. Timeout, WorkerLost: as the store's pull.
+        """
+        return self._look_up(self.read(f"table {self.table.name!r}", input, offsets, per_sample_weights))
+
+    def read(self, where: str, ids: object, offsets: object = None, weights: object = None) -> Bags:
+        """Return the checked bags; ``where`` names them in errors."""
+        if weights is not None and self.mode != "sum":
+            raise Mismatch(f"{where}: per_sample_weights need mode='sum', and this is {self.mode!r}")
+        return bags_read(
+            where,
+            ids,
+            offsets,
+            weights,
+            padding_idx=self.padding_idx,
+            has_last=self.include_last_offset,
+            dtype=self.table.dtype,
+        )
 
     def extra_repr(self) -> str:
         """Return the text between the brackets of its ``repr``."""
-        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.table.name!r}, {self.table.dim}{padding}, op={self.op!r}"
+        return f"{super().extra_repr()}, mode={self.mode!r}"
 
-    def _gather(self, ids: torch.Tensor, leaf: torch.Tensor) -> None:
-        """Take a complete gradient; the first one schedules a push at the end of the pass."""
-        assert leaf.grad is not None
-        if self._end.wait(self._push):
-            self._gathered = []  # of a pass that failed nothing is pushed
-        gradients = leaf.grad
-        if self.padding_idx is not None:
-            others = ids != self.padding_idx
-            ids, gradients = ids[others], gradients[others]
-        self._gathered.append((ids, gradients))
-        leaf.grad = None
 
-    def _push(self) -> None:
-        gathered, self._gathered = self._gathered, []
-        ids = torch.cat([own_ids for own_ids, _ in gathered])
-        gradients = torch.cat([gradient for _, gradient in gathered])
-        divisor = self._divisor
-        if divisor > 1:
-            gradients = gradients / divisor
-        try:
-            self.table.push(ids, gradients)
-        except EpochChanged as error:
-            log.warning("%s", error)  # gradients of rows that nobody has any more
+def checked_op(op: str) -> str:
+    """Return ``op``.
 
-    def _pull(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            while True:
-                try:
-                    return self.table.pull(ids)
-                except EpochChanged as error:
-                    log.warning("%s", error)
-
-    @property
-    def _divisor(self) -> int:
-        store = self.table.store
-        is_summed = store.type.startswith("dist_sync") and not store.average
-        return store.num_workers if self.op == "average" and is_summed else 1
+    Raises:
+        ConfigError: if it is none of :data:`OPS`.
+    """
+    if op not in OPS:
+        raise ConfigError(f"op={op!r:.40}: use one of {', '.join(OPS)}")
+    return op

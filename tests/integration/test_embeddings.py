@@ -67,6 +67,63 @@ def test_rows_are_spread_over_servers_and_come_back(kind: str, monkeypatch: pyte
     assert torch.equal(local.pull(ids.view(3, 100)), one)
 
 
+@pytest.mark.parametrize("kind", [*DIST, "dist_sync_device"])
+def test_several_tables_are_pulled_and_pushed_together(kind: str) -> None:
+    """Two workers push to three tables in one call each; all pushes are in the rows."""
+    ids = torch.arange(-40, 60) * 2**40
+
+    def work(rank: int) -> None:
+        kv = kvps.create(kind, timeout=60)
+        tables = {
+            name: kv.embedding(name, dim, init=("normal", 0.5), optimizer="sgd", lr=1.0, dtype=dtype)
+            for name, dim, dtype in (("a", 4, "float32"), ("b", 6, "float64"), ("c", 4, "float32"))
+        }
+        first = kv.pull_tables(dict.fromkeys(tables, ids))
+        kv.barrier()  # nobody has pushed yet
+        for step in range(4):
+            some = {name: ids[(at + step + rank) % 2 :: 2] for at, name in enumerate(tables)}
+            kv.push_tables(
+                {name: (own, torch.ones(len(own), tables[name].dim)) for name, own in some.items()},
+                async_op=True,
+            ).wait()
+        kv.barrier()
+        for name, rows in kv.pull_tables(dict.fromkeys(tables, ids.view(4, 25))).items():
+            assert torch.allclose(rows.view(100, -1), first[name] - 4)
+            assert tables[name].version() == (4 if kind.startswith("dist_sync") else 8)
+
+    run(work)
+
+
+@pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
+def test_collection_of_several_workers_trains_as_one_process(kind: str) -> None:
+    """The workers push other rows: their gradients are those of one process with all rows."""
+    dims = {"user": 4, "item": 4, "word": 3}
+
+    def work(rank: int) -> None:
+        kv = kvps.create(kind, timeout=60)
+        tables = {name: kv.embedding(name, dim, optimizer="sgd", lr=1.0) for name, dim in dims.items()}
+        module = kvps.torch.EmbeddingCollection(tables, op="sum")
+        span = torch.arange(100)
+        weights = {name: table.pull(span) for name, table in tables.items()}
+        kv.barrier()
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for other in range(2):
+                ids = {name: torch.randint(50, (8, 3), generator=generator) * 2 + other for name in dims}
+                if other == rank:
+                    sum(out.square().sum() for out in module(ids).values()).backward()  # type: ignore[union-attr]
+                for name, rows in weights.items():
+                    rows.requires_grad_()
+                    out = torch.nn.functional.embedding_bag(ids[name], rows, mode="sum")
+                    (gradient,) = torch.autograd.grad(out.square().sum(), rows)
+                    weights[name] = (rows - gradient).detach()
+        kv.barrier()
+        for name, table in tables.items():
+            assert torch.allclose(table.pull(span), weights[name], atol=1e-6)
+
+    run(work)
+
+
 def test_table_refuses_unsupported_options_and_oversized_pushes_at_once() -> None:
     def work(rank: int) -> None:
         with pytest.raises(ConfigError, match="on_nonfinite='apply'"):

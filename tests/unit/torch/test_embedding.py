@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 import kvps
 import kvps.torch
 from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.store.table_batch import TableBatch
 from kvps.torch import Embedding
 
 
@@ -62,7 +63,7 @@ def test_a_backward_that_failed_leaves_nothing_behind(table: kvps.EmbeddingTable
     scaled = (first * 1.0).sum()  # what was made first is gone back through last
     with pytest.raises(RuntimeError, match="on purpose"):
         (scaled + module(torch.tensor([1])).sum()).backward()
-    assert len(module._gathered) == 1
+    assert len(module._exchange._gathered) == 1
     module(torch.tensor([2])).sum().backward()
     assert table.version() == 1
     after = table.pull([1, 2])
@@ -133,9 +134,9 @@ def test_forward_returns_to_where_the_servers_are(
     table: kvps.EmbeddingTable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Embedding(table)
-    monkeypatch.setattr(table, "_pull", _once(table._pull))
+    monkeypatch.setattr(TableBatch, "pull", _once(TableBatch.pull))
     out = module(torch.tensor([1]))
-    monkeypatch.setattr(table, "_push", _once(table._push))
+    monkeypatch.setattr(TableBatch, "push", _once(TableBatch.push))
     out.sum().backward()
     assert table.version() == 0
     assert [record.message for record in caplog.records] == ["back", "back"]
@@ -147,11 +148,11 @@ def _once(call: Any) -> Any:
     """Return what first says that the servers have returned to a cut."""
     calls: list[int] = []
 
-    def made(*args: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
         if len(calls) == 1:
             raise EpochChanged("back", {}, {}, has_optimizer=True)
-        return call(*args)
+        return call(*args, **kwargs)
 
     return made
 

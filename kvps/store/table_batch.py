@@ -1,0 +1,251 @@
+"""Several tables in one request: their distinct ids, and the rows and gradients of these ids.
+
+Tables whose rows have the same type and width form a *group*: their rows are neighbours in one tensor. A
+:class:`TableBatch` is made once for the ids of a batch of examples; it pulls their rows, and pushes their
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.row_gradients import numbered
+from kvps.core.worker import calls
+from kvps.core.worker.calls.embeddings import check_size, split
+from kvps.errors import KvpsError, Mismatch
+from kvps.runtime.ticket import Handle
+from kvps.store.base import Session
+from kvps.tensors import TORCH, as_tensor
+
+
+class Owner(Protocol):
+    """The store that a table belongs to."""
+
+    @property
+    def name(self) -> str:
+        """The name of the store."""
+
+    @property
+    def type(self) -> str:
+        """The kind of store."""
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers that push to it."""
+
+    @property
+    def average(self) -> bool:
+        """Whether a round is the mean of its pushes."""
+
+    @property
+    def session(self) -> Session:
+        """This process's place in the cluster."""
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, from 0."""
+
+    _later: list[KvpsError]
+
+    def _begin(self) -> None: ...
+    def _limit(self, timeout: float | None) -> float: ...
+
+
+class Table(Protocol):
+    """A table of a store."""
+
+    store: Owner
+    name: str
+    key: str
+    recipe: EmbeddingSpec
+
+
+class Group(NamedTuple):
+    """Neighbouring tables with rows of one type and width."""
+
+    dtype: torch.dtype
+    dim: int
+    first: int
+    """Index of its first table."""
+    stop: int
+
+
+class Tables:
+    """Distinct tables of one store, in the order in which requests name them: group after group.
+
+    Args:
+        tables: at least one.
+    """
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self.all: tuple[Table, ...] = tuple(sorted(tables, key=_kind))
+        self.keys = tuple([table.key for table in self.all])
+        self.store = self.all[0].store
+        self.groups: list[Group] = []
+        for (dtype, dim), some in groupby(self.all, key=_kind):
+            first = self.groups[-1].stop if self.groups else 0
+            self.groups.append(Group(TORCH[dtype], dim, first, first + len(list(some))))
+
+    def batch(self, ids: Sequence[torch.Tensor]) -> TableBatch:
+        """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated."""
+        pairs = [*map(numbered, ids)]
+        return TableBatch(self, [distinct for distinct, _ in pairs], [places for _, places in pairs])
+
+
+class TableBatch:
+    """The distinct ids of some tables, as they stand for those of a batch of examples."""
+
+    def __init__(self, tables: Tables, ids: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+        self.tables = tables
+        self.ids = ids
+        """For each table, its distinct ids, ascending."""
+        self.places = places
+        """For each table, the index of each given id among the distinct ones."""
+        self.sizes = [len(distinct) for distinct in ids]
+
+    def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
+        """Return the rows of each group, [size, dim], on the CPU."""
+        store = self.tables.store
+        store._begin()
+        limit_s = store._limit(timeout)
+        tickets = [
+            store.session.call(
+                calls.PullTableRows(store.name, (table.key,), table.recipe, ids.numpy()), limit_s
+            )
+            for table, ids in zip(self.tables.all, self.ids, strict=True)
+        ]
+        rows: list[Any] = [ticket.wait() for ticket in tickets]
+        return [torch.cat(rows[first:stop]) for _, _, first, stop in self.tables.groups]
+
+    def push(
+        self, gradients: Sequence[torch.Tensor], *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Push the gradients of each group, [size, dim], of the type of its rows, on the CPU.
+
+        Returns when they are copied; with ``async_op``, returns a handle at once.
+        """
+        store = self.tables.store
+        servers = store.session.info.servers
+        prepared = []
+        for group, rows in zip(self.tables.groups, gradients, strict=True):
+            for at, mine in enumerate(self.cut(group, rows), group.first):
+                table, ids = self.tables.all[at], self.ids[at]
+                places = [torch.from_numpy(indices) for indices in split(ids.numpy(), servers)]
+                parts = tuple([(ids[place], mine[place]) for place in places])
+                check_size(f"table {table.name!r}", parts)
+                prepared.append(calls.PushTableRows(store.name, (table.key,), not async_op, group.dim, parts))
+        store._begin()
+        tickets = [store.session.call(call, store._limit(timeout)) for call in prepared]
+        if async_op:
+            return Handle(tickets[-1], lambda: None, tickets[:-1])
+        for ticket in tickets:
+            ticket.on_error(store._later.append)
+            ticket.wait_copied()
+        return None
+
+    def cut(self, group: Group, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each table of a group."""
+        return torch.split_with_sizes(rows, self.sizes[group.first : group.stop])
+
+    def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sums for each group of the gradients of each table's given ids, [k, dim] each."""
+        totals = []
+        for group in self.tables.groups:
+            wide = torch.float64 if group.dtype is torch.float64 else torch.float32
+            size = sum(self.sizes[group.first : group.stop])
+            total = torch.zeros((size, group.dim), dtype=wide, device="cpu")
+            for at, part in enumerate(self.cut(group, total), group.first):
+                part.index_add_(0, self.places[at], gradients[at].to(wide))
+            totals.append(total.to(group.dtype))
+        return totals
+
+
+def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
+    """Return ids, or ``what`` else, as a tensor of int64.
+
+    Raises:
+        Mismatch: if they are not 64-bit integers.
+    """
+    if isinstance(ids, torch.Tensor):
+        tensor = ids.detach()
+    else:
+        try:
+            array = np.asarray(ids)
+            if array.dtype == np.uint64:
+                array = array.view(np.int64)
+            tensor = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array.copy())
+        except (TypeError, ValueError, OverflowError) as error:
+            raise Mismatch(f"{what} are whole numbers of 64 bits, got {ids!r:.60}: {error}") from error
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise Mismatch(f"{what} are whole numbers, got {tensor.dtype}")
+    return tensor.to(torch.int64)
+
+
+def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return gradients of ids of this shape as rows [k, dim], in the type in which they are summed.
+
+    Raises:
+        Mismatch: if they are none.
+    """
+    dim, dtype = table.recipe.dim, TORCH[table.recipe.dtype]
+    if isinstance(gradients, list | tuple) and not len(gradients):
+        gradients = torch.empty((*shape, dim), device="cpu")
+    if not isinstance(gradients, torch.Tensor | np.ndarray):
+        raise Mismatch(
+            f"table {table.name!r}: gradients are a tensor or an array, got {type(gradients).__name__}"
+        )
+    tensor = as_tensor(gradients)
+    if tuple(tensor.shape) != (*shape, dim) or not tensor.is_floating_point():
+        raise Mismatch(
+            f"table {table.name!r}: gradients of ids {list(shape)} are floating point numbers "
+            f"{[*shape, dim]}, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return tensor.cpu().to(wide).reshape(-1, dim)
+
+
+def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) -> list[torch.Tensor]:
+    """Return the rows of ids of any shape, for each table those of its ids, on the device of the ids."""
+    given = dict(zip(tables, map(ids_of, ids), strict=True))
+    chosen = Tables(tables)
+    batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])
+    pulled = batch.pull(timeout)
+    found = {}
+    for group, rows in zip(chosen.groups, pulled, strict=True):
+        for at, own in enumerate(batch.cut(group, rows), group.first):
+            table = chosen.all[at]
+            shaped = own.index_select(0, batch.places[at]).view(*given[table].shape, group.dim)
+            found[table] = shaped.to(given[table].device)
+    return [found[table] for table in tables]
+
+
+def push(
+    tables: Sequence[Table],
+    gradients: Sequence[object],
+    *,
+    async_op: bool,
+    timeout: float | None,
+) -> Any:
+    """Push (ids, gradients) of each table; see :meth:`TableBatch.push`."""
+    given, rows = {}, {}
+    for table, pair in zip(tables, gradients, strict=True):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise Mismatch(
+                f"table {table.name!r}: give a pair of ids and gradients, not a {type(pair).__name__}"
+            )
+        given[table] = ids_of(pair[0])
+        rows[table] = rows_of(table, pair[1], tuple(given[table].shape))
+    chosen = Tables(tables)
+    batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])
+    totals = batch.summed([rows[table] for table in chosen.all])
+    return batch.push(totals, async_op=async_op, timeout=timeout)
+
+
+def _kind(table: Table) -> tuple[str, int]:
+    return table.recipe.dtype, table.recipe.dim
