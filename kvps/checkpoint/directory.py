@@ -306,7 +306,7 @@ class CheckpointDirectory:
         whole = self.here(manifest)
         if server is not None:
             if servers is None and server < manifest.servers:
-                servers = manifest.servers
+                return server in whole
             return whole.issuperset(_needed(manifest, server, servers))
         folder = self.cut_folder(manifest.cut)
         found = {
@@ -339,8 +339,8 @@ class CheckpointDirectory:
 
         Args:
             manifest: of the cut.
-            server, servers: whose snapshot is wanted. If as many servers wrote the cut, only that one's
-                file is read, else all of them.
+            server, servers: whose snapshot is wanted. If as many servers wrote the cut, by the present
+                rule of placement, only that one's file is read, else all of them.
 
         Raises:
             StorageError: if a file is missing, damaged, or of something else.
@@ -351,7 +351,7 @@ class CheckpointDirectory:
             some = [
                 load_image(folder / manifest.images[number].name, manifest, number, step) for number in needed
             ]
-        return some[0] if servers == manifest.servers else regroup(some, server, servers)
+        return some[0] if manifest.is_for(servers) else regroup(some, server, servers, manifest.placement)
 
     # --- removing ---------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[in
     """Return the servers whose snapshots make up that of ``server`` of ``servers``."""
     if servers is not None and not 0 <= server < servers:
         raise ValueError(f"there is no server {server} of {servers}")
-    return (server,) if servers == manifest.servers else range(manifest.servers)
+    return (server,) if manifest.is_for(servers) else range(manifest.servers)
 
 
 def _each(manifest: Manifest) -> Iterable[tuple[int, ImageFile]]:

@@ -22,13 +22,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvps.checkpoint import validation
+from kvps.core import placement
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
 _ENTRIES = (
     *("format", "cut", "tag", "job", "epoch", "servers", "workers", "version", "written"),
-    *("images", "stores"),
+    *("images", "stores", "placement"),
 )
+_ADDED = {1: ("placement",)}
+"""The entries that an older format does not have."""
 
 
 def image_name(server: int, servers: int) -> str:
@@ -85,6 +88,8 @@ class Manifest:
     """The name that the user gave it. A cut with a name is kept."""
     written: str = ""
     """When, for people; nothing is decided by it."""
+    placement: int = placement.RULE
+    """The rule by which its servers held the elements of keys; 1 in a manifest of format 1."""
 
     @property
     def servers(self) -> int:
@@ -95,6 +100,10 @@ class Manifest:
     def size(self) -> int:
         """Size of all snapshots in bytes."""
         return sum(file.size for file in self.images)
+
+    def is_for(self, servers: int | None) -> bool:
+        """Whether each of ``servers`` servers finds all that it holds in the snapshot of its own number."""
+        return servers == self.servers and self.placement == placement.RULE
 
     def __str__(self) -> str:
         return f"{self.cut} ({self.tag})" if self.tag else str(self.cut)
@@ -113,6 +122,7 @@ class Manifest:
             "written": self.written,
             "images": [file._asdict() for file in self.images],
             "stores": {name: self.stores[name]._asdict() for name in sorted(self.stores)},
+            "placement": self.placement,
         }
         return json.dumps(row, indent=1, ensure_ascii=False) + "\n"
 
@@ -124,10 +134,11 @@ class Manifest:
             ValueError: if it did not write that.
         """
         given = validation.parsed(text)
-        if type(given) is dict and given.get("format") != FORMAT:
-            found = given.get("format")
-            raise ValueError(f"it has format {found!r:.40}, and this version reads {FORMAT}")
-        row = validation.record("the manifest", given, *_ENTRIES)
+        found = given.get("format") if type(given) is dict else FORMAT
+        if type(found) is not int or found not in (*_ADDED, FORMAT):
+            raise ValueError(f"it has format {found!r:.40}, and this version reads 1 to {FORMAT}")
+        missing = _ADDED.get(found, ())
+        row = validation.record("the manifest", given, *[name for name in _ENTRIES if name not in missing])
         servers = validation.natural("servers", row["servers"], validation.RANK_MAX)
         images = validation.array("images", row["images"])
         if not servers or len(images) != servers:
@@ -145,6 +156,7 @@ class Manifest:
             },
             tag=validation.text("tag", row["tag"]),
             written=validation.text("written", row["written"]),
+            placement=validation.natural("placement", row.get("placement", 1)),
         )
 
 

@@ -1,7 +1,8 @@
-"""Resharding: a cut laid out for another number of servers.
+"""Resharding: a cut laid out for another number of servers, or by another rule of placement.
 
 The snapshots of all servers are taken apart and put together again as
-:func:`~kvps.core.placement.parts` says for the new number. Portions are cut where a boundary runs
+:func:`~kvps.core.placement.parts` says for the new number. What the old layout was need not be known:
+a snapshot says where each of its portions lies. Portions are cut where a boundary runs
 through them, and never joined: each piece is a view of the old tensor and keeps its history.
 """
 
@@ -13,7 +14,7 @@ from operator import attrgetter
 
 import torch
 
-from kvps.core.placement import Part, parts
+from kvps.core.placement import RULE, Part, parts
 from kvps.core.server.options import AGREED
 from kvps.core.server.snapshot.model import (
     JoinsSnapshot,
@@ -34,12 +35,13 @@ _COUNTED = (
 """The fields of a store that are alike on every server."""
 
 
-def regroup(snapshots: Sequence[Snapshot], server: int, servers: int) -> Snapshot:
+def regroup(snapshots: Sequence[Snapshot], server: int, servers: int, rule: int = RULE) -> Snapshot:
     """Return what server ``server`` of ``servers`` holds of the values in ``snapshots``.
 
     Args:
         snapshots: of all servers of one cut, in any order.
         server, servers: whose snapshot is wanted.
+        rule: the rule of placement by which they were laid out.
 
     Raises:
         StorageError: if a snapshot is missing, they disagree about a store, or the elements of a key
@@ -50,7 +52,7 @@ def regroup(snapshots: Sequence[Snapshot], server: int, servers: int) -> Snapsho
         regroup([image_0_of_2, image_1_of_2], server=0, servers=1)  # all of it
     """
     stores = gathered(snapshots)
-    if servers == len(snapshots):
+    if servers == len(snapshots) and rule == RULE:
         return next(snapshot for snapshot in snapshots if snapshot.server == server)
     return Snapshot(server, servers, tuple(_share(store, server, servers) for store in stores))
 
@@ -97,13 +99,13 @@ def demand_own(snapshot: Snapshot) -> None:
     """
     for store in snapshot.stores:
         for key in store.keys:
-            part = _part(store, key, snapshot.server, snapshot.servers)
-            if part is None:
+            own = _parts(store, key, snapshot.server, snapshot.servers)
+            if not own:
                 raise StorageError(
                     f"key {key.name!r} of store {store.name!r} does not belong on server "
                     f"{snapshot.server} of {snapshot.servers}"
                 )
-            _demand_all(store, key, part.start, part.start + part.size)
+            _demand_all(store, key, [(part.start, part.start + part.size) for part in own])
 
 
 def _gathered_store(some: Sequence[tuple[int, StoreSnapshot]]) -> StoreSnapshot:
@@ -122,7 +124,7 @@ def _gathered_store(some: Sequence[tuple[int, StoreSnapshot]]) -> StoreSnapshot:
             known = keys.get(key.name)
             keys[key.name] = key if known is None else _both(first, known, key)
     for key in keys.values():
-        _demand_all(first, key, 0, key.spec.count)
+        _demand_all(first, key, [(0, key.spec.count)])
     return replace(
         first,
         keys=tuple(keys.values()),
@@ -186,21 +188,22 @@ def _both(store: StoreSnapshot, left: KeySnapshot, other: KeySnapshot) -> KeySna
     return replace(left, portions=tuple(portions))
 
 
-def _demand_all(store: StoreSnapshot, key: KeySnapshot, start: int, stop: int) -> None:
-    """Check that the portions of ``key`` are the elements from ``start`` to ``stop``, each once."""
-    at = start
-    for portion in key.portions:
-        if portion.start != at:
+def _demand_all(store: StoreSnapshot, key: KeySnapshot, runs: Sequence[tuple[int, int]]) -> None:
+    """Check that the portions of ``key`` are the elements of ``runs``, (start, stop), each once."""
+    left, at = list(reversed(key.portions)), 0
+    for start, stop in runs:
+        at = start
+        while left and left[-1].start == at and (at < stop or stop == runs[-1][1]):
+            at += left.pop().weight.numel()
+        if at != stop:
             break
-        at += portion.weight.numel()
-    else:
-        if at == stop:
-            return
-        portion = None
+    if at == stop and not left:
+        return
+    portion = left[-1] if left else None
     what = f"key {key.name!r} of store {store.name!r}: "
     if portion is not None and portion.start < at:
         raise StorageError(f"{what}element {portion.start} is there twice or where it must not be")
-    end = stop if portion is None else portion.start
+    end = stop if portion is None else min(portion.start, max(stop, at))
     if end < at:
         raise StorageError(f"{what}elements {end} to {at - 1} are where they must not be")
     raise StorageError(f"{what}elements {at} to {end - 1} are missing")
@@ -210,16 +213,17 @@ def _share(store: StoreSnapshot, server: int, servers: int) -> StoreSnapshot:
     """Return the part of a whole store that belongs on one server."""
     keys = []
     for key in store.keys:
-        part = _part(store, key, server, servers)
-        if part is not None:
-            keys.append(replace(key, portions=tuple(_within(key.portions, part))))
+        own = _parts(store, key, server, servers)
+        if own:
+            portions = [portion for part in own for portion in _within(key.portions, part)]
+            keys.append(replace(key, portions=tuple(portions)))
     return replace(store, keys=tuple(keys))
 
 
-def _part(store: StoreSnapshot, key: KeySnapshot, server: int, servers: int) -> Part | None:
+def _parts(store: StoreSnapshot, key: KeySnapshot, server: int, servers: int) -> list[Part]:
     bound = store.opened.bigarray_bound
     placed = parts(key.name, key.spec.count, servers, bound, key.spec.width)
-    return next((part for part in placed if part.server == server), None)
+    return [part for part in placed if part.server == server]
 
 
 def _within(portions: Iterable[SnapshotPart], part: Part) -> Iterator[SnapshotPart]:

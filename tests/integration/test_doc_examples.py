@@ -82,6 +82,7 @@ def test_blocks_of_each_kind_exist() -> None:
     elsewhere = {
         *("docs/quickstart.md", "docs/architecture.md", "docs/torch-distributed.md"),
         *("docs/launching/ray.md", "docs/frameworks.md"),  # with the packages that they need
+        "docs/protocol.md",  # tests/unit/core/test_placement.py
     }
     assert every <= {*PAGES, *WITH_FILES, *elsewhere}, "a page whose blocks no test runs"
     known = {"", "fragment", "before", "after", "after: a group of processes"}

@@ -26,7 +26,7 @@ from tests.simulation.training import FEWER, WAYS, Job, check, faults_of, outliv
 
 def job_of(seed: int) -> Job:
     dice = random.Random(seed)
-    job = Job(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(1, 8))
+    job = Job(seed, dice.randint(1, 4), dice.choice((1, 2, 3, 5)), dice.randint(1, 8))
     for index in range(dice.randint(1, 6)):
         job.sizes[f"k{index}"] = dice.choice([1, 2, 30, 64, 65, 200, 500])
     job.store = Store(deterministic=dice.random() < 0.3, bigarray_bound=dice.choice([1, 64, 100_000]))
@@ -91,7 +91,7 @@ def small_job() -> Job:
 def draw(seed: int, kills: bool = True) -> tuple[random.Random, Job]:
     """Draw a job of another kind: only its size and faults."""
     dice = random.Random(seed)
-    job = Job(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(2, 8))
+    job = Job(seed, dice.randint(1, 4), dice.choice((1, 2, 3, 5)), dice.randint(2, 8))
     job.faults = faults_of(dice)
     job.store = Store(bigarray_bound=dice.choice([64, 100_000]))
     for _ in range(dice.choice([0, 1, 2]) if kills else 0):

@@ -57,7 +57,7 @@ class Flawed(Job):
 
 def job_of(seed: int, mode: str = "sync") -> Flawed:
     dice = random.Random(seed)
-    job = Flawed(seed, dice.randint(1, 4), dice.randint(1, 3), dice.randint(2, 8))
+    job = Flawed(seed, dice.randint(1, 4), dice.choice((1, 2, 3, 5)), dice.randint(2, 8))
     for index in range(dice.randint(1, 6)):
         job.sizes[f"k{index}"] = dice.choice([1, 2, 30, 64, 65, 200, 500])
     job.store = Store(

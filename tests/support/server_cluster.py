@@ -39,7 +39,7 @@ class Cluster:
     """What servers have said to each other and was not delivered: (sender, what)."""
 
     def __post_init__(self) -> None:
-        self.where = parts("w", COUNT, self.servers, bound=1)
+        self.where = sorted(parts("w", COUNT, self.servers, bound=1))  # up to 3 servers have one part each
         self.stages = [ServerStage(self.workers, self.servers, part.server) for part in self.where]
         weight = torch.linspace(-1, 1, COUNT)
         for part, stage in zip(self.where, self.stages, strict=True):
@@ -93,7 +93,8 @@ class Cluster:
             self.hand_over(server, stage.take(stage.server.on_timer(stage.now)))
 
     def values(self) -> torch.Tensor:
-        return torch.tensor([number for stage in self.stages for number in stage.values("w")])
+        in_order = sorted(self.where, key=lambda part: part.start)
+        return torch.tensor([number for part in in_order for number in self.stages[part.server].values("w")])
 
     def versions(self) -> list[int]:
         return [stage.span("w").version for stage in self.stages]

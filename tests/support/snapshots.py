@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import ImageFile, Manifest, StoreVersions, image_name
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.placement import parts
+from kvps.core.placement import Part, parts
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, SpanHistory, StoreSnapshot
 from kvps.dtypes import Spec
 from kvps.protocol.stores import Open
@@ -59,26 +59,21 @@ def image(
     store: str = "default",
     bound: int = BOUND,
     cuts: Sequence[int] = (20, 75),
+    place: Callable[[str, int, int, int, int], tuple[Part, ...]] = parts,
 ) -> Snapshot:
     """What one server holds; keys have another history from each of ``cuts`` on."""
     held = []
     for name, spec in keys.items():
         weight = values(spec)
-        for part in parts(name, spec.count, servers, bound, spec.width):
-            if part.server == server:
-                end = part.start + part.size
-                inner = [cut for cut in cuts if part.start < cut < end]
-                held.append(
-                    KeySnapshot(
-                        name,
-                        spec,
-                        1,
-                        tuple(
-                            _portion(weight, start, stop, version, cuts)
-                            for start, stop in pairwise([part.start, *inner, end])
-                        ),
-                    )
-                )
+        own = [part for part in place(name, spec.count, servers, bound, spec.width) if part.server == server]
+        portions = []
+        for part in own:
+            end = part.start + part.size
+            inner = [cut for cut in cuts if part.start < cut < end]
+            edges = pairwise([part.start, *inner, end])
+            portions += [_portion(weight, start, stop, version, cuts) for start, stop in edges]
+        if own:
+            held.append(KeySnapshot(name, spec, 1, tuple(portions)))
     hyper = resolve("adam", {"lr": 0.1, "lr_mult": {"layer1.bias": 2.0}})
     made = StoreSnapshot(opened(store, bound), hyper.with_lr(0.05), hyper, 0.05, 1, 3, tuple(held))
     plain = StoreSnapshot(opened("plain"), None, None, 0.0, 0, 0, ())

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvps.core.placement import POINT_BITS, points
 from kvps.errors import ConfigError
 from kvps.splitmix import GOLDEN, Bits, mixed
 
@@ -48,8 +49,7 @@ def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
         >>> servers_of(np.arange(6), servers=2)
         array([0, 1, 1, 1, 1, 1])
     """
-    upper = hashes(ids, SERVER_SALT) >> np.uint64(32)
-    return (upper * np.uint64(servers) >> np.uint64(32)).view(np.int64)
+    return points(servers)[(hashes(ids, SERVER_SALT) >> np.uint64(64 - POINT_BITS)).view(np.int64)]
 
 
 class Initializer(NamedTuple):
@@ -91,17 +91,12 @@ class Initializer(NamedTuple):
             # Odd numbers between -2**24 and 2**24: none is 0, and a float32 holds each.
             odd = (hashes(places, 0) >> np.uint64(40)).astype(np.float64) * 2.0 - (2.0**24 - 1.0)
             return odd * (self.scale / 2.0**24)
-        # Twelve numbers of 16 bits: those of three hashes, in pairs, until the last step.
-        pairs = np.uint64(0x0000FFFF_0000FFFF)
         total = np.zeros(places.shape, np.uint64)
         for salt in range(3):
             bits = hashes(places, salt)
-            total += bits & pairs
-            bits >>= np.uint64(16)
-            bits &= pairs
-            total += bits
-        total += total >> np.uint64(32)
-        total &= np.uint64(0xFFFFFFFF)
+            for _ in range(4):
+                total += bits & np.uint64(0xFFFF)
+                bits >>= np.uint64(16)
         centred = total.astype(np.float64) * 2.0 - 12.0 * 65535.0
         return centred * (self.scale / 2.0**17)
 

@@ -346,7 +346,7 @@ def read_rows(
     seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
     if isinstance(target, TableRows):
         assert ids is not None
-        table = (target.read(chunks, ids),) if len(ids) else ()
+        table = (target.rows.pull(ids.numpy()).view(-1),) if len(ids) else ()
         return p.PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
     dropped: list[p.Dropped] = []
     if store.drops is not None:
@@ -365,7 +365,7 @@ def read_rows(
         return p.Changed(seq, False, dtype, width, 0, *stand), ()
     rows = _rows(store, chunks, target, ids, rank)
     changed = p.Changed(seq, True, dtype, width, len(ids), *stand)
-    return changed, (ids + target.first, *rows) if rows else ()
+    return changed, (target.numbers(ids), *rows) if rows else ()
 
 
 def _rows(

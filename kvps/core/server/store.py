@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -19,7 +19,7 @@ from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.optim.base import MASTER, State
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.optim.torch_rules import Updater, create
-from kvps.core.placement import EMBEDDING, home
+from kvps.core.placement import EMBEDDING, home, parts
 from kvps.core.refusals import RefusedCalls
 from kvps.core.server.chunks.slab import Chunk, Chunks, Slab
 from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms
@@ -35,17 +35,21 @@ from kvps.tensors import TORCH
 STEP_MAX = 2**53
 """Maximum updates of a state: beyond it float64 does not represent every whole number."""
 T = TypeVar("T")
+Run: TypeAlias = tuple[int, int]
+"""Where neighbouring elements of a key begin in it, and how many they are."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """The part of one key on this server."""
+    """The part of one key on this server, in one run or in several."""
 
     key: str
     spec: Spec
     start: int
     count: int
     pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    """Where each piece begins in the key, ascending."""
     call: int = -1
     """The last DECLARE whose value is loaded: 0 for init, k + 1 for the k-th broadcast; -1 for none."""
     loading: tuple[int, tuple[int, int]] = (-1, (0, 0))
@@ -327,10 +331,27 @@ class ServerStore:
         self.budget.demand_keys(self.name, list(new), changed)
 
     def _place(self, entry: Entry, call: int) -> None:
-        spec = _spec(entry)
-        pieces = self.slab(spec.dtype).place(entry.key, entry.size, width=spec.width)
-        shard = Shard(entry.key, spec, entry.start, entry.size, pieces, born=call)
+        shard = self.shard(entry.key, _spec(entry), self._runs(entry))
+        shard.born = call
         self.shards[entry.key] = shard
+
+    def _runs(self, entry: Entry) -> list[Run]:
+        """Return the runs of the key on this server; one run if it does not lie as placement says."""
+        spec, me = _spec(entry), self._chunks.server
+        placed = parts(entry.key, spec.count, self._chunks.servers, self.opened.bigarray_bound, spec.width)
+        runs = [(part.start, part.size) for part in placed if part.server == me]
+        is_so = bool(runs) and (runs[0][0], sum([size for _, size in runs])) == (entry.start, entry.size)
+        return runs if is_so else [(entry.start, entry.size)]
+
+    def shard(self, key: str, spec: Spec, runs: Sequence[Run], *, as_pieces: bool = False) -> Shard:
+        """Return a key with memory for the elements of ``runs``; with ``as_pieces``, each run is a piece."""
+        slab, pieces, offsets = self.slab(spec.dtype), [], []
+        for start, size in runs:
+            for piece in slab.place(key, size, [size] if as_pieces else (), spec.width):
+                pieces.append(piece)
+                offsets.append(start)
+                start += piece.size
+        return Shard(key, spec, runs[0][0], sum([size for _, size in runs]), tuple(pieces), tuple(offsets))
 
     def slab(self, dtype: str) -> Slab:
         """Return the slab of an element type."""

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from kvps.core.placement import lies_by_rows
+from kvps.core.row_ranges import RowRanges
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import Key
+from kvps.core.worker.plan import Key, PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import ProtocolError
@@ -26,25 +27,27 @@ class Range(NamedTuple):
     """The rows of a key on one server."""
 
     server: int
-    first: int
-    stop: int
+    rows: RowRanges
     lane: int
     """The chunk in which the first of them lies."""
 
 
 def ranges(key: Key) -> list[Range]:
-    """Return the rows of ``key`` on each server, ascending; nothing if some row is cut over servers."""
+    """Return the rows of ``key`` on each server; nothing if some row is cut over servers."""
     if not lies_by_rows(key.spec, [(piece.offset, piece.size) for piece in key.pieces]):
         return []
     width = key.spec.width
-    by_server: list[Range] = []
+    by_server: dict[int, list[PieceLocation]] = {}
     for piece in key.pieces:
-        stop = (piece.offset + piece.size) // width
-        if by_server and by_server[-1].server == piece.server:
-            by_server[-1] = by_server[-1]._replace(stop=stop)
-        else:
-            by_server.append(Range(piece.server, piece.offset // width, stop, piece.chunk))
-    return by_server
+        by_server.setdefault(piece.server, []).append(piece)
+    return [
+        Range(
+            server,
+            RowRanges([(piece.offset // width, (piece.offset + piece.size) // width) for piece in pieces]),
+            pieces[0].chunk,
+        )
+        for server, pieces in by_server.items()
+    ]
 
 
 @dataclass(slots=True)

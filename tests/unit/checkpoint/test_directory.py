@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -21,9 +22,11 @@ from kvps.checkpoint.directory import MANIFEST_MAX, CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest, image_name
 from kvps.checkpoint.reshard import regroup
 from kvps.checkpoint.verify import verified
+from kvps.core.placement import RULE
 from kvps.errors import StorageError
 from kvps.phrases import bytes_in_words
 from tests.support import snapshots
+from tests.support.placement_reference import first_rule
 
 FIRST, SECOND = image_name(0, 2), image_name(1, 2)
 
@@ -255,6 +258,27 @@ def test_a_manifest_of_another_number_of_servers(tmp_path: Path) -> None:
             shutil.move(tmp_path / renamed.name, tmp_path / "cut-00000001" / renamed.name)
         with pytest.raises(StorageError, match=f"snapshot of server 0 of 2, and .* of 0 of {count}"):
             CheckpointDirectory(tmp_path).load(other, 0, count)
+
+
+@pytest.mark.spec("R482")
+@pytest.mark.parametrize("after", [1, 3])
+def test_checkpoint_of_kvps_0_1_is_restored(tmp_path: Path, after: int) -> None:
+    """Its manifest has format 1, and each server of as many as wrote it needs the snapshots of all."""
+    old = snapshots.put(tmp_path, 7, 3, place=first_rule)
+    path = tmp_path / "cut-00000007" / "manifest.json"
+    row = json.loads(path.read_text())
+    del row["placement"]
+    path.write_text(json.dumps(row | {"format": 1}))
+    shelf = CheckpointDirectory(tmp_path, 0)
+    manifest = shelf.manifest(7)
+    assert (manifest.placement, old.placement) == (1, RULE)
+    assert shelf.complete(snapshots.JOB, 0, after)
+    images = [shelf.load(manifest, server, after) for server in range(after)]
+    written = [snapshots.image(server, 3, place=first_rule) for server in range(3)]
+    assert snapshots.elements(images) == snapshots.elements(written)
+    (tmp_path / "cut-00000007" / "server-2-of-3.safetensors").unlink()
+    assert not shelf.complete(snapshots.JOB, 0, after)
+    assert shelf.complete(snapshots.JOB, 0), "but it is not removed as a cut that was never completed"
 
 
 def test_an_image_must_hold_what_belongs_there(tmp_path: Path) -> None:

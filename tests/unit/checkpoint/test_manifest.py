@@ -36,7 +36,10 @@ def test_manifest_survives_json() -> None:
 
 Change = Callable[[dict[str, Any]], object]
 LIES: dict[str, tuple[Change, str]] = {
-    "format": (lambda row: row.update(format=2), "format 2"),
+    "format": (lambda row: row.update(format=3), "format 3"),
+    "format as text": (lambda row: row.update(format="2"), "format '2'"),
+    "old with more": (lambda row: row.update(format=1), "'placement'"),
+    "placement": (lambda row: row.update(placement=-2), "placement"),
     "no entry": (lambda row: row.pop("tag"), "no 'tag'"),
     "more": (lambda row: row.update(colour=1), "'colour'"),
     "cut": (lambda row: row.update(cut=-1), "cut"),

@@ -17,6 +17,7 @@ from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, StoreSnapshot
 from kvps.dtypes import Spec
 from kvps.errors import StorageError
 from tests.support import snapshots
+from tests.support.placement_reference import first_rule
 
 
 def cut_of(servers: int, **more: object) -> list[Snapshot]:
@@ -47,6 +48,18 @@ def test_resharding_back_restores_every_element(
             held = {key.name: key for key in image.stores[0].keys}
             assert (name in held) == (image.server in placed)
             demand_own(image)
+
+
+@pytest.mark.spec("R482")
+@pytest.mark.parametrize("after", [1, 2, 3, 4])
+def test_cut_of_the_first_rule_comes_back_by_the_present_one(after: int) -> None:
+    old = cut_of(3, place=first_rule)
+    new = [regroup(old, server, after, rule=1) for server in range(after)]
+    assert snapshots.elements(new) == snapshots.elements(old)
+    for image in new:
+        demand_own(image)
+    with pytest.raises(StorageError, match=r"missing|must not be|does not belong"):
+        demand_own(old[1])
 
 
 def test_nothing_is_copied() -> None:

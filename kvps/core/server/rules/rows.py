@@ -18,6 +18,7 @@ from kvps.core.optim import sparse_update
 from kvps.core.optim.base import Terms
 from kvps.core.placement import lies_by_rows
 from kvps.core.row_gradients import RowGradient, numbered
+from kvps.core.row_ranges import RowRanges
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.store import ServerStore, Shard
@@ -35,10 +36,8 @@ class KeyRows:
     shard: Shard
     width: int
     """Elements of a row."""
-    first: int
-    """Number of the first row on this server."""
-    stop: int
-    """Number behind the last row on this server."""
+    ranges: RowRanges
+    """The rows on this server."""
 
     @classmethod
     def of(cls, store: ServerStore, key: str) -> KeyRows:
@@ -51,18 +50,14 @@ class KeyRows:
         shard = store.shards.get(key)
         if shard is None or not shard.ready:
             raise KeyNotFound(f"key {key!r} of store {store.name!r} has no value yet")
-        offsets: list[tuple[int, int]] = []
-        at = shard.start
-        for piece in shard.pieces:
-            offsets.append((at, piece.size))
-            at += piece.size
+        offsets = [(at, piece.size) for at, piece in zip(shard.offsets, shard.pieces, strict=True)]
         if not offsets or not lies_by_rows(shard.spec, offsets):
             raise ProtocolError(
                 f"key {key!r} of store {store.name!r} is {shard.spec} and is not stored by rows here; "
                 "push and pull it as a whole"
             )
         width = shard.spec.width
-        return cls(shard, width, shard.start // width, at // width)
+        return cls(shard, width, RowRanges([(at // width, (at + size) // width) for at, size in offsets]))
 
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the row numbers of a request, counted from the first row here.
@@ -75,15 +70,18 @@ class KeyRows:
         if not payload:
             return torch.empty(0, dtype=torch.int64)
         ids = from_frame(payload[0], "int64").clone()
-        low, high = int(ids[0]), int(ids[-1])
-        if not self.first <= low <= high < self.stop:
+        if not self.ranges.has(ids):
             raise ProtocolError(
-                f"key {self.shard.key!r}: rows {low} to {high} are not all of the rows {self.first} "
-                f"to {self.stop - 1} of this server"
+                f"key {self.shard.key!r}: rows {int(ids[0])} to {int(ids[-1])} are not all of the rows "
+                f"{self.ranges} of this server"
             )
         if not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(f"key {self.shard.key!r}: row numbers must ascend, without duplicates")
-        return ids.sub_(self.first)
+        return self.ranges.local(ids)
+
+    def numbers(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the numbers in the key of rows that are counted from the first row here."""
+        return self.ranges.numbers(ids)
 
     def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> RowGradient:
         """Return what was pushed, by rows counted from the first here.
@@ -107,7 +105,7 @@ class KeyRows:
             rows = frames[0]
         else:
             rows = torch.cat([torch.empty(0, dtype=TORCH[BY_ID[message.dtype].name]), *frames])
-        return RowGradient(ids, rows.view(-1, self.width), self.stop - self.first)
+        return RowGradient(ids, rows.view(-1, self.width), self.ranges.count)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

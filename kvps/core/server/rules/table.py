@@ -90,7 +90,7 @@ def _make(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     chunk.embedding = rows
     chunk.writable().zero_()
     chunk.fill(piece.start)
-    store.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), call=0)
+    store.shards[key] = Shard(key, spec_of(servers), server, 1, (piece,), (server,), call=0)
     return piece
 
 
@@ -210,12 +210,6 @@ class TableRows:
                 f"an answer is {ANSWER_BYTES}; ask for fewer rows at once"
             )
         return self.ids(payload)
-
-    def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows ``ids``, flat, in memory that others read."""
-        values = chunks.memory.empty(len(ids) * self.width, self.dtype)
-        self.rows.pull(ids.numpy(), values.view(-1, self.width))
-        return values
 
     def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
         """Yield the table's one piece, and all of ``gradient``."""

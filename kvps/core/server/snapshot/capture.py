@@ -24,7 +24,7 @@ from kvps.core.server.snapshot.model import (
     SpanHistory,
     StoreSnapshot,
 )
-from kvps.core.server.store import ServerStore, Setting, Shard
+from kvps.core.server.store import Run, ServerStore, Setting, Shard
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Piece
 
@@ -64,8 +64,7 @@ def snapshot_of(store: ServerStore, chunks: Chunks) -> StoreSnapshot:
 
 def _portions(shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]) -> tuple[SnapshotPart, ...]:
     portions = []
-    offset = shard.start
-    for piece in shard.pieces:
+    for piece, offset in zip(shard.pieces, shard.offsets, strict=True):
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
         span = next(chunk.spans_in(piece.start, stop))
         history = histories.get(id(span))
@@ -76,7 +75,6 @@ def _portions(shard: Shard, chunks: Chunks, histories: dict[int, SpanHistory]) -
             state[REST] = chunk.back.residual[piece.start : stop]
         weight = chunk.buffer.tensor[piece.start : stop]
         portions.append(SnapshotPart(offset, history, weight, state))
-        offset += piece.size
     return tuple(portions)
 
 
@@ -129,8 +127,10 @@ def _check(store: ServerStore, key: KeySnapshot) -> None:
             f"key {key.name!r} of store {store.name!r} is {shard.spec}, and {key.spec} in the "
             "checkpoint; restore into the model that was saved"
         )
-    first = key.portions[0].start if key.portions else shard.start
-    if (first, _count(key)) != (shard.start, shard.count):
+    saved = _neighbours([(part.start, len(part.weight)) for part in key.portions])
+    held = _neighbours([(at, piece.size) for at, piece in zip(shard.offsets, shard.pieces, strict=True)])
+    if saved != held:
+        first = saved[0][0] if saved else shard.start
         raise StorageError(
             f"key {key.name!r} of store {store.name!r}: the checkpoint has {_count(key)} elements "
             f"from {first} for this server, which holds {shard.count} from {shard.start}; open the "
@@ -158,15 +158,24 @@ def _optimize(store: ServerStore, snapshot: StoreSnapshot) -> None:
 
 def _place(store: ServerStore, key: KeySnapshot) -> None:
     """Give a key a place; one whose parts have different histories gets a piece for each."""
-    sizes = [len(part.weight) for part in key.portions] if len(_runs(key)) > 1 else []
-    pieces = store.slab(key.spec.dtype).place(key.name, _count(key), sizes, key.spec.width)
-    first = key.portions[0].start if key.portions else 0
-    store.shards[key.name] = Shard(key.name, key.spec, first, _count(key), pieces)
+    parts, is_torn = [(part.start, len(part.weight)) for part in key.portions], len(_runs(key)) > 1
+    runs = parts if is_torn else _neighbours(parts) or [(0, 0)]
+    store.shards[key.name] = store.shard(key.name, key.spec, runs, as_pieces=is_torn)
+
+
+def _neighbours(parts: list[Run]) -> list[Run]:
+    """Return where elements lie: parts that lie side by side are one run."""
+    runs: list[Run] = []
+    for start, size in parts:
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = (runs[-1][0], runs[-1][1] + size)
+        elif size:
+            runs.append((start, size))
+    return runs
 
 
 def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) -> None:
-    offset = shard.start
-    for piece in shard.pieces:
+    for piece, offset in zip(shard.pieces, shard.offsets, strict=True):
         chunk, stop = chunks.by_number[piece.chunk], piece.start + piece.size
         cuts = _cuts(key, offset, offset + piece.size)
         history = cuts[0].history
@@ -185,7 +194,6 @@ def _fill(store: ServerStore, chunks: Chunks, shard: Shard, key: KeySnapshot) ->
             span.rounds.clear()  # what was pushed to other values is void
             span.due.clear()
             put_history(span, history)
-        offset += piece.size
 
 
 def _cuts(key: KeySnapshot, start: int, stop: int) -> list[SnapshotPart]:

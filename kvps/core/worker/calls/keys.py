@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
 from kvps import protocol as p
-from kvps.core.placement import home
+from kvps.core.placement import Part, home
 from kvps.core.worker import plan as plans
 from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
 from kvps.core.worker.calls.collective import BROADCAST, barrier
@@ -41,6 +42,16 @@ class Declaration(NamedTuple):
     """All pieces of each key."""
     stamps: dict[int, int]
     """Server -> its stamp, which changes when a value is begun anew."""
+
+
+class _Asked(NamedTuple):
+    """A key of a DECLARE to one server."""
+
+    at: int
+    """Index of the key in the call."""
+    entry: p.Entry
+    runs: Sequence[Part]
+    """The parts of it that belong on the server, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,21 +248,22 @@ def _declare(
     beside: Sequence[Request] = (),
 ) -> Generator[Step, list[Packet], Declaration]:
     """Return where keys lie, once they have their values; ``early`` as soon as they have a place."""
-    batches: dict[tuple[int, int], list[tuple[int, p.Entry]]] = {}
+    batches: dict[tuple[int, int], list[_Asked]] = {}
     for index, (name, spec) in enumerate(keys):
         dtype = BY_NAME[spec.dtype].id
-        for part in store.parts(name, spec):
-            entry = p.Entry(name, dtype, spec.shape, part.start, part.size)
-            batches.setdefault((part.server, numbers[index]), []).append((index, entry))
+        for server, runs in _by_server(store.parts(name, spec)).items():
+            size = sum([part.size for part in runs])
+            entry = p.Entry(name, dtype, spec.shape, runs[0].start, size)
+            batches.setdefault((server, numbers[index]), []).append(_Asked(index, entry, runs))
         for server in _left_by(store, name, spec) if create else ():
             entry = p.Entry(name, dtype, spec.shape, 0, 0)
-            batches.setdefault((server, numbers[index]), []).append((index, entry))
+            batches.setdefault((server, numbers[index]), []).append(_Asked(index, entry, ()))
     requests: list[Request] = []
-    asked: list[tuple[int, list[tuple[int, p.Entry]]]] = []
+    asked: list[tuple[int, list[_Asked]]] = []
     for (server, number), batch in sorted(batches.items()):
         for begin in range(0, len(batch), ENTRIES_MAX):
             slice_ = batch[begin : begin + ENTRIES_MAX]
-            entries = tuple(entry for _, entry in slice_)
+            entries = tuple(wanted.entry for wanted in slice_)
             refused = max(store.attempts.count(entry.key, number) for entry in entries)
             message = p.Declare(store.name, create, number, entries, creator, refused, early)
             requests.append(Request(server, message))
@@ -268,15 +280,35 @@ def _declare(
     for (server, batch), answer in zip(asked, answers[: len(asked)], strict=True):
         assert isinstance(answer.message, p.Declared)
         stamps[server] = max(stamps.get(server, 0), answer.message.stamp)
-        for (index, entry), place in zip(batch, answer.message.places, strict=True):
-            offset = entry.start
-            for piece in place.pieces:
-                held = PieceLocation(server, piece.chunk, piece.start, piece.size, offset)
-                placed[index].append(held)
-                if place.fresh:
-                    fresh[index].append(held)
-                offset += piece.size
+        for wanted, place in zip(batch, answer.message.places, strict=True):
+            held = _located(server, place.pieces, wanted.runs) if place.pieces else []
+            placed[wanted.at] += held
+            if place.fresh:
+                fresh[wanted.at] += held
+    for pieces in (*placed, *fresh):
+        pieces.sort(key=attrgetter("offset"))
     return Declaration(fresh, placed, stamps)
+
+
+def _by_server(parts: Iterable[Part]) -> dict[int, list[Part]]:
+    """Return the parts of a key on each server, in order."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.server, []).append(part)
+    return found
+
+
+def _located(server: int, pieces: Iterable[p.Piece], parts: Sequence[Part]) -> list[PieceLocation]:
+    """Return where the elements of ``parts`` lie, which ``pieces`` cover in order."""
+    *later, part = reversed(parts)
+    offset, located = part.start, []
+    for piece in pieces:
+        if later and offset == part.start + part.size:
+            part = later.pop()
+            offset = part.start
+        located.append(PieceLocation(server, piece.chunk, piece.start, piece.size, offset))
+        offset += piece.size
+    return located
 
 
 def _left_by(store: WorkerStore, name: str, spec: Spec) -> list[int]:

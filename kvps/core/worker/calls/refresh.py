@@ -72,11 +72,10 @@ class ChangedRows(ServerPart):
     def _patch(self, payload: Sequence[memoryview]) -> Patch:
         spec, range_ = self.key.spec, self.range
         ids = from_frame(payload[0], "int64").clone()
-        is_here = range_.first <= int(ids[0]) and int(ids[-1]) < range_.stop
-        if not is_here or not bool((ids[1:] > ids[:-1]).all()):
+        if not range_.rows.has(ids) or not bool((ids[1:] > ids[:-1]).all()):
             raise ProtocolError(
                 f"server {range_.server} answered rows of key {self.key.name!r} that are not its own, "
-                f"{range_.first} to {range_.stop - 1}, in order"
+                f"{range_.rows}, in order"
             )
         rows = torch.cat([from_frame(frame, spec.dtype) for frame in payload[1:]])
         return Patch(ids, rows.view(-1, spec.width))

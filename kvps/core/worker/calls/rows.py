@@ -66,8 +66,8 @@ class PushKeyRows(PushCall):
         demand_numbered_rounds(store)
         for index, name in enumerate(self.keys):
             key = store.key(name)
-            for _, some in _split(ranges(key), values[3 * index]):
-                _demand_room(key, some.stop - some.start)
+            for _, ids, _ in _split(ranges(key), values[3 * index]):
+                _demand_room(key, len(ids))
         plan, numbers, _ = yield from number_push(store, self.keys)
         requests: list[Request] = []
         try:
@@ -93,14 +93,14 @@ def _pushes(
     """Return the requests that push rows to each server of ``key``; none if some row is cut over servers."""
     dtype, width = BY_NAME[key.spec.dtype], key.spec.width
     requests = []
-    for rows_of, some in _split(ranges(key), ids):
-        count = some.stop - some.start
+    for rows_of, own, some in _split(ranges(key), ids):
+        count = len(own)
         message = p.PushRows(store.name, key.name, dtype.id, (store.rank,), number, width, count)
         requests.append(
             Request(
                 rows_of.server,
                 message,
-                fill=partial(_gather, store.memory, ids[some], places[some], rows, dtype.name),
+                fill=partial(_gather, store.memory, own, places[some], rows, dtype.name),
                 payload_bytes=max(1, count * (8 + width * dtype.itemsize)),
                 lane=rows_of.lane,
             )
@@ -108,13 +108,19 @@ def _pushes(
     return requests
 
 
-def _split(places: Sequence[Range], ids: torch.Tensor) -> Iterator[tuple[Range, slice]]:
-    """Yield each server's rows, and the slice of the sorted ``ids`` that are among them."""
-    if places:
-        edges = torch.tensor([places[0].first, *[rows.stop for rows in places]])
-        cuts = torch.searchsorted(ids, edges).tolist()
-        for rows, low, high in zip(places, cuts, cuts[1:], strict=False):
-            yield rows, slice(low, high)
+def _split(
+    places: Sequence[Range], ids: torch.Tensor
+) -> Iterator[tuple[Range, torch.Tensor, slice | torch.Tensor]]:
+    """Yield each server's rows, those of the sorted ``ids`` that are among them, and where these are."""
+    edges = torch.tensor([run for place in places for run in place.rows.runs]).view(-1, 2)
+    cuts = iter(torch.searchsorted(ids, edges).tolist())
+    for place in places:
+        slices = [slice(*next(cuts)) for _ in place.rows.runs]
+        if len(slices) == 1:
+            yield place, ids[slices[0]], slices[0]
+        else:
+            some = torch.cat([torch.arange(run.start, run.stop) for run in slices])
+            yield place, ids[some], some
 
 
 def _demand_room(key: Key, count: int) -> None:
@@ -237,9 +243,9 @@ class PullKeyRows(Call):
 def _read_of(key: Key, call: PullKeyRows, index: int, out: torch.Tensor) -> RowRead[NamedRows]:
     ids, places = call.ids[index], call.places[index]
     read: RowRead[NamedRows] = RowRead(key, key.number, of_key(call.priority, index))
-    for rows, some in _split(ranges(key), ids):
-        if some.start < some.stop:
-            read.parts.append(NamedRows(key, rows, ids[some], out, places[some]))
+    for rows, own, some in _split(ranges(key), ids):
+        if len(own):
+            read.parts.append(NamedRows(key, rows, own, out, places[some]))
     return read
 
 

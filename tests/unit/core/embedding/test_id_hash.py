@@ -12,7 +12,7 @@ SOME = np.array([0, 1, -1, 2**62, -(2**63)], np.int64)
 
 
 def test_the_server_of_an_id_is_for_ever() -> None:
-    assert servers_of(SOME, 5).tolist() == [2, 3, 4, 3, 3]
+    assert servers_of(SOME, 5).tolist() == [2, 1, 1, 1, 1]
     assert servers_of(SOME, 1).tolist() == [0] * 5
 
 
@@ -20,6 +20,14 @@ def test_ids_are_spread_evenly() -> None:
     counts = np.bincount(servers_of(np.arange(100_000), 4), minlength=4)
     assert counts.min() > 24_500
     assert counts.max() < 25_500
+
+
+@pytest.mark.parametrize("servers", range(1, 17))
+def test_a_new_server_takes_ids_and_moves_none_between_the_others(servers: int) -> None:
+    before, after = (servers_of(np.arange(100_000), number) for number in (servers, servers + 1))
+    moved = before != after
+    assert set(after[moved]) == {servers}
+    assert abs(moved.mean() * (servers + 1) - 1) < 0.05
 
 
 def test_first_values_are_for_ever() -> None:

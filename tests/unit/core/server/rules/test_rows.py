@@ -11,6 +11,7 @@ from kvps.compression.spec import BIT2, CodecSpec
 from kvps.core.optim.base import Terms
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
+from kvps.core.placement import parts
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Declare, Entry, Norms
@@ -52,6 +53,32 @@ def push(
     rows = torch.full((len(ids) * width,), value, dtype=getattr(torch, dtype))
     payload = (torch.tensor(ids), rows) if ids else ()
     return one.say(rank, message, *payload, lent=lent)
+
+
+@pytest.mark.spec("R171", "R175", "R178", "R481")
+def test_rows_of_several_runs_are_those_of_one_key() -> None:
+    """Of 400 rows on 5 servers, this one has two runs."""
+    one = ServerStage(servers=5, rank=3)
+    one.open(bigarray_bound=1)
+    own = [part for part in parts("t", 400 * WIDTH, 5, 1, WIDTH) if part.server == 3]
+    (first, count), (second, other) = [(part.start // WIDTH, part.size // WIDTH) for part in own]
+    one.declare("t", torch.zeros((count + other) * WIDTH), start=first * WIDTH, shape=(400, WIDTH))
+    assert [piece.size for piece in one.pieces["t"]] == [count * WIDTH, other * WIDTH]
+    one.load("t", torch.arange(1.0 * (count + other) * WIDTH))
+    for rank in (0, 1):
+        push(one, rank, [first + 1, first + 3, second], 1.0 + rank)
+    assert {row for row, value in enumerate(rows(one)) if value == 3.0} == {1, 3, count}
+    asked = torch.tensor([first + 3, second, second + 1])
+    (said,) = one.say(0, PullRows("kv", "t", 1, 0, 3), asked)
+    assert from_frame(said.payload[0], "float32").tolist() == [3.0] * 2 * WIDTH + [0.0] * WIDTH
+    push(one, 0, [first + 2, second + 3], number=1)
+    push(one, 1, [second + 3], number=1)
+    expected = {first + 1: 0.0, first + 2: 1.0, first + 3: 0.0, second: 0.0, second + 3: 2.0}
+    assert changed(one, 1, 2) == expected
+    for ids in ([first + 1, first + count], [second - 1], [second + other]):
+        assert f"not all of the rows {first} to {first + count - 1} and {second} to" in refusal(
+            push(one, 0, ids, number=1)
+        )
 
 
 def push_whole(one: ServerStage, rank: int, value: float, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from kvps.protocol.values import (
     TableRate,
 )
 from kvps.tensors import from_frame
+from tests.support.placement_reference import reference
 from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal, weight_bytes
 
 KEY = "kvps.embedding:words"
@@ -218,7 +220,10 @@ def test_a_table_is_found_as_a_key_is() -> None:
 @pytest.mark.spec("R186")
 def test_the_server_of_an_id_is_as_the_document_says() -> None:
     ids = [0, 1, -1, 2**62, 123456789]
-    assert servers_of(np.array(ids), 7).tolist() == [(mixed(one, 1) >> 32) * 7 >> 32 for one in ids]
+    runs = reference()["line"](65536, 7, lambda servers: 1)
+    starts, owners = [start for start, _ in runs], [server for _, server in runs]
+    expected = [owners[bisect_right(starts, mixed(one, 1) >> 48) - 1] for one in ids]
+    assert servers_of(np.array(ids), 7).tolist() == expected
 
 
 @pytest.mark.spec("R187")

@@ -49,11 +49,11 @@ def trained(server: int = 0, servers: int = 1) -> ServerStage:
     sizes = {"w": 40, "big": 40_000, "half": 30, "never": 100, "nothing": 0}
     for key, count in sizes.items():
         row = (torch.arange(count) % 100).to(torch.bfloat16 if key == "half" else torch.float32)
-        for part in parts(key, count, servers, BOUND):
-            if part.server == server:
-                some = row[part.start : part.start + part.size]
-                one.declare(key, some, start=part.start, shape=(count,))
-                one.load(key, some)
+        own = [part for part in parts(key, count, servers, BOUND) if part.server == server]
+        if own:
+            some = torch.cat([row[part.start : part.start + part.size] for part in own])
+            one.declare(key, some, start=own[0].start, shape=(count,))
+            one.load(key, some)
     for key, pushes in (("w", 3), ("big", 2), ("half", 3)):
         for number in range(pushes if key in one.pieces else 0):
             for rank in (0, 1):
@@ -117,8 +117,24 @@ def test_the_keys_of_an_image_are_those_that_have_a_value() -> None:
     assert [key.name for key in image_of(one).stores[0].keys] == ["a"]
 
 
+@pytest.mark.spec("R482")
+def test_server_with_several_runs_of_a_key_has_them_all_after_a_restore() -> None:
+    images = [image_of(trained(server, 5)) for server in range(5)]
+    assert any(len(key.portions) > 1 for image in images for key in image.stores[0].keys)
+    back = [image_of(fresh(image)) for image in images]
+    assert _without_new_states(elements(back)) == _without_new_states(elements(images))
+    again = trained(3, 5)
+    again.server.control.restore(images[3])
+    held, saved = (
+        [key for key in image.stores[0].keys if key.name == "big"] for image in (image_of(again), images[3])
+    )
+    assert [part.start for part in held[0].portions] == [part.start for part in saved[0].portions]
+    with pytest.raises(StorageError, match="open the store with the bigarray_bound"):
+        again.revive(images[2])
+
+
 @pytest.mark.spec("R148")
-@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("servers", [1, 3, 5])
 def test_on_another_number_of_servers(servers: int) -> None:
     images = [image_of(trained(server, 2)) for server in (0, 1)]
     others = [fresh(regroup(images, server, servers)) for server in range(servers)]

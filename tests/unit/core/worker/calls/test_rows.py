@@ -129,6 +129,33 @@ def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     assert one.keys["t"].number == 0
 
 
+def split_store() -> WorkerStore:
+    """A table of 8 rows, of which server 1 has two runs."""
+    one = WorkerStore(opened(), 0, 2, 240.0)
+    runs = [(1, 3, 0, 4, 0), (0, 2, 0, 6, 4), (1, 3, 4, 4, 10), (0, 4, 0, 2, 14)]
+    one.place([("t", TABLE, [PieceLocation(*run) for run in runs])])
+    return one
+
+
+@pytest.mark.spec("R172")
+def test_a_server_with_several_runs_gets_its_rows_in_one_push() -> None:
+    one = split_store()
+    (first, second) = next(pushing(one, (7, 2, 0, 5, 3, 6)))
+    assert [(each.server, each.lane) for each in (first, second)] == [(1, 3), (0, 2)]
+    assert sent(first) == ([0, 5, 6], [0.0, 5.0, 6.0])
+    assert sent(second) == ([2, 3, 7], [2.0, 3.0, 7.0])
+
+
+@pytest.mark.spec("R175")
+def test_rows_of_several_runs_of_a_server_are_pulled_at_once() -> None:
+    one = split_store()
+    steps = pulling(one, 1, 3, 5, 7)
+    (first, second) = next(steps)
+    assert [(each.server, each.payload[0].tolist()) for each in (first, second)] == [(1, [1, 5]), (0, [3, 7])]
+    (found,) = end(steps, [reply(first, 0), reply(second, 0)])
+    assert found[:, 0].tolist() == [7.0, 5.0, 3.0, 1.0]
+
+
 @pytest.mark.spec("R171")
 def test_a_key_that_does_not_lie_by_rows_is_pushed_as_a_whole() -> None:
     one = new_store()
