@@ -28,7 +28,8 @@ def mixed(states: Bits) -> Bits:
     """
     bits = states ^ (states >> np.uint64(30))
     bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
+    shifted = bits >> np.uint64(27)
+    bits ^= shifted
     bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
+    bits ^= np.right_shift(bits, np.uint64(31), out=shifted)
     return bits

@@ -94,8 +94,15 @@ def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a flat tensor as another, which does not keep their memory alive."""
-    memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype)
+    return at_address(tensor.data_ptr(), len(tensor), tensor.dtype)
+
+
+def at_address(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``count`` elements that begin at an address, which is not checked, as a flat tensor.
+
+    The caller owns their memory, and reads and writes no element that is not its own.
+    """
+    return torch.frombuffer((ctypes.c_ubyte * (count * dtype.itemsize)).from_address(address), dtype=dtype)
 
 
 class Memory(Protocol):

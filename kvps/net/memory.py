@@ -14,15 +14,17 @@ time by :func:`give_back`.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP = Path("/sys/fs/cgroup")
-_PROCESS = Path("/proc/self")
+CGROUP = Path("/sys/fs/cgroup")
+PROCESS = Path("/proc/self")
 SHARE = 0.8
 """The part of it that servers take by default; the rest is for what packets take on their way, and
 for others."""
@@ -33,49 +35,32 @@ def share_bytes(servers: int = 1) -> int:
     return int(SHARE * memory_bytes()) // servers
 
 
-class MemoryUse(NamedTuple):
-    """The memory in use, of how much there is."""
-
-    used_bytes: int
-    total_bytes: int
-
-
-class _Version(NamedTuple):
+class Version(NamedTuple):
     """The names of one version of control groups."""
 
     limit: str
     used: str
-    caches: tuple[str, ...]
-    """Lines of memory.stat: pages of files, which the kernel frees before it kills a process."""
+    caches: re.Pattern[bytes]
+    """Finds numbers in memory.stat: of pages of files, which the kernel frees before it kills a process."""
 
 
-_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-_V2 = _Version("memory.max", "memory.current", ("active_file", "inactive_file"))
+V1 = Version(
+    "memory.limit_in_bytes", "memory.usage_in_bytes", re.compile(rb"^total_(?:in)?active_file (\d+)", re.M)
+)
+V2 = Version("memory.max", "memory.current", re.compile(rb"^(?:in)?active_file (\d+)", re.M))
 
 
-def memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """Return how much memory this process may have: that of the machine, or of a control group
-    that it is in."""
-    limits = [_number(group / version.limit) for group, version in _groups(cgroup, _PROCESS)]
-    return min([machine_bytes(), *[limit for limit in limits if limit is not None]])
+class Group(NamedTuple):
+    """A control group that has a limit."""
+
+    folder: Path
+    version: Version
+    limit_bytes: int
 
 
-def memory_use(cgroup: Path = _CGROUP, process: Path = _PROCESS) -> MemoryUse:
-    """Return how much memory is in use, of how much.
-
-    That of the control group that is nearest to its limit, with all its processes, as the kernel
-    kills one of them at the limit. Where no group has a limit, that of this process, of the
-    machine's. Pages of files do not count, because the kernel frees them before.
-    """
-    whole = machine_bytes()
-    uses = [MemoryUse(_own_bytes(process), whole)]
-    for group, version in _groups(cgroup, process):
-        limit, used = _number(group / version.limit), _number(group / version.used)
-        if limit is not None and used is not None and 0 < limit < whole:
-            cached = _numbers(group / "memory.stat")
-            caches = sum([cached.get(name, 0) for name in version.caches])
-            uses.append(MemoryUse(max(0, used - caches), limit))
-    return max(uses, key=lambda use: use.used_bytes / use.total_bytes)
+def memory_bytes(cgroup: Path = CGROUP, process: Path = PROCESS) -> int:
+    """Return how much memory a process may have: that of the machine, or of a control group that it is in."""
+    return min([machine_bytes(), *[group.limit_bytes for group in groups(cgroup, process)]])
 
 
 def machine_bytes() -> int:
@@ -83,20 +68,26 @@ def machine_bytes() -> int:
     return PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
 
 
-def _own_bytes(process: Path) -> int:
-    """Return how much memory this process has, without pages of files; 0 where that is not known."""
-    kib = _numbers(process / "status")
-    return (kib.get("RssAnon", 0) + kib.get("RssShmem", 0)) << 10
+def groups(cgroup: Path = CGROUP, process: Path = PROCESS) -> Iterator[Group]:
+    """Yield the control groups that a process is in and that limit its memory, outermost first.
+
+    Example::
+
+        [group.limit_bytes >> 20 for group in groups()]  # MiB
+    """
+    for folder, version in _folders(cgroup, process):
+        with contextlib.suppress(OSError, ValueError):  # it is not there, or says "max"
+            yield Group(folder, version, int((folder / version.limit).read_text()))
 
 
-def _groups(cgroup: Path, process: Path) -> Iterator[tuple[Path, _Version]]:
-    """Yield the folders of the memory's control groups that this process is in, outermost first.
+def _folders(cgroup: Path, process: Path) -> Iterator[tuple[Path, Version]]:
+    """Yield the folders of the memory's control groups that a process is in, outermost first.
 
     In a container its own group is often the root of what it sees, and the path that the kernel
     names is not there.
     """
-    yield cgroup, _V2
-    yield cgroup / "memory", _V1
+    yield cgroup, V2
+    yield cgroup / "memory", V1
     try:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:
@@ -104,9 +95,9 @@ def _groups(cgroup: Path, process: Path) -> Iterator[tuple[Path, _Version]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            roots = [(cgroup, _V2), (cgroup / "unified", _V2)]
+            roots = [(cgroup, V2), (cgroup / "unified", V2)]
         elif "memory" in controllers.split(","):
-            roots = [(cgroup / "memory", _V1)]
+            roots = [(cgroup / "memory", V1)]
         else:
             continue
         for root, version in roots:
@@ -114,26 +105,6 @@ def _groups(cgroup: Path, process: Path) -> Iterator[tuple[Path, _Version]]:
             for name in Path(path).parts[1:]:
                 folder /= name
                 yield folder, version
-
-
-def _number(path: Path) -> int | None:
-    """Return the number in a file; None if there is none, as where it says "max"."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers of a file with lines such as ``name 12`` or ``name: 12 kB``, by name."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    pairs = [line.split()[:2] for line in lines]
-    return {
-        pair[0].removesuffix(":"): int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()
-    }
 
 
 class Limits(NamedTuple):

@@ -8,16 +8,17 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import EmbeddingSpec
-from kvps.core.row_gradients import numbered
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size
 from kvps.errors import KvpsError, Mismatch
 from kvps.runtime.ticket import Handle
 from kvps.store.base import Session
@@ -94,20 +95,24 @@ class Tables:
 
     def batch(self, ids: Sequence[torch.Tensor]) -> TableBatch:
         """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated."""
-        pairs = [*map(numbered, ids)]
-        return TableBatch(self, [distinct for distinct, _ in pairs], [places for _, places in pairs])
+        servers = self.store.session.info.servers
+        return TableBatch(self, [SplitIds(some.numpy(), servers) for some in ids])
 
 
 class TableBatch:
     """The distinct ids of some tables, as they stand for those of a batch of examples."""
 
-    def __init__(self, tables: Tables, ids: list[torch.Tensor], places: list[torch.Tensor]) -> None:
+    def __init__(self, tables: Tables, splits: list[SplitIds]) -> None:
         self.tables = tables
-        self.ids = ids
-        """For each table, its distinct ids, ascending."""
-        self.places = places
+        self._splits = splits
+        self.ids = [torch.from_numpy(split.ids) for split in splits]
+        """For each table, its distinct ids, by server."""
+        self.sizes = [len(split) for split in splits]
+
+    @cached_property
+    def places(self) -> list[torch.Tensor]:
         """For each table, the index of each given id among the distinct ones."""
-        self.sizes = [len(distinct) for distinct in ids]
+        return [split.places for split in self._splits]
 
     def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
         """Return the rows of each group, [size, dim], on the CPU."""
@@ -116,12 +121,15 @@ class TableBatch:
         limit_s = store._limit(timeout)
         tickets = [
             store.session.call(
-                calls.PullTableRows(store.name, (table.key,), table.recipe, ids.numpy()), limit_s
+                calls.PullTableRows(store.name, (table.key,), table.recipe, split.ids, split.edges), limit_s
             )
-            for table, ids in zip(self.tables.all, self.ids, strict=True)
+            for table, split in zip(self.tables.all, self._splits, strict=True)
         ]
         rows: list[Any] = [ticket.wait() for ticket in tickets]
-        return [torch.cat(rows[first:stop]) for _, _, first, stop in self.tables.groups]
+        return [
+            rows[first] if stop == first + 1 else torch.cat(rows[first:stop])
+            for _, _, first, stop in self.tables.groups
+        ]
 
     def push(
         self, gradients: Sequence[torch.Tensor], *, async_op: bool = False, timeout: float | None = None
@@ -136,8 +144,8 @@ class TableBatch:
         for group, rows in zip(self.tables.groups, gradients, strict=True):
             for at, mine in enumerate(self.cut(group, rows), group.first):
                 table, ids = self.tables.all[at], self.ids[at]
-                places = [torch.from_numpy(indices) for indices in split(ids.numpy(), servers)]
-                parts = tuple([(ids[place], mine[place]) for place in places])
+                shares = [self._splits[at].of(server) for server in range(servers)]
+                parts = tuple([(ids[share], mine[share]) for share in shares])
                 check_size(f"table {table.name!r}", parts)
                 prepared.append(calls.PushTableRows(store.name, (table.key,), not async_op, group.dim, parts))
         store._begin()
@@ -158,11 +166,11 @@ class TableBatch:
         totals = []
         for group in self.tables.groups:
             wide = torch.float64 if group.dtype is torch.float64 else torch.float32
-            size = sum(self.sizes[group.first : group.stop])
-            total = torch.zeros((size, group.dim), dtype=wide, device="cpu")
-            for at, part in enumerate(self.cut(group, total), group.first):
-                part.index_add_(0, self.places[at], gradients[at].to(wide))
-            totals.append(total.to(group.dtype))
+            sums = [
+                self._splits[at].summed(gradients[at].to(wide)).to(group.dtype)
+                for at in range(group.first, group.stop)
+            ]
+            totals.append(sums[0] if len(sums) == 1 else torch.cat(sums))
         return totals
 
 
@@ -207,7 +215,7 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
             f"{[*shape, dim]}, got {tensor.dtype} {list(tensor.shape)}"
         )
     wide = torch.float64 if dtype is torch.float64 else torch.float32
-    return tensor.cpu().to(wide).reshape(-1, dim)
+    return tensor.cpu().to(wide).reshape(-1, dim).contiguous()
 
 
 def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) -> list[torch.Tensor]:

@@ -17,13 +17,13 @@ import torch
 from kvps.compression.policy import CompressionPolicy
 from kvps.core.effects import Copied, Finish, Save
 from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.membership_client import JOIN_MAX_S, Identity
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import split
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
@@ -189,14 +189,16 @@ class Store:
 
     def push_ids(self, key: str, ids: Ids, rows: torch.Tensor, servers: int) -> Script:
         """Push rows; return when they are copied."""
-        parts = tuple(
-            (torch.from_numpy(ids[some]), rows[torch.from_numpy(some)]) for some in split(ids, servers)
-        )
+        split = SplitIds(ids, servers)
+        whole, ordered = torch.from_numpy(split.ids), split.summed(rows)
+        parts = tuple((whole[some], ordered[some]) for some in map(split.of, range(servers)))
         call = calls.PushTableRows(self.name, (key,), True, rows.shape[1], parts)
         yield self._do(call, "copied")
 
-    def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids) -> Script:
-        return (yield self._do(calls.PullTableRows(self.name, (key,), recipe, ids)))
+    def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids, servers: int) -> Script:
+        split = SplitIds(ids, servers)
+        rows = yield self._do(calls.PullTableRows(self.name, (key,), recipe, split.ids, split.edges))
+        return rows[split.places]
 
     def block(self, key: str, dim: int, server: int, start: int) -> Script:
         """Return some of the rows that one server has."""

@@ -84,7 +84,7 @@ def train(job: TableJob, rank: int) -> Script:
 
 
 def look(job: TableJob, wanted: torch.Tensor) -> Script:
-    rows = yield from patient(job.store.pull_ids, KEY, job.recipe, ALL)
+    rows = yield from patient(job.store.pull_ids, KEY, job.recipe, ALL, job.servers)
     assert torch.equal(rows, wanted), (rows - wanted).abs().sum(1).nonzero()
 
 
@@ -169,10 +169,10 @@ def train_alone(job: TableJob, rank: int) -> Script:
     for step in range(begin, job.steps):
         yield from kv.push_ids(KEY, job.ids(rank, step), job.rows(rank, step), job.servers)
         if step % 3 == 0:
-            yield from kv.pull_ids(KEY, job.recipe, ALL)
+            yield from kv.pull_ids(KEY, job.recipe, ALL, job.servers)
     while (yield from kv.versions([KEY])) != [job.workers * job.steps]:
         yield from kv.flush()
-    return (yield from kv.pull_ids(KEY, job.recipe, ALL))
+    return (yield from kv.pull_ids(KEY, job.recipe, ALL, job.servers))
 
 
 @pytest.mark.spec("R188")

@@ -5,13 +5,17 @@ Rows lie in *arenas*: blocks of memory, each as large as all before it together,
 so that its memory never doubles. What was never written to takes no memory: the system gives pages
 out as they are touched.
 
+To gather rows arena by arena would take two passes over them, and a call for each arena. So each column has
+a *window*: one tensor over all its arenas, from the lowest address to the highest, and what lies between.
+Every arena begins at a multiple of the length of a row; so each row is one of the window's rows, and one call
+reads or writes rows of all arenas. Only places that :meth:`Arenas.places` makes of slots are ever touched.
+
 A snapshot may hold arenas. A write to a held arena goes to a copy, which is made then: 64 MiB at a time, and
 not the whole table.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -19,11 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvps.core.optim.sparse_update import Placed
+from kvps.tensors import at_address
+
 ARENA_BYTES_MIN, ARENA_BYTES_MAX = 1 << 20, 64 << 20
 
 Slots = npt.NDArray[np.int64]
 Columns = dict[str, torch.Tensor]
 """By name, one row for each slot: ``weight``, and the optimizer's states."""
+PlacedColumns = dict[str, Placed]
 
 WEIGHT = "weight"
 
@@ -41,6 +49,16 @@ class Arena:
     """Number of snapshots that need it unchanged."""
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One column of all arenas."""
+
+    rows: torch.Tensor
+    """[from the lowest row to the highest, dim]."""
+    shifts: Slots
+    """By unit: what is added to the slots in it, for their places in ``rows``."""
+
+
 class Arenas:
     """The rows of one table.
 
@@ -53,8 +71,10 @@ class Arenas:
         self.dim = dim
         self.dtypes = dtypes
         self._row_bytes = dim * sum([dtype.itemsize for dtype in dtypes.values()])
+        self._unit_bits = max(1, ARENA_BYTES_MIN // self._row_bytes).bit_length() - 1
+        """Arenas are whole units of 2 to this many rows."""
         self._arenas: list[Arena] = []
-        self._starts: list[int] = []
+        self._windows: dict[str, Window] = {}
         self.room = 0
         """Rows that fit in."""
 
@@ -63,52 +83,51 @@ class Arenas:
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` rows altogether."""
+        if self.room >= rows:
+            return
         while self.room < rows:
             size = self.room * self._row_bytes
             size = max(ARENA_BYTES_MIN, min(size, ARENA_BYTES_MAX))
-            count = max(1, size // self._row_bytes)
-            columns = {
-                name: torch.empty((count, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
-            }
-            self._starts.append(self.room)
+            count = max(1, size // self._row_bytes >> self._unit_bits) << self._unit_bits
+            columns = {name: _aligned(count, self.dim, dtype) for name, dtype in self.dtypes.items()}
             self._arenas.append(Arena(self.room, count, columns))
             self.room += count
+        self._look()
+
+    def places(self, slots: Slots) -> PlacedColumns:
+        """Return where the rows at ``slots`` are; a snapshot may hold them."""
+        units = slots >> self._unit_bits
+        return {
+            name: (window.rows, torch.from_numpy(window.shifts.take(units) + slots))
+            for name, window in self._windows.items()
+        }
+
+    def places_to_write(self, slots: Slots) -> PlacedColumns:
+        """Return where the rows at ``slots`` are; they may be written to."""
+        if any(arena.holds for arena in self._arenas):
+            self._part(slots)
+        return self.places(slots)
 
     def read(self, slots: Slots) -> Columns:
         """Return copies of the rows at ``slots``: of each column one tensor [len(slots), dim]."""
         if not len(slots):
             return {name: torch.empty((0, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()}
-        parts = [
-            (places, {name: column[at] for name, column in arena.columns.items()})
-            for arena, places, at in self._cut(slots)
-        ]
-        if len(parts) == 1:
-            return parts[0][1]
-        found = {
-            name: torch.empty((len(slots), self.dim), dtype=dtype) for name, dtype in self.dtypes.items()
-        }
-        for places, part in parts:
-            for name, rows in part.items():
-                found[name][places] = rows
-        return found
+        return {name: rows.index_select(0, at) for name, (rows, at) in self.places(slots).items()}
 
-    def weights(self, slots: Slots) -> torch.Tensor:
-        """Return copies of the weights at ``slots``, [len(slots), dim]."""
-        found = torch.empty((len(slots), self.dim), dtype=self.dtypes[WEIGHT])
-        for arena, places, at in self._cut(slots):
-            found[places] = arena.columns[WEIGHT][at]
-        return found
+    def weights(self, slots: Slots, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return copies of the weights at ``slots``, [len(slots), dim]; in ``out``, if it is given."""
+        if out is None:
+            out = torch.empty((len(slots), self.dim), dtype=self.dtypes[WEIGHT])
+        if len(slots):
+            window = self._windows[WEIGHT]
+            at = window.shifts.take(slots >> self._unit_bits) + slots
+            torch.index_select(window.rows, 0, torch.from_numpy(at), out=out)
+        return out
 
     def write(self, slots: Slots, columns: Columns) -> None:
         """Write rows to ``slots``, each named once."""
-        for arena, places, at in self.cut_to_write(slots):
-            for name, column in arena.columns.items():
-                column[at] = columns[name][places]
-
-    def cut_to_write(self, slots: Slots) -> Iterator[tuple[Arena, torch.Tensor, torch.Tensor]]:
-        """Yield the same as :meth:`_cut`, with arenas that may be written to."""
-        for arena, places, at in self._cut(slots):
-            yield self._writable(arena), places, at
+        for name, (rows, at) in self.places_to_write(slots).items():
+            rows.index_copy_(0, at, columns[name])
 
     def keep(self) -> tuple[list[Arena], Callable[[], None]]:
         """Return the arenas as they are now, and a function that releases them."""
@@ -123,27 +142,32 @@ class Arenas:
 
         return kept, release
 
-    def _writable(self, arena: Arena) -> Arena:
-        if not arena.holds:
-            return arena
-        mine = Arena(
-            arena.start, arena.rows, {name: column.clone() for name, column in arena.columns.items()}
-        )
-        self._arenas[bisect_right(self._starts, arena.start) - 1] = mine
-        return mine
-
-    def _cut(self, slots: Slots) -> Iterator[tuple[Arena, torch.Tensor, torch.Tensor]]:
-        """Yield each arena that holds some of ``slots``, the positions in ``slots``, and the rows in it."""
-        if len(self._arenas) == 1 and len(slots):
-            yield self._arenas[0], torch.arange(len(slots)), torch.from_numpy(slots)
-            return
-        which = np.searchsorted(self._starts, slots, side="right") - 1
-        order = np.argsort(which, kind="stable")
-        edges = np.searchsorted(which[order], np.arange(len(self._arenas) + 1))
-        for index in np.flatnonzero(np.diff(edges)):
-            places = order[edges[index] : edges[index + 1]]
+    def _part(self, slots: Slots) -> None:
+        """Replace the arenas of ``slots`` that snapshots hold by copies."""
+        starts = [arena.start for arena in self._arenas]
+        for index in np.unique(np.searchsorted(starts, slots, side="right") - 1).tolist():
             arena = self._arenas[index]
-            yield arena, torch.from_numpy(places), torch.from_numpy(slots[places] - arena.start)
+            if arena.holds:
+                columns = {name: _aligned(arena.rows, self.dim, dtype) for name, dtype in self.dtypes.items()}
+                for name, column in columns.items():
+                    column.copy_(arena.columns[name])
+                self._arenas[index] = Arena(arena.start, arena.rows, columns)
+        self._look()
+
+    def _look(self) -> None:
+        """Make the windows of the arenas as they are now."""
+        units = [arena.rows >> self._unit_bits for arena in self._arenas]
+        for name, dtype in self.dtypes.items():
+            row_bytes = self.dim * dtype.itemsize
+            first = np.array([arena.columns[name].data_ptr() // row_bytes for arena in self._arenas])
+            lowest = int(first.min())
+            count = (
+                max([at + arena.rows for at, arena in zip(first.tolist(), self._arenas, strict=True)])
+                - lowest
+            )
+            rows = at_address(lowest * row_bytes, count * self.dim, dtype).view(count, self.dim)
+            starts = np.array([arena.start for arena in self._arenas])
+            self._windows[name] = Window(rows, np.repeat(first - lowest - starts, units))
 
     @property
     def size_bytes(self) -> int:
@@ -151,14 +175,29 @@ class Arenas:
         return self.room * self._row_bytes
 
     def check(self) -> None:
-        """Assert the invariants: arenas lie end to end, and every column is as long."""
+        """Assert the invariants: arenas lie end to end, their columns are as long, and windows show them."""
         stop = 0
-        for arena, start in zip(self._arenas, self._starts, strict=True):
-            assert arena.start == start == stop
+        for arena in self._arenas:
+            assert arena.start == stop
             assert arena.columns.keys() == self.dtypes.keys()
+            placed = self.places(np.array([arena.start, arena.start + arena.rows - 1]))
             for name, column in arena.columns.items():
                 assert column.shape == (arena.rows, self.dim)
                 assert column.dtype == self.dtypes[name]
+                rows, (first, last) = placed[name]
+                assert rows[first].data_ptr() == column.data_ptr()
+                assert rows[last].data_ptr() == column[-1].data_ptr()
             assert arena.holds >= 0
             stop += arena.rows
         assert stop == self.room
+
+
+def _aligned(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor [count, dim] whose address is a multiple of the length of a row.
+
+    numpy asks the system for huge pages where a block is large, which torch does not.
+    """
+    row_bytes = dim * dtype.itemsize
+    block = torch.from_numpy(np.empty((count + 1) * row_bytes, np.uint8))
+    start = -block.data_ptr() % row_bytes
+    return block[start : start + count * row_bytes].view(dtype).view(count, dim)

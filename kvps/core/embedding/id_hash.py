@@ -91,12 +91,17 @@ class Initializer(NamedTuple):
             # Odd numbers between -2**24 and 2**24: none is 0, and a float32 holds each.
             odd = (hashes(places, 0) >> np.uint64(40)).astype(np.float64) * 2.0 - (2.0**24 - 1.0)
             return odd * (self.scale / 2.0**24)
+        # Twelve numbers of 16 bits: those of three hashes, in pairs, until the last step.
+        pairs = np.uint64(0x0000FFFF_0000FFFF)
         total = np.zeros(places.shape, np.uint64)
         for salt in range(3):
             bits = hashes(places, salt)
-            for _ in range(4):
-                total += bits & np.uint64(0xFFFF)
-                bits >>= np.uint64(16)
+            total += bits & pairs
+            bits >>= np.uint64(16)
+            bits &= pairs
+            total += bits
+        total += total >> np.uint64(32)
+        total &= np.uint64(0xFFFFFFFF)
         centred = total.astype(np.float64) * 2.0 - 12.0 * 65535.0
         return centred * (self.scale / 2.0**17)
 

@@ -2,8 +2,9 @@
 
 A hash table with open addressing. Its cells hold slots (four bytes), and the id of a slot is kept
 once, in a column beside it. Lookups and insertions work on whole arrays: in each pass all ids that
-are not settled look at their next cell. When more than :data:`FULL` of the cells are taken, there
-are twice as many; only cells move then, no row does.
+are not settled look at their next cell. The step from cell to cell grows by one each time: so ids that begin
+at neighbouring cells part, and few passes settle all. When more than :data:`FULL` of the cells are taken,
+there are twice as many; only cells move then, no row does.
 
 Slots are given out from 0 on, and those of ids that were dropped first.
 """
@@ -29,7 +30,7 @@ class IdIndex:
 
     def __init__(self) -> None:
         self._cells = np.full(CELLS_MIN, _FREE, np.int32)
-        self._ids = np.empty(0, np.int64)
+        self._ids = np.zeros(1, np.int64)
         """By slot."""
         self._free: list[npt.NDArray[np.int64]] = []
         """Slots below ``used`` that have no id, in arrays; the last is given out first."""
@@ -51,17 +52,21 @@ class IdIndex:
 
     def find(self, ids: Ids) -> Slots:
         """Return the slot of each id; -1 where it has none. Ids may be repeated."""
-        found = np.full(len(ids), -1, np.int64)
-        mask = len(self._cells) - 1
-        left = np.arange(len(ids))
+        cells, owners, mask = self._cells, self._ids, len(self._cells) - 1
         at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
+        slots = cells.take(at)
+        found = slots.astype(np.int64)
+        # A free cell is taken for one of the last slot: if that has the id, what is found is still -1.
+        left = np.flatnonzero(owners.take(slots) != ids)
+        step = 0
         while len(left):
-            slots = self._cells[at]
-            is_taken = slots >= 0
-            left, at, slots = left[is_taken], at[is_taken], slots[is_taken]
-            is_it = self._ids[slots] == ids[left]
-            found[left[is_it]] = slots[is_it]
-            left, at = left[~is_it], at[~is_it] + 1 & mask
+            # The cells that these looked at last are free, or of others.
+            left = left.take(np.flatnonzero(found.take(left) >= 0))
+            step += 1
+            at[left] = nearby = at.take(left) + step & mask
+            slots = cells.take(nearby)
+            found[left] = slots
+            left = left.take(np.flatnonzero(owners.take(slots) != ids.take(left)))
         return found
 
     def add(self, ids: Ids) -> Slots:
@@ -120,14 +125,15 @@ class IdIndex:
 
     def _enter(self, ids: Ids, slots: Slots) -> None:
         """Write slots into cells."""
-        mask = len(self._cells) - 1
+        cells, mask, step = self._cells, len(self._cells) - 1, 0
         at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
         narrow = slots.astype(np.int32)
         while len(at):
-            is_free = self._cells[at] < 0
-            self._cells[at[is_free]] = narrow[is_free]  # of several at one cell, one gets it
-            is_left = self._cells[at] != narrow
-            at, narrow = at[is_left] + 1 & mask, narrow[is_left]
+            free = np.flatnonzero(cells.take(at) < 0)
+            cells[at.take(free)] = narrow.take(free)  # of several at one cell, one gets it
+            left = np.flatnonzero(cells.take(at) != narrow)
+            step += 1
+            at, narrow = at.take(left) + step & mask, narrow.take(left)
 
     def check(self) -> None:
         """Assert the invariants: every id that has a slot is found there, and no other is."""

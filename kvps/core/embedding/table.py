@@ -27,7 +27,7 @@ from kvps.core.embedding.arena import WEIGHT, Arena, Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import IdIndex, grown
 from kvps.core.embedding.spec import Admission, EmbeddingSpec
-from kvps.core.optim.sparse_update import update_rows
+from kvps.core.optim.sparse_update import update_placed
 from kvps.core.optim.torch_rules import Terms, Updater, create
 from kvps.dtypes import summed_in
 from kvps.tensors import TORCH
@@ -36,6 +36,8 @@ SCAN_SLOTS = 1 << 20
 """Maximum slots that one block of an export scans."""
 AGE_STEPS = 16
 """Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
+FIRST_COUNT = 16 << 10
+"""Elements whose first values are computed at once: what is between stays in a core's cache."""
 EVICTED = 8
 """One row in so many is evicted when there are too many."""
 
@@ -130,17 +132,25 @@ class EmbeddingRows:
 
     # --- pulls and pushes -----------------------------------------------------------------------
 
-    def pull(self, ids: Ids) -> torch.Tensor:
-        """Return the rows of ``ids``, [len(ids), dim]; first values where there is no row."""
+    def pull(self, ids: Ids, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows of ``ids``, [len(ids), dim]; first values where there is no row.
+
+        Args:
+            ids: they may be repeated.
+            out: where the rows go, as long and contiguous; None for a tensor of their own.
+        """
+        if out is None:
+            out = torch.empty((len(ids), self.recipe.dim), dtype=TORCH[self.recipe.dtype])
         slots = self._index.find(ids)
-        is_there = slots >= 0
-        if is_there.all():
-            return self._arenas.weights(slots)
-        rows = torch.empty((len(ids), self.recipe.dim), dtype=TORCH[self.recipe.dtype])
-        rows[torch.from_numpy(~is_there)] = self._first(ids[~is_there])
-        if is_there.any():
-            rows[torch.from_numpy(is_there)] = self._arenas.weights(slots[is_there])
-        return rows
+        absent = np.flatnonzero(slots < 0)
+        if len(absent) < len(ids):
+            slots[absent] = (
+                slots.max()
+            )  # one pass for all, and what is there in the wrong places is written over
+            self._arenas.weights(slots, out)
+        if len(absent):
+            out.index_copy_(0, torch.from_numpy(absent), self._first(ids.take(absent)))
+        return out
 
     def push(self, ids: Ids, gradients: torch.Tensor, *, version: int, step: int) -> None:
         """Update the rows of ``ids`` by one push or round.
@@ -154,24 +164,24 @@ class EmbeddingRows:
         slots = self._index.find(ids)
         slots, taken = self._admit(ids, slots)
         if len(slots):
-            self._update(slots, gradients if taken is None else gradients[taken], step)
+            self._update(slots, gradients if taken is None else gradients.index_select(0, taken), step)
             self._stamps[slots] = version
         self._evict(version)
 
     def _admit(self, ids: Ids, slots: Slots) -> tuple[Slots, torch.Tensor | None]:
         """Give rows to ids that may have one; return the slots of all that have, and which ids
         these are, None for all."""
-        is_new = slots < 0
-        if not is_new.any():
+        fresh = np.flatnonzero(slots < 0)
+        if not len(fresh):
             return slots, None
         if self._admission is not None:
-            is_new[is_new] = self._admission.count(ids[is_new])
-        if is_new.any():
-            slots[is_new] = self._add(ids[is_new])
-        is_there = slots >= 0
-        if is_there.all():
+            fresh = fresh[self._admission.count(ids.take(fresh))]
+        if len(fresh):
+            slots[fresh] = self._add(ids.take(fresh))
+        there = np.flatnonzero(slots >= 0)
+        if len(there) == len(ids):
             return slots, None
-        return slots[is_there], torch.from_numpy(is_there)
+        return slots.take(there), torch.from_numpy(there)
 
     def _add(self, ids: Ids) -> Slots:
         slots = self._index.add(ids)
@@ -184,14 +194,17 @@ class EmbeddingRows:
         return slots
 
     def _first(self, ids: Ids) -> torch.Tensor:
-        values = self.recipe.first.values(ids, self.recipe.dim, self.recipe.seed)
-        return torch.from_numpy(values).to(TORCH[self.recipe.dtype])
+        recipe = self.recipe
+        rows = torch.empty((len(ids), recipe.dim), dtype=TORCH[recipe.dtype])
+        for begin in range(0, len(ids), at_once := max(1, FIRST_COUNT // recipe.dim)):
+            some = slice(begin, begin + at_once)
+            rows[some] = torch.from_numpy(recipe.first.values(ids[some], recipe.dim, recipe.seed))
+        return rows
 
     def _update(self, slots: Slots, gradients: torch.Tensor, step: int) -> None:
+        placed = self._arenas.places_to_write(slots)
         terms = Terms(step, *self._hyper.for_key(""))
-        for arena, places, at in self._arenas.cut_to_write(slots):
-            state = dict(arena.columns)
-            update_rows(state.pop(WEIGHT), state, at, gradients[places], self.updater, terms)
+        update_placed(placed.pop(WEIGHT), placed, gradients, self.updater, terms)
 
     # --- rows that go -----------------------------------------------------------------------------
 

@@ -15,10 +15,14 @@ Rules that need norms of the whole tensor cannot be lazy: a norm is one of all r
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from torch import Tensor
 
 from kvps.core.optim.base import State, Terms, Updater
 
+Placed: TypeAlias = tuple[Tensor, Tensor]
+"""A tensor [n, width], and which of its rows are meant, int64 [k]."""
 BLOCK_COUNT = 256 << 10
 """Elements that are gathered at once: rows, and their states, stay in a core's cache meanwhile."""
 
@@ -71,20 +75,29 @@ def update_rows(
         raise ValueError(
             f"{updater.hyper.name} needs norms of the whole tensor; add the rows to a dense gradient"
         )
-    at_once = max(1, BLOCK_COUNT // max(1, weights.shape[1]))
+    placed = {name: (tensor, ids) for name, tensor in state.items()}
+    update_placed((weights, ids), placed, rows, updater, terms)
+
+
+def update_placed(
+    weights: Placed, state: dict[str, Placed], rows: Tensor, updater: Updater, terms: Terms
+) -> None:
+    """Update rows of a table in place, as :func:`update_rows` does, where each column has them elsewhere."""
+    tensor, ids = weights
+    at_once = max(1, BLOCK_COUNT // max(1, tensor.shape[1]))
     for begin in range(0, len(ids), at_once):
-        some = ids[begin : begin + at_once]
-        weight = weights.index_select(0, some)
-        states = {name: tensor.index_select(0, some) for name, tensor in state.items()}
+        some = slice(begin, begin + at_once)
+        weight = tensor.index_select(0, ids[some])
+        states = {name: column.index_select(0, at[some]) for name, (column, at) in state.items()}
         updater.apply(
             weight.view(-1),
-            rows[begin : begin + at_once].view(-1),
-            {name: tensor.view(-1) for name, tensor in states.items()},
+            rows[some].view(-1),
+            {name: part.view(-1) for name, part in states.items()},
             terms,
         )
-        weights.index_copy_(0, some, weight)
-        for name, tensor in states.items():
-            state[name].index_copy_(0, some, tensor)
+        tensor.index_copy_(0, ids[some], weight)
+        for name, (column, at) in state.items():
+            column.index_copy_(0, at[some], states[name])
 
 
 def assign_rows(weights: Tensor, ids: Tensor, rows: Tensor, before: Tensor | None) -> None:

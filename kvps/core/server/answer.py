@@ -346,7 +346,7 @@ def read_rows(
     seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
     if isinstance(target, TableRows):
         assert ids is not None
-        table = (target.rows.pull(ids.numpy()).view(-1),) if len(ids) else ()
+        table = (target.read(chunks, ids),) if len(ids) else ()
         return p.PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
     dropped: list[p.Dropped] = []
     if store.drops is not None:

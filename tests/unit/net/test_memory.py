@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvps.net import memory
-from kvps.net.memory import MemoryUse, memory_bytes, memory_use
-from kvps.net.memory_watch import MemoryWatch
+from kvps.net import memory, memory_watch
+from kvps.net.memory import memory_bytes
+from kvps.net.memory_watch import MemoryUse, MemoryWatch, Read, memory_reader
 from tests.integration.processes import until
 
 MIB = 1 << 20
@@ -37,25 +39,26 @@ class Machine:
         folder = self.cgroup / path
         folder.mkdir(parents=True, exist_ok=True)
         is_v1 = path.startswith("memory")
-        names = memory._V1 if is_v1 else memory._V2
+        names = memory.V1 if is_v1 else memory.V2
         limit = limit * MIB if isinstance(limit, int) else limit
         (folder / names.limit).write_text(f"{limit}\n")
         (folder / names.used).write_text(f"{used_mib * MIB}\n")
-        active, inactive = names.caches
+        active, inactive = [("total_" if is_v1 else "") + name for name in ("active_file", "inactive_file")]
         stat = f"anon 7\n{active} {cached_mib * MIB // 2}\n{inactive} {cached_mib * MIB // 2}\n"
         (folder / "memory.stat").write_text(stat)
 
     @property
     def use_mib(self) -> tuple[int, int]:
         """The reading."""
-        used, total = memory_use(self.cgroup, self.process)
+        with memory_reader(self.cgroup, self.process) as read:
+            used, total = read(0.0)
         return used // MIB, total // MIB
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 1000 * MIB)
-    monkeypatch.setattr(memory, "_PROCESS", tmp_path / "self")
+    for module in (memory, memory_watch):
+        monkeypatch.setattr(module, "machine_bytes", lambda: 1000 * MIB)
     one = Machine(tmp_path)
     one.status(100, 50)
     return one
@@ -66,13 +69,13 @@ def test_without_a_limit_it_is_this_process_of_the_machine(machine: Machine) -> 
     machine.groups("0::/a.slice")
     machine.group("a.slice", "max", 900)
     assert machine.use_mib == (150, 1000)
-    assert memory_bytes(machine.cgroup) == 1000 * MIB
+    assert memory_bytes(machine.cgroup, machine.process) == 1000 * MIB
 
 
 def test_a_container_counts_with_all_its_processes_and_without_pages_of_files(machine: Machine) -> None:
     machine.group("", 400, 390, cached_mib=40)
     assert machine.use_mib == (350, 400)
-    assert memory_bytes(machine.cgroup) == 400 * MIB
+    assert memory_bytes(machine.cgroup, machine.process) == 400 * MIB
 
 
 def test_of_several_groups_the_nearest_to_its_limit_counts(machine: Machine) -> None:
@@ -80,7 +83,7 @@ def test_of_several_groups_the_nearest_to_its_limit_counts(machine: Machine) -> 
     machine.group("outer", 500, 480)
     machine.group("outer/inner", 450, 200)
     assert machine.use_mib == (480, 500)
-    assert memory_bytes(machine.cgroup) == 450 * MIB
+    assert memory_bytes(machine.cgroup, machine.process) == 450 * MIB
     machine.status(980, 0)
     assert machine.use_mib == (980, 1000)
 
@@ -91,7 +94,7 @@ def test_control_groups_of_version_1(machine: Machine) -> None:
     assert machine.use_mib == (150, 1000)
     machine.group("memory/docker/ab", 200, 190, cached_mib=20)
     assert machine.use_mib == (170, 200)
-    assert memory_bytes(machine.cgroup) == 200 * MIB
+    assert memory_bytes(machine.cgroup, machine.process) == 200 * MIB
 
 
 def test_unreadable_files_are_left_out(machine: Machine) -> None:
@@ -103,23 +106,49 @@ def test_unreadable_files_are_left_out(machine: Machine) -> None:
     assert machine.use_mib == (0, 1000)
 
 
+def test_statistics_are_read_near_the_limit_only(machine: Machine) -> None:
+    machine.group("", 400, 300, cached_mib=40)
+    with memory_reader(machine.cgroup, machine.process) as read:
+        assert read(0.8) == (300 * MIB, 400 * MIB)
+        assert read(0.75) == (260 * MIB, 400 * MIB)
+
+
+def test_open_files_give_new_numbers(machine: Machine) -> None:
+    machine.group("", 400, 100)
+    with memory_reader(machine.cgroup, machine.process) as read:
+        assert read(0.0) == (100 * MIB, 400 * MIB)
+        machine.group("", 400, 200, cached_mib=20)
+        assert read(0.0) == (180 * MIB, 400 * MIB)
+
+
 def test_memory_use_of_the_test_process_is_plausible() -> None:
-    used, total = memory_use()
+    with memory_reader() as read:
+        used, total = read(0.0)
     assert 0 < used < total <= memory_bytes()
 
 
 @pytest.mark.parametrize(("used", "told"), [(8, [0, 1, 2, 3, 4, 5, 6, 7]), (7, [0, 4])])
-def test_the_watch_tells_its_loop_until_it_ends(used: int, told: list[int]) -> None:
-    """Each reading where memory is nearly all in use, else each fourth."""
-    count = 0
+def test_the_watch_tells_its_loop_until_it_ends(
+    used: int, told: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reading where memory is nearly all in use, else each fourth; files are opened anew meanwhile."""
+    monkeypatch.setattr(memory_watch, "FIND_EVERY", 3)
+    count = openings = 0
     heard: list[tuple[int, int]] = []
 
-    def read() -> MemoryUse:
+    def read(exact_from: float) -> MemoryUse:
         nonlocal count
         count += 1
         return MemoryUse(100 * used + count - 1, 1000)
 
-    with MemoryWatch(lambda *reading: heard.append(reading), read, every_s=0.001) as watch:
+    @contextmanager
+    def reader() -> Iterator[Read]:
+        nonlocal openings
+        openings += 1
+        yield read
+
+    with MemoryWatch(lambda *reading: heard.append(reading), reader, every_s=0.001) as watch:
         until(lambda: len(heard) >= len(told), "readings")
     assert heard[: len(told)] == [(100 * used + number, 1000) for number in told]
+    assert openings >= 2
     assert not watch._thread.is_alive()

@@ -211,6 +211,12 @@ class TableRows:
             )
         return self.ids(payload)
 
+    def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows ``ids``, flat, in memory that others read."""
+        values = chunks.memory.empty(len(ids) * self.width, self.dtype)
+        self.rows.pull(ids.numpy(), values.view(-1, self.width))
+        return values
+
     def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
         """Yield the table's one piece, and all of ``gradient``."""
         return zip(self.pieces, (gradient,), strict=True)

@@ -1,20 +1,21 @@
 """The calls on embedding tables: requests by id to each server.
 
 A table is a key with one piece on every server, so its pushes are numbered, waited for and counted
-anew as those of any key. The caller has sorted ids already and split them by server: a push is one
-message to each, even if it has no ids for it.
+anew as those of any key. The caller has sorted ids already and split them by server
+(:mod:`kvps.core.embedding.id_split`): a push is one message to each, even if it has no ids for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from kvps import protocol as p
-from kvps.core.embedding.id_hash import Ids, servers_of
+from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker.calls.base import (
@@ -34,21 +35,12 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.tensors import TORCH, dtype_of, from_frame
+from kvps.tensors import TORCH, Memory, dtype_of, from_frame
 
 PULL_BYTES = 4 << 20
 """About how many bytes one answer to a pull has; larger pulls have several answers."""
 PUSH_BYTES_MAX = 64 << 20
 """Most bytes of a push to one server: it has one number, so it is one message."""
-
-
-def split(ids: Ids, servers: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-    """Return for each server the indices of its ids among ``ids``, ascending."""
-    if servers == 1:
-        return [np.arange(len(ids))]
-    owners = servers_of(ids, servers)
-    order = np.argsort(owners, kind="stable")
-    return np.split(order, np.searchsorted(owners[order], np.arange(1, servers)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +110,21 @@ def _push(
 ) -> Request:
     dtype, count = dtype_of(rows).id, len(ids)
     message = p.PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
-    payload = (ids, rows.view(-1)) if count else ()
     # An empty push counts, too: over 0, it is never dropped.
     size = max(1, sum(message.payload_sizes()))
-    return Request(held.server, message, payload_bytes=size, lane=held.chunk, payload=payload)
+    fill = partial(_fill, store.memory, ids, rows)
+    return Request(held.server, message, fill=fill, payload_bytes=size, lane=held.chunk)
+
+
+def _fill(memory: Memory, ids: torch.Tensor, rows: torch.Tensor, route: str) -> tuple[torch.Tensor, ...]:
+    """Return the payload of a push, in one block that the server can read."""
+    if not len(ids):
+        return ()
+    block = memory.empty(ids.nbytes + rows.nbytes, "uint8")
+    numbers, values = block[: ids.nbytes].view(torch.int64), block[ids.nbytes :].view(rows.dtype)
+    numbers.copy_(ids)
+    values.view_as(rows).copy_(rows)
+    return numbers, values
 
 
 def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> None:
@@ -151,7 +154,9 @@ class PullTableRows(Call):
     keys: tuple[str, ...]
     recipe: EmbeddingSpec
     ids: Ids
-    """Ids [n]."""
+    """Ids [n], by server."""
+    edges: tuple[int, ...]
+    """The ids of server s are those from ``edges[s]`` up to ``edges[s + 1]``."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
@@ -159,14 +164,13 @@ class PullTableRows(Call):
         recipe = self.recipe
         rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
         at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
-        places = split(self.ids, store.servers)
         answers: list[p.PulledIds] = []
         requests = []
         for held in key.pieces:
-            mine = places[held.server]
-            for begin in range(0, max(1, len(mine)), at_once):
-                some = mine[begin : begin + at_once]
-                requests.append(_pull(held, key, self.ids[some], rows, some, answers))
+            first, stop = self.edges[held.server], self.edges[held.server + 1]
+            for begin in range(first, max(stop, first + 1), at_once):
+                some = slice(begin, min(begin + at_once, stop))
+                requests.append(_pull(held, key, self.ids[some], rows[some], answers))
         yield requests
         counted = [answer.version if store.ordered else answer.owed for answer in answers]
         key.applied = max(key.applied, min(counted))
@@ -174,9 +178,7 @@ class PullTableRows(Call):
         return rows
 
 
-def _pull(
-    held: PieceLocation, key: Key, ids: Ids, rows: torch.Tensor, places: Ids, answers: list[p.PulledIds]
-) -> Request:
+def _pull(held: PieceLocation, key: Key, ids: Ids, rows: torch.Tensor, answers: list[p.PulledIds]) -> Request:
     def take(packet: Packet, wanted: bool) -> None:
         answer = packet.message
         assert isinstance(answer, p.PulledIds)
@@ -191,8 +193,7 @@ def _pull(
             )
         answers.append(answer)
         if wanted and len(ids):
-            values = from_frame(packet.payload[0], dtype_of(rows).name)
-            rows[torch.from_numpy(places)] = values.view(-1, rows.shape[1])
+            rows.copy_(from_frame(packet.payload[0], dtype_of(rows).name).view_as(rows))
 
     return Request(
         held.server,

@@ -60,7 +60,7 @@ EVERY: list[tuple[Call, str, OnTimeout]] = [
     (calls.SetTableRate("kv", "w", 0.5), "set_learning_rate() of a table", CONTINUE),
     (calls.PushStep("kv", (), (), None, 0, eager=False), "push()", CONTINUE),
     (calls.PushTableRows("kv", ("w",), True, 1, ()), "push() of rows", CONTINUE),
-    (calls.PullTableRows("kv", ("w",), TABLE, np.empty(0, np.int64)), "pull() of rows", RETRY),
+    (calls.PullTableRows("kv", ("w",), TABLE, np.empty(0, np.int64), (0, 0)), "pull() of rows", RETRY),
     (calls.ExportBlock("kv", "w", 0, 2, 0, 1, 0, False), "export()", RETRY),
 ]
 """A call of each class, its title, and what a Timeout does to it."""

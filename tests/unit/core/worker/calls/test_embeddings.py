@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from kvps.core.embedding.id_hash import servers_of
+from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import check_size, split
+from kvps.core.worker.calls.embeddings import check_size
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import Done, Error
@@ -47,17 +48,16 @@ def bench(servers: int = 2, **options: object) -> Bench:
 
 
 def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # type: ignore[type-arg]
-    parts = tuple((torch.from_numpy(ids[some]), torch.ones(len(some), 2)) for some in split(ids, servers))
-    return calls.PushTableRows("kv", (KEY,), True, 2, parts)
+    split = SplitIds(ids, servers)
+    mine = [torch.from_numpy(split.ids[split.of(server)]) for server in range(servers)]
+    return calls.PushTableRows(
+        "kv", (KEY,), True, 2, tuple((some, torch.ones(len(some), 2)) for some in mine)
+    )
 
 
-def test_ids_are_split_by_server_in_order() -> None:
-    ids = np.arange(-50, 50)
-    places = split(ids, 3)
-    for server, some in enumerate(places):
-        assert np.array_equal(ids[some], ids[servers_of(ids, 3) == server])
-    assert [one.tolist() for one in split(ids[:2], 1)] == [[0, 1]]
-    assert [len(one) for one in split(ids[:0], 2)] == [0, 0]
+def pulling(ids: np.ndarray = IDS, servers: int = 2) -> calls.PullTableRows:  # type: ignore[type-arg]
+    split = SplitIds(ids, servers)
+    return calls.PullTableRows("kv", (KEY,), RECIPE, split.ids, split.edges)
 
 
 @pytest.mark.spec("R188")
@@ -113,9 +113,9 @@ def test_so_many_pushes_are_under_way_and_no_more() -> None:
     assert one.is_done(ticket)
 
 
-def test_rows_come_in_the_order_of_their_ids() -> None:
+def test_rows_come_in_the_order_of_their_ids_by_server() -> None:
     one = bench()
-    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
+    ticket = one.call(pulling())
     for send in one.sends(PullIds):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
@@ -125,14 +125,14 @@ def test_rows_come_in_the_order_of_their_ids() -> None:
     end = one.finish(ticket)
     assert end is not None
     assert isinstance(end.value, torch.Tensor)
-    assert end.value.tolist() == [[float(row), -float(row)] for row in IDS]
+    assert end.value.tolist() == [[float(row), -float(row)] for row in SplitIds(IDS, 2).ids]
     key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
 
 def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
     one = bench(mode="async")
-    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS[:0]))
+    ticket = one.call(pulling(IDS[:0]))
     for server in range(2):
         (seq,) = one.seqs(PullIds, server)
         one.server(server, PulledIds(seq, 1, 2, 0, 9, 3 + server))
@@ -146,7 +146,7 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
 )
 def test_an_answer_that_is_none_to_the_question_is_not_believed(answer: PulledIds, count: int) -> None:
     one = bench(servers=1)
-    one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
+    one.call(pulling(servers=1))
     seq = one.seqs(PullIds)[0]
     message = PulledIds(seq, answer.dtype, answer.dim, answer.count, 4, 4)
     with pytest.raises(ProtocolError, match="asked for were 8 of 2"):
@@ -155,7 +155,7 @@ def test_an_answer_that_is_none_to_the_question_is_not_believed(answer: PulledId
 
 def test_an_answer_that_nobody_waits_for_is_not_written() -> None:
     one = bench(servers=1)
-    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS), 5.0)
+    ticket = one.call(pulling(servers=1), 5.0)
     seq = one.seqs(PullIds)[0]
     one.wait(6.0)
     assert "pull() of rows" in str(one.error(ticket))
@@ -203,7 +203,7 @@ def test_a_block_has_what_the_server_says() -> None:
 def test_a_table_that_is_unknown_is_asked_for_by_its_name() -> None:
     one = Bench()
     one.open()
-    ticket = one.call(calls.PullTableRows("kv", (KEY,), RECIPE, IDS))
+    ticket = one.call(pulling())
     error = one.error(ticket)
     assert isinstance(error, KeyNotFound)
     assert "no table 't'" in str(error)
