@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvps.core.embedding.pages import zeros
 from kvps.core.optim.sparse_update import Placed
 from kvps.tensors import at_address
 
@@ -193,11 +194,8 @@ class Arenas:
 
 
 def _aligned(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [count, dim] whose address is a multiple of the length of a row.
-
-    numpy asks the system for huge pages where a block is large, which torch does not.
-    """
+    """Return a tensor [count, dim] whose address is a multiple of the length of a row."""
     row_bytes = dim * dtype.itemsize
-    block = torch.from_numpy(np.empty((count + 1) * row_bytes, np.uint8))
+    block = torch.from_numpy(zeros((count + 1) * row_bytes, np.dtype(np.uint8)))
     start = -block.data_ptr() % row_bytes
     return block[start : start + count * row_bytes].view(dtype).view(count, dim)

@@ -15,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvps.core.embedding.id_hash import INDEX_SALT, Ids, hashes
+from kvps.core.embedding.pages import grown, zeros
 
 FULL = 0.6
 """Maximum load factor: above it, the longest probe sequences grow fast."""
 CELLS_MIN = 1024
+AT_ONCE = 1 << 16
+"""Ids that are entered at once into new cells: it bounds what the arrays between take."""
 SLOTS_MAX = 2**31 - 1
 _FREE = np.int32(-1)
 
@@ -29,7 +32,7 @@ class IdIndex:
     """A growing set of ids, each with a slot of its own."""
 
     def __init__(self) -> None:
-        self._cells = np.full(CELLS_MIN, _FREE, np.int32)
+        self._cells = _free_cells(CELLS_MIN)
         self._ids = np.zeros(1, np.int64)
         """By slot."""
         self._free: list[npt.NDArray[np.int64]] = []
@@ -75,7 +78,7 @@ class IdIndex:
         self._ids[slots] = ids
         self._count += len(ids)
         if self._count > FULL * len(self._cells):
-            self._rebuild(np.arange(self.used))  # there were never as many: no slot is free
+            self._rebuild(None)  # there were never as many: no slot is free
         else:
             self._enter(ids, slots)
         return slots
@@ -93,7 +96,7 @@ class IdIndex:
             is_free[freed] = True
         self._free.append(np.sort(slots)[::-1].copy())
         self._count -= len(slots)
-        self._rebuild(np.flatnonzero(~is_free))
+        self._rebuild(is_free)
 
     def _new_slots(self, count: int) -> Slots:
         """Return slots without ids."""
@@ -113,15 +116,21 @@ class IdIndex:
             self.used += count
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
-    def _rebuild(self, slots: Slots) -> None:
-        """Enter all ids, which are at ``slots``, into new cells; never into fewer than before."""
+    def _rebuild(self, is_free: npt.NDArray[np.bool_] | None) -> None:
+        """Enter all ids into new cells, never fewer than before.
+
+        Args:
+            is_free: by slot, whether it has no id; None if all have one.
+        """
         size = len(self._cells)
         while self._count > FULL * size:
             size *= 2
-        self._cells = np.full(size, _FREE, np.int32)
-        for begin in range(0, len(slots), 1 << 20):  # bounds what the arrays between take
-            some = slots[begin : begin + (1 << 20)]
-            self._enter(self._ids[some], some)
+        self._cells = _free_cells(size)
+        for begin in range(0, self.used, AT_ONCE):
+            slots = np.arange(begin, min(begin + AT_ONCE, self.used))
+            if is_free is not None:
+                slots = slots[~is_free[slots]]
+            self._enter(self._ids[slots], slots)
 
     def _enter(self, ids: Ids, slots: Slots) -> None:
         """Write slots into cells."""
@@ -145,13 +154,7 @@ class IdIndex:
         assert self._count <= FULL * len(self._cells)
 
 
-def grown(column: npt.NDArray[np.int64], used: int, need: int) -> npt.NDArray[np.int64]:
-    """Return ``column``, or a copy of its first ``used`` elements, with room for ``need``.
-
-    It is at least half as large again each time; what is not written to takes no memory.
-    """
-    if need <= len(column):
-        return column
-    larger = np.zeros(max(need, len(column) * 3 // 2, 1024), column.dtype)
-    larger[:used] = column[:used]
-    return larger
+def _free_cells(count: int) -> npt.NDArray[np.int32]:
+    cells = zeros(count, np.dtype(np.int32))
+    cells.fill(_FREE)
+    return cells

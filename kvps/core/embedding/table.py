@@ -17,7 +17,7 @@ as :class:`torch.optim.SparseAdam` has it. Its step is that of the whole table.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,8 @@ import torch
 
 from kvps.core.embedding.arena import WEIGHT, Arena, Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids
-from kvps.core.embedding.id_index import IdIndex, grown
+from kvps.core.embedding.id_index import IdIndex
+from kvps.core.embedding.pages import grown
 from kvps.core.embedding.spec import Admission, EmbeddingSpec
 from kvps.core.optim.sparse_update import update_placed
 from kvps.core.optim.torch_rules import Terms, Updater, create
@@ -38,8 +39,12 @@ AGE_STEPS = 16
 """Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
 FIRST_COUNT = 16 << 10
 """Elements whose first values are computed at once: what is between stays in a core's cache."""
+STAMP_MAX = 2**31 - 1
+"""Largest version of 32 bits."""
 EVICTED = 8
 """One row in so many is evicted when there are too many."""
+
+Stamps = npt.NDArray[np.signedinteger[Any]]
 
 
 class ExportBatch(NamedTuple):
@@ -84,8 +89,9 @@ class EmbeddingRows:
         dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: tensor.dtype for name, tensor in fresh.items()}
         self._arenas = Arenas(recipe.dim, dtypes)
         self._index = IdIndex()
-        self._stamps = np.zeros(0, np.int64)
-        """By slot, the version that the last push to it made; 0 where there is no row."""
+        self._stamps: Stamps = np.zeros(0, np.int32)
+        """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
+        version on that needs them."""
         self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
 
     def __len__(self) -> int:
@@ -165,7 +171,7 @@ class EmbeddingRows:
         slots, taken = self._admit(ids, slots)
         if len(slots):
             self._update(slots, gradients if taken is None else gradients.index_select(0, taken), step)
-            self._stamps[slots] = version
+            self._stamp(slots, version, version)
         self._evict(version)
 
     def _admit(self, ids: Ids, slots: Slots) -> tuple[Slots, torch.Tensor | None]:
@@ -192,6 +198,12 @@ class EmbeddingRows:
         shaped = {name: tensor.view(weight.shape) for name, tensor in state.items()}
         self._arenas.write(slots, {WEIGHT: weight} | shaped)
         return slots
+
+    def _stamp(self, slots: Slots, versions: int | npt.NDArray[np.int64], newest: int) -> None:
+        """Write the versions of rows, of which ``newest`` is the largest."""
+        if newest > STAMP_MAX and self._stamps.dtype == np.int32:
+            self._stamps = self._stamps.astype(np.int64)
+        self._stamps[slots] = versions
 
     def _first(self, ids: Ids) -> torch.Tensor:
         recipe = self.recipe
@@ -249,7 +261,9 @@ class EmbeddingRows:
             stop = int(slots[-1]) + 1
         columns = self._arenas.read(slots) if with_state else {WEIGHT: self._arenas.weights(slots)}
         following = stop if stop < self._index.used else 0
-        return ExportBatch(self._index.ids_at(slots), self._stamps[slots], columns, following)
+        return ExportBatch(
+            self._index.ids_at(slots), self._stamps[slots].astype(np.int64), columns, following
+        )
 
     def keep(self) -> tuple[TableState, Callable[[], None]]:
         """Return the table as it is now, and a function that releases it."""
@@ -257,7 +271,7 @@ class EmbeddingRows:
         used, admission = self._index.used, self._admission
         kept = TableState(
             self._index.ids_at(np.arange(used)),
-            self._stamps[:used].copy(),
+            self._stamps[:used].astype(np.int64),
             arenas,
             None if admission is None else admission.counts.copy(),
             0 if admission is None else admission.counted,
@@ -268,7 +282,7 @@ class EmbeddingRows:
     def put(self, ids: Ids, stamps: npt.NDArray[np.int64], columns: Columns) -> None:
         """Take in rows that are not here yet, as :meth:`block` or an image has them."""
         slots = self._add(ids)
-        self._stamps[slots] = stamps
+        self._stamp(slots, stamps, int(stamps.max(initial=0)))
         fresh = self._arenas.read(slots)
         self._arenas.write(slots, fresh | {name: columns[name] for name in fresh if name in columns})
 

@@ -230,6 +230,23 @@ def test_rows_are_put_back_with_their_stamps_and_states(monkeypatch: pytest.Monk
     assert other.block(0, 9, 1).ids.tolist() == [2, 3]
 
 
+def test_versions_may_need_more_than_32_bits() -> None:
+    driven = Driven()
+    driven.push(1, 2, 3)
+    driven.version = 2**31 - 2
+    driven.push(1)
+    assert driven.table.block(0, 9).stamps.tolist() == [2**31 - 1, 1, 1]
+    driven.push(2)
+    block = driven.table.block(0, 9, with_state=True)
+    assert block.stamps.tolist() == [2**31 - 1, 2**31, 1]
+    assert driven.ids(since=2**31 - 1) == [2]
+    other = EmbeddingRows(driven.table.recipe)
+    other.put(block.ids, block.stamps, block.columns)
+    assert other.block(0, 9).stamps.tolist() == block.stamps.tolist()
+    other.put(block.ids[:0], block.stamps[:0], {name: rows[:0] for name, rows in block.columns.items()})
+    assert other.keep()[0].stamps.tolist() == block.stamps.tolist()
+
+
 def test_counts_are_taken_in_where_there_are_some() -> None:
     driven, other = Driven(admit=2), Driven(admit=2)
     driven.push(4)
