@@ -25,7 +25,7 @@ SEED = 7
 ZIPF = 1.05
 BOUND = 0.25
 """First values of rows are uniform between this and its negative."""
-RATES = {"sgd": 20.0, "adagrad": 0.05}
+RATES = {"sgd": 20.0, "adagrad": 0.2}
 """Optimizer of the tables -> its learning rate. A row is in few examples of a mean, so sgd's is large."""
 DENSE_RATE = 0.1
 WARM_UP = 5
