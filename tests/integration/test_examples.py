@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import kvps
-from examples import digits, gluon_digits, gpt, horovod_digits, recommender
+from examples import click_model, digits, gluon_digits, gpt, horovod_digits, recommender
 from kvps.store.metrics import NAMES
 from tests.integration.processes import BIN, ROOT, Processes
 
@@ -110,6 +111,57 @@ def test_recommender_counts_steps_and_compares(
         assert min(steps[0], steps[1]) > 1.5 * steps[2], "nobody waits for the slow one"
 
 
+def test_click_model_is_exported_and_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = ("--examples", "16384", "--modes", "hybrid", "all-async", "--min-auc", "0.55")
+    assert run(click_model, *short, "--export", str(tmp_path)) == [0, 0]
+    printed = capsys.readouterr().out
+    worst = re.search(r"scores from there differ by (\S+) at most", printed)
+    assert worst, printed
+    assert float(worst[1]) < 0.05, "some ids have no row yet"
+    assert {file.stem for file in tmp_path.iterdir()} == {*click_model.TABLES, "tower"}
+    aucs = dict(re.findall(r"^([\w -]+): AUC (0\.\d+)", printed, re.MULTILINE))
+    assert aucs.keys() == {"hybrid", "all-async", "planted optimum"}
+    assert float(aucs["hybrid"]) < float(aucs["planted optimum"])
+    assert click_model.main(["--serve", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.count("planted probability") == 5
+
+
+def test_click_model_serves_zeros_for_ids_without_a_row(tmp_path: Path) -> None:
+    with kvps.create("local") as kv:
+        model = click_model.ClickModel(kv, seed=0)
+        seen = click_model.plant(64, seed=5)
+        model(seen).sum().backward()
+        click_model.export(model, tmp_path)
+        torch.testing.assert_close(click_model.served(tmp_path, seen), click_model.scores_of(model, seen))
+        unknown = seen._replace(ids=seen.ids + 10_000)
+        without = model.tower(seen.numbers, torch.zeros(64, len(click_model.TABLES), click_model.WIDTH))
+    torch.testing.assert_close(click_model.served(tmp_path, unknown), without.sigmoid().detach())
+
+
+def test_auc_is_the_share_of_pairs_in_order() -> None:
+    dice = torch.Generator().manual_seed(4)
+    scores, clicks = torch.randn(60, generator=dice), torch.randint(2, (60,), generator=dice)
+    pairs = scores[clicks == 1][:, None] > scores[clicks == 0]
+    assert click_model.auc(scores, clicks.float()) == pytest.approx(pairs.float().mean().item())
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+def test_hybrid_and_async_reach_the_auc_of_sync(processes: Processes) -> None:
+    """As far as sync's own seeds differ."""
+    example = ROOT / "examples" / "click_model.py"
+    launched = processes.kvps("launch", "-n", 2, "-s", 2, "--", sys.executable, example, "--seeds", 3)
+    assert launched.wait(800.0) == 0, launched
+    found = {
+        mode: [float(auc) for auc in aucs.split()]
+        for mode, aucs in re.findall(r"([\w-]+): AUC ((?:0\.\d+ ?){3})", launched.out)
+    }
+    assert found.keys() == {*click_model.MODES}, launched
+    sync = found["all-sync"]
+    for mode in ("hybrid", "all-async"):
+        assert sum(found[mode]) / 3 > sum(sync) / 3 - (max(sync) - min(sync)), (mode, found)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "flags",
@@ -151,6 +203,7 @@ SEEN = {
     "compressed_digits.py": (r"(?s)randomk, both ways: 0\.9[789].*1bit has a learning rate", 300.0),
     "gpt.py": (r"test loss [12]\.\d+", 600.0),
     "gpt_local_steps.py": (r"of which .* s waiting; .* MB sent; test loss 2\.\d+", 600.0),
+    "click_model.py": (r"(?s)hybrid: AUC 0\.8.*planted optimum: AUC 0\.8|planted probability", 300.0),
     "recommender.py": (r"among the first 10: 0\.2", 300.0),
     "word_vectors.py": (r"ranked right: 0\.[67]", 300.0),
     "sharded_mlp.py": (r"accuracy 0\.9", 300.0),
@@ -167,6 +220,7 @@ FIGURES = {
     "metrics.py": (r"about (\d+) MB sent", r"sent (\d+\.\d) MB", 0.05),
     "gpt.py": (r"test loss of about (\d\.\d)", r"test loss (\d\.\d+)", 0.05),
     "gpt_local_steps.py": (r"test loss of about (\d\.\d)", r"test loss (\d\.\d+)", 0.05),
+    "click_model.py": (r"`hybrid: AUC (0\.\d+)", r"hybrid: AUC (0\.\d+)", 0.01),
     "recommender.py": (r"first 10: (0\.\d+)", r"among the first 10: (0\.\d+)", 0.15),
     "word_vectors.py": (r"ranked right: (0\.\d+)", r"ranked right: (0\.\d+)", 0.1),
 }
