@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-PATH = Path(__file__).resolve().parents[2] / ".ci" / "size.py"
-_spec = importlib.util.spec_from_file_location("size", PATH)
-assert _spec is not None
-assert _spec.loader is not None
-size = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(size)
+from tests.support.scripts import script
 
+size = script(".ci/size.py")
 SOURCE = '''\
 """A module
 of two lines."""

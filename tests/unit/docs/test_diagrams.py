@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
-import pytest
+from tests.support.scripts import script
 
 ROOT = Path(__file__).resolve().parents[3]
+diagrams = script("docs/diagrams.py")
 
 
-@pytest.fixture(scope="module")
-def diagrams() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diagrams", ROOT / "docs" / "diagrams.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["diagrams"] = module  # where its dataclasses look for their module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_files_are_what_the_script_draws(diagrams: ModuleType) -> None:
+def test_files_are_what_the_script_draws() -> None:
     assert diagrams.main([]) == 0
     assert {path.stem for path in diagrams.FOLDER.glob("*.svg")} == set(diagrams.PICTURES)
 
 
-def test_nothing_leaves_the_picture(diagrams: ModuleType) -> None:
+def test_nothing_leaves_the_picture() -> None:
     for name, draw in diagrams.PICTURES.items():
         root = ElementTree.fromstring(draw().svg())
         width, height = map(float, root.attrib["viewBox"].split()[2:])
@@ -46,13 +33,13 @@ def test_nothing_leaves_the_picture(diagrams: ModuleType) -> None:
             assert 0 <= x <= x + w <= width, name
 
 
-def test_every_diagram_is_in_a_page(diagrams: ModuleType) -> None:
+def test_every_diagram_is_in_a_page() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "concepts").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"images/([\w-]+)\.svg", page.read_text("utf-8"))}
     assert shown == set(diagrams.PICTURES)
 
 
-def test_timelines_keep_their_rule(diagrams: ModuleType) -> None:
+def test_timelines_keep_their_rule() -> None:
     def steps_ahead(rule: object) -> int:
         intervals = [one for one in diagrams.stepped(rule) if one.step]
         most = 0
@@ -69,7 +56,7 @@ def test_timelines_keep_their_rule(diagrams: ModuleType) -> None:
     assert steps_ahead(lambda own, every: True) > 2
 
 
-def test_the_site_has_the_colors_of_the_script(diagrams: ModuleType) -> None:
+def test_the_site_has_the_colors_of_the_script() -> None:
     css = (ROOT / "docs" / "_static" / "kvps.css").read_text("utf-8")
     for theme, colors in (("light", diagrams.LIGHT), ("dark", diagrams.DARK)):
         block = css.partition(f'body[data-theme="{theme}"] .kv {{')[2].partition("}")[0]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from shutil import which
-from types import ModuleType
 
 import pytest
 
 from kvps.observe.metrics import METRICS
+from tests.support.scripts import script
 
 needs_promtool = pytest.mark.skipif(which("promtool") is None, reason="promtool is not installed")
 UNIT = """
@@ -45,27 +43,14 @@ tests:
           - exp_labels: {severity: warning, job: kvps, instance: a, limit: memory}
             exp_annotations: {summary: "Requests are refused at limit memory."}
 """
+monitoring = script("docs/monitoring.py")
 
 
-ROOT = Path(__file__).resolve().parents[3]
-
-
-@pytest.fixture(scope="module")
-def monitoring() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("monitoring", ROOT / "docs" / "monitoring.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["monitoring"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_files_are_up_to_date(monitoring: ModuleType) -> None:
+def test_the_files_are_up_to_date() -> None:
     assert monitoring.main([]) == 0
 
 
-def test_alerts_name_metrics_of_the_table(monitoring: ModuleType) -> None:
+def test_alerts_name_metrics_of_the_table() -> None:
     names = {one.name for one in METRICS}
     for alert in monitoring.ALERTS:
         found = set(re.findall(r"kvps_\w+", alert.expression))
@@ -73,14 +58,14 @@ def test_alerts_name_metrics_of_the_table(monitoring: ModuleType) -> None:
         assert found <= names
 
 
-def test_the_dashboard_has_a_panel_for_each_metric(monitoring: ModuleType) -> None:
+def test_the_dashboard_has_a_panel_for_each_metric() -> None:
     panels = json.loads(monitoring.dashboard())["panels"]
     assert [one["title"] for one in panels] == [one.name for one in METRICS]
     assert len({one["id"] for one in panels}) == len(panels)
 
 
 @needs_promtool
-def test_promtool_accepts_the_rules(tmp_path: Path, monitoring: ModuleType) -> None:
+def test_promtool_accepts_the_rules(tmp_path: Path) -> None:
     (tmp_path / "alerts.yml").write_text(monitoring.rules())
     (tmp_path / "test.yml").write_text(UNIT)
     for words in (("check", "rules", "alerts.yml"), ("test", "rules", "test.yml")):

@@ -76,4 +76,4 @@ def test_every_call_can_be_written_down(call: type[Call]) -> None:
     ids=repr,
 )
 def test_the_calls_of_a_replacement_come_back(value: object) -> None:
-    assert Decoder().loads(Encoder().dumps(value)) == value
+    assert Decoder().loads(Encoder().pack(value)) == value
