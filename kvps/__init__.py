@@ -11,29 +11,14 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from kvps import errors
 from kvps.backend_name import register_with_torch
+from kvps.errors import *  # noqa: F403  # all of them are names of this package, too
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvps.data import data_sampler, epochs_from, split_and_load
-    from kvps.errors import (
-        ConfigError,
-        EpochChanged,
-        Fenced,
-        KeyNotFound,
-        KvpsError,
-        Mismatch,
-        NonFinite,
-        Overload,
-        ProtocolError,
-        SchedulerLost,
-        ServerLost,
-        StorageError,
-        Timeout,
-        Unauthorized,
-        WorkerLost,
-    )
     from kvps.runtime.local_cluster import LocalCluster
     from kvps.runtime.preemption import leave_at_sigterm
     from kvps.runtime.process import shutdown
@@ -44,23 +29,6 @@ if TYPE_CHECKING:
     from kvps.trainer import Trainer
 
 _HOMES: dict[str, tuple[str, ...]] = {
-    "kvps.errors": (
-        "ConfigError",
-        "EpochChanged",
-        "Fenced",
-        "KeyNotFound",
-        "KvpsError",
-        "Mismatch",
-        "NonFinite",
-        "Overload",
-        "ProtocolError",
-        "SchedulerLost",
-        "ServerLost",
-        "StorageError",
-        "Timeout",
-        "Unauthorized",
-        "WorkerLost",
-    ),
     "kvps.store.base": ("KVStoreBase",),
     "kvps.runtime.local_cluster": ("LocalCluster",),
     "kvps.store.create": ("KVStore", "create"),
@@ -72,35 +40,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
-__all__ = [
-    "ConfigError",
-    "EmbeddingTable",
-    "EpochChanged",
-    "Fenced",
-    "KVStore",
-    "KVStoreBase",
-    "KeyNotFound",
-    "KvpsError",
-    "LocalCluster",
-    "Mismatch",
-    "NonFinite",
-    "Overload",
-    "ProtocolError",
-    "SchedulerLost",
-    "ServerLost",
-    "StorageError",
-    "Timeout",
-    "Trainer",
-    "Unauthorized",
-    "WorkerLost",
-    "__version__",
-    "create",
-    "data_sampler",
-    "epochs_from",
-    "leave_at_sigterm",
-    "shutdown",
-    "split_and_load",
-]
+__all__ = ["KVStore", "KVStoreBase", "EmbeddingTable", "Trainer", "LocalCluster", "__version__"]
+__all__ += ["create", "data_sampler", "epochs_from", "leave_at_sigterm", "shutdown", "split_and_load"]
+__all__ += [cls.__name__ for cls in errors.BY_CODE.values()]
 
 
 def __getattr__(name: str) -> Any:

@@ -166,26 +166,8 @@ class StorageError(KvpsError):
     code = 15
 
 
-BY_CODE: dict[int, type[KvpsError]] = {
-    cls.code: cls
-    for cls in (
-        KvpsError,
-        ConfigError,
-        Timeout,
-        WorkerLost,
-        ServerLost,
-        SchedulerLost,
-        Fenced,
-        EpochChanged,
-        KeyNotFound,
-        Mismatch,
-        NonFinite,
-        Unauthorized,
-        ProtocolError,
-        Overload,
-        StorageError,
-    )
-}
+_CLASSES: list[type[KvpsError]] = [KvpsError, *KvpsError.__subclasses__()]
+BY_CODE = {cls.code: cls for cls in _CLASSES}
 """The class of each number; numbers never change (docs/protocol.md, Errors)."""
 
 

@@ -17,20 +17,6 @@ from kvps.torch.sync_batchnorm import SyncBatchNorm
 
 _register()
 
-__all__ = [
-    "DiLoCo",
-    "DistributedOptimizer",
-    "Embedding",
-    "EmbeddingBag",
-    "EmbeddingCollection",
-    "LocalSGD",
-    "Sharded",
-    "SyncBatchNorm",
-    "all_gather_object",
-    "average",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "gather_object",
-    "shard",
-]
+__all__ = ["DiLoCo", "DistributedOptimizer", "LocalSGD", "Sharded", "SyncBatchNorm", "shard"]
+__all__ += ["Embedding", "EmbeddingBag", "EmbeddingCollection", "all_gather_object", "average", "gather_object"]
+__all__ += ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -222,24 +222,13 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     return functions.broadcast_object(obj, root_rank, name)
 
 
-__all__ = [
-    "DistributedOptimizer",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "declare",
-    "init",
-    "local_rank",
-    "local_size",
+__all__ = ["DistributedOptimizer", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+__all__ += ["declare", "init", "local_rank", "local_size", "rank", "resume", "shutdown", "size", "suspend"]
+__all__ += [
     "poll",
     "push_pull",
     "push_pull_async",
     "push_pull_async_inplace",
     "push_pull_inplace",
-    "rank",
-    "resume",
-    "shutdown",
-    "size",
-    "suspend",
     "synchronize",
 ]

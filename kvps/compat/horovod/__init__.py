@@ -23,11 +23,8 @@ __all__ = [
     "DistributedOptimizer",
     "HostsUpdatedInterrupt",
     "SyncBatchNorm",
-    "allgather_object",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
     "elastic",
     "mpi_ops",
 ]
+__all__ += ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 __all__ += mpi_ops.__all__

@@ -26,8 +26,6 @@ from kvps.compat.horovod.ops.reduce import (
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-)
-from kvps.compat.horovod.ops.scatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
@@ -206,65 +204,15 @@ class _basics:  # noqa: N801  # Horovod's name; its own tests look at the proces
     _get_process_set_ids_and_ranks = staticmethod(ids_and_ranks)
 
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
-]
+__all__ = ["Adasum", "Average", "HorovodInternalError", "Max", "Min", "ProcessSet", "Product", "Sum"]
+__all__ += ["init", "is_homogeneous", "is_initialized", "shutdown", "start_timeline", "stop_timeline"]
+__all__ += ["cross_rank", "cross_size", "local_rank", "local_size", "rank", "size"]
+__all__ += ["add_process_set", "global_process_set", "remove_process_set"]
+__all__ += ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "sparse_allreduce_async"]
+__all__ += ["grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"]
+__all__ += ["reducescatter", "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async"]
+__all__ += ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+__all__ += ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "alltoall", "alltoall_async"]
+__all__ += ["barrier", "join", "poll", "synchronize"]
+__all__ += ["ccl_built", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled", "mpi_built", "mpi_enabled"]
+__all__ += ["mpi_threads_supported", "nccl_built", "rocm_built"]

@@ -27,20 +27,8 @@ kv = kvstore
 nd = ndarray
 opt = optimizer
 
-__all__ = [
-    "cpu",
-    "cpu_pinned",
-    "current_context",
-    "gluon",
-    "gpu",
-    "kv",
-    "kvstore",
-    "nd",
-    "ndarray",
-    "num_gpus",
-    "opt",
-    "optimizer",
-]
+__all__ = ["gluon", "kv", "kvstore", "nd", "ndarray", "opt", "optimizer"]
+__all__ += ["cpu", "cpu_pinned", "current_context", "gpu", "num_gpus"]
 
 
 def cpu(device_id: int = 0) -> torch.device:

@@ -6,30 +6,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvps.compat.horovod.engine.context import current
 from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLTOALL, BROADCAST
 from kvps.compat.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
-from kvps.compat.horovod.ops.reduce import grouped_allreduce
-from kvps.compat.horovod.process_sets import ProcessSet, global_process_set
+from kvps.compat.horovod.ops.reduce import Tensors, grouped_allreduce, of_one
+from kvps.compat.horovod.process_sets import ProcessSet
+from kvps.compat.horovod.process_sets import global_process_set as WORLD  # noqa: N812, a constant here
 from kvps.compat.horovod.reductions import Average
-
-Tensors = Sequence[torch.Tensor]
-
 
 # --- allgather ----------------------------------------------------------------------------------
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> int:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> int:
     """Begin :func:`allgather`; return its handle."""
     demand_tensors(ALLGATHER, name, [tensor], process_set)
     return begin(ALLGATHER, name, [tensor.detach()], process_set)
 
 
 def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> int:
     """Begin :func:`grouped_allgather`; return its handle."""
     given = list(tensors)
@@ -37,13 +34,14 @@ def grouped_allgather_async(
     return begin(ALLGATHER, name, [tensor.detach() for tensor in given], process_set, is_list=True)
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Return the tensors of all ranks, joined along the first dimension; gradients flow through it.
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
+) -> list[Tensor]:
+    """Return several tensors of all ranks, each joined along the first dimension; they travel as one
+    operation, and gradients flow through them. :func:`allgather` does so for one tensor.
 
     Args:
-        tensor: of the same type on every rank; shapes may differ in the first dimension only.
+        tensors: of the same types on every rank; shapes may differ in the first dimension only.
         name: matches the calls of the ranks; by default, the number of the call.
         process_set: the ranks that take part.
 
@@ -51,28 +49,23 @@ def allgather(
         ValueError: for an argument that cannot be, or a name whose operation is not over.
         HorovodInternalError: on every rank, if the ranks do not fit together, or for a scalar.
     """
-    result: torch.Tensor = _Allgather.apply(name, process_set, tensor)[0]  # type: ignore[no-untyped-call]  # torch has no types there
-    return result
-
-
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
-    """Do :func:`allgather` for several tensors, which travel as one operation."""
     return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]  # torch has no types there
+
+
+allgather = of_one(grouped_allgather)
 
 
 class _Allgather(torch.autograd.Function):
     """An allgather through which gradients flow: each rank gets the mean of its rows' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> Any:
         found = synchronize(grouped_allgather_async(tensors, name, process_set))
         ctx.process_set, ctx.rows = process_set, [len(tensor) for tensor in tensors]
         return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         process_set: ProcessSet = ctx.process_set
         own = [torch.tensor([rows], device="cpu") for rows in ctx.rows]
         rows = grouped_allgather(own, process_set=process_set)
@@ -89,7 +82,7 @@ class _Allgather(torch.autograd.Function):
 
 
 def _broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet, is_inplace: bool
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, is_inplace: bool
 ) -> int:
     demand_tensors(BROADCAST, name, [tensor], process_set)
     if type(root_rank) is not int or root_rank not in process_set.ranks:
@@ -104,31 +97,22 @@ def _broadcast(
 
 
 def broadcast_async(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> int:
     """Begin :func:`broadcast`; return its handle."""
     return _broadcast(tensor, root_rank, name, process_set, is_inplace=False)
 
 
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> int:
     """Begin :func:`broadcast_`; return its handle."""
     return _broadcast(tensor, root_rank, name, process_set, is_inplace=True)
 
 
 def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Tensor:
     """Return the tensor of one rank; gradients flow through it.
 
     Args:
@@ -141,16 +125,13 @@ def broadcast(
         ValueError: for an argument that cannot be, or a name whose operation is not over.
         HorovodInternalError: on every rank, if the ranks do not fit together, or the root is not in the set.
     """
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch has no types there
+    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch has no types there
     return result
 
 
 def broadcast_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
+) -> Tensor:
     """Replace a tensor by that of one rank, and return it; see :func:`broadcast`."""
     synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return tensor
@@ -160,14 +141,12 @@ class _Broadcast(torch.autograd.Function):
     """A broadcast through which gradients flow: the root gets their mean, and the others zeros."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
-    ) -> Any:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Any:
         ctx.root_rank, ctx.process_set = root_rank, process_set
         return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         mean = grouped_allreduce(list(grads), op=Average, process_set=ctx.process_set)[0]
         if ctx.root_rank != current().running().rank:
             mean = torch.zeros_like(mean)
@@ -178,10 +157,10 @@ class _Broadcast(torch.autograd.Function):
 
 
 def alltoall_async(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: ProcessSet = WORLD,
 ) -> int:
     """Begin :func:`alltoall`; return its handle, whose result is always a pair."""
     demand_tensors(ALLTOALL, name, [tensor], process_set)
@@ -191,16 +170,14 @@ def alltoall_async(
     return begin(ALLTOALL, name, [tensor.detach()], process_set, splits=(rows,))
 
 
-def _splits(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, count: int
-) -> tuple[tuple[int, ...], str]:
+def _splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, count: int) -> tuple[tuple[int, ...], str]:
     """Return the rows for each of ``count`` ranks, or why there are none."""
     if splits is None:
         if len(tensor) % count:
             return (), f"{len(tensor)} rows are not divisible by {count} ranks; give splits"
         return (len(tensor) // count,) * count, ""
     try:
-        given = splits if isinstance(splits, torch.Tensor) else torch.tensor(splits, device="cpu")
+        given = splits if isinstance(splits, Tensor) else torch.tensor(splits, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         return (), f"splits must be whole numbers, one for each rank: {error}"
     if given.is_floating_point() or given.is_complex() or given.dim() != 1:
@@ -215,11 +192,11 @@ def _splits(
 
 
 def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    process_set: ProcessSet = WORLD,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Give each rank some rows of a tensor, and return the rows that the ranks gave; gradients
     flow through it.
 
@@ -247,8 +224,8 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: torch.Tensor,
-        splits: torch.Tensor | Sequence[int] | None,
+        tensor: Tensor,
+        splits: Tensor | Sequence[int] | None,
         name: str | None,
         process_set: ProcessSet,
     ) -> Any:
@@ -258,7 +235,7 @@ class _Alltoall(torch.autograd.Function):
         return rows, received
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         found = alltoall(grads[0], ctx.received, process_set=ctx.process_set)[0]
         rest = found.new_zeros((ctx.rows - len(found), *found.shape[1:]))
         return torch.cat([found, rest]), None, None, None
