@@ -111,13 +111,9 @@ def _main(argv: Sequence[str]) -> int:
         keys=flags.keys_of(parsed, "scheduler"),
         keys_again=lambda: flags.keys_of(parsed, "scheduler"),
         http=flags.http_of(parsed),
-        on_http=lambda url: _show(fd, url, flags.log_format(parsed)),
         limits=flags.limits_of(parsed, "scheduler"),
-        on_ready=lambda endpoint: _report(fd, f"scheduler {endpoint}"),
-        on_seats=None if fd is None else lambda taken: _report(fd, f"seats {taken}"),
-        on_goes_on=lambda goes_on: _report(fd, f"goes-on {goes_on}"),
-        on_concluded=lambda cut: _report(fd, f"checkpoint {cut}"),
-        on_end=None if fd is None else lambda why: _report(fd, f"ended {why[:WHY_MAX]}"),
+        tell=lambda event, value: _tell(fd, event, value, flags.log_format(parsed)),
+        is_launched=fd is not None,
     )
 
 
@@ -127,19 +123,14 @@ def _folder(name: str, given: str) -> str:
     return given
 
 
-def _show(fd: int | None, url: str, log_format: str) -> None:
-    """Tell where the dashboard is: kvps-launch, if it listens, or else the user."""
+def _tell(fd: int | None, event: str, value: object, log_format: str) -> None:
+    """Tell kvps-launch what has happened; without kvps-launch, show a person where the dashboard is."""
     if fd is not None:
-        _report(fd, f"dashboard {url}")
-        return
-    is_json = log_format == "json"
-    text = f"dashboard: {url}"
-    print(logs.line("info", text, logs.speaker(), {}) if is_json else text, file=sys.stderr)
-
-
-def _report(fd: int | None, line: str) -> None:
-    if fd is not None:
-        os.write(fd, f"{line}\n".encode())
+        os.write(fd, f"{event} {value!s:.{WHY_MAX}}\n".encode())
+    elif event == "dashboard":
+        text = f"dashboard: {value}"
+        is_json = log_format == "json"
+        print(logs.line("info", text, logs.speaker(), {}) if is_json else text, file=sys.stderr)
 
 
 if __name__ == "__main__":

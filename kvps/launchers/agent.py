@@ -200,13 +200,11 @@ class _Agent:
     def _obey(self, process: subprocess.Popen[bytes]) -> None:
         *lines, self._input = self._input.split(b"\n")
         for line in lines:
-            match line.split():
-                case [b"signal", number] if int(number) == signal.SIGKILL:
-                    kill(process.pid)
-                case [b"signal", number]:
-                    process.send_signal(int(number))
-                case _:
-                    pass
+            word, _, number = line.partition(b" ")
+            if word == b"signal" and int(number) == signal.SIGKILL:
+                kill(process.pid)
+            elif word == b"signal":
+                process.send_signal(int(number))
 
     def _relay(self, fd: int) -> bool:
         """Pass on what is there of one stream; return whether there was something."""

@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvps import config
@@ -181,7 +182,7 @@ class Launch:
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def _listen(self, fd: int, on_ready: Callable[[], None]) -> None:
+    def _listen(self, fd: int, on_ready: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_ready)
 
     def _turn(self) -> None:
@@ -230,13 +231,6 @@ class Launch:
         total = self._plan.workers + self._plan.servers
         text = "" if taken >= total else bar_text(taken, total, "processes have joined")
         self._output.set_status(text)
-
-    def _on_far_report(self, child: Child, report: bytes) -> None:
-        match report.split():
-            case [b"worker", _, code]:  # its process id is one of another host
-                self._on_worker_end(child, int(code))
-            case _:
-                pass
 
     # --- starting -----------------------------------------------------------------------------
 
@@ -295,7 +289,7 @@ class Launch:
             log.info("%s starts on host %s", child.name, child.host)
         self._children[process.pid] = child
         for fd in child.fds:
-            self._listen(fd, self._reader(child, fd))
+            self._listen(fd, partial(self._read, child, fd))
 
     def _number(self, role: str, rank: int) -> int:
         """Return the number of a process's colour."""
@@ -322,12 +316,6 @@ class Launch:
 
     # --- what they print ----------------------------------------------------------------------
 
-    def _reader(self, child: Child, fd: int) -> Callable[[], None]:
-        def read() -> None:
-            self._read(child, fd)
-
-        return read
-
     def _read(self, child: Child, fd: int) -> bool:
         """Show what is there of one stream; return whether there was something."""
         try:
@@ -338,10 +326,10 @@ class Launch:
             self._selector.unregister(fd)
         try:
             for sink, data in child.parts(fd, got):
-                if sink == REPORT:
-                    self._on_far_report(child, data)
-                else:
+                if sink != REPORT:
                     self._show(child, sink, child.lines[sink].feed(data))
+                elif (words := data.split())[:1] == [b"worker"]:  # its process id is one of another host
+                    self._on_worker_end(child, int(words[2]))
         except ValueError as error:
             log.error("%s: host %s sends no output of an agent: %s", child.name, child.host, error)
             child.abandon()
@@ -351,16 +339,19 @@ class Launch:
         return bool(got)
 
     def _show(self, child: Child, sink: int, lines: list[bytes]) -> None:
+        if self._output.is_json:
+            who = Speaker(child.role, child.rank)
+            stream = ("stdout", "stderr")[sink]
+            self._write(sink, b"", [wrapped(line, who, stream) for line in lines])
+            return
+        if sink == ERROR:
+            lines = self._folder.feed(_who(child), lines, time.monotonic())
+        prefix = self._output.prefix(child.name, child.number, sink)
+        self._write(sink, prefix, lines, child.lines[sink].unfinished)
+
+    def _write(self, sink: int, prefix: bytes, lines: list[bytes], unfinished: bytes = b"") -> None:
         try:
-            if self._output.is_json:
-                who = Speaker(child.role, child.rank)
-                stream = ("stdout", "stderr")[sink]
-                self._output.write(sink, b"", [wrapped(line, who, stream) for line in lines])
-                return
-            if sink == ERROR:
-                lines = self._folder.feed(_who(child), lines, time.monotonic())
-            prefix = self._output.prefix(child.name, child.number, sink)
-            self._output.write(sink, prefix, lines, child.lines[sink].unfinished)
+            self._output.write(sink, prefix, lines, unfinished)
         except BrokenPipeError:
             self._stop(signal.SIGPIPE)
 
@@ -368,19 +359,12 @@ class Launch:
         """Show what was held back because another process had printed it, and how many have."""
         for shown in self._folder.on_time(now):
             role, rank, _ = shown.whose[0]
-            prefix = self._output.prefix(shown.name, self._number(role, rank), ERROR)
-            try:
-                self._output.write(ERROR, prefix, shown.lines)
-            except BrokenPipeError:
-                self._stop(signal.SIGPIPE)
+            self._write(ERROR, self._output.prefix(shown.name, self._number(role, rank), ERROR), shown.lines)
 
     def _tell(self, text: str) -> None:
         """Print a line of our own that belongs to the output, whatever the log level."""
         shown = logs.line("info", text, speaker(), {}) if self._output.is_json else text
-        try:
-            self._output.write(1, b"", [shown.encode()])
-        except BrokenPipeError:
-            self._stop(signal.SIGPIPE)
+        self._write(1, b"", [shown.encode()])
 
     def _drain(self, child: Child) -> None:
         """Show the rest of what a process printed that has ended."""
@@ -392,7 +376,7 @@ class Launch:
         for sink, lines in enumerate(child.lines):
             self._show(child, sink, lines.end())
         rest = self._folder.end(_who(child), time.monotonic())
-        self._output.write(ERROR, self._output.prefix(child.name, child.number, ERROR), rest)
+        self._write(ERROR, self._output.prefix(child.name, child.number, ERROR), rest)
         child.close()
 
     # --- how they end -------------------------------------------------------------------------
@@ -422,7 +406,7 @@ class Launch:
             return
         if not child.is_told:
             self._on_worker_end(child, code)
-        if code and self._stage is LaunchStage.GOING and self._may_restart(child, code):
+        if code and self._may_restart(child, code):
             self._start_worker(child.rank, child.life + 1)
         if not any(child.role == "worker" for child in self._children.values()):
             self._on_no_worker()
@@ -432,18 +416,15 @@ class Launch:
         child.is_told = True
         if code == 0 or self._stage > LaunchStage.ENDING:
             return
-        if self._stage is LaunchStage.GOING and self._may_restart(child, code):
+        if self._may_restart(child, code):
             self._warn_of_restart(child, code)
             return
         self._worker_code = self._worker_code or code
         if self._stage is LaunchStage.DRAINING:
             self._give_up_draining(f"{child.name} ended with exit code {code}")
         elif self._stage is LaunchStage.GOING and self._goes_on:
-            log.error(
-                "%s ended with exit code %d; the others go on without it (on_worker_lost='shrink')",
-                child.name,
-                code,
-            )
+            told = f"{child.name} ended with exit code {code}"
+            log.error("%s; the others go on without it (on_worker_lost='shrink')", told)
         elif self._stage is not LaunchStage.ENDING:
             log.error("%s ended with exit code %d; ending the job", child.name, code)
             self._enter(LaunchStage.ENDING, OTHERS_MAX_S)
@@ -456,7 +437,8 @@ class Launch:
             self._enter(LaunchStage.GOING, None)
 
     def _may_restart(self, child: Child, code: int) -> bool:
-        return code != EXIT_CONFIG and child.life < self._plan.max_restarts
+        is_going = self._stage is LaunchStage.GOING
+        return is_going and code != EXIT_CONFIG and child.life < self._plan.max_restarts
 
     def _is_kept(self, child: Child, code: int) -> bool:
         """Whether what a server or the scheduler knew is where its next life finds it."""
@@ -465,13 +447,8 @@ class Launch:
         return self._foothold is not None and self._foothold.has_job(code)
 
     def _warn_of_restart(self, child: Child, code: int) -> None:
-        log.warning(
-            "%s ended with exit code %d; starting it again (%d of %d)",
-            child.name,
-            code,
-            child.life + 1,
-            self._plan.max_restarts,
-        )
+        times = f"{child.life + 1} of {self._plan.max_restarts}"
+        log.warning("%s ended with exit code %d; starting it again (%s)", child.name, code, times)
 
     def _on_other_end(self, child: Child, code: int) -> None:
         """A server or the scheduler has ended; with 0, the job was over for it."""
@@ -479,8 +456,7 @@ class Launch:
             self._enter(LaunchStage.DONE, LATE_MAX_S)
         if code == 0 or self._stage >= LaunchStage.STOPPING:  # by then everybody is asked to end
             return
-        is_kept = self._is_kept(child, code)
-        if is_kept and self._stage is LaunchStage.GOING and self._may_restart(child, code):
+        if self._is_kept(child, code) and self._may_restart(child, code):
             self._warn_of_restart(child, code)
             if child.role == "server":
                 self._start_server(child.rank, child.life + 1)
@@ -505,8 +481,7 @@ class Launch:
         if self._stage <= LaunchStage.DRAINING:
             self._enter(LaunchStage.DONE, DONE_MAX_S)
         elif self._stage is LaunchStage.ENDING:
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM)
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S, signal.SIGTERM)
         elif self._stage is LaunchStage.STOPPING:
             self._signal(signal.SIGTERM)
 
@@ -514,16 +489,14 @@ class Launch:
         """The operator wants an end; the second time at once."""
         self._other_code = self._other_code or 128 + number
         if self._stage >= LaunchStage.STOPPING:
-            self._enter(LaunchStage.KILLING, STOP_MAX_S)
-            self._signal(signal.SIGKILL)
+            self._enter(LaunchStage.KILLING, STOP_MAX_S, signal.SIGKILL)
             return
         is_asked = number == signal.SIGTERM or (number == signal.SIGINT and self._may_drain)
         if is_asked and self._stage is LaunchStage.GOING:
             self._grace_until = time.monotonic() + (self._plan.grace_s or 0.0)
             if self._may_drain:
                 log.warning("asked to end: waiting for a last checkpoint")
-                self._enter(LaunchStage.DRAINING, self._plan.grace_s)
-                self._signal(signal.SIGUSR2, "scheduler")
+                self._enter(LaunchStage.DRAINING, self._plan.grace_s, signal.SIGUSR2, "scheduler")
                 return
         self._stop_members(number)
 
@@ -539,11 +512,10 @@ class Launch:
     def _stop_members(self, number: int) -> None:
         """Ask the commands to end; servers and scheduler follow."""
         left_s = max(0.0, self._grace_until - time.monotonic())
-        self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s)
-        if any(child.role == "worker" for child in self._children.values()):
-            self._signal(number if number == signal.SIGINT else signal.SIGTERM, "worker")
-        else:
-            self._signal(signal.SIGTERM)
+        has_workers = any(child.role == "worker" for child in self._children.values())
+        number = number if has_workers and number == signal.SIGINT else signal.SIGTERM
+        role = "worker" if has_workers else None
+        self._enter(LaunchStage.STOPPING, STOP_MAX_S + left_s, number, role)
 
     def _go_on(self) -> None:
         """The time of this stage is over."""
@@ -554,23 +526,25 @@ class Launch:
         is_late = self._stage is LaunchStage.DONE and "scheduler" not in names
         log.log(logging.INFO if is_late else logging.WARNING, "still running: %s", names)
         if self._stage is LaunchStage.ENDING:
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM, "worker")
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S, signal.SIGTERM, "worker")
         elif self._stage is LaunchStage.DONE:
             self._other_code = self._other_code or (0 if is_late else 1)
-            self._enter(LaunchStage.STOPPING, STOP_MAX_S)
-            self._signal(signal.SIGTERM)
+            self._enter(LaunchStage.STOPPING, STOP_MAX_S, signal.SIGTERM)
         elif self._stage is LaunchStage.STOPPING:
-            self._enter(LaunchStage.KILLING, STOP_MAX_S)
-            self._signal(signal.SIGKILL)
+            self._enter(LaunchStage.KILLING, STOP_MAX_S, signal.SIGKILL)
         else:
             self._next_at = None
             for child in self._children.values():
                 child.abandon()
 
-    def _enter(self, stage: LaunchStage, limit_s: float | None) -> None:
+    def _enter(
+        self, stage: LaunchStage, limit_s: float | None, number: int | None = None, role: str | None = None
+    ) -> None:
+        """Begin a stage, for so long at most, and send a signal to the processes of a role, or to all."""
         self._stage = stage
         self._next_at = None if limit_s is None else time.monotonic() + limit_s
+        if number is not None:
+            self._signal(number, role)
 
     def _signal(self, number: int, role: str | None = None) -> None:
         """Send a signal to the processes of a role, or to all."""

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from kvps import __version__, annexes, config
 from kvps.checkpoint import atomic_file
-from kvps.core.effects import Finish
+from kvps.core.effects import Exit, Finish
 from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
@@ -40,6 +40,9 @@ from kvps.runtime.member_process import on_stop, report, serving_if_asked
 
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
+Tell = Callable[[str, object], None]
+"""Told an event and its value, as :class:`kvps.launchers.launch.Launch` reads them."""
+_EVENTS = {CONCLUDED: "checkpoint", SEATS: "seats", GOES_ON: "goes-on"}
 THIS_PROCESS = ProcessInfo(__version__, time.time)
 """How often a name is looked up that is not known: its container may not be up yet."""
 
@@ -174,15 +177,11 @@ def run_scheduler(
     silence_max_s: float = SILENCE_MAX_S,
     drop_grace_s: float = DROP_GRACE_S,
     replace_max_s: float = REPLACE_MAX_S,
-    on_ready: Callable[[str], None] | None = None,
-    on_concluded: Callable[[int], None] | None = None,
-    on_seats: Callable[[int], None] | None = None,
-    on_goes_on: Callable[[int], None] | None = None,
     keys: Keys | None = None,
     keys_again: Callable[[], Keys | None] | None = None,
     http: Place | None = None,
-    on_http: Callable[[str], None] | None = None,
-    on_end: Callable[[str], None] | None = None,
+    tell: Tell = lambda event, value: None,
+    is_launched: bool = False,
     limits: Limits | None = None,
 ) -> int:
     """Run a scheduler until its job is over; return its exit code.
@@ -198,17 +197,15 @@ def run_scheduler(
         silence_max_s: seconds of silence after which a member is lost.
         drop_grace_s: seconds without a new connection after which a member whose connection broke is lost.
         replace_max_s: seconds for which a job with no worker left waits for the replacement of a lost one.
-        on_ready: called with its address when it listens.
-        on_concluded: called with the number of the last checkpoint, which SIGUSR2 asks for; 0 if
-            nothing was to be kept.
-        on_seats: called with the number of taken seats, each time it changes until all are.
-        on_goes_on: called with 1 when all workers that are here go on without a lost one, with 0
-            when not; needs ``on_seats``.
         keys: its own keys, and the public keys of processes that may connect; None admits any process.
         keys_again: reads the keys again, at SIGHUP.
         http: where to serve the dashboard and metrics; None for nowhere.
-        on_http: called with the URL of the dashboard, once it can be read.
-        on_end: called with the reason for the end of the job; the log has it as an error only without.
+        tell: called with an event and its value: "scheduler" and its address when it listens; "dashboard"
+            and its URL, before that; "seats" and their number, each time it changes until all are taken;
+            "goes-on" and 1 when all workers that are here go on without a lost one, 0 when not; "checkpoint"
+            and the number of the last one, which SIGUSR2 asks for, 0 if nothing was to be kept; "ended" and
+            the reason for the end of the job.
+        is_launched: ``tell`` reaches kvps-launch: seats are told, and the reason for the end is not logged.
         limits: the named limits; None for those of KVPS_LIMITS.
 
     Raises:
@@ -228,50 +225,41 @@ def run_scheduler(
         keep_alive=keep_alive,
         replace_max_s=replace_max_s,
         persist=state is not None,
-        tells_seats=on_seats is not None,
+        tells_seats=is_launched,
         has_keys=keys is not None,
         limits=limits or config.limits(),
     )
     storage = StateFile(state) if isinstance(state, str) else state
     with nullcontext() if storage is None else closing(storage) as kept:
-        listener = _Listener(kept, on_concluded, on_seats, on_goes_on)
-        return _run_scheduler(settings, bind, listener, on_ready, keys, keys_again, http, on_http, on_end)
+        listener = _Listener(kept, tell)
+        ending = _run_scheduler(settings, bind, listener, keys, keys_again, http)
+    tell("ended", ending.reason)
+    return report("scheduler", ending, is_told=is_launched)
 
 
 class _Listener(Listener):
-    """Keeps the state, if it is to be kept, and reports the last checkpoint."""
+    """Keeps the scheduler's state, and tells what the launcher of this process waits to hear."""
 
-    def __init__(
-        self,
-        kept: StateStorage | None,
-        on_concluded: Callable[[int], None] | None,
-        on_seats: Callable[[int], None] | None,
-        on_goes_on: Callable[[int], None] | None,
-    ) -> None:
-        self.kept = kept
-        self._heard = {CONCLUDED: on_concluded, SEATS: on_seats, GOES_ON: on_goes_on}
+    def __init__(self, kept: StateStorage | None, tell: Tell) -> None:
+        self.kept, self.tell = kept, tell
 
     def save(self, state: bytes) -> None:
         if self.kept is not None:
             self.kept.save(state)
 
     def finish(self, effect: Finish) -> None:
-        tell = self._heard.get(effect.ticket)
-        if tell is not None and isinstance(effect.value, int):
-            tell(effect.value)
+        if effect.ticket in _EVENTS:
+            self.tell(_EVENTS[effect.ticket], effect.value)
 
 
 def _run_scheduler(
     settings: Settings,
     bind: str,
     listener: _Listener,
-    on_ready: Callable[[str], None] | None,
     keys: Keys | None,
     keys_again: Callable[[], Keys | None] | None,
     http: Place | None,
-    on_http: Callable[[str], None] | None,
-    on_end: Callable[[str], None] | None,
-) -> int:
+) -> Exit:
     transport = ZmqTransport(
         bind, watch=True, checksums=config.checksums(), role=Role.SCHEDULER, keys=keys, limits=settings.limits
     )
@@ -327,10 +315,9 @@ def _run_scheduler(
             settings.servers,
             transport.endpoint,
         )
-        if on_http is not None and url is not None:
-            on_http(url)
-        if on_ready is not None:
-            on_ready(transport.endpoint)
+        if url is not None:
+            listener.tell("dashboard", url)
+        listener.tell("scheduler", transport.endpoint)
         ending = drive(core, transport, inbox, listener, lens=timeline.lens)
         timeline.close()
         if record is not None:
@@ -338,9 +325,7 @@ def _run_scheduler(
     transport.close(1.0)
     if listener.kept is not None:
         listener.kept.remove()
-    if on_end is not None:
-        on_end(ending.reason)
-    return report("scheduler", ending, is_told=on_end is not None)
+    return ending
 
 
 @contextmanager
