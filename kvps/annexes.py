@@ -18,7 +18,7 @@ MODULES = {
     # member_lens, Timeline, recorder, recorded, dump_at_signal, dumping_at_signal
     "lenses": "kvps.tools.lenses",
     "recorded-values": "kvps.tools.replay.values",  # dumps
-    "dashboard": "kvps.tools.dashboard.assets",  # Dashboard
+    "dashboard": "kvps.tools.dashboard.model",  # Dashboard
     "dry-run": "kvps.platforms.dry_run",  # add_flags, text_if_any
 }
 """Name of a feature -> the module that provides it. The comment names the functions that the rest

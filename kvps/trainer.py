@@ -41,8 +41,14 @@ from kvps.store.create import options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.local_optimizer import RulesOptimizer, TorchOptimizer
 from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
-from kvps.torch.sync.agreement import AgreedBatch, demand_same, positive
-from kvps.torch.sync.arguments import check_clipping, check_norms, check_plain
+from kvps.torch.sync.agreement import (
+    AgreedBatch,
+    check_clipping,
+    check_norms,
+    check_plain,
+    demand_same,
+    positive,
+)
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
 from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
@@ -54,8 +60,8 @@ from kvps.torch.sync.parameter_sync import (
     runs_in_store,
     store_of,
 )
+from kvps.torch.sync.sparse_gradients import StepExchange
 from kvps.torch.sync.state_dict import StateInStore, in_words
-from kvps.torch.sync.step_exchange import StepExchange
 from kvps.torch.sync.steps import Resumable
 
 Params: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"

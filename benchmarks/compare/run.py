@@ -16,7 +16,7 @@ from benchmarks.compare.peers import trial as peers
 from benchmarks.compare.plan import Comparison
 from benchmarks.compare.systems import PEERS
 from kvps.launchers.reaper import Reaper
-from kvps.tools.bench import figures, limits, local, run
+from kvps.tools.bench import figures, local, run
 from kvps.tools.bench.figures import Case, Measurement, TrialTimes
 from kvps.tools.bench.systems import System
 
@@ -30,7 +30,7 @@ def perform(plan: Comparison, reaper: Reaper) -> None:
     console = run.console_of_stdout()
     machine = {**figures.described(), **plan.versions}
     console.print(figures.headline(machine), soft_wrap=True)
-    limit = limits.measured() if plan.has_limits else {}
+    limit = run.limits_of_machine() if plan.has_limits else {}
     with Namespaces(plan.hosts.count, plan.rate) if plan.hosts else nullcontext() as namespaces:
         rows = run.rows_of(plan, _measure(plan, reaper, namespaces))
     _print(console, plan, rows)

@@ -15,13 +15,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvps.checkpoint import atomic_file, regular_file
+from kvps.checkpoint import atomic_file, reading
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest
-from kvps.checkpoint.progress import shown
+from kvps.checkpoint.reading import read_image, shown, verified
 from kvps.checkpoint.reshard import gathered, merged
 from kvps.checkpoint.safetensors_writer import Column, stream_of
-from kvps.checkpoint.verify import read_image, verified
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import ConfigError, StorageError
 from kvps.phrases import bytes_in_words
@@ -244,7 +243,7 @@ def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
     errors = []
     for directory in directories:
         path = directory.cut_folder(number) / NAME
-        if regular_file.size_of(path) is not None:
+        if reading.size_of(path) is not None:
             try:
                 found[path] = directory.manifest(number)
             except StorageError as error:
@@ -263,14 +262,14 @@ def _cut(number: int, directories: Sequence[CheckpointDirectory]) -> LocatedCut:
 def _path_of(number: int, name: str, size: int, directories: Sequence[CheckpointDirectory]) -> Path:
     """Return where a snapshot lies, whole if it is whole anywhere."""
     paths = [directory.cut_folder(number) / name for directory in directories]
-    there = [path for path in paths if regular_file.size_of(path) is not None]
-    whole = [path for path in there if regular_file.size_of(path) == size]
+    there = [path for path in paths if reading.size_of(path) is not None]
+    whole = [path for path in there if reading.size_of(path) == size]
     return (*whole, *there, *paths)[0]
 
 
 def _wrong(manifest: Manifest, paths: Sequence[Path]) -> str:
     for path, image in zip(paths, manifest.images, strict=True):
-        size = regular_file.size_of(path)
+        size = reading.size_of(path)
         if size is None:
             return f"{path} is missing; if that server has a folder of its own, give this folder too"
         if size != image.size:

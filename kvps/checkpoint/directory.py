@@ -27,12 +27,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from kvps.checkpoint import atomic_file, regular_file, snapshot_writer
+from kvps.checkpoint import atomic_file, reading, snapshot_writer
 from kvps.checkpoint.atomic_file import HashedFile, Written
 from kvps.checkpoint.manifest import NAME, ImageFile, Manifest, further, image_name, superfluous
-from kvps.checkpoint.progress import restoring
+from kvps.checkpoint.reading import load_image, restoring
 from kvps.checkpoint.reshard import regroup
-from kvps.checkpoint.verify import load_image
 from kvps.core.limits import TABLE, remedy
 from kvps.core.scheduler.cut import CUT_MAX
 from kvps.core.server.snapshot.model import Snapshot
@@ -256,7 +255,7 @@ class CheckpointDirectory:
         path = self.cut_folder(cut) / NAME
         try:
             octets = b""
-            for block in regular_file.blocks(path):
+            for block in reading.blocks(path):
                 octets += block
                 if len(octets) > MANIFEST_MAX:
                     break
@@ -272,9 +271,7 @@ class CheckpointDirectory:
     def here(self, manifest: Manifest) -> frozenset[int]:
         """Return the servers whose snapshots of a cut lie in this folder with the right size."""
         folder = self.cut_folder(manifest.cut)
-        sizes = (
-            (server, regular_file.size_of(folder / image.name), image) for server, image in _each(manifest)
-        )
+        sizes = ((server, reading.size_of(folder / image.name), image) for server, image in _each(manifest))
         return frozenset(server for server, size, image in sizes if size == image.size)
 
     def complete(
@@ -310,9 +307,7 @@ class CheckpointDirectory:
             return whole.issuperset(_needed(manifest, server, servers))
         folder = self.cut_folder(manifest.cut)
         found = {
-            number
-            for number, image in _each(manifest)
-            if regular_file.size_of(folder / image.name) is not None
+            number for number, image in _each(manifest) if reading.size_of(folder / image.name) is not None
         }
         return bool(whole) and whole == found
 

@@ -3,11 +3,16 @@
 Importing it makes the backend "kvps" known to torch.distributed.
 """
 
-from kvps.torch.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from kvps.torch.broadcast import (
+    all_gather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    gather_object,
+)
 from kvps.torch.distributed.rendezvous import register as _register
 from kvps.torch.embedding import Embedding, EmbeddingBag
 from kvps.torch.embedding_collection import EmbeddingCollection
-from kvps.torch.gather import all_gather_object, gather_object
 from kvps.torch.local_steps.diloco import DiLoCo
 from kvps.torch.local_steps.local_sgd import LocalSGD
 from kvps.torch.metrics import average
@@ -18,5 +23,12 @@ from kvps.torch.sync_batchnorm import SyncBatchNorm
 _register()
 
 __all__ = ["DiLoCo", "DistributedOptimizer", "LocalSGD", "Sharded", "SyncBatchNorm", "shard"]
-__all__ += ["Embedding", "EmbeddingBag", "EmbeddingCollection", "all_gather_object", "average", "gather_object"]
+__all__ += [
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingCollection",
+    "all_gather_object",
+    "average",
+    "gather_object",
+]
 __all__ += ["broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

@@ -11,7 +11,7 @@ Theory of operation
 Without this, ``step()`` waits for the whole model, and the network is silent while the next forward pass
 computes. With it, ``step()`` takes the gradients away from their parameters and returns. Each parameter is
 then *pending*: its first reader waits for its update, in the order in which a forward pass needs them, which
-is the order in which they come back (:mod:`kvps.torch.sync.buckets`)::
+is the order in which they come back (:mod:`kvps.torch.sync.in_flight`)::
 
     backward 1            step  forward 2             backward 2
     ... fc  conv2  conv1    |   [conv1] [conv2] [fc]  ...

@@ -42,12 +42,13 @@ from kvps.store.catch_up import refuse
 from kvps.store.create import options_of
 from kvps.torch.broadcast import broadcast_optimizer_state, broadcast_parameters
 from kvps.torch.deferred_updates import DeferredUpdates
-from kvps.torch.sync.agreement import Agreement, demand_same
-from kvps.torch.sync.arguments import (
+from kvps.torch.sync.agreement import (
+    Agreement,
     buffers_of,
     check_clipping,
     check_norms,
     check_plain,
+    demand_same,
     divisor_of,
     is_free,
     numbered,

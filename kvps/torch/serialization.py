@@ -26,7 +26,7 @@ _PLAIN = (type(None), bool, float, str, bytes)
 _KINDS = "biufcSUmM"
 """Kinds of numpy's element types that hold no references."""
 _DAMAGE = (ValueError, TypeError, RuntimeError, KeyError, AttributeError, MemoryError, OverflowError)
-"""What bytes that were not packed here lead to."""
+"""Errors that bytes lead to that were not packed here."""
 
 
 def pack(obj: object, aside: list[torch.Tensor] | None = None) -> bytes:
@@ -196,7 +196,7 @@ def _array(head: Any) -> Any:
 
 
 def tensor_of(head: Any) -> torch.Tensor:
-    """Return the tensor of a name of an element type, a shape, and octets."""
+    """Return the tensor of an element type's name, a shape, and bytes."""
     name, shape, row = head
     return torch.from_numpy(np.frombuffer(bytearray(row), np.uint8)).view(_dtype(name)).view(shape)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvps
-from kvps.checkpoint import progress
+from kvps.checkpoint import reading
 from tests.integration.processes import BIN, Processes
 from tests.support.terminal import Terminal
 
@@ -70,7 +70,7 @@ def test_a_restore_elsewhere_and_a_small_one_show_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVPS_CHECKPOINT_DIR", str(tmp_path))
-    monkeypatch.setattr(progress, "RESTORE_AT_LEAST_BYTES", 0)
+    monkeypatch.setattr(reading, "RESTORE_AT_LEAST_BYTES", 0)
     with kvps.create("local") as kv:
         kv.init("w", torch.zeros(1 << 10))
         kv.checkpoint()

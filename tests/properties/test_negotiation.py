@@ -11,8 +11,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from kvps.compat.horovod.negotiation.coordinator import AllJoined, Coordinator, Execute, Refuse
-from kvps.compat.horovod.negotiation.request import ALLREDUCE, CollectiveRequest, Part
-from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.compat.horovod.negotiation.request import ALLREDUCE, CollectiveRequest, Part, Turn, pack, unpack
 
 
 @st.composite

@@ -52,7 +52,7 @@ PRELOADED = (
     *("torch._dynamo", "kvps.store.server_store", "kvps.runtime.process"),
     *("kvps.cli.launch", "kvps.cli.scheduler", "kvps.cli.server", "kvps.cli.worker"),
     *("kvps.runtime.scheduler_process", "kvps.runtime.server_process"),
-    *("kvps.tools.lenses", "kvps.tools.replay.values", "kvps.tools.dashboard.assets"),
+    *("kvps.tools.lenses", "kvps.tools.replay.values", "kvps.tools.dashboard.model"),
 )
 """Not kvps.torch, whose import changes the rendezvous of torch.distributed."""
 STACKS = signal.SIGRTMIN

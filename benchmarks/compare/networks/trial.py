@@ -25,12 +25,12 @@ from kvps.tools.bench.local import (
     GLOO_WORKER,
     KVPS_WORKER,
     THREADS,
+    Group,
     gloo_environment,
     module,
     trial_of,
     worker_flags,
 )
-from kvps.tools.bench.processes import Group
 from kvps.tools.bench.systems import System
 
 SCHEDULER_PORT = 9091

@@ -10,8 +10,7 @@ import kvps
 from kvps import config
 from kvps.launchers.reaper import Reaper
 from kvps.tools.bench.figures import Case, TrialTimes
-from kvps.tools.bench.local import LOOPBACK, THREADS, free_port, trial_of, worker_flags
-from kvps.tools.bench.processes import Group
+from kvps.tools.bench.local import LOOPBACK, THREADS, Group, free_port, trial_of, worker_flags
 from kvps.tools.bench.systems import System
 
 

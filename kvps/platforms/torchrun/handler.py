@@ -31,8 +31,7 @@ from kvps import config
 from kvps.errors import ConfigError, KvpsError
 from kvps.inquiry import inquire
 from kvps.net.zap import Keys
-from kvps.platforms.torchrun.holder import Doing, Holder
-from kvps.platforms.torchrun.state import Meeting
+from kvps.platforms.torchrun.holder import Doing, Holder, Meeting
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.membership import Rendezvous, RendezvousIs
 from kvps.runtime.keys import load_if_any

@@ -105,7 +105,8 @@ ADVICE = {
     "version": "install one version of kvps on all hosts",
     "no answer": "this may be the port of a server or of another kvps process, the scheduler may be stopped "
     "or overloaded, or its protocol another: compare kvps --version on both hosts",
-    "versions": "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job again",
+    "versions": "install one version of kvps on all hosts (pip install kvps==VERSION), and start the job "
+    "again",
     "servers": "start kvps-server again with the same --rank and the --checkpoint-dir that has its files: "
     "the job continues from the last checkpoint. Without checkpoints start the job again",
     "workers": "start kvps-worker again with the same --rank, or create the store with on_worker_lost",
@@ -125,7 +126,7 @@ ADVICE = {
     "in use": "end that process, choose another port with --bind, or port 0 for a free one",
     "no address": "give --bind an address of this host: ip address shows them; 0.0.0.0 is all of them",
 }
-"""What to do about each fault."""
+"""The advice for each fault."""
 
 
 def diagnose(m: Measurements) -> list[Finding]:

@@ -1,4 +1,7 @@
-"""Merged traces as Chrome's JSON (``traceEvents``), which Perfetto opens; and back."""
+"""Merged traces as Chrome's JSON (``traceEvents``), which Perfetto opens; and back.
+
+Files of timelines: written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from kvps.checkpoint import atomic_file
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace import chrome
 from kvps.tools.trace.merged import MergedTrace, Process
 from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
@@ -205,3 +211,16 @@ def _span(event: dict[str, Any]) -> TimeSpan:
         args["chunk"],
         args["octets"],
     )
+
+
+def write(path: Path, trace: MergedTrace) -> None:
+    """Write the file of a trace, whole or not at all.
+
+    Raises:
+        ConfigError: if it cannot be written.
+    """
+    text = chrome.dump(trace).encode()
+    try:
+        atomic_file.put(path, lambda sink: sink.write(text))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -19,7 +19,11 @@ from torch._C import DisableTorchFunction
 
 from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
-from kvps.torch.distributed.arguments import (
+from kvps.torch.distributed.call_checker import CallChecker
+from kvps.torch.distributed.call_log import described, type_name
+from kvps.torch.distributed.collectives import Collectives, Plan
+from kvps.torch.distributed.host_tensor import (
+    Staged,
     demand_rank,
     demand_same,
     is_same,
@@ -29,10 +33,6 @@ from kvps.torch.distributed.arguments import (
     shape_of,
     single,
 )
-from kvps.torch.distributed.call_checker import CallChecker
-from kvps.torch.distributed.call_log import described, type_name
-from kvps.torch.distributed.collectives import Collectives, Plan
-from kvps.torch.distributed.host_tensor import Staged
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.work import Work, all_of, uncompiled
 

@@ -54,10 +54,8 @@ from kvps.torch.local_steps.arguments import (
     warn_unless_entered,
 )
 from kvps.torch.local_steps.fragments import Schedule, fragments_of
-from kvps.torch.local_steps.mean import MeanStore
-from kvps.torch.local_steps.pace import Pace
-from kvps.torch.sync.agreement import demand_same
-from kvps.torch.sync.arguments import buffers_of, check_plain
+from kvps.torch.local_steps.pace import MeanStore, Pace
+from kvps.torch.sync.agreement import buffers_of, check_plain, demand_same
 from kvps.torch.sync.parameter_sync import carried, check_groups, named
 from kvps.torch.sync.steps import Steps
 

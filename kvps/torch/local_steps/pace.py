@@ -1,4 +1,4 @@
-"""The pace of this worker among the others: how long its local steps take, and how many of them make a turn.
+"""Stores beside the merges: the table of the workers' speeds, and the mean of their weights.
 
 The table of speeds has a row for each rank, in a store without rounds whose rule is ``assign``: a
 worker writes its row and reads all of them, while its pseudo-gradients are on their way. So nobody
@@ -8,15 +8,19 @@ A worker that makes v steps per second, where the fastest makes v_max, has ``flo
 v_max)`` steps in a turn, at least one (DyLU in Liu et al., arXiv 2401.09135). No worker waits to
 learn the speeds of others: each writes its own into a table when it pushes, and reads the table as
 it is. The table has no clock, so each reader remembers when it first saw what a row holds.
+
+The mean of the workers' weights between two merges, in a store of its own, which has no outer
+optimizer.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -24,6 +28,7 @@ import torch
 
 from kvps.errors import EpochChanged
 from kvps.runtime.ticket import Handle
+from kvps.store import residual_state
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
 
@@ -237,3 +242,61 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+
+log = logging.getLogger("kvps")
+
+
+class MeanStore:
+    """The store through which workers compute means of tensors.
+
+    Args:
+        owner: the front end.
+        options: of the front end's stores.
+        compression: as :meth:`kvps.KVStore.set_gradient_compression`; None for none.
+    """
+
+    def __init__(self, owner: str, options: StoreOptions, compression: Any) -> None:
+        self._kv = create_dist("dist_sync", f"{owner}.mean", options, average=True)
+        self._lost: int | None = None
+        """Means of the lost worker that this one replaces, which its script has still to pass;
+        None if unknown."""
+        residual_state.compress(self._kv, compression, "compression")
+
+    def resume(self) -> None:
+        """Begin with the next mean of the others: the script of this replacement does not run again."""
+        self._lost = 0
+
+    def close(self) -> None:
+        """Close the store."""
+        self._kv.close()
+
+    def of(self, tensors: Mapping[str, torch.Tensor], weight: float) -> dict[str, torch.Tensor]:
+        """Return the means over all workers, each of which calls; ``tensors`` are used up.
+
+        If the servers return to a checkpoint meanwhile, the call is made again.
+
+        Args:
+            tensors: name -> tensor; the same names and shapes on every worker.
+            weight: of this worker.
+
+        Raises:
+            KvpsError: as :meth:`kvps.KVStore.pushpull`.
+        """
+        names, values = list(tensors), list(tensors.values())
+        while True:
+            try:
+                self._kv.init(names, [torch.zeros_like(value) for value in values])
+                if self._lost is None:
+                    place = self._kv.take_place(names)
+                    self._lost = place.owed if place.is_replacement else 0
+                self._kv.resume(names)
+                if self._lost > 0:
+                    self._lost -= 1
+                    return dict(tensors)
+                means = [torch.empty_like(value) for value in values]
+                self._kv.pushpull(names, values, out=means, weight=weight)
+            except EpochChanged as error:
+                log.warning("%s", error)
+            else:
+                return dict(zip(names, means, strict=True))

@@ -7,7 +7,7 @@ Servers have the weights and the optimizer's state, and update with the mean of 
 gradients. On a worker,
 
 * a block's weights come just before they are needed, and go when they were
-  (:mod:`kvps.torch.sharded.hooks`)
+  (:mod:`kvps.torch.sharded.param_groups`)
 * what autograd saves of a weight is its name
   (:mod:`kvps.torch.sharded.residency`)
 * a gradient leaves when it is complete, and is freed
@@ -36,14 +36,11 @@ from kvps.net.memory import be_tight
 from kvps.store.create import create_dist, options_of
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
-from kvps.torch.sharded.gradient_sender import GradientHooks, GradientSender, ReplayingSender
-from kvps.torch.sharded.hooks import GroupHooks
+from kvps.torch.sharded.gradient_sender import GradientHooks, GradientSender, RemoteOptimizer, ReplayingSender
 from kvps.torch.sharded.initial_upload import Init, check_init, upload
-from kvps.torch.sharded.param_groups import cut
-from kvps.torch.sharded.remote_optimizer import RemoteOptimizer
+from kvps.torch.sharded.param_groups import GroupHooks, cut
 from kvps.torch.sharded.residency import Residency
-from kvps.torch.sync.agreement import demand_same
-from kvps.torch.sync.arguments import check_norms
+from kvps.torch.sync.agreement import check_norms, demand_same
 from kvps.torch.sync.parameter_hooks import graph_task
 from kvps.torch.sync.parameter_sync import carried, check_free, is_distributed, named, store_of
 from kvps.torch.sync.state_dict import StateInStore, in_words

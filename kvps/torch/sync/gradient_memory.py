@@ -118,7 +118,7 @@ class GradientMemory:
             return
         wanted = [name for name in new if _may_move(self._params[name])]
         # Small ones are pushed without those between them
-        # (:meth:`kvps.torch.sync.buckets.Buckets.arrange`), so they are to lie side by side.
+        # (:meth:`kvps.torch.sync.in_flight.Buckets.arrange`), so they are to lie side by side.
         small = [name for name in wanted if self._params[name].nbytes < SMALL_BYTES]
         large = [name for name in wanted if self._params[name].nbytes >= SMALL_BYTES]
         for some in filter(None, (large, small)):

@@ -3,9 +3,10 @@
 Theory of operation
 -------------------
 A hook on each parameter is called when its gradient is complete (torch's post-accumulate hook). At the
-last of the passes that make up a step it hands the gradient to :class:`~kvps.torch.sync.buckets.Buckets`, and
-whatever leaves is pushed and pulled in one call of the store, which goes on by itself. When backward is
-over, the rest leaves. So between two steps a gradient is in one of these states::
+last of the passes that make up a step it hands the gradient to
+:class:`~kvps.torch.sync.in_flight.Buckets`, and whatever leaves is pushed and pulled in one call of the
+store, which goes on by itself. When backward is over, the rest leaves. So between two steps a
+gradient is in one of these states::
 
     here ---> collected ---> away ---> back
      |  hook             leaves   wait()
@@ -41,15 +42,16 @@ from kvps.store.arguments import is_row
 from kvps.store.base import Store
 from kvps.store.rows import has_rows
 from kvps.store.server_store import DistStore
-from kvps.torch.sync.buckets import Buckets, bucket_bytes
 from kvps.torch.sync.gradient_memory import GradientMemory
 from kvps.torch.sync.in_flight import (
     BegunElsewhere,
+    Buckets,
     GradientBucket,
     HeldBucket,
     InFlight,
     Pending,
     SparseBucket,
+    bucket_bytes,
 )
 from kvps.torch.sync.parameter_hooks import ParameterHooks, PassEnd, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync

@@ -20,8 +20,8 @@ import pytest
 from kvps.checkpoint import atomic_file
 from kvps.checkpoint.directory import MANIFEST_MAX, CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, Manifest, image_name
+from kvps.checkpoint.reading import verified
 from kvps.checkpoint.reshard import regroup
-from kvps.checkpoint.verify import verified
 from kvps.core.placement import RULE
 from kvps.errors import StorageError
 from kvps.phrases import bytes_in_words

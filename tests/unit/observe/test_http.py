@@ -28,8 +28,8 @@ from kvps.observe.metrics import of_role
 from kvps.observe.place import Place, as_place
 from kvps.observe.sampler import STILL_MAX_S, Sample, Sampler, network_values
 from kvps.runtime.member_process import serving_if_asked
-from kvps.tools.dashboard import assets
-from kvps.tools.dashboard.assets import Dashboard
+from kvps.tools.dashboard import model as assets
+from kvps.tools.dashboard.model import Dashboard
 
 
 class Loop:

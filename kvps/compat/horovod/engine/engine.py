@@ -32,8 +32,7 @@ from kvps.compat.horovod.negotiation.coordinator import (
     Refuse,
     fused,
 )
-from kvps.compat.horovod.negotiation.request import CollectiveRequest, Key, Part
-from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.compat.horovod.negotiation.request import CollectiveRequest, Key, Part, Turn, pack, unpack
 from kvps.errors import KvpsError
 from kvps.phrases import ranks_in_words
 from kvps.torch.distributed.board import Board

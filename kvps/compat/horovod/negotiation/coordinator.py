@@ -32,10 +32,10 @@ from kvps.compat.horovod.negotiation.request import (
     SUMMING,
     CollectiveRequest,
     Key,
+    Turn,
     difference,
     own_fault,
 )
-from kvps.compat.horovod.negotiation.turn import Turn
 from kvps.phrases import ranks_in_words
 
 WORLD = 0

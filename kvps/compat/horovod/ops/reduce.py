@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvps.compat.horovod.compression import Compression, Compressor, checked
-from kvps.compat.horovod.engine.arithmetic import scale
+from kvps.compat.horovod.engine.execution import scale
 from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLREDUCE, REDUCESCATTER
 from kvps.compat.horovod.ops.handles import begin, demand_tensors, refuse, synchronize
 from kvps.compat.horovod.process_sets import ProcessSet, global_process_set

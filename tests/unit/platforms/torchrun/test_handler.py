@@ -21,8 +21,7 @@ from kvps.errors import ConfigError, Overload, SchedulerLost
 from kvps.platforms.torchrun import handler as handlers
 from kvps.platforms.torchrun import holder as holders
 from kvps.platforms.torchrun.handler import Handler, create, scheduler_of
-from kvps.platforms.torchrun.holder import Doing, Holder
-from kvps.platforms.torchrun.state import decode, encode
+from kvps.platforms.torchrun.holder import Doing, Holder, decode, encode
 from kvps.protocol.membership import Rendezvous, RendezvousIs
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.rendezvous import RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from kvps.platforms.torchrun import state as states
-from kvps.platforms.torchrun.state import Meeting, decode, encode, new_state
+from kvps.platforms.torchrun import holder as states
+from kvps.platforms.torchrun.holder import Meeting, decode, encode, new_state
 from kvps.protocol.envelope import TEXT_MAX
 
 T0 = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)

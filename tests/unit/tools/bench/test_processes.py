@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvps.errors import KvpsError
-from kvps.tools.bench import processes
-from kvps.tools.bench.processes import Group, times_in
+from kvps.tools.bench import local as processes
+from kvps.tools.bench.local import Group, times_in
 
 SAY = 'print(\'RESULT {"rank": 0, "rounds_ms": [1.0, 2.0]}\')'
 WAIT = "import signal; signal.pause()"

@@ -9,7 +9,7 @@ import pytest
 from kvps.errors import ConfigError
 from kvps.protocol.tracing import Part, RoundTrip
 from kvps.tools.trace import chrome
-from kvps.tools.trace.files import write
+from kvps.tools.trace.chrome import write
 from kvps.tools.trace.merged import SECOND_NS, ClockOffset, merge
 from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, pack
 from tests.unit.tools.trace.traces import MS, Job

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.errors import ConfigError
-from kvps.torch.sync.buckets import BUCKET_BYTES, DEVICE_BYTES, Buckets, bucket_bytes
+from kvps.torch.sync.in_flight import BUCKET_BYTES, DEVICE_BYTES, Buckets, bucket_bytes
 
 SIZES = {"a": 4, "b": 6, "c": 10, "d": 1}
 

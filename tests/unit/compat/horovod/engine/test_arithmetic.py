@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.compat.horovod.engine.arithmetic import adasum, finish, scale
-from kvps.compat.horovod.engine.execution import even_rows
+from kvps.compat.horovod.engine.execution import adasum, even_rows, finish, scale
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from kvps.compat.horovod.negotiation.request import (
     REMOVE_SET,
     CollectiveRequest,
     Part,
+    Turn,
 )
-from kvps.compat.horovod.negotiation.turn import Turn
 
 
 class Job:

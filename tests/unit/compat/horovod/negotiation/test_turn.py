@@ -5,8 +5,16 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from kvps.compat.horovod.negotiation.request import ALLREDUCE, ALLTOALL, NAME_MAX, CollectiveRequest, Part
-from kvps.compat.horovod.negotiation.turn import Turn, pack, unpack
+from kvps.compat.horovod.negotiation.request import (
+    ALLREDUCE,
+    ALLTOALL,
+    NAME_MAX,
+    CollectiveRequest,
+    Part,
+    Turn,
+    pack,
+    unpack,
+)
 from kvps.errors import ProtocolError
 
 TURN = Turn(
