@@ -12,7 +12,7 @@ import argparse
 import logging
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import NoReturn, TypeVar
 
@@ -49,87 +49,67 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             prog=name, description=what, epilog=more, formatter_class=HelpFormatter, allow_abbrev=False
         )
-        self.add_argument(
-            "--log-level",
-            metavar="LEVEL",
-            help=f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: no output unless something is wrong)",
-        )
-        self.add_argument(
-            "--log-format",
-            metavar="FORMAT",
-            help="text, or json: one object per line with time, level, role, rank, event and fields; "
-            "KVPS_LOG_FORMAT (text)",
-        )
-        self.add_argument("--insecure", action="store_true", help=insecure or NEEDLESS)
-        self.add_argument(
-            "--keys",
-            metavar="DIR",
-            help="a directory of keys from 'kvps keygen', or a file with the keys of this process; "
-            "KVPS_KEYS (none)",
+        self.add_flags(
+            {
+                "--log-level LEVEL": f"{', '.join(LEVELS)}; KVPS_LOG_LEVEL (warning: no output unless "
+                "something is wrong)",
+                "--log-format FORMAT": "text, or json: one object per line with time, level, role, rank, "
+                "event and fields; KVPS_LOG_FORMAT (text)",
+                "--insecure": insecure or NEEDLESS,
+                "--keys DIR": "a directory of keys from 'kvps keygen', or a file with the keys of this "
+                "process; KVPS_KEYS (none)",
+            }
         )
         self.add_argument("--version", action="version", version=f"{name} {__version__}")
+
+    def add_flags(self, table: Mapping[str, str]) -> None:
+        """Add the flags of a table, each with its help.
+
+        Example:
+            >>> Parser("kvps", "", "").add_flags({"-n --workers N": "number", "--env NAME=VALUE ...": "repeated"})
+        """
+        for words, what in table.items():
+            names = [word for word in words.split() if word.startswith("-")]
+            metavar = " ".join([word for word in words.split() if word not in (*names, "...")])
+            if metavar:
+                action = "append" if words.endswith(" ...") else "store"
+                self.add_argument(*names, action=action, metavar=metavar, help=what)
+            else:
+                self.add_argument(*names, action="store_true", help=what)
 
     def error(self, message: str) -> NoReturn:
         """Print the error in the flags, and end."""
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-def add_scheduler(parser: Parser) -> None:
-    """Add ``--scheduler``."""
-    parser.add_argument(
-        "--scheduler",
-        metavar="tcp://HOST:PORT",
-        help=f"where kvps-scheduler listens; KVPS_SCHEDULER ({config.DEFAULT_SCHEDULER})",
-    )
+SCHEDULER = {
+    "--scheduler tcp://HOST:PORT": f"where kvps-scheduler listens; KVPS_SCHEDULER ({config.DEFAULT_SCHEDULER})"
+}
+GRACE = {
+    "--grace SECONDS": "after SIGTERM, let COMMAND finish its current round and leave; kill it after this "
+    "time; KVPS_GRACE",
+}
+CHECKPOINT_EVERY = {
+    "--checkpoint-every SECONDS": "interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
+}
+HTTP = {
+    "--http HOST:PORT": "serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; /metrics "
+    "needs kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (no endpoints)",
+}
 
 
-def add_timeout(parser: Parser, default_s: float) -> None:
-    """Add ``--timeout``, of commands that ask a scheduler; :func:`timeout_of` reads it."""
-    parser.add_argument(
-        "--timeout", metavar="SECONDS", help=f"how long to wait for an answer; KVPS_TIMEOUT ({default_s:g})"
-    )
+def asking(default_s: float) -> dict[str, str]:
+    """Return the flags of commands that ask a scheduler; :func:`timeout_of` reads one of them."""
+    return {**SCHEDULER, "--timeout SECONDS": f"how long to wait for an answer; KVPS_TIMEOUT ({default_s:g})"}
 
 
-def add_grace(parser: Parser) -> None:
-    """Add ``--grace``."""
-    parser.add_argument(
-        "--grace",
-        metavar="SECONDS",
-        help="after SIGTERM, let COMMAND finish its current round and leave; kill it after this "
-        "time; KVPS_GRACE",
-    )
-
-
-def add_checkpoint_every(parser: Parser) -> None:
-    """Add ``--checkpoint-every``."""
-    parser.add_argument(
-        "--checkpoint-every",
-        metavar="SECONDS",
-        help="interval of checkpoints; 0: only on kv.checkpoint(); KVPS_CHECKPOINT_EVERY (0)",
-    )
-
-
-def add_http(parser: Parser, what: str = "") -> None:
-    """Add ``--http``."""
-    parser.add_argument(
-        "--http",
-        metavar="HOST:PORT",
-        help=what
-        or "serve /livez, /readyz, /metrics and /statusz there; port 0: any free port; /metrics needs "
-        "kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (no endpoints)",
-    )
-
-
-def add_limits(parser: Parser, role: str) -> None:
-    """Add ``--limit``, for the named limits of a role."""
+def limits_flag(role: str) -> dict[str, str]:
+    """Return ``--limit``, for the named limits of a role."""
     names = ", ".join([f"{limit.name} ({limit.default})" for limit in TABLE.values() if role in limit.roles])
-    parser.add_argument(
-        "--limit",
-        metavar="NAME=NUMBER",
-        action="append",
-        help=f"set a limit, beyond which requests are refused; may be repeated: {names}; KVPS_LIMITS "
-        "(separated by commas)",
-    )
+    return {
+        "--limit NAME=NUMBER ...": "set a limit, beyond which requests are refused; may be repeated: "
+        f"{names}; KVPS_LIMITS (separated by commas)",
+    }
 
 
 def limits_of(parsed: argparse.Namespace, role: str) -> Limits:

@@ -104,79 +104,32 @@ def _parser() -> flags.Parser:
     parser.add_argument(
         "-n", "--workers", "--num-workers", metavar="N", required=True, help="number of workers"
     )
-    parser.add_argument(
-        "-s",
-        "--servers",
-        "--num-servers",
-        metavar="S",
-        help="number of servers (N); 0 for a script without servers, as with the allreduce store",
+    parser.add_flags(
+        {
+            "-s --servers --num-servers S": "number of servers (N); 0 for a script without servers, as with "
+            "the allreduce store",
+            "--launcher LAUNCHER": "where workers and servers run; local: on this machine; ssh: on the hosts "
+            "of -H; slurm: on the nodes of the allocation that this command runs in (ssh with -H, local without it)",
+            "-H --hosts --hostfile HOSTS": "hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a "
+            "host takes as many workers as slots",
+            "--rsh COMMAND": "the command that reaches a host, with its options, as 'ssh -p 2222' or 'srun --mem=4G'",
+            "--python PATH": "the Python on the other hosts (the path of this one)",
+            "--timeline FILE": "write a timeline of the whole job there, for Perfetto and for kvps trace "
+            "--explain; KVPS_TIMELINE (none)",
+            "--max-restarts K": "how often to start a failed worker or scheduler again, and a failed server "
+            "if there are checkpoints (0)",
+            "--checkpoint-dir DIR": "where servers write and read checkpoints; KVPS_CHECKPOINT_DIR (none)",
+            **flags.CHECKPOINT_EVERY,
+            **flags.GRACE,
+            "--http HOST:PORT": "let the scheduler serve the dashboard there; port 0: any free port; servers "
+            "serve /metrics on free ports, which --log-level info shows; KVPS_HTTP (none)",
+            "--env NAME=VALUE ...": "set a variable for all processes; NAME alone: to its value here, which "
+            "keeps a secret out of the process list; may be repeated",
+            "--env-server NAME=VALUE ...": "set a variable for the servers; may be repeated",
+            "--env-worker NAME=VALUE ...": "set a variable for the workers; may be repeated",
+        }
     )
-    parser.add_argument(
-        "--launcher",
-        metavar="LAUNCHER",
-        help="where workers and servers run; local: on this machine; ssh: on the hosts of -H; slurm: "
-        "on the nodes of the allocation that this command runs in (ssh with -H, local without it)",
-    )
-    parser.add_argument(
-        "-H",
-        "--hosts",
-        "--hostfile",
-        metavar="HOSTS",
-        help="hosts for ssh: 'a:4,b:4', or a file with lines 'a slots=4'; a host takes as many "
-        "workers as slots",
-    )
-    parser.add_argument(
-        "--rsh",
-        metavar="COMMAND",
-        help="the command that reaches a host, with its options, as 'ssh -p 2222' or 'srun --mem=4G'",
-    )
-    parser.add_argument(
-        "--python",
-        metavar="PATH",
-        default=sys.executable,
-        help="the Python on the other hosts (the path of this one)",
-    )
-    parser.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="write a timeline of the whole job there, for Perfetto and for kvps trace --explain; "
-        "KVPS_TIMELINE (none)",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        metavar="K",
-        default="0",
-        help="how often to start a failed worker or scheduler again, and a failed server if there "
-        "are checkpoints (0)",
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        metavar="DIR",
-        help="where servers write and read checkpoints; KVPS_CHECKPOINT_DIR (none)",
-    )
-    flags.add_checkpoint_every(parser)
-    flags.add_grace(parser)
-    flags.add_http(
-        parser,
-        "let the scheduler serve the dashboard there; port 0: any free port; servers serve /metrics on "
-        "free ports, which --log-level info shows; KVPS_HTTP (none)",
-    )
-    parser.add_argument(
-        "--env",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="set a variable for all processes; NAME alone: to its value here, which keeps a secret out of "
-        "the process list; may be repeated",
-    )
-    for role in ("server", "worker"):
-        parser.add_argument(
-            f"--env-{role}",
-            metavar="NAME=VALUE",
-            action="append",
-            default=[],
-            help=f"set a variable for the {role}s; may be repeated",
-        )
+    parser.set_defaults(python=sys.executable, max_restarts="0", env=[], env_server=[], env_worker=[])
     parser.add_argument("--p3", action="store_true", help="no effect: kvps sends by priority")
     for flag in OF_MXNET:
         if " " not in flag:

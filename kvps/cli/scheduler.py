@@ -50,40 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
-    parser.add_argument("--workers", metavar="N", help="number of workers; KVPS_WORKERS")
-    parser.add_argument("--servers", metavar="S", help="number of servers; KVPS_SERVERS")
-    parser.add_argument(
-        "--bind",
-        metavar="tcp://HOST:PORT",
-        help=f"address to listen at; port 0: any free port; KVPS_BIND ({config.DEFAULT_SCHEDULER})",
-    )
-    parser.add_argument(
-        "--state",
-        metavar="DIR",
-        help="directory of saved state: a scheduler that is started again with the same DIR and "
-        "--bind continues its job; KVPS_STATE",
-    )
-    parser.add_argument(
-        "--keep-alive",
-        action="store_true",
-        help="when a job is over, begin another with the same servers; KVPS_KEEP_ALIVE=1",
-    )
-    parser.add_argument(
-        "--silence-max",
-        metavar="SECONDS",
-        help="silence after which a member is lost, 3 or more; KVPS_SILENCE_MAX (12)",
-    )
-    parser.add_argument(
-        "--drop-grace",
-        metavar="SECONDS",
-        help="time for a member to reconnect after its connection breaks, before it is lost; "
-        "KVPS_DROP_GRACE (1)",
-    )
-    flags.add_limits(parser, "scheduler")
-    flags.add_http(
-        parser,
-        "serve the dashboard there, and /livez, /readyz, /metrics and /statusz; port 0: any free port; "
-        "/metrics needs kvps[metrics]; KVPS_HTTP, which takes a free port where its own is in use (none)",
+    parser.add_flags(
+        {
+            "--workers N": "number of workers; KVPS_WORKERS",
+            "--servers S": "number of servers; KVPS_SERVERS",
+            "--bind tcp://HOST:PORT": "address to listen at; port 0: any free port; KVPS_BIND "
+            f"({config.DEFAULT_SCHEDULER})",
+            "--state DIR": "directory of saved state: a scheduler that is started again with the same DIR "
+            "and --bind continues its job; KVPS_STATE",
+            "--keep-alive": "when a job is over, begin another with the same servers; KVPS_KEEP_ALIVE=1",
+            "--silence-max SECONDS": "silence after which a member is lost, 3 or more; KVPS_SILENCE_MAX (12)",
+            "--drop-grace SECONDS": "time for a member to reconnect after its connection breaks, before it "
+            "is lost; KVPS_DROP_GRACE (1)",
+            **flags.limits_flag("scheduler"),
+            "--http HOST:PORT": "serve the dashboard there, and /livez, /readyz, /metrics and /statusz; port "
+            "0: any free port; /metrics needs kvps[metrics]; KVPS_HTTP, which takes a free port where its "
+            "own is in use (none)",
+        }
     )
     # Where kvps-launch wants to hear at which port it listens.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)

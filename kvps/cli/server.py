@@ -50,43 +50,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
-    flags.add_scheduler(parser)
-    parser.add_argument(
-        "--bind",
-        metavar="tcp://HOST:PORT",
-        help="address to listen at; port 0: any free port; KVPS_BIND (tcp://127.0.0.1:0)",
+    parser.add_flags(
+        {
+            **flags.SCHEDULER,
+            "--bind tcp://HOST:PORT": "address to listen at; port 0: any free port; KVPS_BIND (tcp://127.0.0.1:0)",
+            "--advertise HOST": "the address that workers connect to, if --bind is tcp://0.0.0.0:...; "
+            "KVPS_ADVERTISE (the address of this machine that the scheduler sees)",
+            "--rank R": "the rank of this server; KVPS_RANK (any)",
+            "--threads T": "number of compute threads; KVPS_THREADS (torch's default)",
+            "--memory-limit BYTES": "refuse keys and optimizers beyond this limit, such as 512M or 2G; "
+            "KVPS_MEMORY_LIMIT (80 %% of memory)",
+            "--plugin MODULE ...": "import a module that registers optimizers; may be repeated; KVPS_PLUGIN",
+            "--checkpoint-dir DIR": "write checkpoints here, and return to the last checkpoint after a "
+            "server was lost; all servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
+            **flags.CHECKPOINT_EVERY,
+            **flags.limits_flag("server"),
+            **flags.HTTP,
+        }
     )
-    parser.add_argument(
-        "--advertise",
-        metavar="HOST",
-        help="the address that workers connect to, if --bind is tcp://0.0.0.0:...; KVPS_ADVERTISE "
-        "(the address of this machine that the scheduler sees)",
-    )
-    parser.add_argument("--rank", metavar="R", help="the rank of this server; KVPS_RANK (any)")
-    parser.add_argument(
-        "--threads", metavar="T", help="number of compute threads; KVPS_THREADS (torch's default)"
-    )
-    parser.add_argument(
-        "--memory-limit",
-        metavar="BYTES",
-        help="refuse keys and optimizers beyond this limit, such as 512M or 2G; KVPS_MEMORY_LIMIT "
-        "(80 %% of memory)",
-    )
-    parser.add_argument(
-        "--plugin",
-        metavar="MODULE",
-        action="append",
-        help="import a module that registers optimizers; may be repeated; KVPS_PLUGIN",
-    )
-    parser.add_argument(
-        "--checkpoint-dir",
-        metavar="DIR",
-        help="write checkpoints here, and return to the last checkpoint after a server was lost; all "
-        "servers may share DIR; KVPS_CHECKPOINT_DIR (none)",
-    )
-    flags.add_checkpoint_every(parser)
-    flags.add_limits(parser, "server")
-    flags.add_http(parser)
     return parser
 
 

@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
-    flags.add_scheduler(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_timeout(parser, TIMEOUT_S)
+    parser.add_flags({**flags.asking(TIMEOUT_S), "--json": "print one JSON object"})
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)

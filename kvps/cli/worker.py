@@ -78,16 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, WHAT, MORE)
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
-    flags.add_scheduler(parser)
-    parser.add_argument(
-        "--rank", metavar="R", help="the rank of this worker; KVPS_RANK (that of MPI or Slurm, or any)"
+    parser.add_flags(
+        {
+            **flags.SCHEDULER,
+            "--rank R": "the rank of this worker; KVPS_RANK (that of MPI or Slurm, or any)",
+            "--no-replacement": "if COMMAND fails, do not wait for a replacement of this worker",
+            **flags.GRACE,
+        }
     )
-    parser.add_argument(
-        "--no-replacement",
-        action="store_true",
-        help="if COMMAND fails, do not wait for a replacement of this worker",
-    )
-    flags.add_grace(parser)
     # Where kvps-launch wants to hear how COMMAND ended, before the scheduler hears it.
     parser.add_argument("--report-fd", type=int, help=argparse.SUPPRESS)
     return parser

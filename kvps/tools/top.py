@@ -66,12 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
-    flags.add_scheduler(parser)
-    parser.add_argument("--once", action="store_true", help="print one snapshot, and end")
-    parser.add_argument(
-        "--every", metavar="SECONDS", help=f"time between two looks, {EVERY_MIN_S} or more ({EVERY_S:g})"
+    parser.add_flags(
+        {
+            **flags.asking(TIMEOUT_S),
+            "--once": "print one snapshot, and end",
+            "--every SECONDS": f"time between two looks, {EVERY_MIN_S} or more ({EVERY_S:g})",
+        }
     )
-    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     every_s = EVERY_S if parsed.every is None else config.as_seconds("--every", parsed.every)

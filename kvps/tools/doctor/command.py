@@ -50,12 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
-    flags.add_scheduler(parser)
-    parser.add_argument(
-        "--bind", metavar="tcp://HOST:PORT", help="also try to listen here, as a process would"
+    parser.add_flags(
+        {
+            **flags.asking(TIMEOUT_S),
+            "--bind tcp://HOST:PORT": "also try to listen here, as a process would",
+            "--json": "print one JSON object",
+        }
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    flags.add_timeout(parser, TIMEOUT_S)
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)

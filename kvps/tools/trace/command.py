@@ -51,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, WHAT, MORE)
-    flags.add_scheduler(parser)
-    parser.add_argument("--seconds", metavar="S", help=f"how long to record, at most 600 ({SECONDS:g})")
-    parser.add_argument("--out", metavar="FILE", help="write the timeline there (it is not kept)")
-    parser.add_argument("--explain", metavar="FILE", help="explain this timeline; record nothing")
-    flags.add_timeout(parser, TIMEOUT_S)
+    parser.add_flags(
+        {
+            **flags.asking(TIMEOUT_S),
+            "--seconds S": f"how long to record, at most 600 ({SECONDS:g})",
+            "--out FILE": "write the timeline there (it is not kept)",
+            "--explain FILE": "explain this timeline; record nothing",
+        }
+    )
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)
     if parsed.explain is not None:
