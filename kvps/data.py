@@ -23,15 +23,8 @@ from kvps.store.base import KVStoreBase
 T = TypeVar("T")
 Device: TypeAlias = "str | int | torch.device"
 _READING = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "pin_memory_device",
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator", "prefetch_factor", "pin_memory_device"),
 )
 """The arguments of a DataLoader that say how it reads a batch."""
 

@@ -130,12 +130,7 @@ class Unauthorized(KvpsError):
 
     code = 12
     REASONS: ClassVar[tuple[str, ...]] = (
-        "no_key",
-        "key_may_not",
-        "wrong_role",
-        "other_member",
-        "other_ranks",
-        "rank_0_only",
+        *("no_key", "key_may_not", "wrong_role", "other_member", "other_ranks", "rank_0_only"),
         "join_not_made",
     )
 

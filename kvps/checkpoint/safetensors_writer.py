@@ -25,15 +25,8 @@ JOIN_BYTES = 1 << 20
 """Smaller tensors are put side by side before they are written: a call for each would be slow."""
 
 TITLES = {
-    "float32": "F32",
-    "float64": "F64",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "uint8": "U8",
+    **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "int8": "I8"},
+    **{"int16": "I16", "int32": "I32", "int64": "I64", "uint8": "U8"},
 }
 """Element type, as in :data:`kvps.dtypes.DTYPES` -> its name in safetensors."""
 

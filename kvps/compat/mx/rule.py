@@ -15,17 +15,9 @@ from kvps.errors import ConfigError
 from kvps.store.kvstore import KVStore
 
 COMMON = {
-    "rescale_grad": 1.0,
-    "param_idx2name": None,
-    "wd": 0.0,
-    "clip_gradient": None,
-    "lr_scheduler": None,
-    "sym": None,
-    "begin_num_update": 0,
-    "multi_precision": False,
-    "param_dict": None,
-    "aggregate_num": None,
-    "use_fused_step": None,
+    **{"rescale_grad": 1.0, "param_idx2name": None, "wd": 0.0, "clip_gradient": None},
+    **{"lr_scheduler": None, "sym": None, "begin_num_update": 0, "multi_precision": False},
+    **{"param_dict": None, "aggregate_num": None, "use_fused_step": None},
 }
 """Arguments of every optimizer, besides ``learning_rate``, and their defaults."""
 WAYS_OUT = {

@@ -326,13 +326,7 @@ class Assign(Updater):
 
 
 RULES: dict[str, type[Updater]] = {
-    "lars": Lars,
-    "lamb": Lamb,
-    "ftrl": Ftrl,
-    "signum": Signum,
-    "dcasgd": DcAsgd,
-    "delayed_nesterov": DelayedNesterov,
-    "test": Test,
-    "assign": Assign,
+    **{"lars": Lars, "lamb": Lamb, "ftrl": Ftrl, "signum": Signum, "dcasgd": DcAsgd},
+    **{"delayed_nesterov": DelayedNesterov, "test": Test, "assign": Assign},
 }
 """Optimizer name -> class, of the rules in this file."""

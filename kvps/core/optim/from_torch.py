@@ -18,15 +18,9 @@ from kvps.core.optim.hyperparams import HyperParams, resolve, schema_of
 from kvps.errors import ConfigError
 
 NAMES: Mapping[type[torch.optim.Optimizer], str] = {
-    torch.optim.SGD: "sgd",
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.Adadelta: "adadelta",
-    torch.optim.RMSprop: "rmsprop",
-    torch.optim.NAdam: "nadam",
-    torch.optim.RAdam: "radam",
-    torch.optim.Adamax: "adamax",
+    **{torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"},
+    **{torch.optim.Adagrad: "adagrad", torch.optim.Adadelta: "adadelta", torch.optim.RMSprop: "rmsprop"},
+    **{torch.optim.NAdam: "nadam", torch.optim.RAdam: "radam", torch.optim.Adamax: "adamax"},
 }
 """The torch classes that servers can run -> optimizer name."""
 

@@ -392,14 +392,6 @@ SCHEMAS: dict[str, Schema] = {
 """Optimizer name -> schema; :func:`register_schema` adds to it."""
 
 __all__ = [
-    "FLOAT_MAX",
-    "SCHEMAS",
-    "HyperParams",
-    "Parameter",
-    "Schema",
-    "Value",
-    "WireValue",
-    "register_schema",
-    "resolve",
-    "schema_of",
+    *("FLOAT_MAX", "SCHEMAS", "HyperParams", "Parameter", "Schema", "Value", "WireValue"),
+    *("register_schema", "resolve", "schema_of"),
 ]

@@ -17,22 +17,8 @@ from types import GeneratorType
 from typing import Any
 
 SKIPPED = {
-    "_memory",
-    "memory",
-    "_blocks",
-    "_spans",
-    "_windows",
-    "_other",
-    "_memo",
-    "lap",
-    "_wake",
-    "outbox",
-    "_outbox",
-    "_process",
-    "on_reply",
-    "fill",
-    "retry",
-    "why",
+    *("_memory", "memory", "_blocks", "_spans", "_windows", "_other", "_memo", "lap", "_wake"),
+    *("outbox", "_outbox", "_process", "on_reply", "fill", "retry", "why"),
 }
 """Attributes without meaning: where values lie, scratch space, caches, functions, and the wall clock."""
 

@@ -25,13 +25,8 @@ UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 Fold = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 FOLDS: dict[str, Fold] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
+    **{"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum},
+    **{"MAX": torch.maximum, "BAND": torch.bitwise_and, "BOR": torch.bitwise_or},
     "BXOR": torch.bitwise_xor,
 }
 """The reductions there are: what makes one tensor of two."""
