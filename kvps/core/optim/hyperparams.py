@@ -391,7 +391,5 @@ SCHEMAS: dict[str, Schema] = {
 }
 """Optimizer name -> schema; :func:`register_schema` adds to it."""
 
-__all__ = [
-    *("FLOAT_MAX", "SCHEMAS", "HyperParams", "Parameter", "Schema", "Value", "WireValue"),
-    *("register_schema", "resolve", "schema_of"),
-]
+__all__ = ["FLOAT_MAX", "SCHEMAS", "HyperParams", "Parameter", "Schema", "Value", "WireValue"]
+__all__ += ["register_schema", "resolve", "schema_of"]
