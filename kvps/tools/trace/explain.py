@@ -26,6 +26,24 @@ _WORDS = {
 }
 
 
+_TITLES = {
+    "compute": ("{0}'s compute", "the workers' compute"),
+    **{"copies": ("{0}'s copies and sends",), "server": ("{0}'s work",), "scheduler": ("the scheduler",)},
+    **{"link": ("the links of {0}", "the link between {0} and {1}"), "idle": ("pauses of {0}",)},
+}
+"""Cause -> its name, of a single node and of several."""
+_ADVICE = {
+    "slow": "{0} is slow: look at its input, its processor and its neighbours on that host; dist_async and "
+    "dist_ssp do not wait for the slowest",
+    "compute": "the training itself takes the time; kvps hides behind it",
+    "copies": "use kv.empty_like() for gradients without a copy, fewer and larger keys, or compression",
+    "server": "add servers (-s), or threads (KVPS_THREADS); its share falls with their number",
+    "link": "compress (set_compression), aggregate on each host, or spread over more servers",
+    "scheduler": "barriers and beats should take no time: look at the scheduler's host",
+    "idle": "no request was under way there: a process may have been stopped, or starved",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class BoundingCause:
     """One thing that steps wait for."""
@@ -207,46 +225,13 @@ def _link(pair: tuple[Node, Node], took: int, up: int, total: int) -> BoundingCa
 
 def title(finding: BoundingCause) -> str:
     """Return the text of a finding."""
-    node = finding.nodes[0]
-    match finding.what:
-        case "compute" if len(finding.nodes) > 1:
-            return "the workers' compute"
-        case "compute":
-            return f"{node}'s compute"
-        case "copies":
-            return f"{node}'s copies and sends"
-        case "server":
-            return f"{node}'s work"
-        case "scheduler":
-            return "the scheduler"
-        case "link" if len(finding.nodes) == 2:
-            return f"the link between {node} and {finding.nodes[1]}"
-        case "link":
-            return f"the links of {node}"
-        case _:
-            return f"pauses of {node}"
+    return _TITLES[finding.what][len(finding.nodes) > 1].format(*finding.nodes)
 
 
 def advice(finding: BoundingCause) -> str:
     """Return what may help."""
-    match finding.what:
-        case "compute" if finding.detail:
-            return (
-                f"{finding.nodes[0]} is slow: look at its input, its processor and its neighbours on that "
-                "host; dist_async and dist_ssp do not wait for the slowest"
-            )
-        case "compute":
-            return "the training itself takes the time; kvps hides behind it"
-        case "copies":
-            return "use kv.empty_like() for gradients without a copy, fewer and larger keys, or compression"
-        case "server":
-            return "add servers (-s), or threads (KVPS_THREADS); its share falls with their number"
-        case "link":
-            return "compress (set_compression), aggregate on each host, or spread over more servers"
-        case "scheduler":
-            return "barriers and beats should take no time: look at the scheduler's host"
-        case _:
-            return "no request was under way there: a process may have been stopped, or starved"
+    what = "slow" if finding.what == "compute" and finding.detail else finding.what
+    return _ADVICE[what].format(*finding.nodes)
 
 
 def _lines(found: Explanation) -> list[str]:

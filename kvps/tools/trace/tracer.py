@@ -115,7 +115,8 @@ class Tracer:
         made = self.clock()
         if self._came is not None:
             (route, packet), self._came = self._came, None
-            copies = self._is_worker and _has_payload(effect) and not _has_values(packet)
+            has_payload = isinstance(effect, Send) and bool(effect.packet.payload)
+            copies = self._is_worker and has_payload and not isinstance(packet.message, VALUES)
             self._before = self._began if copies else made
             self._handled(route, packet, self._began, self._before)
         perform(effect)
@@ -176,26 +177,9 @@ class Tracer:
         role, _, rank = route.partition(" ")
         return _ROLES.get(role, NOBODY), int(rank or 0)
 
-    def _add(
-        self,
-        kind: SpanKind,
-        peer: Peer,
-        begin: int,
-        end: int,
-        seq: int = 0,
-        number: int = 0,
-        chunk: int = 0,
-        octets: int = 0,
-    ) -> None:
-        self.member.spans.append(TimeSpan(kind, *peer, begin, end - begin, seq, number, chunk, octets))
-
-
-def _has_payload(effect: Effect) -> bool:
-    return isinstance(effect, Send) and bool(effect.packet.payload)
-
-
-def _has_values(packet: Packet) -> bool:
-    return isinstance(packet.message, VALUES)
+    def _add(self, kind: SpanKind, peer: Peer, begin: int, end: int, *request: int) -> None:
+        """Add a span; ``request``: its seq, number, chunk and bytes."""
+        self.member.spans.append(TimeSpan(kind, *peer, begin, end - begin, *request))
 
 
 def ids_of(packet: Packet, *, is_ours: bool) -> tuple[int, int, int]:
