@@ -50,7 +50,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Hello, p.Probe, p.Join, p.Return, p.History, p.Revive, p.Open, p.Declare, p.Find, p.Status}
         | {p.Optimize, p.Rate, p.GetState, p.SetState, p.Load, p.Push, p.Pull}
         | {p.PushRows, p.PullRows, p.PullChanged}
-        | {p.Embed, p.PushIds, p.PullIds, p.Export, p.TableRate, p.Pong, p.Close},
+        | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close},
         Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
@@ -65,7 +65,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.SERVER: _SHARING
         | {p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
-        | {p.PulledIds, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
+        | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
         | {p.Opened, p.Closed}
     },
     Place.TO_WORKER: {Role.WORKER: _SHARING | {p.Welcome, p.Error, p.Ack, p.Probed, p.Pulled}},

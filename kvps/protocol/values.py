@@ -329,9 +329,35 @@ class Changed(Answer):
 # --- embedding tables -----------------------------------------------------------------------------
 
 
-def _rows(dtype: int, dim: int, count: int) -> tuple[int, ...]:
-    """Return the sizes of the frames with ``count`` ids and their rows; no frames for no ids."""
-    return (8 * count, BY_ID[dtype].itemsize * dim * count) if count else ()
+class TablePart(NamedTuple):
+    """The part of a push or pull that one table has."""
+
+    chunk: int
+    number: int
+    """The number of the push; of a pull, the pushes of this rank that must have been applied."""
+    size: int
+    """The number of ids."""
+
+
+class TableGroup(NamedTuple):
+    """Neighbouring parts whose rows have one type and width, and share a frame."""
+
+    dtype: int
+    dim: int
+    parts: int
+    """The number of parts."""
+
+
+class TableStand(NamedTuple):
+    """Version of a table when its rows are read."""
+
+    version: int
+    owed: int
+    """The number of the push that this rank owes next."""
+
+
+def _counted_ids(parts: tuple[TablePart, ...]) -> tuple[int, ...]:
+    return _id_sizes(sum([part.size for part in parts]))
 
 
 @tag(100)
@@ -353,52 +379,64 @@ class Embed(Message):
     numbers: dict[str, bool | int | float | None]
 
 
-@tag(101)
-class PushIds(Message):
-    """Worker to server: gradients for the rows of these ids; a push of no ids counts, too."""
+@tag(107)
+class PushTables(Message):
+    """Worker to server: gradients for rows of some tables; a part without ids counts, too."""
 
-    chunk: int
-    dtype: int
     ranks: tuple[int, ...]
     """The ranks it speaks for."""
-    number: int
-    dim: int
-    count: int
+    groups: tuple[TableGroup, ...]
+    parts: tuple[TablePart, ...]
+    """The parts of all groups, one after the other."""
+
+    @property
+    def chunk(self) -> int:
+        """The chunk of the first part; 0, which no chunk has, without parts."""
+        return self.parts[0].chunk if self.parts else 0
 
     def payload_sizes(self) -> tuple[int, ...]:
-        """The ids, ascending and each named once; and their gradients."""
-        return _rows(self.dtype, self.dim, self.count)
+        """The ids of all parts, in each ascending and each named once; and the gradients of each group."""
+        counts = [part.size for part in self.parts]
+        sizes = list(_counted_ids(self.parts))
+        at = 0
+        for dtype, dim, parts in self.groups:
+            count = sum(counts[at : at + parts])
+            at += parts
+            if count:
+                sizes.append(BY_ID[dtype].itemsize * dim * count)
+        return tuple(sizes)
 
 
-@tag(102)
-class PullIds(Message):
-    """Worker to server: the rows of these ids, once the conditions hold."""
+@tag(108)
+class PullTables(Message):
+    """Worker to server: rows of some tables, once the conditions of all parts hold."""
 
-    chunk: int
-    after: int
-    least: int
-    """Conditions, as in PULL."""
-    count: int
-
-    def payload_sizes(self) -> tuple[int, ...]:
-        """The ids."""
-        return (8 * self.count,) if self.count else ()
-
-
-@tag(103)
-class PulledIds(Answer):
-    """Answer to PULL-IDS: the rows, in the order of the ids."""
-
-    dtype: int
-    dim: int
-    count: int
-    version: int
-    owed: int
-    """The number of the push that this rank owes next."""
+    parts: tuple[TablePart, ...]
 
     def payload_sizes(self) -> tuple[int, ...]:
-        """The rows."""
-        return _rows(self.dtype, self.dim, self.count)[1:]
+        """The ids of all parts."""
+        return _counted_ids(self.parts)
+
+
+@tag(109)
+class PulledTables(Answer):
+    """Answer to PULL-TABLES: the rows, in the order of the ids."""
+
+    groups: tuple[TableGroup, ...]
+    counts: tuple[int, ...]
+    """The number of rows of each group."""
+    stands: tuple[TableStand, ...]
+    """The stand of each part."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """The rows of each group that has some."""
+        return tuple(
+            [
+                BY_ID[dtype].itemsize * dim * count
+                for (dtype, dim, _), count in zip(self.groups, self.counts, strict=False)
+                if count
+            ]
+        )
 
 
 @tag(106)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from itertools import groupby, pairwise
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ import torch
 from kvps.core.embedding.id_split import SplitIds
 from kvps.core.embedding.spec import EmbeddingSpec
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import check_size
+from kvps.core.worker.calls.embeddings import Group, check_size
+from kvps.dtypes import summed_in
 from kvps.errors import KvpsError, Mismatch
 from kvps.runtime.ticket import Handle
 from kvps.store.base import Session
@@ -67,16 +68,6 @@ class Table(Protocol):
     recipe: EmbeddingSpec
 
 
-class Group(NamedTuple):
-    """Neighbouring tables with rows of one type and width."""
-
-    dtype: torch.dtype
-    dim: int
-    first: int
-    """Index of its first table."""
-    stop: int
-
-
 class Tables:
     """Distinct tables of one store, in the order in which requests name them: group after group.
 
@@ -87,49 +78,45 @@ class Tables:
     def __init__(self, tables: Iterable[Table]) -> None:
         self.all: tuple[Table, ...] = tuple(sorted(tables, key=_kind))
         self.keys = tuple([table.key for table in self.all])
+        self.names = [table.name for table in self.all]
         self.store = self.all[0].store
-        self.groups: list[Group] = []
+        groups: list[Group] = []
         for (dtype, dim), some in groupby(self.all, key=_kind):
-            first = self.groups[-1].stop if self.groups else 0
-            self.groups.append(Group(TORCH[dtype], dim, first, first + len(list(some))))
+            first = groups[-1].stop if groups else 0
+            groups.append(Group(dtype, dim, first, first + len(list(some))))
+        self.groups = tuple(groups)
 
-    def batch(self, ids: Sequence[torch.Tensor]) -> TableBatch:
-        """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated."""
-        servers = self.store.session.info.servers
-        return TableBatch(self, [SplitIds(some.numpy(), servers) for some in ids])
+    def batch(self, ids: Sequence[torch.Tensor], *, is_by_table: bool = False) -> TableBatch:
+        """Return the batch of some ids, int64 [k] on the CPU for each table; ids may be repeated.
+
+        With ``is_by_table``, the rows of a table are neighbours, in the order of its ids.
+        """
+        servers, stops = self.store.session.info.servers, [group.stop for group in self.groups]
+        given = [some.numpy() for some in ids]
+        return TableBatch(self, SplitIds(given, servers, stops, is_by_table=is_by_table))
 
 
 class TableBatch:
     """The distinct ids of some tables, as they stand for those of a batch of examples."""
 
-    def __init__(self, tables: Tables, splits: list[SplitIds]) -> None:
+    def __init__(self, tables: Tables, split: SplitIds) -> None:
         self.tables = tables
-        self._splits = splits
-        self.ids = [torch.from_numpy(split.ids) for split in splits]
-        """For each table, its distinct ids, by server."""
-        self.sizes = [len(split) for split in splits]
+        self.split = split
+        self.sizes = [high - low for low, high in pairwise(split.edges)]
+        """For each table, the number of distinct ids."""
 
     @cached_property
-    def places(self) -> list[torch.Tensor]:
-        """For each table, the index of each given id among the distinct ones."""
-        return [split.places for split in self._splits]
+    def ids(self) -> tuple[torch.Tensor, ...]:
+        """For each table, its distinct ids, ascending."""
+        return torch.split_with_sizes(torch.from_numpy(self.split.ids), self.sizes)
 
     def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
         """Return the rows of each group, [size, dim], on the CPU."""
         store = self.tables.store
         store._begin()
-        limit_s = store._limit(timeout)
-        tickets = [
-            store.session.call(
-                calls.PullTableRows(store.name, (table.key,), table.recipe, split.ids, split.edges), limit_s
-            )
-            for table, split in zip(self.tables.all, self._splits, strict=True)
-        ]
-        rows: list[Any] = [ticket.wait() for ticket in tickets]
-        return [
-            rows[first] if stop == first + 1 else torch.cat(rows[first:stop])
-            for _, _, first, stop in self.tables.groups
-        ]
+        call = calls.PullTableRows(store.name, self.tables.keys, self.tables.groups, self.split.shares)
+        rows: Any = store.session.call(call, store._limit(timeout)).wait()
+        return list(rows)
 
     def push(
         self, gradients: Sequence[torch.Tensor], *, async_op: bool = False, timeout: float | None = None
@@ -138,23 +125,18 @@ class TableBatch:
 
         Returns when they are copied; with ``async_op``, returns a handle at once.
         """
-        store = self.tables.store
-        servers = store.session.info.servers
-        prepared = []
-        for group, rows in zip(self.tables.groups, gradients, strict=True):
-            for at, mine in enumerate(self.cut(group, rows), group.first):
-                table, ids = self.tables.all[at], self.ids[at]
-                shares = [self._splits[at].of(server) for server in range(servers)]
-                parts = tuple([(ids[share], mine[share]) for share in shares])
-                check_size(f"table {table.name!r}", parts)
-                prepared.append(calls.PushTableRows(store.name, (table.key,), not async_op, group.dim, parts))
+        store, groups = self.tables.store, self.tables.groups
+        for server, share in enumerate(self.split.shares):
+            check_size(self.tables.names, groups, share, server)
         store._begin()
-        tickets = [store.session.call(call, store._limit(timeout)) for call in prepared]
+        call = calls.PushTableRows(
+            store.name, self.tables.keys, not async_op, groups, self.split.shares, tuple(gradients)
+        )
+        ticket = store.session.call(call, store._limit(timeout))
         if async_op:
-            return Handle(tickets[-1], lambda: None, tickets[:-1])
-        for ticket in tickets:
-            ticket.on_error(store._later.append)
-            ticket.wait_copied()
+            return Handle(ticket, lambda: None)
+        ticket.on_error(store._later.append)
+        ticket.wait_copied()
         return None
 
     def cut(self, group: Group, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -163,15 +145,12 @@ class TableBatch:
 
     def summed(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the sums for each group of the gradients of each table's given ids, [k, dim] each."""
-        totals = []
-        for group in self.tables.groups:
-            wide = torch.float64 if group.dtype is torch.float64 else torch.float32
-            sums = [
-                self._splits[at].summed(gradients[at].to(wide)).to(group.dtype)
-                for at in range(group.first, group.stop)
-            ]
-            totals.append(sums[0] if len(sums) == 1 else torch.cat(sums))
-        return totals
+        wide = [
+            rows.to(TORCH[summed_in(table.recipe.dtype)]).contiguous()
+            for table, rows in zip(self.tables.all, gradients, strict=True)
+        ]
+        sums = self.split.summed(wide)
+        return [total.to(TORCH[group.dtype]) for total, group in zip(sums, self.tables.groups, strict=True)]
 
 
 def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
@@ -201,7 +180,7 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
     Raises:
         Mismatch: if they are none.
     """
-    dim, dtype = table.recipe.dim, TORCH[table.recipe.dtype]
+    dim = table.recipe.dim
     if isinstance(gradients, list | tuple) and not len(gradients):
         gradients = torch.empty((*shape, dim), device="cpu")
     if not isinstance(gradients, torch.Tensor | np.ndarray):
@@ -214,8 +193,7 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
             f"table {table.name!r}: gradients of ids {list(shape)} are floating point numbers "
             f"{[*shape, dim]}, got {tensor.dtype} {list(tensor.shape)}"
         )
-    wide = torch.float64 if dtype is torch.float64 else torch.float32
-    return tensor.cpu().to(wide).reshape(-1, dim).contiguous()
+    return tensor.cpu().to(TORCH[summed_in(table.recipe.dtype)]).reshape(-1, dim)
 
 
 def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) -> list[torch.Tensor]:
@@ -226,9 +204,9 @@ def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) 
     pulled = batch.pull(timeout)
     found = {}
     for group, rows in zip(chosen.groups, pulled, strict=True):
-        for at, own in enumerate(batch.cut(group, rows), group.first):
+        for at in range(group.first, group.stop):
             table = chosen.all[at]
-            shaped = own.index_select(0, batch.places[at]).view(*given[table].shape, group.dim)
+            shaped = rows.index_select(0, batch.split.places[at]).view(*given[table].shape, group.dim)
             found[table] = shaped.to(given[table].device)
     return [found[table] for table in tables]
 

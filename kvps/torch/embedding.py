@@ -41,7 +41,7 @@ class _Lookup(torch.nn.Module):
     def _look_up(self, bags: Bags) -> torch.Tensor:
         is_trained = self.training and torch.is_grad_enabled()
         batch, (rows,) = self._exchange.rows((bags.ids,), bags.device, is_trained=is_trained)
-        return pooled(rows, batch.ids[0], batch.places[0], bags, self.mode, self.padding_idx)
+        return pooled(rows, batch.ids[0], batch.split.places[0], bags, self.mode, self.padding_idx)
 
 
 class Embedding(_Lookup):

@@ -103,7 +103,9 @@ class EmbeddingCollection(torch.nn.Module):
             parts = torch.unsafe_split_with_sizes(leaf, batch.sizes[group.first : group.stop])
             for at, part in enumerate(parts, group.first):
                 names = self._features[at]
-                places = torch.split_with_sizes(batch.places[at], [len(bags[name].ids) for name in names])
+                places = torch.split_with_sizes(
+                    batch.split.places[at], [len(bags[name].ids) for name in names]
+                )
                 for name, own in zip(names, places, strict=True):
                     lookup = self._lookups[name]
                     found[name] = pooled(

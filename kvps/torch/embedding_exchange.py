@@ -17,6 +17,7 @@ import torch
 from kvps.errors import EpochChanged
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.table_batch import TableBatch, Tables
+from kvps.tensors import TORCH
 from kvps.torch.sync.parameter_hooks import PassEnd, when_accumulated
 
 log = logging.getLogger("kvps")
@@ -47,7 +48,7 @@ class RowExchange:
         self, ids: Sequence[torch.Tensor], device: torch.device, *, is_trained: bool
     ) -> tuple[TableBatch, list[torch.Tensor]]:
         """Return the batch of ids, int64 [k] for each table, and the rows of each group on ``device``."""
-        batch = self.tables.batch(ids)
+        batch = self.tables.batch(ids, is_by_table=True)
         with torch.inference_mode(False), torch.no_grad():
             rows = [leaf.to(device) for leaf in _again(batch.pull)]
         if is_trained:
@@ -97,7 +98,7 @@ class RowExchange:
         merged = self.tables.batch([torch.cat([none, *some]) for some in ids])
         gradients = []
         for dtype, dim, first, stop in self.tables.groups:
-            begin = torch.empty((0, dim), dtype=dtype)
+            begin = torch.empty((0, dim), dtype=TORCH[dtype])
             gradients += [torch.cat([begin, *some]) for some in rows[first:stop]]
         return merged, merged.summed(gradients)
 

@@ -24,6 +24,7 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.core.server.server import Server
 from kvps.core.worker import calls
+from kvps.core.worker.calls.embeddings import Group
 from kvps.core.worker.plan import CopyVersion
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
@@ -189,16 +190,27 @@ class Store:
 
     def push_ids(self, key: str, ids: Ids, rows: torch.Tensor, servers: int) -> Script:
         """Push rows; return when they are copied."""
-        split = SplitIds(ids, servers)
-        whole, ordered = torch.from_numpy(split.ids), split.summed(rows)
-        parts = tuple((whole[some], ordered[some]) for some in map(split.of, range(servers)))
-        call = calls.PushTableRows(self.name, (key,), True, rows.shape[1], parts)
-        yield self._do(call, "copied")
+        yield from self.push_tables({key: (ids, rows)}, servers)
+
+    def push_tables(self, parts: dict[str, tuple[Ids, torch.Tensor]], servers: int) -> Script:
+        """Push rows of tables with rows of one kind; return when they are copied."""
+        split = SplitIds([ids for ids, _ in parts.values()], servers)
+        totals = tuple(split.summed([rows for _, rows in parts.values()]))
+        groups = (Group("float64", totals[0].shape[1], 0, len(parts)),)
+        yield self._do(
+            calls.PushTableRows(self.name, tuple(parts), True, groups, split.shares, totals), "copied"
+        )
 
     def pull_ids(self, key: str, recipe: EmbeddingSpec, ids: Ids, servers: int) -> Script:
-        split = SplitIds(ids, servers)
-        rows = yield self._do(calls.PullTableRows(self.name, (key,), recipe, split.ids, split.edges))
-        return rows[split.places]
+        (rows,) = yield from self.pull_tables({key: ids}, recipe, servers)
+        return rows
+
+    def pull_tables(self, parts: dict[str, Ids], recipe: EmbeddingSpec, servers: int) -> Script:
+        """Return the rows of each table; all have the same kind of rows."""
+        split = SplitIds([*parts.values()], servers)
+        groups = (Group(recipe.dtype, recipe.dim, 0, len(parts)),)
+        (rows,) = yield self._do(calls.PullTableRows(self.name, tuple(parts), groups, split.shares))
+        return [rows[places] for places in split.places]
 
     def block(self, key: str, dim: int, server: int, start: int) -> Script:
         """Return some of the rows that one server has."""

@@ -63,6 +63,12 @@ FEATURES = {
     "embedding": Feature(
         test_embeddings.small_job(), (test_embeddings.train, test_embeddings.is_whole), dies=(1,)
     ),
+    "several tables": Feature(
+        test_embeddings.small_job_of_several(),
+        (test_embeddings.train_all, test_embeddings.is_trained),
+        ("R466",),
+        dies=(0, 1),
+    ),
     "non-finite": Feature(test_nonfinite.small_job(), test_nonfinite.FLAWED, dies=(0, 1)),
     "clipping": Feature(test_clipping.small_job(), test_clipping.CLIPPED, CLIPPING, dies=(1,)),
     "clipping, one worker": Feature(

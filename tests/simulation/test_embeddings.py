@@ -249,3 +249,120 @@ def test_servers_return_to_the_rows_of_a_cut(
         for client in cluster.clients.values():
             assert client.error is None, client.error
             is_whole(job, client.result)
+
+
+# --- several tables in one message ----------------------------------------------------------------
+
+TABLES = [EMBEDDING + name for name in "tuv"]
+
+
+def parts_of(job: TableJob, rank: int, step: int) -> dict[str, tuple[Ids, torch.Tensor]]:
+    """What a step pushes to each table; no two have the same."""
+    moved = [(rank + at, step + 10 * at) for at in range(len(TABLES))]
+    return {
+        key: (job.ids(number, turn), job.rows(number, turn))
+        for key, (number, turn) in zip(TABLES, moved, strict=True)
+    }
+
+
+def push_all_to(rows: list[EmbeddingRows], job: TableJob, step: int, version: int, *ranks: int) -> None:
+    """Do what the servers do with these pushes."""
+    pushes = [parts_of(job, rank, step) for rank in ranks]
+    for key, table in zip(TABLES, rows, strict=True):
+        union = np.unique(np.concatenate([push[key][0] for push in pushes]))
+        total = torch.zeros((len(union), DIM), dtype=torch.float64)
+        for ids, gradients in (push[key] for push in pushes):
+            total[torch.from_numpy(np.searchsorted(union, ids))] += gradients
+        table.push(union, total, version=version, step=version)
+
+
+def push_step(job: TableJob, rank: int, step: int) -> Script:
+    """Push to all tables by one call; in every third step to one after the other."""
+    kv, parts = job.store, parts_of(job, rank, step)
+    if step % 3 < 2:
+        yield from once(kv.push_tables, parts, job.servers)
+    for key, (ids, gradients) in parts.items() if step % 3 == 2 else ():
+        yield from once(kv.push_ids, key, ids, gradients, job.servers)
+
+
+def look_at_all(job: TableJob, rows: list[EmbeddingRows]) -> Script:
+    wanted = dict.fromkeys(TABLES, ALL)
+    found = yield from patient(job.store.pull_tables, wanted, job.recipe, job.servers)
+    for some, table in zip(found, rows, strict=True):
+        assert torch.equal(some, table.pull(ALL))
+
+
+def train_all(job: TableJob, rank: int) -> Script:
+    kv, rows = job.store, [EmbeddingRows(job.recipe) for _ in TABLES]
+    yield from patient(kv.open)
+    for key in TABLES:
+        yield from patient(kv.embed, key, job.recipe, rank)
+    begin = yield from patient(kv.resume, TABLES)
+    for step in range(job.steps):
+        push_all_to(rows, job, step, step + 1, *range(job.workers))
+        if step >= begin:
+            yield from push_step(job, rank, step)
+            if step % 2:
+                yield from look_at_all(job, rows)
+    yield from patient(kv.barrier)
+    yield from look_at_all(job, rows)
+    return (yield from patient(kv.versions, TABLES))
+
+
+def is_trained(job: TableJob, versions: list[int]) -> None:
+    """All tables are as far as their pushes; what their rows are was compared on the way."""
+    assert versions == [job.steps] * len(TABLES)
+
+
+def small_job_of_several() -> TableJob:
+    return replace(small_job(), steps=3, recipe=recipe())
+
+
+@pytest.mark.spec("R188", "R193", "R466", "R468")
+@pytest.mark.parametrize("seed", seeds(40))
+def test_all_rows_of_several_tables_are_those_of_one_process(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    job = job_of(seed)
+    with replayable(request, job):
+        cluster = play(job, train_all)
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            assert all(isinstance(one, Timeout) for one in client.later), client.later
+            is_trained(job, client.result)
+
+
+def train_all_alone(job: TableJob, rank: int) -> Script:
+    """Push to several tables, whatever the others do: what comes of it is the sum of all."""
+    kv = job.store
+    yield from kv.open()
+    for key in TABLES:
+        yield from kv.embed(key, job.recipe, rank)
+    begin = yield from kv.resume(TABLES)
+    for step in range(begin, job.steps):
+        yield from push_step(job, rank, step)
+        if step % 3 == 0:
+            yield from kv.pull_tables(dict.fromkeys(TABLES, ALL), job.recipe, job.servers)
+    while (yield from kv.versions(TABLES)) != [job.workers * job.steps] * len(TABLES):
+        yield from kv.flush()
+    return (yield from kv.pull_tables(dict.fromkeys(TABLES, ALL), job.recipe, job.servers))
+
+
+@pytest.mark.spec("R188", "R466")
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("seed", FEWER)
+def test_each_push_of_several_tables_counts_once(
+    seed: int, mode: str, request: pytest.FixtureRequest
+) -> None:
+    job = job_of(seed)
+    job.recipe = recipe()
+    job.store = Store(mode=mode, staleness=2)
+    with replayable(request, job):
+        cluster = play(job, train_all_alone)
+        rows = [EmbeddingRows(job.recipe) for _ in TABLES]
+        for step in range(job.steps):
+            push_all_to(rows, job, step, step + 1, *range(job.workers))
+        for client in cluster.clients.values():
+            assert client.error is None, client.error
+            for found, table in zip(client.result, rows, strict=True):
+                assert torch.allclose(found, table.pull(ALL), atol=1e-9)

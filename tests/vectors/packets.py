@@ -29,6 +29,11 @@ SPAN = memoryview(struct.pack("<BBHIQQQQII", 5, 1, 0, 1, 2**41, 25_000, 42, 5, 3
 """A SEND of 25 us to server 1."""
 
 
+def three_tables(number: int) -> tuple[m.TablePart, ...]:
+    """Return parts of three tables, the first of which has no ids."""
+    return (m.TablePart(3, number, 0), m.TablePart(6, number, 2), m.TablePart(9, number + 2, 1))
+
+
 def asking_nothing(envelope: Envelope) -> Envelope:
     return envelope._replace(seq=0)
 
@@ -216,9 +221,22 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
             ),
             (),
         ),
-        (WORKER, m.PushIds(3, 1, (3,), 5, 2, 2), (longs(-7, 2**40), floats(1.0, 2.0, 0.5, -4.0))),
-        (WORKER, m.PullIds(3, 6, 0, 2), (longs(2**40, -7),)),
-        (SERVER, m.PulledIds(42, 1, 2, 2, 6, 6), (floats(1.0, 2.0, 0.5, -4.0),)),
+        (
+            WORKER,
+            m.PushTables((3,), (m.TableGroup(1, 2, 2), m.TableGroup(1, 1, 1)), three_tables(5)),
+            (longs(-7, 2**40, 3), floats(1.0, 2.0, 0.5, -4.0), floats(2.0)),
+        ),
+        (WORKER, m.PullTables(three_tables(6)), (longs(-7, 2**40, 3),)),
+        (
+            SERVER,
+            m.PulledTables(
+                42,
+                (m.TableGroup(1, 2, 2), m.TableGroup(1, 1, 1)),
+                (2, 1),
+                (m.TableStand(6, 6), m.TableStand(7, 6), m.TableStand(9, 8)),
+            ),
+            (floats(1.0, 2.0, 0.5, -4.0), floats(2.0)),
+        ),
         (WORKER, m.Export(3, 0, 1000, 4, True), ()),
         (
             SERVER,

@@ -1,12 +1,17 @@
-"""The ids of one call: each once, in order, and cut by server, in few passes over them.
+"""The ids of one call: each once for its table, in order, and cut by server, in few passes over them.
 
-A pull wants the row of each id once, and a push one sum for each. So both sort the ids. The rows of one
-server lie side by side in what a pull fills and a push sends: neither moves a row once more to cut by server.
+A pull wants the row of each id once, and a push one sum for each. So both sort the ids, those of all tables
+at once. Tables with rows of one type and width are a *group*, whose rows are one tensor. In it the rows of a
+server lie side by side, so that neither call moves a row once more to cut by server; or the rows of a table
+do, where the caller needs them so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,91 +21,168 @@ from kvps.core.embedding.id_hash import Ids, servers_of
 
 Places = npt.NDArray[np.int64]
 _NUMBER_BITS = 63
-"""Bits of an id and a position that are sorted as one number, which has a sign."""
+"""Bits of a table, an id and a position that are sorted as one number, which has a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The ids of some tables that lie on one server."""
+
+    ids: Ids
+    """int64 [n]: those of each table, ascending, one table after the other."""
+    edges: tuple[int, ...]
+    """Where the ids of each table begin, and n."""
+    places: tuple[range | Places, ...]
+    """For each group, the indices of its rows here among all of its rows; a range if they are neighbours."""
 
 
 class SplitIds:
-    """The distinct ids of one call: by server, and ascending within each.
+    """The distinct ids of each table of one call, ascending, and the share of each server.
 
     Args:
-        given: the ids of the call; they may be repeated.
+        given: for each table its ids; they may be repeated.
         servers: how many share the rows.
+        stops: for each group, the index behind its last table; None for one group.
+        is_by_table: the rows of a table are neighbours, in the order of its ids; else those of a server are.
 
     Example:
-        >>> split = SplitIds(np.array([7, 3, 7]), servers=1)
-        >>> split.ids.tolist(), split.edges, split.places.tolist()
-        ([3, 7], (0, 2), [1, 0, 1])
-        >>> split.summed(torch.tensor([[1.0], [2.0], [4.0]])).tolist()
-        [[2.0], [5.0]]
+        >>> split = SplitIds([np.array([7, 3, 7]), np.array([5])], servers=1)
+        >>> split.ids.tolist(), split.edges
+        ([3, 7, 5], (0, 2, 3))
+        >>> [places.tolist() for places in split.places]
+        [[1, 0, 1], [2]]
+        >>> split.summed([torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([[8.0]])])[0].tolist()
+        [[2.0], [5.0], [8.0]]
     """
 
-    def __init__(self, given: Ids, servers: int) -> None:
-        self._order, inorder, self._starts = _runs(given)
-        self.ids, self.edges, self._moved = _by_server(inorder.take(self._starts), servers)
-        """Server s has the ids from ``edges[s]`` up to ``edges[s + 1]``."""
+    def __init__(
+        self,
+        given: Sequence[Ids],
+        servers: int,
+        stops: Sequence[int] | None = None,
+        *,
+        is_by_table: bool = False,
+    ) -> None:
+        self._sizes = [len(some) for some in given]
+        self._begins = [0, *accumulate(self._sizes)]
+        self._stops = (0, len(given)) if stops is None else (0, *stops)
+        self._is_by_table = is_by_table
+        self._order, inorder, self._starts = _runs(given, self._begins)
+        self.ids = inorder.take(self._starts)
+        """The distinct ids of all tables, one table after the other."""
+        self.edges: tuple[int, ...] = tuple(self._starts.searchsorted(self._begins).tolist())
+        """Where the ids of each table begin, and how many ids there are."""
+        self._moved: list[list[Places]] = [[] for _ in self._stops[1:]]
+        """For each group, the indices of the ids of each server; empty for one server."""
+        if servers == 1:
+            places = tuple([range(high - low) for low, high in self._ranges])
+            self.shares: tuple[Share, ...] = (Share(self.ids, self.edges, places),)
+            """The share of each server."""
+        else:
+            self.shares = self._cut(servers)
 
-    def __len__(self) -> int:
-        return len(self.ids)
+    @property
+    def _ranges(self) -> list[tuple[int, int]]:
+        """For each group, where its ids begin and end."""
+        return [(self.edges[first], self.edges[stop]) for first, stop in pairwise(self._stops)]
 
-    def of(self, server: int) -> slice:
-        """Return which ids are those of a server."""
-        return slice(self.edges[server], self.edges[server + 1])
+    def _cut(self, servers: int) -> tuple[Share, ...]:
+        owners = servers_of(self.ids, servers)
+        # numpy sorts numbers of 16 bits by their digits, in one pass each.
+        moved = np.argsort(owners.astype(np.uint16) if servers <= 1 << 16 else owners, kind="stable")
+        ordered = self.ids.take(moved)
+        cuts = [0, *np.cumsum(np.bincount(owners, minlength=servers)).tolist()]
+        shares = []
+        offsets = [0] * len(self._moved)
+        for low, high in pairwise(cuts):
+            mine = moved[low:high]
+            edges: list[int] = mine.searchsorted(self.edges).tolist()
+            places: list[range | Places] = []
+            for group, (first, stop) in enumerate(pairwise(self._stops)):
+                some = mine[edges[first] : edges[stop]]
+                self._moved[group].append(some)
+                if self._is_by_table:
+                    places.append(some - self.edges[first])
+                else:
+                    begin = offsets[group]
+                    offsets[group] += len(some)
+                    places.append(range(begin, begin + len(some)))
+            shares.append(Share(ordered[low:high], tuple(edges), tuple(places)))
+        return tuple(shares)
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """The index of each given id among the distinct ones, int64."""
-        numbers = np.arange(len(self._starts))
-        if self._moved is not None:
-            numbers[self._moved] = numbers.copy()
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """For each table the index of each given id, int64: among the distinct ids of the table if its rows
+        are neighbours, else among the rows of its group."""
+        if self._is_by_table:
+            numbers = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
+        else:
+            numbers = np.arange(len(self.ids))
+            for (low, high), moved in zip(self._ranges, self._moved, strict=True):
+                own = np.arange(high - low)
+                if moved:
+                    numbers[np.concatenate(moved)] = own
+                else:
+                    numbers[low:high] = own
         places = np.empty_like(self._order)
         places[self._order] = np.repeat(numbers, self._counts)
-        return torch.from_numpy(places)
+        return torch.split_with_sizes(torch.from_numpy(places), self._sizes)
 
-    def summed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the rows of each distinct id, [len(self), dim].
+    def summed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return for each group the sum of the rows of each distinct id, in the order of its rows.
 
         They are added to 0 in the order of the call, as :meth:`torch.Tensor.index_add_` does it, to the bit.
 
         Args:
-            rows: one for each given id, of float32 or float64, contiguous.
+            rows: of each table one row for each given id, of float32 or float64, contiguous.
         """
-        if not len(self.ids):
-            return rows
-        places, starts = self._sources
-        return torch.nn.functional.embedding_bag(places, rows, starts, mode="sum")
+        totals = []
+        for group, (first, stop) in enumerate(pairwise(self._stops)):
+            given = rows[first] if stop - first == 1 else torch.cat([*rows[first:stop]])
+            if len(given):
+                places, starts = self._sources(group)
+                given = torch.nn.functional.embedding_bag(places, given, starts, mode="sum")
+            totals.append(given)
+        return totals
 
-    @cached_property
-    def _sources(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the given rows of the first distinct id are, those of the second, and so on; and where
-        each begins in that."""
-        order, starts = self._order, self._starts
-        if self._moved is not None:
-            counts = self._counts.take(self._moved)
-            starts = np.cumsum(counts) - counts
-            order = order.take(
-                np.repeat(self._starts.take(self._moved) - starts, counts) + np.arange(len(order))
-            )
+    def _sources(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where the given rows of the first row of a group are, those of the second, and so on; and
+        where each begins in that."""
+        low, high = self._ranges[group]
+        begin, end = (self._begins[self._stops[at]] for at in (group, group + 1))
+        order, starts = self._order[begin:end] - begin, self._starts[low:high] - begin
+        if self._moved[group] and not self._is_by_table:
+            moved = np.concatenate(self._moved[group]) - low
+            counts = self._counts[low:high].take(moved)
+            begins = np.cumsum(counts) - counts
+            order = order.take(np.repeat(starts.take(moved) - begins, counts) + np.arange(len(order)))
+            starts = begins
         return torch.from_numpy(order), torch.from_numpy(starts)
 
     @property
     def _counts(self) -> Places:
-        """How often each distinct id is given, in the order of all ids."""
+        """How often each distinct id is given."""
         return np.diff(self._starts, append=len(self._order))
 
 
-def _runs(ids: Ids) -> tuple[Places, Ids, Places]:
-    """Return the stable order that sorts ``ids``, the ids in it, and where each distinct one begins."""
+def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Places]:
+    """Return the stable order that sorts the ids of each table, the ids in it, and where each distinct one
+    begins."""
+    ids = given[0] if len(given) == 1 else np.concatenate(given)
     count = len(ids)
-    bits = count.bit_length()
-    if count and ids.min() >= 0 and int(ids.max()) < 1 << _NUMBER_BITS - bits:
+    bits, table_bits = count.bit_length(), (len(given) - 1).bit_length()
+    id_bits = int(ids.max()).bit_length() if count and ids.min() >= 0 else _NUMBER_BITS
+    if table_bits + id_bits + bits <= _NUMBER_BITS:
         numbers = (ids << bits) | np.arange(count)  # each is there once, so that its order is stable
+        if table_bits:
+            numbers |= np.repeat(np.arange(len(given)) << (id_bits + bits), np.diff(begins))
         numbers.sort()
-        inorder = numbers >> bits
         order = np.bitwise_and(numbers, (1 << bits) - 1, out=numbers)
-        return order, inorder, _starts(inorder)
-    order = np.argsort(ids)
+        inorder = ids.take(order)
+        return order, inorder, _starts(inorder, begins)
+    order = np.concatenate([some.argsort() + begin for some, begin in zip(given, begins, strict=False)])
     inorder = ids.take(order)
-    starts = _starts(inorder)
+    starts = _starts(inorder, begins)
     if len(starts) < count:  # the order of equal ids is undefined
         is_first = np.zeros(count, np.int64)
         is_first[starts] = 1 << bits
@@ -111,20 +193,9 @@ def _runs(ids: Ids) -> tuple[Places, Ids, Places]:
     return order, inorder, starts
 
 
-def _starts(inorder: Ids) -> Places:
-    """Return where each distinct id begins, of ids in order."""
-    is_first = np.empty(len(inorder), np.bool_)
-    is_first[:1] = True
-    np.not_equal(inorder[1:], inorder[:-1], out=is_first[1:])
-    return np.flatnonzero(is_first)
-
-
-def _by_server(unique: Ids, servers: int) -> tuple[Ids, tuple[int, ...], Places | None]:
-    """Return distinct ids by server, the edges of the servers, and the order; None if that is as it was."""
-    if servers == 1:
-        return unique, (0, len(unique)), None
-    owners = servers_of(unique, servers)
-    counts = np.bincount(owners, minlength=servers)
-    # numpy sorts numbers of 16 bits by their digits, in one pass each.
-    moved = np.argsort(owners.astype(np.uint16) if servers <= 1 << 16 else owners, kind="stable")
-    return unique.take(moved), (0, *np.cumsum(counts).tolist()), moved
+def _starts(inorder: Ids, begins: Sequence[int]) -> Places:
+    """Return where each distinct id begins, of ids in order; a table has none in common with another."""
+    is_first = np.empty(len(inorder) + 1, np.bool_)
+    np.not_equal(inorder[1:], inorder[:-1], out=is_first[1:-1])
+    is_first[[*begins]] = True
+    return np.flatnonzero(is_first[:-1])

@@ -62,23 +62,25 @@ class Answers:
         self,
         session: Session,
         seq: int,
-        message: p.PullRows | p.PullChanged | p.PullIds,
+        message: p.PullRows | p.PullChanged | p.PullTables,
         payload: Sequence[memoryview],
     ) -> None:
         """Answer with the rows of a key or table that are named, or that changed since a version."""
         target: KeyRows | TableRows
         ids = None
-        if isinstance(message, p.PullIds):
-            target, store = TableRows.of(self._chunks, message.chunk), self._context.store_of(message.chunk)
-            ids = target.asked(message, payload)
+        if isinstance(message, p.PullTables):
+            target = TableRows.of(self._chunks, message.parts)
+            store = self._context.store_of(target.parts[0].chunk)
+            ids = target.asked(payload)
+            asks = tuple([p.Ask(0, 1, part.number, 0) for part in message.parts])
         else:
             store = self._context.store(message.store)
             target = KeyRows.of(store, message.key)
             if isinstance(message, p.PullRows):
                 ids = target.ids(payload)
-        asks = tuple(
-            [p.Ask(piece.start, piece.size, message.after, message.least) for piece in target.pieces]
-        )
+            asks = tuple(
+                [p.Ask(piece.start, piece.size, message.after, message.least) for piece in target.pieces]
+            )
         reading = session.pending[seq] = PendingRowRead(
             session, seq, store.name, target.pieces[0].chunk, True, asks, target=target, ids=ids
         )
@@ -334,20 +336,19 @@ class PendingRowRead(PendingRead):
 
 def read_rows(
     store: ServerStore, chunks: Chunks, reading: PendingRowRead
-) -> tuple[p.PulledRows | p.Changed | p.PulledIds, tuple[torch.Tensor, ...]]:
+) -> tuple[p.PulledRows | p.Changed | p.PulledTables, tuple[torch.Tensor, ...]]:
     """Return the answer and, if there are any, the frames of the rows that go with it, flat.
 
     Before the rows come their numbers in the key, where the asker has not named them.
     """
     rank, target, ids = reading.session.rank, reading.target, reading.ids
+    if isinstance(target, TableRows):
+        assert ids is not None
+        return target.read(chunks.memory, reading.seq, rank, ids, is_ordered=store.ordered)
     spans = [chunks.span_at(piece) for piece in target.pieces]
     versions = [span.version for span in spans]
     owed = min([span.owed(rank, store.ordered) for span in spans])
     seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width
-    if isinstance(target, TableRows):
-        assert ids is not None
-        table = (target.read(chunks, ids),) if len(ids) else ()
-        return p.PulledIds(seq, dtype, width, len(ids), versions[0], owed), table
     dropped: list[p.Dropped] = []
     if store.drops is not None:
         whose = None if store.ordered else rank

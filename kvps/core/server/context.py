@@ -25,7 +25,7 @@ from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Un
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error, Ping, Pong, Return, View
 from kvps.protocol.stores import Declare, SetState
-from kvps.protocol.values import Push, PushIds, PushRows
+from kvps.protocol.values import Push, PushRows, PushTables
 
 
 class StoreQuorum(NamedTuple):
@@ -205,7 +205,7 @@ class RequestContext:
             Overload: if too much of it waits for an answer.
         """
         rank = session.rank
-        if isinstance(message, Push | PushRows | PushIds):
+        if isinstance(message, Push | PushRows | PushTables):
             if message.ranks != (rank,) and not self._may_merge(message, rank):
                 raise Unauthorized(
                     f"worker {rank} pushes for ranks {message.ranks!s:.60}: it may push for itself, and "
@@ -239,7 +239,7 @@ class RequestContext:
                     limit="waiting_keys",
                 )
 
-    def _may_merge(self, push: Push | PushRows | PushIds, rank: int) -> bool:
+    def _may_merge(self, push: Push | PushRows | PushTables, rank: int) -> bool:
         """Whether a store lets ``rank`` push for all these ranks: those that are known to be on
         its machine."""
         store = self.store(push.store) if isinstance(push, PushRows) else self.store_of(push.chunk)

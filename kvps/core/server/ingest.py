@@ -17,7 +17,8 @@ piece of its key.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter
 
 import torch
@@ -26,7 +27,6 @@ from kvps import protocol as p
 from kvps.compression import spec
 from kvps.compression.codecs import decode
 from kvps.core.gradients import DenseGradient, GradientSum
-from kvps.core.row_gradients import RowGradient
 from kvps.core.server.answer import Answers, check_held
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.context import RequestContext, StoreQuorum
@@ -132,30 +132,32 @@ class Ingest:
     # --- rows -------------------------------------------------------------------------------
 
     def push_rows(
-        self, session: Session, seq: int, message: p.PushRows | p.PushIds, packet: Packet, now: float
+        self, session: Session, seq: int, message: p.PushRows | p.PushTables, packet: Packet, now: float
     ) -> None:
-        """Take in gradients for rows of a key or of a table."""
+        """Take in gradients for rows of a key or of tables."""
         target: KeyRows | TableRows
-        if isinstance(message, p.PushIds):
-            target, store = TableRows.of(self._chunks, message.chunk), self._context.store_of(message.chunk)
-            gradient: RowGradient = target.gradient(message, packet.payload)
+        if isinstance(message, p.PushTables):
+            target = TableRows.of(self._chunks, message.parts)
+            store = self._context.store_of(message.chunk)
+            cut = target.cut(target.gradients(message, packet.payload))
+            numbers: Iterable[int] = [part.number for part in message.parts]
         else:
             store = self._context.store(message.store)
             target = KeyRows.of(store, message.key)
-            gradient = target.gradient(message, packet.payload)
+            cut, numbers = target.cut(target.gradient(message, packet.payload)), repeat(message.number)
         if store.counts_late:
             raise ConfigError(
                 f"store {store.name!r} counts late pushes, which pushes of rows cannot be; use late='drop'"
             )
         ranges: list[PushedRange] = []
-        for piece, part in target.cut(gradient):
+        for (piece, part), number in zip(cut, numbers, strict=False):
             rule, stop = self._book.rule(piece.chunk), piece.start + piece.size
             rule.check_rows(message.ranks)
-            ranges.append(PushedRange(rule, piece.start, stop, message.number, part))
+            ranges.append(PushedRange(rule, piece.start, stop, number, part))
         judged = JudgedPush(store, message.ranks, len(message.ranks), bool(packet.loans))
         self._judge(judged, ranges, None)
         if isinstance(target, TableRows) and judged.ranges:
-            store.budget.demand_growth(target.chunk.keys[0])
+            store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
         if self._apply(judged, packet, now):
             self._meter.on_rows(target.pieces[0], packet.payload)
             spans = [self._chunks.span_at(piece) for piece in target.pieces]

@@ -394,9 +394,9 @@ class Server:
                 ingest.push(session, seq, message, packet, now)
             case p.Pull():
                 answers.pull(session, seq, message)
-            case p.PushRows() | p.PushIds():
+            case p.PushRows() | p.PushTables():
                 ingest.push_rows(session, seq, message, packet, now)
-            case p.PullRows() | p.PullChanged() | p.PullIds():
+            case p.PullRows() | p.PullChanged() | p.PullTables():
                 answers.pull_rows(session, seq, message, packet.payload)
             case p.Load():
                 ingest.load(session, seq, message, packet)

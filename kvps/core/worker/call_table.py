@@ -56,7 +56,7 @@ takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
-PUSHES = p.Push, p.PushRows, p.PushIds
+PUSHES = p.Push, p.PushRows, p.PushTables
 """Requests that a server acknowledges when they are taken in."""
 
 OnEnd = Callable[[object, KvpsError | None, float], None]

@@ -19,8 +19,8 @@ from kvps.protocol.envelope import Message, Packet, Role
 from kvps.tools.trace.member import TracedMember
 from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
 
-GRADIENTS = (p.Push, p.PushRows, p.PushIds, p.Load)
-VALUES = (p.Pulled, p.PulledRows, p.PulledIds, p.Changed)
+GRADIENTS = (p.Push, p.PushRows, p.PushTables, p.Load)
+VALUES = (p.Pulled, p.PulledRows, p.PulledTables, p.Changed)
 BEFORE_SEND_NS = 20_000
 """A pause before an effect that is worth a span of its own."""
 ROUTES_MAX = 4096
@@ -199,8 +199,10 @@ def ids_of(packet: Packet, *, is_ours: bool) -> tuple[int, int, int]:
             return seq, max(0, message.runs[0].version - 1) if message.runs else 0, chunk
         case p.Pull():
             return seq, message.runs[0].after if message.runs else 0, chunk
-        case p.PushRows() | p.PushIds() | p.Barrier():
+        case p.PushRows() | p.Barrier():
             return seq, message.number, chunk
+        case p.PushTables():
+            return seq, message.parts[0].number if message.parts else 0, chunk
         case _:
             return seq, 0, chunk
 

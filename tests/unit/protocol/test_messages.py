@@ -25,7 +25,7 @@ TAGS = {
     **{84: "TakeImage", 85: "ImageTaken", 86: "ImageKept", 87: "Commit", 88: "Committed"},
     **{89: "GiveUp", 90: "Recall", 91: "Shelf", 92: "Restore", 93: "Restored"},
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
-    **{100: "Embed", 101: "PushIds", 102: "PullIds", 103: "PulledIds"},
+    **{100: "Embed", 107: "PushTables", 108: "PullTables", 109: "PulledTables"},
     **{104: "Export", 105: "Exported", 106: "TableRate"},
     **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
     **{120: "Measure", 121: "Measured"},

@@ -10,13 +10,15 @@ An id belongs to one server. Each server has its share of every push, also an em
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
 
-from kvps.core.embedding.id_hash import Initializer, servers_of
+from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
 from kvps.core.optim.hyperparams import HyperParams
@@ -26,11 +28,21 @@ from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
 from kvps.core.server.rules.rule import Rule
 from kvps.core.server.store import ServerStore, Shard
-from kvps.dtypes import BY_ID, summed_in
+from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
 from kvps.protocol.stores import Field, Piece
-from kvps.protocol.values import Embed, Export, Exported, PullIds, Push, PushIds
-from kvps.tensors import dtype_of, from_frame, to_frame
+from kvps.protocol.values import (
+    Embed,
+    Export,
+    Exported,
+    PulledTables,
+    Push,
+    PushTables,
+    TableGroup,
+    TablePart,
+    TableStand,
+)
+from kvps.tensors import Memory, dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
@@ -113,7 +125,9 @@ def embedding_of(chunk: Chunk) -> EmbeddingRows:
 # --- pushes and pulls -------------------------------------------------------------------------------
 
 ANSWER_BYTES = 64 << 20
-"""Maximum bytes of one payload frame."""
+"""Maximum bytes of the rows in one answer."""
+_record = tuple.__new__
+"""Makes a record of its fields; its class's own way is a function in Python, called for each table."""
 
 
 class TableGradient(RowGradient):
@@ -127,35 +141,49 @@ class TableGradient(RowGradient):
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """An embedding table as a server's rows, numbered by their ids."""
+    """Rows of some embedding tables on a server, numbered by their ids, as a request names them."""
 
-    chunk: Chunk
-    rows: EmbeddingRows
-    pieces: tuple[Piece, ...]
-    """The one element that counts for all rows here."""
+    chunks: tuple[Chunk, ...]
+    """The chunk of each table."""
+    parts: tuple[TablePart, ...]
+    edges: tuple[int, ...]
+    """Where the ids of each part begin among those of the request, and how many these are."""
     server: int
     servers: int
 
     @classmethod
-    def of(cls, chunks: Chunks, number: int) -> TableRows:
-        """Return the table of a chunk.
+    def of(cls, chunks: Chunks, parts: tuple[TablePart, ...]) -> TableRows:
+        """Return the tables that a request names.
 
         Raises:
-            ProtocolError: if there is no such chunk, or it holds keys.
+            ProtocolError: if there is no such chunk, it holds keys, or the tables are of several stores.
         """
-        chunk = chunks.at(number)
-        pieces = (Piece(number, 0, 1),)
-        return cls(chunk, embedding_of(chunk), pieces, chunks.server, chunks.servers)
+        found = []
+        for part in parts:
+            chunk = chunks.by_number.get(part.chunk)
+            if chunk is None or chunk.embedding is None:
+                embedding_of(chunks.at(part.chunk))
+            else:
+                found.append(chunk)
+        if len({chunk.store for chunk in found}) != 1:
+            raise ProtocolError(f"a request names {len(parts)} tables, and it needs some of one store")
+        edges = tuple(accumulate([part.size for part in parts], initial=0))
+        return cls(tuple(found), parts, edges, chunks.server, chunks.servers)
 
     @property
-    def dtype(self) -> str:
-        """The type of its elements."""
-        return self.rows.recipe.dtype
+    def pieces(self) -> list[Piece]:
+        """The element of each table, which counts for all of its rows here."""
+        return [_record(Piece, (part.chunk, 0, 1)) for part in self.parts]
 
     @property
-    def width(self) -> int:
-        """Elements of a row."""
-        return self.rows.recipe.dim
+    def spans(self) -> list[Span]:
+        """The span of each table."""
+        return [chunk.spans[0] for chunk in self.chunks]
+
+    @property
+    def recipes(self) -> list[EmbeddingSpec]:
+        """The recipe of each table."""
+        return [embedding_of(chunk).recipe for chunk in self.chunks]
 
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
@@ -176,50 +204,111 @@ class TableRows:
             )
         return torch.from_numpy(ids)
 
-    def gradient(self, message: PushIds, payload: Sequence[memoryview]) -> TableGradient:
-        """Return the gradient that was pushed, checked.
+    def gradients(self, message: PushTables, payload: Sequence[memoryview]) -> list[RowGradient]:
+        """Return the gradients that were pushed, for each table, checked.
 
         Raises:
-            Mismatch: for another element type or length of rows than the table's.
-            ProtocolError: for ids that are not in order, or of another server.
+            Mismatch: for another element type or length of rows than a table's.
+            ProtocolError: for ids that are not in order, or of another server; or for groups that are none.
         """
-        dtype, number = BY_ID[message.dtype].name, self.chunk.number
-        if dtype not in (self.dtype, summed_in(self.dtype)) or message.dim != self.width:
-            raise Mismatch(
-                f"chunk {number} is a table of {self.dtype}[{self.width}], and the push has rows of "
-                f"{dtype}[{message.dim}]"
-            )
+        self._check_groups(message)
         ids = self.ids(payload)
-        if bool((ids[1:] <= ids[:-1]).any()):
-            raise ProtocolError(
-                f"chunk {number}: the {len(ids)} ids of a push are not in ascending order, each once"
-            )
-        rows = from_frame(payload[1] if payload else memoryview(b""), dtype)
-        return TableGradient(ids, rows.view(len(ids), self.width), 1)
+        self._check_order(ids.numpy())
+        edges = self.edges
+        frames = iter(payload[1:])
+        gradients: list[RowGradient] = []
+        for dtype, dim, parts in message.groups:
+            first, stop = len(gradients), len(gradients) + parts
+            begin, end = edges[first], edges[stop]
+            frame = next(frames) if begin < end else memoryview(b"")
+            rows = from_frame(frame, BY_ID[dtype].name).view(end - begin, dim)
+            gradients += [
+                TableGradient(ids[low:high], rows[low - begin : high - begin], 1)
+                for low, high in pairwise(edges[first : stop + 1])
+            ]
+        return gradients
 
-    def asked(self, message: PullIds, payload: Sequence[memoryview]) -> torch.Tensor:
+    def _check_groups(self, message: PushTables) -> None:
+        """Check that the rows of each group are those of its tables, each of which is named once.
+
+        Raises:
+            Mismatch, ProtocolError: if they are not.
+        """
+        recipes, at = self.recipes, 0
+        for dtype, dim, parts in message.groups:
+            name = BY_ID[dtype].name
+            for recipe, part in zip(recipes[at : at + parts], self.parts[at:], strict=False):
+                if (name != recipe.dtype and name != summed_in(recipe.dtype)) or dim != recipe.dim:
+                    raise Mismatch(
+                        f"chunk {part.chunk} is a table of {recipe.dtype}[{recipe.dim}], and the push has "
+                        f"rows of {name}[{dim}]"
+                    )
+            at += parts
+        if at != len(recipes) or len({part.chunk for part in self.parts}) != len(recipes):
+            raise ProtocolError(
+                f"a push has groups of {at} parts, and names {len(recipes)} tables, each of which is to be "
+                "named once"
+            )
+
+    def _check_order(self, ids: Ids) -> None:
+        """Check that the ids of each part ascend.
+
+        Raises:
+            ProtocolError: if they do not.
+        """
+        falls = ids[1:] <= ids[:-1]
+        if falls.any():
+            falls[[edge - 1 for edge in self.edges if 0 < edge < len(ids)]] = False
+        if falls.any():
+            at = bisect_right(self.edges, int(falls.argmax())) - 1
+            part = self.parts[at]
+            raise ProtocolError(
+                f"chunk {part.chunk}: the {part.size} ids of a push are not in ascending order, each once"
+            )
+
+    def asked(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a pull, checked as :meth:`ids` does.
 
         Raises:
-            ProtocolError: also if their rows do not fit in one frame.
+            ProtocolError: also if their rows are more than an answer may have.
         """
-        size = message.count * self.rows.row_bytes
+        sizes = [recipe.dim * BY_NAME[recipe.dtype].itemsize for recipe in self.recipes]
+        size = sum([part.size * width for part, width in zip(self.parts, sizes, strict=True)])
         if size > ANSWER_BYTES:
             raise ProtocolError(
-                f"chunk {self.chunk.number}: {message.count} rows are {size} bytes, and the limit of "
+                f"chunk {self.parts[0].chunk}: {self.edges[-1]} rows are {size} bytes, and the limit of "
                 f"an answer is {ANSWER_BYTES}; ask for fewer rows at once"
             )
         return self.ids(payload)
 
-    def read(self, chunks: Chunks, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows ``ids``, flat, in memory that others read."""
-        values = chunks.memory.empty(len(ids) * self.width, self.dtype)
-        self.rows.pull(ids.numpy(), values.view(-1, self.width))
-        return values
+    def read(
+        self, memory: Memory, seq: int, rank: int, ids: torch.Tensor, *, is_ordered: bool
+    ) -> tuple[PulledTables, tuple[torch.Tensor, ...]]:
+        """Return the answer to a pull of ``ids`` by ``rank``, and its frames, in memory that others read."""
+        numbers, edges = ids.numpy(), self.edges
+        groups, counts, frames = [], [], []
+        first = 0
+        for (dtype, dim), some in groupby([(recipe.dtype, recipe.dim) for recipe in self.recipes]):
+            stop = first + len(list(some))
+            begin, end = edges[first], edges[stop]
+            groups.append(TableGroup(BY_NAME[dtype].id, dim, stop - first))
+            counts.append(end - begin)
+            if begin < end:
+                values = memory.empty((end - begin) * dim, dtype)
+                rows = values.view(end - begin, dim)
+                for chunk, (low, high) in zip(
+                    self.chunks[first:stop], pairwise(edges[first : stop + 1]), strict=True
+                ):
+                    if low < high:
+                        embedding_of(chunk).pull(numbers[low:high], rows[low - begin : high - begin])
+                frames.append(values)
+            first = stop
+        stands = [_record(TableStand, (span.version, span.owed(rank, is_ordered))) for span in self.spans]
+        return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
-    def cut(self, gradient: RowGradient) -> Iterator[tuple[Piece, RowGradient]]:
-        """Yield the table's one piece, and all of ``gradient``."""
-        return zip(self.pieces, (gradient,), strict=True)
+    def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:
+        """Yield the piece of each table, and its gradient."""
+        return zip(self.pieces, gradients, strict=True)
 
 
 class Table(Rule):
@@ -229,7 +318,7 @@ class Table(Rule):
 
     def check(self, message: Push) -> None:
         """Refuse a push of whole keys."""
-        raise ProtocolError(f"chunk {self.chunk.number} is an embedding table: push rows by PUSH-IDS")
+        raise ProtocolError(f"chunk {self.chunk.number} is an embedding table: push rows by PUSH-TABLES")
 
     def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
         """Update the rows of a table; the element becomes their number."""

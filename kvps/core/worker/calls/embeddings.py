@@ -1,21 +1,26 @@
-"""The calls on embedding tables: requests by id to each server.
+"""The calls on embedding tables: one request to each server, for all tables of the call.
 
 A table is a key with one piece on every server, so its pushes are numbered, waited for and counted
 anew as those of any key. The caller has sorted ids already and split them by server
-(:mod:`kvps.core.embedding.id_split`): a push is one message to each, even if it has no ids for it.
+(:mod:`kvps.core.embedding.id_split`): a push is one message to each, even if it has no ids for it. Large
+ones are several, each of some of the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvps import protocol as p
 from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.id_split import Share
 from kvps.core.embedding.spec import EmbeddingSpec, message_of, spec_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker.calls.base import (
@@ -30,17 +35,107 @@ from kvps.core.worker.calls.base import (
     settle,
 )
 from kvps.core.worker.connection import Request
-from kvps.core.worker.plan import Key, PieceLocation
+from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
-from kvps.dtypes import BY_ID
+from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Packet
-from kvps.tensors import TORCH, Memory, dtype_of, from_frame
+from kvps.tensors import TORCH, Memory, from_frame
 
 PULL_BYTES = 4 << 20
 """About how many bytes one answer to a pull has; larger pulls have several answers."""
 PUSH_BYTES_MAX = 64 << 20
-"""Most bytes of a push to one server: it has one number, so it is one message."""
+"""Most bytes of one push of a table to one server: it has one number, so it is in one message."""
+TABLES_MAX = 1024
+GROUPS_MAX = 60
+"""Most tables of one message, and most groups of them: each has a frame."""
+
+_record = tuple.__new__
+"""Makes a record of its fields; its class's own way is a function in Python, called for each table."""
+
+
+class Group(NamedTuple):
+    """Neighbouring tables of a call whose rows have one type and width."""
+
+    dtype: str
+    dim: int
+    first: int
+    """Index of its first table."""
+    stop: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dim * BY_NAME[self.dtype].itemsize
+
+
+class Block(NamedTuple):
+    """The part of a share that one message has: neighbouring ids, of neighbouring tables."""
+
+    first: int
+    """Index of its first table."""
+    stop: int
+    begin: int
+    """Index of its first id."""
+    end: int
+
+
+def blocks(share: Share, groups: tuple[Group, ...], limit: int, *, is_whole: bool) -> Iterator[Block]:
+    """Yield the parts of a share whose rows have about ``limit`` bytes; each table is in one at least.
+
+    Args:
+        share: the ids.
+        groups: the groups of their tables.
+        limit: bytes of rows.
+        is_whole: whether all ids of a table must be in one.
+    """
+    edges, tables = share.edges, len(share.edges) - 1
+    size = sum([group.row_bytes * (edges[group.stop] - edges[group.first]) for group in groups])
+    if size <= limit and tables <= TABLES_MAX and len(groups) <= GROUPS_MAX:
+        yield Block(0, tables, 0, edges[-1])
+        return
+    widths = [group.row_bytes for group in groups for _ in range(group.first, group.stop)]
+    stops = [group.stop for group in groups]
+    first = begin = 0
+    while first < tables:
+        room, at, end = limit, first, begin
+        last = stops[min(bisect_right(stops, first) + GROUPS_MAX, len(stops)) - 1]
+        while at < min(last, first + TABLES_MAX):
+            fits = room // widths[at]
+            if edges[at + 1] - end > fits:
+                if at == first:  # at least something
+                    end = edges[at + 1] if is_whole else end + max(1, fits)
+                elif not is_whole:
+                    end += fits
+                break
+            room -= widths[at] * (edges[at + 1] - end)
+            at, end = at + 1, edges[at + 1]
+        is_cut = at < tables and edges[at] < end < edges[at + 1]
+        at += at < tables and at == first and end == edges[at + 1]
+        yield Block(first, at + is_cut, begin, end)
+        first, begin = at, end
+
+
+def _named(
+    share: Share, block: Block, groups: tuple[Group, ...], chunks: list[int], numbers: list[int]
+) -> tuple[tuple[p.TablePart, ...], tuple[p.TableGroup, ...], list[tuple[int, int, int]]]:
+    """Return what a message says of a block.
+
+    Returns:
+        Its parts, their groups, and for each group its index, and where its ids begin and end in the share.
+    """
+    first, stop, begin, end = block
+    cuts = [begin, *share.edges[first + 1 : stop], end]
+    sizes = [high - low for low, high in pairwise(cuts)]
+    fields = zip(chunks[first:stop], numbers[first:stop], sizes, strict=True)
+    parts = tuple([_record(p.TablePart, part) for part in fields])
+    named, ranges = [], []
+    for index, group in enumerate(groups):
+        low, high = max(group.first, first), min(group.stop, stop)
+        if low < high:
+            named.append(p.TableGroup(BY_NAME[group.dtype].id, group.dim, high - low))
+            ranges.append((index, cuts[low - first], cuts[high - first]))
+    return parts, tuple(named), ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +173,18 @@ class MakeTable(Call):
 
 @dataclass(frozen=True, slots=True)
 class PushTableRows(PushCall):
-    """Push rows of a table, the only one of ``keys``: to each server its own, also where there are none."""
+    """Push rows of the tables ``keys``: to each server its own, also where there are none."""
 
     title = "push() of rows"
 
     eager: bool
     """The caller goes on as soon as the push is under way."""
-    dim: int
-    parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """(ids, rows) for each server: ids [n], ascending and each once, and rows [n, dim]; unchanged
-    until the call ends."""
+    groups: tuple[Group, ...]
+    """The groups of the tables."""
+    shares: tuple[Share, ...]
+    """The ids of each server."""
+    rows: tuple[torch.Tensor, ...]
+    """The rows [n, dim] of each group; unchanged until the call ends."""
 
     def returns_early(self, store: WorkerStore) -> bool:
         """Whether the caller goes on at once; a table has an optimizer of its own."""
@@ -95,113 +192,176 @@ class PushTableRows(PushCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         demand_numbered_rounds(store)
-        plan, (number,), _ = yield from number_push(store, self.keys)
-        (key,) = plan.keys
+        plan, numbers, _ = yield from number_push(store, self.keys)
+        requests: list[Request] = []
+        for server, share in enumerate(self.shares):
+            chunks = [key.pieces[server].chunk for key in plan.keys]
+            requests += [
+                self._push(store, server, share, block, chunks, numbers)
+                for block in blocks(share, self.groups, PUSH_BYTES_MAX, is_whole=True)
+            ]
         try:
-            yield [_push(store, piece, number, *self.parts[piece.server], self.dim) for piece in key.pieces]
+            yield requests
         except KvpsError:
             plan.refuse()
             raise
         return None
 
+    def _push(
+        self,
+        store: WorkerStore,
+        server: int,
+        share: Share,
+        block: Block,
+        chunks: list[int],
+        numbers: list[int],
+    ) -> Request:
+        parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
+        pieces = [
+            (self.rows[index], _places(share, self.groups, index, begin, end))
+            for index, begin, end in ranges
+            if begin < end
+        ]
+        message = p.PushTables((store.rank,), named, parts)
+        # An empty push counts, too: over 0, it is never dropped.
+        size = max(1, sum(message.payload_sizes()))
+        fill = partial(_fill, store.memory, share.ids[block.begin : block.end], pieces)
+        return Request(server, message, fill=fill, payload_bytes=size, lane=message.chunk)
 
-def _push(
-    store: WorkerStore, held: PieceLocation, number: int, ids: torch.Tensor, rows: torch.Tensor, dim: int
-) -> Request:
-    dtype, count = dtype_of(rows).id, len(ids)
-    message = p.PushIds(held.chunk, dtype, (store.rank,), number, dim, count)
-    # An empty push counts, too: over 0, it is never dropped.
-    size = max(1, sum(message.payload_sizes()))
-    fill = partial(_fill, store.memory, ids, rows)
-    return Request(held.server, message, fill=fill, payload_bytes=size, lane=held.chunk)
+
+def _places(
+    share: Share, groups: tuple[Group, ...], index: int, begin: int, end: int
+) -> range | np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Return the indices of the rows of a group that ids ``begin`` to ``end`` of a share have."""
+    start = share.edges[groups[index].first]
+    return share.places[index][begin - start : end - start]
 
 
-def _fill(memory: Memory, ids: torch.Tensor, rows: torch.Tensor, route: str) -> tuple[torch.Tensor, ...]:
+def _fill(
+    memory: Memory,
+    ids: Ids,
+    pieces: Sequence[tuple[torch.Tensor, range | np.ndarray[tuple[int], np.dtype[np.int64]]]],
+    route: str,
+) -> tuple[torch.Tensor, ...]:
     """Return the payload of a push, in one block that the server can read."""
     if not len(ids):
         return ()
-    block = memory.empty(ids.nbytes + rows.nbytes, "uint8")
-    numbers, values = block[: ids.nbytes].view(torch.int64), block[ids.nbytes :].view(rows.dtype)
-    numbers.copy_(ids)
-    values.view_as(rows).copy_(rows)
-    return numbers, values
+    sizes = [len(places) * rows.shape[1] * rows.element_size() for rows, places in pieces]
+    begins = [
+        0,
+        *accumulate([-(-size // 8) * 8 for size in (ids.nbytes, *sizes)]),
+    ]  # whole numbers of 64 bits
+    block = memory.empty(begins[-1], "uint8")
+    payload = [block[: ids.nbytes].view(torch.int64)]
+    payload[0].copy_(torch.from_numpy(ids))
+    for (rows, places), begin, size in zip(pieces, begins[1:], sizes, strict=False):
+        values = block[begin : begin + size].view(rows.dtype)
+        payload.append(values)
+        values = values.view(len(places), rows.shape[1])
+        if isinstance(places, range):
+            values.copy_(rows[places.start : places.stop])
+        else:
+            torch.index_select(rows, 0, torch.from_numpy(places), out=values)
+    return tuple(payload)
 
 
-def check_size(key: str, parts: tuple[tuple[torch.Tensor, torch.Tensor], ...]) -> None:
-    """Check that each server's share of a push fits in a message.
+def check_size(names: Sequence[str], groups: tuple[Group, ...], share: Share, server: int) -> None:
+    """Check that a server's share of a push of each table fits in a message.
 
     Raises:
         Mismatch: if one does not.
     """
-    for server, (_, rows) in enumerate(parts):
-        if rows.nbytes > PUSH_BYTES_MAX:
-            raise Mismatch(
-                f"{key}: {rows.nbytes} bytes of a push are for server {server}, and one push has "
-                f"{PUSH_BYTES_MAX} at most for each; push half as many rows at once"
-            )
+    for dtype, dim, first, stop in groups:
+        width = dim * BY_NAME[dtype].itemsize
+        for at, (begin, end) in enumerate(pairwise(share.edges[first : stop + 1]), first):
+            if (end - begin) * width > PUSH_BYTES_MAX:
+                raise Mismatch(
+                    f"table {names[at]!r}: {(end - begin) * width} bytes of a push are for server {server}, "
+                    f"and one push has {PUSH_BYTES_MAX} at most for each; push half as many rows at once"
+                )
 
 
 @dataclass(frozen=True, slots=True)
 class PullTableRows(Call):
-    """Pull rows of a table, the only one of ``keys``, after this rank's own pushes.
+    """Pull rows of the tables ``keys``, after this rank's own pushes.
 
-    Finishes with a tensor [n, dim].
+    Finishes with the rows of each group, [n, dim].
     """
 
     title = "pull() of rows"
     on_timeout = OnTimeout.RETRY
 
     keys: tuple[str, ...]
-    recipe: EmbeddingSpec
-    ids: Ids
-    """Ids [n], by server."""
-    edges: tuple[int, ...]
-    """The ids of server s are those from ``edges[s]`` up to ``edges[s + 1]``."""
+    groups: tuple[Group, ...]
+    """The groups of the tables."""
+    shares: tuple[Share, ...]
+    """The ids of each server."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan = yield from numbered(store, self.keys)
-        (key,) = plan.keys
-        recipe = self.recipe
-        rows = torch.empty((len(self.ids), recipe.dim), dtype=TORCH[recipe.dtype])
-        at_once = max(1, PULL_BYTES // (recipe.dim * rows.element_size()))
-        answers: list[p.PulledIds] = []
-        requests = []
-        for held in key.pieces:
-            first, stop = self.edges[held.server], self.edges[held.server + 1]
-            for begin in range(first, max(stop, first + 1), at_once):
-                some = slice(begin, min(begin + at_once, stop))
-                requests.append(_pull(held, key, self.ids[some], rows[some], answers))
+        numbers = [key.number for key in plan.keys]
+        rows = []
+        for index, group in enumerate(self.groups):
+            size = sum([len(share.places[index]) for share in self.shares])
+            rows.append(torch.empty((size, group.dim), dtype=TORCH[group.dtype]))
+        stands: list[list[p.TableStand]] = [[] for _ in numbers]
+        requests: list[Request] = []
+        for server, share in enumerate(self.shares):
+            chunks = [key.pieces[server].chunk for key in plan.keys]
+            requests += [
+                self._pull(server, share, block, rows, chunks, numbers, stands)
+                for block in blocks(share, self.groups, PULL_BYTES, is_whole=False)
+            ]
         yield requests
-        counted = [answer.version if store.ordered else answer.owed for answer in answers]
-        key.applied = max(key.applied, min(counted))
-        key.version = max([key.version, *[answer.version for answer in answers]])
+        for key, found in zip(plan.keys, stands, strict=True):
+            counted = [stand.version if store.ordered else stand.owed for stand in found]
+            key.applied = max(key.applied, min(counted))
+            key.version = max([key.version, *[stand.version for stand in found]])
         return rows
 
+    def _pull(
+        self,
+        server: int,
+        share: Share,
+        block: Block,
+        rows: list[torch.Tensor],
+        chunks: list[int],
+        numbers: list[int],
+        stands: list[list[p.TableStand]],
+    ) -> Request:
+        parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
+        counts = tuple([end - begin for _, begin, end in ranges])
 
-def _pull(held: PieceLocation, key: Key, ids: Ids, rows: torch.Tensor, answers: list[p.PulledIds]) -> Request:
-    def take(packet: Packet, wanted: bool) -> None:
-        answer = packet.message
-        assert isinstance(answer, p.PulledIds)
-        if (answer.count, answer.dim, BY_ID[answer.dtype].name) != (
-            len(ids),
-            rows.shape[1],
-            dtype_of(rows).name,
-        ):
-            raise ProtocolError(
-                f"server {held.server} answered {answer.count} rows of {answer.dim} elements; asked "
-                f"for were {len(ids)} of {rows.shape[1]}"
-            )
-        answers.append(answer)
-        if wanted and len(ids):
-            rows.copy_(from_frame(packet.payload[0], dtype_of(rows).name).view_as(rows))
+        def take(packet: Packet, wanted: bool) -> None:
+            answer = packet.message
+            assert isinstance(answer, p.PulledTables)
+            if (answer.groups, answer.counts, len(answer.stands)) != (named, counts, len(parts)):
+                raise ProtocolError(
+                    f"server {server} answered {answer.counts!s:.60} rows of {answer.groups!s:.200}; asked "
+                    f"for were {counts!s:.60} of {named!s:.200}"
+                )
+            for known, stand in zip(stands[block.first : block.stop], answer.stands, strict=True):
+                known.append(stand)
+            frames = iter(packet.payload)
+            for index, begin, end in ranges if wanted else ():
+                if begin == end:
+                    continue
+                group, places = self.groups[index], _places(share, self.groups, index, begin, end)
+                values = from_frame(next(frames), group.dtype).view(end - begin, group.dim)
+                if isinstance(places, range):
+                    rows[index][places.start : places.stop].copy_(values)
+                else:
+                    rows[index].index_copy_(0, torch.from_numpy(places), values)
 
-    return Request(
-        held.server,
-        p.PullIds(held.chunk, key.number, 0, len(ids)),
-        lane=held.chunk,
-        on_reply=take,
-        payload=(torch.from_numpy(ids),) if len(ids) else (),
-    )
+        return Request(
+            server,
+            p.PullTables(parts),
+            lane=parts[0].chunk,
+            on_reply=take,
+            payload=(torch.from_numpy(share.ids[block.begin : block.end]),)
+            if block.begin < block.end
+            else (),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,38 +24,72 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
-def ids(request: pytest.FixtureRequest) -> Ids:
-    given: Ids = request.param
-    return given
+TABLES = [*CASES, "one table of them all"]
+
+
+@pytest.fixture(params=TABLES)
+def given_ids(request: pytest.FixtureRequest) -> list[Ids]:
+    if request.param in CASES:
+        return [CASES[request.param]]
+    return [*CASES.values(), NARROW]
+
+
+@pytest.fixture(params=[True, False], ids=["by table", "by server"])
+def is_by_table(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+def stops_of(given: list[Ids]) -> tuple[int, ...]:
+    return (len(given),) if len(given) < 4 else (2, 3, len(given))
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_each_server_has_its_ids_once_and_in_order(ids: Ids, servers: int) -> None:
-    split = SplitIds(ids, servers)
-    unique = np.array(sorted(set(ids.tolist())), np.int64)
-    assert len(split) == len(unique)
-    assert len(split.edges) == servers + 1
-    for server in range(servers):
-        mine = split.ids[split.of(server)]
-        assert np.array_equal(mine, unique[servers_of(unique, servers) == server])
+def test_each_server_has_the_ids_of_each_table_once_and_in_order(
+    given_ids: list[Ids], servers: int, is_by_table: bool
+) -> None:
+    split = SplitIds(given_ids, servers, is_by_table=is_by_table)
+    assert len(split.shares) == servers
+    for server, share in enumerate(split.shares):
+        assert share.edges[0] == 0
+        assert share.edges[-1] == len(share.ids)
+        for at, some in enumerate(given_ids):
+            unique = np.array(sorted(set(some.tolist())), np.int64)
+            assert np.array_equal(split.ids[split.edges[at] : split.edges[at + 1]], unique)
+            mine = share.ids[share.edges[at] : share.edges[at + 1]]
+            assert np.array_equal(mine, unique[servers_of(unique, servers) == server])
 
 
 @pytest.mark.parametrize("servers", [1, 3])
-def test_a_pull_finds_the_row_of_each_id(ids: Ids, servers: int) -> None:
-    split = SplitIds(ids, servers)
-    assert np.array_equal(split.ids[split.places.numpy()], ids)
+def test_a_pull_finds_the_row_of_each_id(given_ids: list[Ids], servers: int, is_by_table: bool) -> None:
+    stops = stops_of(given_ids)
+    split = SplitIds(given_ids, servers, stops, is_by_table=is_by_table)
+    first = 0
+    for group, stop in enumerate(stops):
+        rows = np.full(split.edges[stop] - split.edges[first], -1)
+        for share in split.shares:
+            rows[np.array(share.places[group], np.int64)] = share.ids[share.edges[first] : share.edges[stop]]
+        for at in range(first, stop):
+            begin = split.edges[at] - split.edges[first] if is_by_table else 0
+            assert np.array_equal(rows[split.places[at].numpy() + begin], given_ids[at])
+        first = stop
 
 
 @pytest.mark.parametrize("servers", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_rows_of_an_id_are_summed_in_the_order_of_the_call(
-    ids: Ids, servers: int, dtype: torch.dtype
+    given_ids: list[Ids], servers: int, dtype: torch.dtype, is_by_table: bool
 ) -> None:
-    numbers = np.random.default_rng(7).normal(size=(len(ids), 5)) * 10.0 ** np.arange(-3, 7, 2)
-    rows = torch.from_numpy(numbers).to(dtype)
-    split = SplitIds(ids, servers)
-    order = {row: at for at, row in enumerate(split.ids.tolist())}
-    places = torch.tensor([order[row] for row in ids.tolist()], dtype=torch.int64)
-    expected = torch.zeros(len(order), 5, dtype=dtype).index_add_(0, places, rows)
-    assert torch.equal(split.summed(rows), expected)
+    generator, stops = np.random.default_rng(7), stops_of(given_ids)
+    rows = [
+        torch.from_numpy(generator.normal(size=(len(some), 5)) * 10.0 ** np.arange(-3, 7, 2)).to(dtype)
+        for some in given_ids
+    ]
+    split = SplitIds(given_ids, servers, stops, is_by_table=is_by_table)
+    first = 0
+    for total, stop in zip(split.summed(rows), stops, strict=True):
+        expected = torch.zeros(split.edges[stop] - split.edges[first], 5, dtype=dtype)
+        for at in range(first, stop):
+            begin = split.edges[at] - split.edges[first] if is_by_table else 0
+            expected.index_add_(0, split.places[at] + begin, rows[at])
+        assert torch.equal(total, expected)
+        first = stop

@@ -174,7 +174,7 @@ def test_creation_of_a_table_is_held(rank: int) -> None:
     one = halted(known)
     assert one.holds(known["kv"], calls.MakeTable("kv", "new", recipe, rank))
     assert not one.holds(known["kv"], calls.MakeTable("kv", "a", recipe, rank))
-    rows = calls.PushTableRows("kv", ("a",), True, 1, ())
+    rows = calls.PushTableRows("kv", ("a",), True, (), (), ())
     assert one.holds(known["kv"], rows)
 
 

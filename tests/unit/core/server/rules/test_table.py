@@ -25,16 +25,16 @@ from kvps.protocol.values import (
     Export,
     Exported,
     Pull,
-    PulledIds,
-    PullIds,
+    PulledTables,
     Push,
-    PushIds,
     Run,
     TableRate,
+    TableStand,
 )
 from kvps.tensors import from_frame
 from tests.support.placement_reference import reference
 from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal, weight_bytes
+from tests.support.table_messages import pull_table, pulled_table, push_table
 
 KEY = "kvps.embedding:words"
 PLAIN: dict[str, Any] = {
@@ -73,12 +73,12 @@ class Tabled:
         return self.stage.say(rank, *self.pushing(rank, ids, number, value), **more)
 
     def pushing(self, rank: int, ids: Sequence[int], number: int, value: float = 1.0) -> tuple[Any, ...]:
-        message = PushIds(self.piece.chunk, BY_NAME["float32"].id, (rank,), number, 2, len(ids))
+        message = push_table(self.piece.chunk, BY_NAME["float32"].id, (rank,), number, 2, len(ids))
         rows = torch.full((2 * len(ids),), value)
         return (message, torch.tensor(ids), rows) if len(ids) else (message,)
 
-    def pull(self, rank: int, ids: Sequence[int], after: int = 0, least: int = 0) -> list[Said]:
-        message = PullIds(self.piece.chunk, after, least, len(ids))
+    def pull(self, rank: int, ids: Sequence[int], after: int = 0) -> list[Said]:
+        message = pull_table(self.piece.chunk, after, len(ids))
         return self.stage.say(rank, message, *([torch.tensor(ids)] if len(ids) else []))
 
     def rows(self, *ids: int, rank: int = 0) -> list[list[float]]:
@@ -94,10 +94,9 @@ class Tabled:
 
 def values(said: Said) -> list[list[float]]:
     answer = said.message
-    assert isinstance(answer, PulledIds), answer
-    if not answer.count:
-        return []
-    return from_frame(said.payload[0], "float32").view(answer.count, answer.dim).tolist()
+    assert isinstance(answer, PulledTables), answer
+    (group,), (count,) = answer.groups, answer.counts
+    return from_frame(said.payload[0], "float32").view(count, group.dim).tolist() if count else []
 
 
 # --- making ---------------------------------------------------------------------------------------
@@ -191,7 +190,7 @@ def test_a_key_may_not_have_the_name_of_a_table() -> None:
 @pytest.mark.spec("R197")
 def test_an_answer_fits_in_a_frame() -> None:
     table = Tabled(dim=65_536)
-    said = table.stage.say(0, PullIds(table.piece.chunk, 0, 0, 257), torch.arange(257))
+    said = table.stage.say(0, pull_table(table.piece.chunk, 0, 257), torch.arange(257))
     assert refusal(said).startswith("ProtocolError: chunk 1: 257 rows are 67371008 bytes")
 
 
@@ -256,10 +255,10 @@ def test_ids_of_other_servers_are_refused() -> None:
     ids = torch.from_numpy(np.sort(np.concatenate([mine, others])))
     before = stage.snapshot()
     first = f"ProtocolError: 2 of 4 ids belong on other servers than 0, the first is {others[0]}"
-    assert refusal(stage.say(0, PullIds(chunk, 0, 0, 4), ids)) == first
-    assert refusal(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 4), ids, torch.zeros(8))) == first
+    assert refusal(stage.say(0, pull_table(chunk, 0, 4), ids)) == first
+    assert refusal(stage.say(0, push_table(chunk, 1, (0,), 0, 2, 4), ids, torch.zeros(8))) == first
     assert stage.snapshot() == before
-    assert acked(stage.say(0, PushIds(chunk, 1, (0,), 0, 2, 2), torch.from_numpy(mine), torch.zeros(4)))
+    assert acked(stage.say(0, push_table(chunk, 1, (0,), 0, 2, 2), torch.from_numpy(mine), torch.zeros(4)))
 
 
 # --- pushes ---------------------------------------------------------------------------------------
@@ -287,10 +286,10 @@ def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
     assert acked(table.push(1, [1], 0, 100.0))  # its round is closed
     table.push(1, [1], 1)
     assert table.rows(1) == [[-3.0, -3.0]]
-    message = PushIds(table.piece.chunk, 1, (0, 1), 1, 2, 0)
+    message = push_table(table.piece.chunk, 1, (0, 1), 1, 2, 0)
     assert acked(table.stage.say(0, message))
     table.push(0, [], 2)
-    two = PushIds(table.piece.chunk, 1, (0, 1), 2, 2, 0)
+    two = push_table(table.piece.chunk, 1, (0, 1), 2, 2, 0)
     assert refusal(table.stage.say(0, two)).startswith("ProtocolError: a push for ranks [0, 1]")
 
 
@@ -298,7 +297,7 @@ def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
 def test_a_push_speaks_for_ranks_that_there_are() -> None:
     table = Tabled()
     for ranks, says in (((), "there are 2"), ((2,), "pushes for ranks (2,)"), ((0, 5), "for ranks (0, 5)")):
-        message = PushIds(table.piece.chunk, 1, ranks, 0, 2, 0)
+        message = push_table(table.piece.chunk, 1, ranks, 0, 2, 0)
         assert says in refusal(table.stage.say(0, message))
 
 
@@ -310,8 +309,8 @@ def test_without_rounds_each_push_is_applied_by_itself() -> None:
     table.push(1, [2], 0, 4.0)
     (said,) = table.pull(1, [1, 2], after=1)
     assert values(said) == [[-2.0, -2.0], [-5.0, -5.0]]
-    assert isinstance(said.message, PulledIds)
-    assert (said.message.version, said.message.owed) == (3, 1)
+    assert isinstance(said.message, PulledTables)
+    assert said.message.stands == (TableStand(3, 1),)
 
 
 @pytest.mark.spec("R188")
@@ -411,8 +410,8 @@ def test_rows_of_another_form_are_refused() -> None:
     one, chunk = torch.tensor([1]), table.piece.chunk
     before = table.stage.snapshot()
     for message, row in (
-        (PushIds(chunk, 1, (0,), 0, 3, 1), torch.zeros(3)),
-        (PushIds(chunk, 2, (0,), 0, 2, 1), torch.zeros(2, dtype=torch.float64)),
+        (push_table(chunk, 1, (0,), 0, 3, 1), torch.zeros(3)),
+        (push_table(chunk, 2, (0,), 0, 2, 1), torch.zeros(2, dtype=torch.float64)),
     ):
         said = refusal(table.stage.say(0, message, one, row))
         assert said.startswith(f"Mismatch: chunk {chunk} is a table of float32[2], and the push has rows")
@@ -426,10 +425,10 @@ def test_keys_are_pushed_to_as_keys_and_tables_as_tables() -> None:
     chunk = table.stage.pieces["w"][0].chunk
     before = table.stage.snapshot()
     push = Push(table.piece.chunk, 8, (0,), 1.0, False, (Run(0, 1, 0),))
-    assert "push rows by PUSH-IDS" in refusal(table.stage.say(0, push, torch.ones(1, dtype=torch.int64)))
+    assert "push rows by PUSH-TABLES" in refusal(table.stage.say(0, push, torch.ones(1, dtype=torch.int64)))
     messages: list[Message] = [
-        PushIds(chunk, 1, (0,), 0, 2, 0),
-        PullIds(chunk, 0, 0, 0),
+        push_table(chunk, 1, (0,), 0, 2, 0),
+        pull_table(chunk, 0, 0),
         Export(chunk, 0, 5, 0, False),
     ]
     for message in messages:
@@ -442,8 +441,8 @@ def test_halves_may_come_as_halves_or_as_their_sums() -> None:
     chunk = table.piece.chunk
     one = torch.tensor([1])
     half = BY_NAME["bfloat16"].id
-    table.stage.say(0, PushIds(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16))
-    table.stage.say(1, PushIds(chunk, 1, (1,), 0, 2, 1), one, torch.full((2,), 0.5))
+    table.stage.say(0, push_table(chunk, half, (0,), 0, 2, 1), one, torch.ones(2, dtype=torch.bfloat16))
+    table.stage.say(1, push_table(chunk, 1, (1,), 0, 2, 1), one, torch.full((2,), 0.5))
     (said,) = table.pull(0, [1])
     assert from_frame(said.payload[0], "bfloat16").tolist() == [-1.5, -1.5]
 
@@ -496,17 +495,17 @@ def test_a_pull_waits_for_the_asking_ranks_pushes() -> None:
     (probed,) = heard(table.stage.say(0, Probe((4,)), seq=0), Probed)
     assert "round 0 waits for a push of rank 1" in probed.pending[0].reason
     said = table.push(1, [1], 0)
-    (answer,) = [one for one in said if isinstance(one.message, PulledIds)]
+    (answer,) = [one for one in said if isinstance(one.message, PulledTables)]
     assert answer.to == b"w0"
     assert values(answer) == [[-2.0, -2.0]]
-    assert answer.message == PulledIds(4, 1, 2, 1, 1, 1)
+    assert answer.message == pulled_table(4, 1, 2, 1, 1, 1)
 
 
 @pytest.mark.spec("R193")
 def test_a_pull_of_nothing_says_how_the_table_stands() -> None:
     table = Tabled()
     (said,) = table.pull(0, [])
-    assert said.message == PulledIds(3, 1, 2, 0, 0, 0)
+    assert said.message == pulled_table(3, 1, 2, 0, 0, 0)
 
 
 @pytest.mark.spec("R193")
@@ -518,7 +517,7 @@ def test_a_pull_waits_where_staleness_is_bounded() -> None:
     assert len(table.pull(0, [1])) == 1
     table.push(0, [1], 2)
     assert table.pull(0, [1]) == []
-    assert any(isinstance(one.message, PulledIds) for one in table.push(1, [1], 1))
+    assert any(isinstance(one.message, PulledTables) for one in table.push(1, [1], 1))
 
 
 # --- exports ------------------------------------------------------------------------------------------

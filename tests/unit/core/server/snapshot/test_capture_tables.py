@@ -22,10 +22,11 @@ from kvps.core.server.snapshot import capture_tables
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.errors import Mismatch, StorageError
 from kvps.protocol.stores import Declared, Find, FoundAll
-from kvps.protocol.values import PulledIds, PullIds, PushIds, TableRate
+from kvps.protocol.values import PulledTables, TableRate
 from kvps.tensors import from_frame
 from tests.support.server_harness import ServerStage, acked, heard, weight_bytes
 from tests.support.snapshots import holdings
+from tests.support.table_messages import pull_table, push_table
 
 KEY = "kvps.embedding:t"
 ALL = np.arange(100)
@@ -75,15 +76,15 @@ class Tabled:
 
     def push(self, first: int, last: int, value: float = 1.0) -> None:
         ids = self.mine(np.arange(first, last))
-        message = PushIds(self.chunk, 1, (0,), self.version, 3, len(ids))
+        message = push_table(self.chunk, 1, (0,), self.version, 3, len(ids))
         rows = (ids, torch.full((3 * len(ids),), value)) if len(ids) else ()
         assert acked(self.stage.say(0, message, *rows))
         self.version += 1
 
     def rows(self) -> dict[int, list[float]]:
         ids = self.mine(ALL)
-        (said,) = self.stage.say(0, PullIds(self.chunk, 0, 0, len(ids)), ids)
-        assert isinstance(said.message, PulledIds)
+        (said,) = self.stage.say(0, pull_table(self.chunk, 0, len(ids)), ids)
+        assert isinstance(said.message, PulledTables)
         found = from_frame(said.payload[0], "float32").view(-1, 3)
         return dict(zip(ids.tolist(), found.tolist(), strict=True))
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies
 
 from kvps.core.embedding.id_hash import servers_of
-from kvps.core.embedding.id_split import SplitIds
+from kvps.core.embedding.id_split import Share, SplitIds
 from kvps.core.embedding.spec import recipe_of
 from kvps.core.embedding.table import ExportBatch
 from kvps.core.worker import calls
-from kvps.core.worker.calls.embeddings import check_size
+from kvps.core.worker.calls import embeddings
+from kvps.core.worker.calls.embeddings import Group, blocks, check_size
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError
 from kvps.protocol.envelope import WINDOW
 from kvps.protocol.membership import Done, Error
@@ -22,17 +26,22 @@ from kvps.protocol.values import (
     Exported,
     Pull,
     Pulled,
-    PulledIds,
-    PullIds,
-    PushIds,
+    PulledTables,
+    PullTables,
+    PushTables,
     Stand,
+    TableGroup,
+    TablePart,
     TableRate,
+    TableStand,
 )
+from tests.support.table_messages import pulled_table, push_table
 from tests.support.worker_harness import Bench, server_of
 
 KEY = "kvps.embedding:t"
 RECIPE = recipe_of("t", 2, "zeros", "sgd", 1, None, "float32", None)
 IDS = np.arange(8)
+GROUPS = (Group("float32", 2, 0, 1),)
 
 
 def bench(servers: int = 2, **options: object) -> Bench:
@@ -48,16 +57,12 @@ def bench(servers: int = 2, **options: object) -> Bench:
 
 
 def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # type: ignore[type-arg]
-    split = SplitIds(ids, servers)
-    mine = [torch.from_numpy(split.ids[split.of(server)]) for server in range(servers)]
-    return calls.PushTableRows(
-        "kv", (KEY,), True, 2, tuple((some, torch.ones(len(some), 2)) for some in mine)
-    )
+    shares = SplitIds([ids], servers).shares
+    return calls.PushTableRows("kv", (KEY,), True, GROUPS, shares, (torch.ones(len(ids), 2),))
 
 
 def pulling(ids: np.ndarray = IDS, servers: int = 2) -> calls.PullTableRows:  # type: ignore[type-arg]
-    split = SplitIds(ids, servers)
-    return calls.PullTableRows("kv", (KEY,), RECIPE, split.ids, split.edges)
+    return calls.PullTableRows("kv", (KEY,), GROUPS, SplitIds([ids], servers, is_by_table=True).shares)
 
 
 @pytest.mark.spec("R188")
@@ -65,18 +70,18 @@ def test_each_server_has_its_share_of_a_push_and_be_it_none() -> None:
     one = bench()
     ids = IDS[servers_of(IDS, 2) == 1]
     ticket = one.call(pushing(ids))
-    (here,), (there,) = one.sends(PushIds, 0), one.sends(PushIds, 1)
-    assert here.packet.message == PushIds(5, 1, (0,), 0, 2, 0)
+    (here,), (there,) = one.sends(PushTables, 0), one.sends(PushTables, 1)
+    assert here.packet.message == push_table(5, 1, (0,), 0, 2, 0)
     assert here.packet.payload == ()
-    assert there.packet.message == PushIds(6, 1, (0,), 0, 2, len(ids))
+    assert there.packet.message == push_table(6, 1, (0,), 0, 2, len(ids))
     assert [len(frame) for frame in there.packet.payload] == [8 * len(ids), 8 * len(ids)]
     assert one.is_copied(ticket)
-    one.ack(0, *one.seqs(PushIds, 0))
+    one.ack(0, *one.seqs(PushTables, 0))
     assert not one.is_done(ticket)
-    one.ack(1, *one.seqs(PushIds, 1))
+    one.ack(1, *one.seqs(PushTables, 1))
     assert one.is_done(ticket)
     one.call(pushing())
-    assert [message.number for message in one.sent(PushIds)] == [0, 0, 1, 1]
+    assert [message.parts[0].number for message in one.sent(PushTables)] == [0, 0, 1, 1]
 
 
 @pytest.mark.spec("R227")
@@ -88,44 +93,44 @@ def test_a_table_needs_no_optimizer_of_the_store() -> None:
 def test_the_number_of_a_push_that_was_refused_is_asked_for() -> None:
     one = bench(servers=1)
     ticket = one.call(pushing(servers=1))
-    one.server(0, Error(one.seqs(PushIds)[-1], Mismatch.code, "another dim"))
+    one.server(0, Error(one.seqs(PushTables)[-1], Mismatch.code, "another dim"))
     assert isinstance(one.error(ticket), Mismatch)
     one.call(pushing(servers=1))
-    assert len(one.sent(PushIds)) == 1
+    assert len(one.sent(PushTables)) == 1
     (seq,) = one.seqs(Pull)
     one.server(0, Pulled(seq, 5, 8, False, (Stand(0, 1, 3, 7),)))
-    assert one.sent(PushIds)[-1].number == 7
+    assert one.sent(PushTables)[-1].parts[0].number == 7
 
 
 def test_so_many_pushes_are_under_way_and_no_more() -> None:
     one = bench(servers=1)
     for _ in range(WINDOW):
         one.call(pushing(servers=1))
-        one.ack(0, *one.seqs(PushIds)[-1:])
+        one.ack(0, *one.seqs(PushTables)[-1:])
     ticket = one.call(pushing(servers=1))
-    assert len(one.sent(PushIds)) == WINDOW
+    assert len(one.sent(PushTables)) == WINDOW
     (pull,) = one.sent(Pull)
     assert not pull.values
     assert pull.runs[0].least == 1
     one.server(0, Pulled(one.seqs(Pull)[0], 5, 8, False, (Stand(0, 1, 1, WINDOW),)))
-    assert len(one.sent(PushIds)) == WINDOW + 1
-    one.ack(0, one.seqs(PushIds)[-1])
+    assert len(one.sent(PushTables)) == WINDOW + 1
+    one.ack(0, one.seqs(PushTables)[-1])
     assert one.is_done(ticket)
 
 
-def test_rows_come_in_the_order_of_their_ids_by_server() -> None:
+def test_rows_come_in_the_order_of_their_ids() -> None:
     one = bench()
     ticket = one.call(pulling())
-    for send in one.sends(PullIds):
+    for send in one.sends(PullTables):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
         mine = torch.from_numpy(IDS[servers_of(IDS, 2) == server]).float()
         rows = torch.stack([mine, -mine], 1)
-        one.server(server, PulledIds(seq, 1, 2, len(mine), 4, 4), rows.view(-1))
+        one.server(server, pulled_table(seq, 1, 2, len(mine), 4, 4), rows.view(-1))
     end = one.finish(ticket)
     assert end is not None
-    assert isinstance(end.value, torch.Tensor)
-    assert end.value.tolist() == [[float(row), -float(row)] for row in SplitIds(IDS, 2).ids]
+    assert isinstance(end.value, list)
+    assert end.value[0].tolist() == [[float(row), -float(row)] for row in IDS]
     key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
@@ -134,39 +139,38 @@ def test_pulls_are_asked_of_every_server_also_for_nothing() -> None:
     one = bench(mode="async")
     ticket = one.call(pulling(IDS[:0]))
     for server in range(2):
-        (seq,) = one.seqs(PullIds, server)
-        one.server(server, PulledIds(seq, 1, 2, 0, 9, 3 + server))
+        (seq,) = one.seqs(PullTables, server)
+        one.server(server, pulled_table(seq, 1, 2, 0, 9, 3 + server))
     assert one.is_done(ticket)
     key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (3, 9)
 
 
-@pytest.mark.parametrize(
-    ("answer", "count"), [(PulledIds(2, 1, 2, 7, 4, 4), 14), (PulledIds(2, 1, 3, 8, 4, 4), 24)]
-)
-def test_an_answer_that_is_none_to_the_question_is_not_believed(answer: PulledIds, count: int) -> None:
+@pytest.mark.parametrize(("size", "dim"), [(7, 2), (8, 3)])
+def test_an_answer_that_is_none_to_the_question_is_not_believed(size: int, dim: int) -> None:
     one = bench(servers=1)
     one.call(pulling(servers=1))
-    seq = one.seqs(PullIds)[0]
-    message = PulledIds(seq, answer.dtype, answer.dim, answer.count, 4, 4)
-    with pytest.raises(ProtocolError, match="asked for were 8 of 2"):
-        one.server(0, message, torch.zeros(count))
+    message = pulled_table(one.seqs(PullTables)[0], 1, dim, size, 4, 4)
+    with pytest.raises(
+        ProtocolError, match=r"asked for were \(8,\) of \(TableGroup\(dtype=1, dim=2, parts=1\),\)"
+    ):
+        one.server(0, message, torch.zeros(size * dim))
 
 
 def test_an_answer_that_nobody_waits_for_is_not_written() -> None:
     one = bench(servers=1)
     ticket = one.call(pulling(servers=1), 5.0)
-    seq = one.seqs(PullIds)[0]
+    seq = one.seqs(PullTables)[0]
     one.wait(6.0)
     assert "pull() of rows" in str(one.error(ticket))
-    one.server(0, PulledIds(seq, 1, 2, 8, 4, 4), torch.zeros(16))
+    one.server(0, pulled_table(seq, 1, 2, 8, 4, 4), torch.zeros(16))
 
 
 @pytest.mark.spec("R196")
 def test_a_rate_is_set_when_all_pushes_so_far_are_applied() -> None:
     one = bench(servers=1)
     one.call(pushing(servers=1))
-    one.ack(0, *one.seqs(PushIds))
+    one.ack(0, *one.seqs(PushTables))
     ticket = one.call(calls.SetTableRate("kv", KEY, 0.5))
     assert one.sent(TableRate) == []
     (pull,) = one.sent(Pull)
@@ -217,7 +221,112 @@ def test_a_table_that_is_unknown_is_asked_for_by_its_name() -> None:
 
 
 def test_a_push_that_no_frame_holds_is_refused() -> None:
-    wide = torch.zeros(1, 1024).expand(16_385, 1024)
-    check_size("table 't'", ((torch.zeros(1), wide[:-1]),))
-    with pytest.raises(Mismatch, match="for server 1, and one push has 67108864 at most"):
-        check_size("table 't'", ((torch.zeros(1), torch.zeros(1)), (torch.zeros(1), wide)))
+    groups = (Group("float32", 1, 0, 1), Group("float32", 1024, 1, 3))
+    none = np.zeros(0, np.int64)
+    check_size(["s", "t", "u"], groups, Share(none, (0, 16_385, 32_769, 49_153), (none,) * 3), 0)
+    with pytest.raises(
+        Mismatch, match="table 'u': 67112960 bytes of a push are for server 1, and one push has"
+    ):
+        check_size(["s", "t", "u"], groups, Share(none, (0, 1, 16_385, 32_770), (none,) * 3), 1)
+
+
+# --- several tables ---------------------------------------------------------------------------------
+
+KINDS = (Group("float32", 2, 0, 2), Group("float64", 1, 2, 3), Group("float64", 3, 3, 5))
+NAMES = tuple(f"kvps.embedding:{name}" for name in "tuvwx")
+
+
+def several(sizes: tuple[int, ...]) -> Share:
+    """A share of tables of :data:`KINDS`, each with so many ids; the caller has them from last to first."""
+    edges = (0, *np.cumsum(sizes).tolist())
+    places = []
+    for group in KINDS:
+        count = edges[group.stop] - edges[group.first]
+        places.append(np.arange(count)[::-1].copy())
+    return Share(np.arange(edges[-1]) * 3, edges, tuple(places))
+
+
+@given(
+    sizes=strategies.lists(strategies.integers(0, 9), min_size=5, max_size=5),
+    limit=strategies.integers(1, 200),
+    is_whole=strategies.booleans(),
+    tables=strategies.integers(1, 6),
+    groups=strategies.integers(1, 4),
+)
+def test_blocks_have_all_ids_and_tables_in_order(
+    sizes: list[int], limit: int, is_whole: bool, tables: int, groups: int
+) -> None:
+    share = several(tuple(sizes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embeddings, "TABLES_MAX", tables)
+        patch.setattr(embeddings, "GROUPS_MAX", groups)
+        found = list(blocks(share, KINDS, limit, is_whole=is_whole))
+    assert [block.begin for block in found] == [0, *[block.end for block in found[:-1]]]
+    assert found[-1].end == len(share.ids)
+    assert (found[0].first, found[-1].stop) == (0, 5)
+    widths = [8, 8, 8, 24, 24]
+    for block, following in pairwise(found):
+        assert following.first in (block.stop, block.stop - 1)
+        assert following.first == block.stop or not is_whole
+        assert block.end <= share.edges[block.stop]
+    for block in found:
+        assert block.first < block.stop
+        assert share.edges[block.first] <= block.begin <= share.edges[block.first + 1]
+        assert block.stop - block.first <= tables
+        named = [group for group in KINDS if group.first < block.stop and block.first < group.stop]
+        assert len(named) <= groups
+        size = sum(
+            widths[at] * (min(block.end, share.edges[at + 1]) - max(block.begin, share.edges[at]))
+            for at in range(block.first, block.stop)
+        )
+        assert size <= limit or block.stop - block.first == 1
+
+
+def test_tables_of_one_call_are_one_message_to_each_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench(servers=1)
+    for at, name in enumerate(NAMES[1:], 1):
+        one.call(calls.MakeTable("kv", name, RECIPE, 0))
+        one.server(0, Declared(one.seqs(Embed)[-1], (Place(False, (Piece(5 + at, 0, 1),)),)))
+    share = several((1, 0, 2, 0, 1))
+    rows = (torch.arange(2.0).view(1, 2), torch.arange(2.0).double().view(2, 1), torch.ones(1, 3).double())
+    backwards = (rows[0], rows[1].flip(0), rows[2])
+    push = calls.PushTableRows("kv", NAMES, True, KINDS, (share,), rows)
+    assert one.is_copied(one.call(push))
+    (send,) = one.sends(PushTables)
+    parts = tuple(TablePart(5 + at, 0, size) for at, size in enumerate((1, 0, 2, 0, 1)))
+    groups = (TableGroup(1, 2, 2), TableGroup(2, 1, 1), TableGroup(2, 3, 2))
+    assert send.packet.message == PushTables((0,), groups, parts)
+    assert [len(frame) for frame in send.packet.payload] == [8 * 4, 4 * 2, 8 * 2, 8 * 3]
+    one.ack(0, *one.seqs(PushTables))
+    ticket = one.call(calls.PullTableRows("kv", NAMES, KINDS, (share,)))
+    (ask,) = one.sends(PullTables)
+    assert ask.packet.message == PullTables(tuple(part._replace(number=1) for part in parts))
+    stands = tuple(TableStand(at + 1, at + 1) for at in range(5))
+    answer = PulledTables(one.seqs(PullTables)[0], groups, (1, 2, 1), stands)
+    one.server(0, answer, *[some.view(-1) for some in backwards])
+    end = one.finish(ticket)
+    assert end is not None
+    assert isinstance(end.value, list)
+    assert [some.tolist() for some in end.value] == [[[0.0, 1.0]], [[0.0], [1.0]], [[1.0] * 3]]
+    assert [one.core.stores["kv"].keys[name].applied for name in NAMES] == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(embeddings, "TABLES_MAX", 2)
+    one.call(push)
+    assert [message.parts for message in one.sent(PushTables)[1:]] == [
+        tuple(part._replace(number=1) for part in parts[at : at + 2]) for at in (0, 2, 4)
+    ]
+
+
+def test_a_refused_push_of_several_tables_has_all_their_numbers_asked_for() -> None:
+    one = bench(servers=1)
+    one.call(calls.MakeTable("kv", NAMES[1], RECIPE, 0))
+    one.server(0, Declared(one.seqs(Embed)[-1], (Place(False, (Piece(6, 0, 1),)),)))
+    groups = (Group("float32", 2, 0, 2),)
+    share = Share(IDS[:2], (0, 1, 2), (IDS[:2],))
+    push = calls.PushTableRows("kv", NAMES[:2], True, groups, (share,), (torch.ones(2, 2),))
+    ticket = one.call(push)
+    one.server(0, Error(one.seqs(PushTables)[-1], Mismatch.code, "another dim"))
+    assert isinstance(one.error(ticket), Mismatch)
+    one.call(push)
+    for seq, chunk, owed in zip(one.seqs(Pull), (5, 6), (7, 3), strict=True):
+        one.server(0, Pulled(seq, chunk, 8, False, (Stand(0, 1, 3, owed),)))
+    assert [part.number for part in one.sent(PushTables)[-1].parts] == [7, 3]
