@@ -116,20 +116,21 @@ class Doorman:
             return None
         try:
             unread = wire.read_envelope(list(map(_BUFFER, frames)))
+            envelope, kind, head, _, _ = unread
         except ProtocolError as error:
             raise self._malformed(route, frames, error) from None
         is_opened = isinstance(route, str)
         place = _OPENED[route.partition(" ")[0]] if isinstance(route, str) else self._place
         try:
             if self.porter is not None and not is_opened:
-                permissions.check_name(_name_of(frames), place, unread.envelope, unread.kind)
-            permissions.check(place, unread.envelope, unread.kind, len(unread.head))
-            is_heard = self.admit(route, unread.envelope, unread.kind)
+                permissions.check_name(_name_of(frames), place, envelope, kind)
+            permissions.check(place, envelope, kind, len(head))
+            is_heard = self.admit(route, envelope, kind)
         except KvpsError as error:
             self._refused(route, "untold" if is_opened else "refused", frames)
             if is_opened:
                 raise ProtocolError(f"{error} (from {route!s})") from None
-            raise Refused(route, unread.envelope) from error
+            raise Refused(route, envelope) from error
         if not is_heard:
             self.counts["unheard"] += 1
             return None

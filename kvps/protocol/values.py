@@ -66,8 +66,7 @@ class Stand(NamedTuple):
     """The number of the push that this rank owes next."""
 
 
-def _sizes(dtype: int, runs: tuple[Run, ...] | tuple[Stand, ...]) -> tuple[int, ...]:
-    return (BY_ID[dtype].itemsize * sum(map(attrgetter("size"), runs)),)
+_size = attrgetter("size")
 
 
 def _octets(dtype: int, stand: Stand, steps: Steps) -> int:
@@ -112,7 +111,7 @@ class Load(Message):
 
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""
-        return _sizes(self.dtype, self.runs)
+        return (BY_ID[self.dtype].itemsize * sum(map(_size, self.runs)),)
 
 
 @tag(31)
@@ -144,7 +143,7 @@ class Push(Message):
     def payload_sizes(self) -> tuple[int, ...]:
         """One frame: the elements of all runs, side by side."""
         if self.code is None:
-            return _sizes(self.dtype, self.runs)
+            return (BY_ID[self.dtype].itemsize * sum(map(_size, self.runs)),)
         code = self.code
         return (sum([size_of(code, run.size) for run in self.runs]),)
 
@@ -224,7 +223,7 @@ class Pulled(Answer):
         if not self.values:
             return ()
         if not self.steps:
-            return _sizes(self.dtype, self.runs)
+            return (BY_ID[self.dtype].itemsize * sum(map(_size, self.runs)),)
         return (
             sum(
                 [

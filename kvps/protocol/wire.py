@@ -33,6 +33,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import partial
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -84,6 +85,7 @@ VERSION = 1
 HEAD = struct.Struct("!2sBB16sIBBBxIQQ")
 LOAN = struct.Struct("!QQQQ")
 CHECKSUM = struct.Struct("!I")
+HEAD_BYTES = HEAD.size
 HEAD_BYTES_MAX = 1 << 20
 PAYLOAD_FRAMES_MAX = 64
 FRAME_BYTES_MAX = 64 << 20
@@ -94,6 +96,12 @@ array or map of which :mod:`kvps.protocol` says nothing else."""
 _INT_MAX = 2**63 - 1
 
 _ROLES: dict[int, Role] = {role.value: role for role in Role}
+_unpack_head = struct.Struct(HEAD.format.replace("x", "B")).unpack_from
+"""Reads the reserved octet, too."""
+_size: Callable[[Loan], int] = attrgetter("size")
+_tuple: Callable[..., Any] = tuple.__new__
+"""Makes a named tuple, without the function in Python that its class has."""
+_loan: Callable[[Iterable[int]], Loan] = partial(_tuple, Loan)
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -115,7 +123,8 @@ def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]
     head = HEAD.pack(
         b"KV", VERSION, message.TAG, job, view, role, len(loans), checked, rank, incarnation, seq
     )
-    parts = [head, *starmap(LOAN.pack, loans), _body(message)]
+    body = _body_of_view(message) if type(message) is View else _pack(_VALUES[type(message)](message))
+    parts = [head, *starmap(LOAN.pack, loans), body]
     if loans:
         payload = ()
     if checked:
@@ -123,30 +132,22 @@ def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]
     return [b"".join(parts), *payload]
 
 
-_view_body: tuple[View | None, bytes] = None, b""
+_pack: Callable[[object], bytes] = msgpack.Packer().pack
+"""One packer serves all threads: it calls nothing that lets another thread run meanwhile."""
+_view_body: tuple[Message | None, bytes] = None, b""
 """The view that was encoded last: it goes to every member, and is large where they are many."""
 
 
-def _body(message: Message) -> bytes:
+def _body_of_view(message: Message) -> bytes:
     global _view_body
-    if message is _view_body[0]:
-        return _view_body[1]
-    body: bytes = msgpack.packb(_VALUES[type(message)](message))
-    if isinstance(message, View):
-        _view_body = message, body
-    return body
+    if message is not _view_body[0]:
+        _view_body = message, _pack(_VALUES[View](message))
+    return _view_body[1]
 
 
-class Unread(NamedTuple):
-    """A packet of which only the envelope was read."""
-
-    envelope: Envelope
-    kind: type[Message]
-    head: memoryview
-    """The head without its checksum."""
-    payload: tuple[memoryview, ...]
-    lent: int
-    """Number of loans behind the envelope."""
+Unread = tuple[Envelope, type[Message], memoryview, tuple[memoryview, ...], int]
+"""A packet of which only the envelope was read: that, the class of its message, its head without checksum,
+its payload, and the number of loans behind the envelope."""
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> Packet:
@@ -156,47 +157,61 @@ def decode(frames: Sequence[bytes | memoryview]) -> Packet:
         ProtocolError: for any bytes that are not a packet of this protocol.
         Damaged: if its checksum is not that of its octets.
     """
-    return read_body(read_envelope(frames))
+    return read_body(read_envelope([memoryview(frame).cast("B") for frame in frames]))
 
 
-def read_envelope(frames: Sequence[bytes | memoryview]) -> Unread:
-    """Return the packet that ``frames`` spell as far as its envelope tells; see :func:`decode`.
+def read_envelope(frames: Sequence[memoryview]) -> Unread:
+    """Return the packet that ``frames`` of octets spell as far as its envelope tells; see :func:`decode`.
 
     A receiver that judges packets by their envelope decodes nothing of a packet that it refuses.
     """
     if not 1 <= len(frames) <= 1 + PAYLOAD_FRAMES_MAX:
         raise ProtocolError(f"expected 1 to {1 + PAYLOAD_FRAMES_MAX} frames, got {len(frames)}")
-    head = memoryview(frames[0]).cast("B")
-    if not HEAD.size < len(head) <= HEAD_BYTES_MAX:
-        raise ProtocolError(f"expected a head of {HEAD.size + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}")
-    magic, version, tag, job, view, role, lent, checked, rank, incarnation, seq = HEAD.unpack_from(head)
+    head, payload = frames[0], tuple(frames[1:])
+    if not HEAD_BYTES < len(head) <= HEAD_BYTES_MAX:
+        raise ProtocolError(
+            f"expected a head of {HEAD_BYTES + 1} to {HEAD_BYTES_MAX} octets, got {len(head)}"
+        )
+    magic, version, tag, job, view, number, lent, checked, zero, rank, incarnation, seq = _unpack_head(head)
     if magic != b"KV" or version != VERSION:
         raise ProtocolError(f"expected a packet of version {VERSION}, got magic {magic!r} version {version}")
-    payload = tuple([memoryview(frame).cast("B") for frame in frames[1:]]) if len(frames) > 1 else ()
     if checked:
         head = _verified(head, checked, payload)
     kind = MESSAGES.get(tag)
     if kind is None:
         raise ProtocolError(f"no message has tag {tag}")
-    if head[27]:
+    if zero:
         raise ProtocolError("the envelope's reserved octet is not zero")
-    if role not in _ROLES:
-        raise ProtocolError(f"no role has number {role}")
+    role = _ROLES.get(number)
+    if role is None:
+        raise ProtocolError(f"no role has number {number}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
-    return Unread(Envelope(job, view, _ROLES[role], rank, incarnation, seq), kind, head, payload, lent)
+    return _tuple(Envelope, (job, view, role, rank, incarnation, seq)), kind, head, payload, lent
 
 
 def read_body(unread: Unread) -> Packet:
     """Return the packet whose envelope was read; see :func:`decode`."""
     envelope, kind, head, payload, lent = unread
-    loans = _loans(head, lent) if lent else ()
-    message = _build(kind, _unpack(head[HEAD.size + lent * LOAN.size :]))
+    loans: tuple[Loan, ...] = ()
+    at = HEAD_BYTES
+    if lent:
+        at += lent * LOAN.size
+        numbers = head[HEAD_BYTES:at]
+        if len(numbers) < lent * LOAN.size:
+            raise ProtocolError(f"a head of {len(head)} octets does not hold {lent} loans")
+        if not bytes(numbers[::8]).isascii():  # the first octet of each number
+            raise ProtocolError("a number in a loan is over 2^63-1")
+        loans = tuple(map(_loan, LOAN.iter_unpack(numbers)))
+    values, (declared, required) = _unpack(head[at:]), _FIELDS[kind]
+    if not required <= len(values) <= len(declared):
+        raise ProtocolError(f"{kind.__name__} has {required} to {len(declared)} fields, got {len(values)}")
+    message = kind(*_checked(declared, values))
     sizes = message.payload_sizes()
     if payload or loans or sizes:
         if payload and loans:
             raise ProtocolError(f"a {kind.__name__} with both payload frames and loans")
-        got = tuple(map(attrgetter("size"), loans) if loans else map(len, payload))
+        got = tuple(map(_size, loans) if loans else map(len, payload))
         if len(loans) > 1 and isinstance(message, Load | Push):
             got = (_sum(message, got),)
         if got != sizes:
@@ -205,7 +220,7 @@ def read_body(unread: Unread) -> Packet:
             )
         if max(got) > FRAME_BYTES_MAX:
             raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
-    return Packet(envelope, message, payload, loans)
+    return cast("Packet", _tuple(Packet, (envelope, message, payload, loans)))
 
 
 def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
@@ -221,15 +236,6 @@ def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -
             f"sender computed {said:08x}. It counts as lost, and will be requested again"
         )
     return head
-
-
-def _loans(head: memoryview, count: int) -> tuple[Loan, ...]:
-    body = head[HEAD.size : HEAD.size + count * LOAN.size]
-    if len(body) < count * LOAN.size:
-        raise ProtocolError(f"a head of {len(head)} octets does not hold {count} loans")
-    if not bytes(body[::8]).isascii():  # the first octet of each number
-        raise ProtocolError("a number in a loan is over 2^63-1")
-    return tuple(map(Loan._make, LOAN.iter_unpack(body)))
 
 
 def _sum(message: Load | Push, sizes: tuple[int, ...]) -> int:
@@ -269,13 +275,6 @@ def _no_twins(pairs: list[tuple[object, object]]) -> dict[object, object]:
     if len(result) != len(pairs):
         raise ProtocolError("a map has one key twice")
     return result
-
-
-def _build(cls: type[Message], values: tuple[object, ...]) -> Message:
-    declared, required = _FIELDS[cls]
-    if not required <= len(values) <= len(declared):
-        raise ProtocolError(f"{cls.__name__} has {required} to {len(declared)} fields, got {len(values)}")
-    return cls(*_checked(declared, values))
 
 
 # --- from a declared type to its check ----------------------------------------------------------
