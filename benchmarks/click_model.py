@@ -22,8 +22,9 @@ their mean over the last half agrees within ``STALE`` of it. Otherwise the exit 
 Printed are medians of the slower rank in ms, for a step and its phases: the lookup of rows; forward and
 backward of the dense part, in which DDP exchanges gradients; backward of the tables, which pushes; and the
 step of the optimizers, in which kvps waits for its exchange. "MB sent" is by a worker and step, as stores of
-kvps count it, or as gloo writes it to sockets. A table of kvps holds the rows that were pushed, the others
-hold all rows.
+kvps count it, or as gloo writes it to sockets. "cpu" is the processor time of all processes, servers among
+them, for a step of one worker, in ms: other work on the machine changes it less. A table of kvps holds the
+rows that were pushed, the others hold all rows.
 
 TorchRec has an environment of its own. It asks for fbgemm-gpu, whose files replace those of the CPU kernels:
 
@@ -95,7 +96,7 @@ def late(losses: list[list[float]]) -> float:
 
 def run(way: str, task: Task, folder: Path, python: str) -> list[dict[str, Any]]:
     """Run a way once; return the reports of its ranks."""
-    script = [python, str(WORKER), way, str(folder)]
+    script = [python, str(WORKER), way, str(folder), str(os.getpid())]
     variables = {**os.environ, "OMP_NUM_THREADS": "1"}
     if way in STORES:
         launch = [sys.executable, "-m", "kvps.cli.launch", "-n", str(WORKERS), "-s", str(SERVERS), "--"]
@@ -191,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def told(task: Task, found: dict[str, list[list[dict[str, Any]]]]) -> str:
     """Return the table."""
-    columns = (*("step", "/torchrec", "/ddp"), *PHASES, "MB sent")
+    columns = (*("step", "/torchrec", "/ddp"), *PHASES, *("MB sent", "cpu"))
     lines = [
         f"{task.tables} tables of {task.rows:,} x {task.dim}, batch {task.batch}, {task.optimizer}; p50, ms",
         " " * 12 + "".join(f"{name:>10}" for name in columns),
@@ -203,7 +204,8 @@ def told(task: Task, found: dict[str, list[list[dict[str, Any]]]]) -> str:
         ratios = [f"{step / statistics.median(other):.2f}" if other else "" for other in beside]
         phases = [statistics.median(medians(turns, itemgetter(at))) for at in range(len(PHASES))]
         sent = statistics.fmean(report["sent"] for turn in turns for report in turn) / 1e6
-        figures = [f"{step:.1f}", *ratios, *[f"{ms:.1f}" for ms in phases], f"{sent:.2f}"]
+        cpu = statistics.median(turn[0]["cpu"] for turn in turns) / WORKERS
+        figures = [f"{step:.1f}", *ratios, *[f"{ms:.1f}" for ms in phases], f"{sent:.2f}", f"{cpu:.1f}"]
         each = " ".join(f"{ms:.0f}" for ms in steps[way])
         lines.append(f"{way:12}" + "".join(f"{one:>10}" for one in figures) + f"  [{each}]")
     return "\n".join(lines)

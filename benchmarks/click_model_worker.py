@@ -19,6 +19,11 @@ import torch
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+if __package__:
+    from benchmarks.step import cpu_ms
+else:
+    from step import cpu_ms
+
 DENSE = 13
 """Features of an example that are numbers, as in Criteo's data."""
 SEED = 7
@@ -292,18 +297,21 @@ def written() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
-def train(task: Task, way: str, rank: int, first: Any) -> dict[str, Any]:
-    """Make all steps; return the loss of each, and what the timed steps took."""
+def train(task: Task, way: str, rank: int, first: Any, parent: int = 0) -> dict[str, Any]:
+    """Make all steps; return the loss of each, and what the timed steps took.
+
+    The processor time is that of all processes that ``parent`` has started.
+    """
     torch.manual_seed(SEED)
     tower: nn.Module = Tower(task.tables, task.dim)
     is_ours = way.startswith("kvps")
     tables, dense, optimizer = with_kvps(way, task, tower) if is_ours else PEERS[way](task, tower, first)
     batches = [batch_of(task, rank, step) for step in range(task.all_steps)]
     losses, times = [], []
-    sent = 0.0
+    sent = spent = 0.0
     for number, batch in enumerate(batches):
         if number == WARM_UP:
-            sent = tables.sent()
+            sent, spent = tables.sent(), cpu_ms(parent)
         clock = [time.perf_counter()]
         rows = tables.rows(batch.ids)
         clock.append(time.perf_counter())
@@ -319,7 +327,9 @@ def train(task: Task, way: str, rank: int, first: Any) -> dict[str, Any]:
         clock.append(time.perf_counter())
         losses.append(loss.item())
         times.append([1000 * (end - begin) for begin, end in itertools.pairwise(clock)])
-    return {"losses": losses, "times": times[WARM_UP:], "sent": (tables.sent() - sent) / task.steps}
+    sent, spent = tables.sent() - sent, cpu_ms(parent) - spent
+    figures = {"sent": sent / task.steps, "cpu": spent / task.steps}
+    return {"losses": losses, "times": times[WARM_UP:], **figures}
 
 
 def main() -> None:
@@ -327,12 +337,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("way")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("parent", type=int)
     given = parser.parse_args()
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     task = Task(**json.loads((given.folder / "task.json").read_text()))
     first = None if given.way.startswith("kvps") else np.load(given.folder / "first.npz")
-    found = train(task, given.way, rank, first)
+    found = train(task, given.way, rank, first, given.parent)
     (given.folder / f"{rank}.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
