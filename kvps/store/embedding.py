@@ -61,6 +61,8 @@ class EmbeddingTable:
         """The specification of the table; all workers must agree on it."""
         self.key = EMBEDDING + name
         """The key that stands for it in requests."""
+        self.pushes = 0
+        """Pushes that this process has made."""
         self.dim = recipe.dim
         self.dtype = TORCH[recipe.dtype]
 

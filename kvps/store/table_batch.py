@@ -21,7 +21,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls.embeddings import Group, check_size
 from kvps.dtypes import summed_in
 from kvps.errors import KvpsError, Mismatch
-from kvps.runtime.ticket import Handle
+from kvps.runtime.ticket import Handle, Ticket
 from kvps.store.base import Session
 from kvps.tensors import TORCH, as_tensor
 
@@ -66,6 +66,7 @@ class Table(Protocol):
     name: str
     key: str
     recipe: EmbeddingSpec
+    pushes: int
 
 
 class Tables:
@@ -110,12 +111,16 @@ class TableBatch:
         """For each table, its distinct ids, ascending."""
         return torch.split_with_sizes(torch.from_numpy(self.split.ids), self.sizes)
 
-    def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
-        """Return the rows of each group, [size, dim], on the CPU."""
+    def ask(self, timeout: float | None = None) -> Ticket:
+        """Begin to pull the rows; the ticket's value is that of :meth:`pull`."""
         store = self.tables.store
         store._begin()
         call = calls.PullTableRows(store.name, self.tables.keys, self.tables.groups, self.split.shares)
-        rows: Any = store.session.call(call, store._limit(timeout)).wait()
+        return store.session.call(call, store._limit(timeout))
+
+    def pull(self, timeout: float | None = None) -> list[torch.Tensor]:
+        """Return the rows of each group, [size, dim], on the CPU."""
+        rows: Any = self.ask(timeout).wait()
         return list(rows)
 
     def push(
@@ -133,6 +138,8 @@ class TableBatch:
             store.name, self.tables.keys, not async_op, groups, self.split.shares, tuple(gradients)
         )
         ticket = store.session.call(call, store._limit(timeout))
+        for table in self.tables.all:
+            table.pushes += 1
         if async_op:
             return Handle(ticket, lambda: None)
         ticket.on_error(store._later.append)

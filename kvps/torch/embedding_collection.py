@@ -6,7 +6,7 @@ id that several of them have is pulled once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class EmbeddingCollection(torch.nn.Module):
             Mismatch: naming the feature, and what does not fit. Timeout, WorkerLost: as the store's pull.
         """
         bags = self._read(features)
-        ids = [_joined([bags[name].ids for name in names]) for names in self._features]
+        ids = self._ids(bags)
         is_trained = self.training and torch.is_grad_enabled()
         device = next(iter(bags.values())).device
         batch, rows = self._exchange.rows(ids, device, is_trained=is_trained)
@@ -112,6 +112,61 @@ class EmbeddingCollection(torch.nn.Module):
                         part, batch.ids[at], own, bags[name], lookup.mode, lookup.padding_idx
                     )
         return {name: found[name] for name in bags}
+
+    def prefetch(self, features: Any) -> None:
+        """Ask for the rows of a later forward, while this one is computed.
+
+        A forward with the same ids waits for the answer instead of asking. Rows that this worker pushes
+        meanwhile are asked for again; pushes of other workers since this call may be missing from the others.
+
+        Args:
+            features: as :meth:`forward` takes them.
+
+        Raises:
+            Mismatch: as :meth:`forward`.
+
+        Example:
+            >>> import torch, kvps, kvps.torch
+            >>> kv = kvps.create("local")
+            >>> rows = kvps.torch.EmbeddingCollection({"user": kv.embedding("user", 2, init="zeros")})
+            >>> batches = [{"user": torch.tensor([[at], [7]])} for at in range(3)]
+            >>> for batch, following in zip(batches, [*batches[1:], None]):
+            ...     loss = rows(batch)["user"].sum()
+            ...     if following is not None:
+            ...         rows.prefetch(following)
+            ...     loss.backward()
+        """
+        self._exchange.prefetch(self._ids(self._read(features)))
+
+    def prefetching(
+        self, loader: Iterable[Any], features: Callable[[Any], Any] = lambda batch: batch
+    ) -> Iterator[Any]:
+        """Yield the batches of a loader, and :meth:`prefetch` the rows of each one batch ahead.
+
+        Args:
+            loader: a DataLoader, or any iterable.
+            features: returns the features of a batch; without it, a batch is its features.
+
+        Example:
+            >>> import torch, kvps, kvps.torch
+            >>> kv = kvps.create("local")
+            >>> rows = kvps.torch.EmbeddingCollection({"user": kv.embedding("user", 2, init="zeros")})
+            >>> data = [({"user": torch.tensor([[at]])}, at) for at in range(3)]
+            >>> loader = torch.utils.data.DataLoader(data, batch_size=None)
+            >>> for features, label in rows.prefetching(loader, lambda batch: batch[0]):
+            ...     rows(features)["user"].sum().backward()
+        """
+        held: list[Any] = []
+        for following in loader:
+            if held:
+                self.prefetch(features(following))
+                yield held.pop()
+            held.append(following)
+        yield from held
+
+    def _ids(self, bags: Mapping[str, Bags]) -> list[torch.Tensor]:
+        """Return the ids of each table, those of its features one after the other."""
+        return [_joined([bags[name].ids for name in names]) for names in self._features]
 
     def extra_repr(self) -> str:
         """Return the text between the brackets of its ``repr``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -18,9 +19,11 @@ from kvps.errors import EpochChanged
 from kvps.store.embedding import EmbeddingTable
 from kvps.store.table_batch import TableBatch, Tables
 from kvps.tensors import TORCH
+from kvps.torch.embedding_ahead import RowsAhead
 from kvps.torch.sync.parameter_hooks import PassEnd, when_accumulated
 
 log = logging.getLogger("kvps")
+T = TypeVar("T")
 
 
 class RowExchange:
@@ -39,6 +42,7 @@ class RowExchange:
         self._gathered: dict[TableBatch, list[torch.Tensor | None]] = {}
         """The gradients of each group, of each forward that this backward has come to."""
         self._end = PassEnd()
+        self._ahead = RowsAhead(self.tables)
 
     def __deepcopy__(self, memo: object) -> RowExchange:
         """Return an exchange with the same tables, for the copy of a module."""
@@ -48,14 +52,25 @@ class RowExchange:
         self, ids: Sequence[torch.Tensor], device: torch.device, *, is_trained: bool
     ) -> tuple[TableBatch, list[torch.Tensor]]:
         """Return the batch of ids, int64 [k] for each table, and the rows of each group on ``device``."""
-        batch = self.tables.batch(ids, is_by_table=True)
         with torch.inference_mode(False), torch.no_grad():
-            rows = [leaf.to(device) for leaf in _again(batch.pull)]
+            batch, pulled = self._again(partial(self._pull, ids))
+            rows = [leaf.to(device) for leaf in pulled]
         if is_trained:
             for group, leaf in enumerate(rows):
                 leaf.requires_grad_()
                 when_accumulated(leaf, partial(self._gather, batch, group))
         return batch, rows
+
+    def prefetch(self, ids: Sequence[torch.Tensor]) -> None:
+        """Ask for the rows of ids, int64 [k] for each table, which :meth:`rows` will want."""
+        self._again(partial(self._ahead.ask, ids))
+
+    def _pull(self, ids: Sequence[torch.Tensor]) -> tuple[TableBatch, list[torch.Tensor]]:
+        found = self._ahead.take(ids)
+        if found is None:
+            batch = self.tables.batch(ids, is_by_table=True)
+            found = batch, batch.pull()
+        return found
 
     def _gather(self, batch: TableBatch, group: int, leaf: torch.Tensor) -> None:
         """Take a complete gradient; the first one schedules a push at the end of the pass."""
@@ -73,8 +88,9 @@ class RowExchange:
             gradients = [rows / divisor for rows in gradients]
         try:
             batch.push(gradients)
+            self._ahead.pushed(batch)
         except EpochChanged as error:
-            log.warning("%s", error)  # gradients of rows that nobody has any more
+            self._returned(error)  # gradients of rows that nobody has any more
 
     def _merged(
         self, gathered: dict[TableBatch, list[torch.Tensor | None]]
@@ -108,11 +124,15 @@ class RowExchange:
         is_summed = store.type.startswith("dist_sync") and not store.average
         return store.num_workers if self._op == "average" and is_summed else 1
 
+    def _again(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` does, once the servers have returned to a checkpoint if they do."""
+        while True:
+            try:
+                return call()
+            except EpochChanged as error:
+                self._returned(error)
 
-def _again(pull: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Return what ``pull`` does, once the servers have returned to a checkpoint if they do."""
-    while True:
-        try:
-            return pull()
-        except EpochChanged as error:
-            log.warning("%s", error)
+    def _returned(self, error: EpochChanged) -> None:
+        """The servers have returned to a checkpoint: rows that were asked for are of no use."""
+        log.warning("%s", error)
+        self._ahead.forget()

@@ -124,6 +124,32 @@ def test_collection_of_several_workers_trains_as_one_process(kind: str) -> None:
     run(work)
 
 
+@pytest.mark.parametrize("kind", DIST)
+def test_rows_asked_for_ahead_are_those_that_a_worker_alone_trains(kind: str) -> None:
+    """Each worker has ids of its own, in hundreds of which some come again: prefetching changes nothing."""
+
+    def work(rank: int) -> None:
+        kv = kvps.create(kind, timeout=60)
+        tables = {name: kv.embedding(name, 4, optimizer="adagrad", lr=0.3) for name in ("user", "item")}
+        module = kvps.torch.EmbeddingCollection(tables, op="sum")
+        local = kvps.create("local", name=f"alone {rank}")
+        alone = kvps.torch.EmbeddingCollection(
+            {name: local.embedding(name, 4, optimizer="adagrad", lr=0.3) for name in tables}
+        )
+        generator = torch.Generator().manual_seed(rank)
+        batches = [
+            {name: torch.randint(50, (16, 3), generator=generator) * 2 + rank for name in tables}
+            for _ in range(12)
+        ]
+        for batch in module.prefetching(batches):
+            found, expected = module(batch), alone(batch)
+            for outputs in (found, expected):
+                sum(out.square().sum() for out in outputs.values()).backward()  # type: ignore[union-attr]
+            assert all(torch.equal(found[name], out) for name, out in expected.items())
+
+    run(work)
+
+
 def test_table_refuses_unsupported_options_and_oversized_pushes_at_once() -> None:
     def work(rank: int) -> None:
         with pytest.raises(ConfigError, match="on_nonfinite='apply'"):

@@ -12,8 +12,10 @@ from torch.nn.functional import embedding, embedding_bag
 
 import kvps
 import kvps.torch
-from kvps.errors import ConfigError, Mismatch
+from kvps.errors import ConfigError, EpochChanged, Mismatch
+from kvps.store.table_batch import TableBatch
 from kvps.torch import Embedding, EmbeddingBag, EmbeddingCollection
+from kvps.torch.embedding_ahead import AHEAD_MAX
 
 DIMS = {"a": 4, "b": 8, "c": 4}
 OFFSETS = torch.tensor([0, 5, 5, 9, 20])
@@ -274,3 +276,84 @@ class _Elsewhere(torch.Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("meta")
+
+
+# --- rows that are asked for ahead ------------------------------------------------------------------
+
+
+def count_pulls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list that gets the ids of each request for rows."""
+    asked: list[list[int]] = []
+    ask = TableBatch.ask
+
+    def counted(batch: TableBatch, timeout: float | None = None) -> Any:
+        asked.append(batch.split.ids.tolist())
+        return ask(batch, timeout)
+
+    monkeypatch.setattr(TableBatch, "ask", counted)
+    return asked
+
+
+def test_rows_that_were_asked_for_ahead_are_exact(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = tables_of(kv)
+    module = EmbeddingCollection(dict(tables))
+    plain = EmbeddingCollection(dict(tables))
+    batches = [
+        {name: torch.randint(0, 20, (6, 3), generator=torch.Generator().manual_seed(at)) for name in tables}
+        for at in range(6)
+    ]
+    asked = count_pulls(monkeypatch)
+    for at, batch in enumerate(module.prefetching(batches)):
+        expected = plain.eval()(batch)
+        asked.clear()
+        found = module(batch)
+        assert (asked == []) == (at > 0)  # all but the first were asked for
+        assert all(torch.equal(found[name], out) for name, out in expected.items())
+        sum(out.square().sum() for out in found.values()).backward()  # type: ignore[union-attr]
+    assert [table.version() for table in tables.values()] == [6] * 3
+    assert list(module.prefetching([])) == []
+
+
+def test_only_rows_that_were_pushed_since_are_asked_for_again(
+    kv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = tables_of(kv)
+    module = EmbeddingCollection(dict(tables))
+    asked = count_pulls(monkeypatch)
+    first = {name: torch.tensor([[1, 5]]) for name in tables}
+    second = {"a": torch.tensor([[1, 7]]), "b": torch.tensor([[5, 9]]), "c": torch.tensor([[0, 3]])}
+    out = module(first)
+    module.prefetch(second)
+    (out["a"].sum() + out["b"].sum() + out["c"].sum()).backward()
+    assert asked == [[1, 5] * 3, [1, 7, 0, 3, 5, 9], [1, 5]]
+    expected = {name: tables[name].pull(ids)[0].sum(0, keepdim=True) for name, ids in second.items()}
+    asked.clear()
+    found = module(second)
+    assert asked == []
+    assert all(torch.equal(found[name], out) for name, out in expected.items())
+    module.prefetch(first)
+    sum(out.sum() for out in found.values()).backward()  # type: ignore[union-attr]
+    tables["a"].push([1], torch.ones(1, 4))  # behind the module's back: the rows are of no use any more
+    expected = {name: tables[name].pull(ids)[0].sum(0, keepdim=True) for name, ids in first.items()}
+    assert all(torch.equal(module(first)[name], out) for name, out in expected.items())
+
+
+def test_rows_that_nobody_wants_are_forgotten(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tables_of(kv)["a"]
+    module = EmbeddingCollection({"x": table, "y": EmbeddingBag(table, padding_idx=0)})
+    asked = count_pulls(monkeypatch)
+    batches = [{"x": torch.tensor([[at]]), "y": torch.tensor([[0, at]])} for at in range(AHEAD_MAX + 1)]
+    for batch in batches:
+        module.prefetch(batch)
+    asked.clear()
+    for batch in reversed(batches):
+        assert torch.equal(module(batch)["x"], table.pull(batch["x"])[0])
+    assert len(asked) == 1 + len(batches)  # the oldest, and those of the table itself
+    module.prefetch(batches[3])
+    module({"x": torch.tensor([[0]]), "y": torch.tensor([[3, 0]])})["x"].sum().backward()
+    module._exchange._returned(EpochChanged("back", {}, {}, has_optimizer=True))
+    asked.clear()
+    module(batches[3])
+    assert len(asked) == 1
+    with pytest.raises(Mismatch, match="missing or unknown: 'y'"):
+        module.prefetch({"x": torch.tensor([[0]])})
