@@ -60,16 +60,19 @@ class IdIndex:
         slots = cells.take(at)
         found = slots.astype(np.int64)
         # A free cell is taken for one of the last slot: if that has the id, what is found is still -1.
-        left = np.flatnonzero(owners.take(slots) != ids)
+        (left,) = (owners.take(slots) != ids).nonzero()  # np.flatnonzero takes as long again for few
         step = 0
         while len(left):
             # The cells that these looked at last are free, or of others.
-            left = left.take(np.flatnonzero(found.take(left) >= 0))
+            left = left.take((found.take(left) >= 0).nonzero()[0])
             step += 1
-            at[left] = nearby = at.take(left) + step & mask
+            nearby = at.take(left)
+            nearby += step
+            nearby &= mask
+            at[left] = nearby
             slots = cells.take(nearby)
             found[left] = slots
-            left = left.take(np.flatnonzero(owners.take(slots) != ids.take(left)))
+            left = left.take((owners.take(slots) != ids.take(left)).nonzero()[0])
         return found
 
     def add(self, ids: Ids) -> Slots:
@@ -138,9 +141,9 @@ class IdIndex:
         at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
         narrow = slots.astype(np.int32)
         while len(at):
-            free = np.flatnonzero(cells.take(at) < 0)
+            (free,) = (cells.take(at) < 0).nonzero()
             cells[at.take(free)] = narrow.take(free)  # of several at one cell, one gets it
-            left = np.flatnonzero(cells.take(at) != narrow)
+            (left,) = (cells.take(at) != narrow).nonzero()
             step += 1
             at, narrow = at.take(left) + step & mask, narrow.take(left)
 

@@ -89,9 +89,9 @@ class SplitIds:
     def _cut(self, servers: int) -> tuple[Share, ...]:
         owners = servers_of(self.ids, servers)
         # numpy sorts numbers of 16 bits by their digits, in one pass each.
-        moved = np.argsort(owners.astype(np.uint16) if servers <= 1 << 16 else owners, kind="stable")
+        moved = (owners.astype(np.uint16) if servers <= 1 << 16 else owners).argsort(kind="stable")
         ordered = self.ids.take(moved)
-        cuts = [0, *np.cumsum(np.bincount(owners, minlength=servers)).tolist()]
+        cuts = [0, *np.bincount(owners, minlength=servers).cumsum().tolist()]
         shares = []
         offsets = [0] * len(self._moved)
         for low, high in pairwise(cuts):
@@ -115,7 +115,7 @@ class SplitIds:
         """For each table the index of each given id, int64: among the distinct ids of the table if its rows
         are neighbours, else among the rows of its group."""
         if self._is_by_table:
-            numbers = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
+            numbers = np.concatenate([np.arange(high - low) for low, high in pairwise(self.edges)])
         else:
             numbers = np.arange(len(self.ids))
             for (low, high), moved in zip(self._ranges, self._moved, strict=True):
@@ -125,7 +125,7 @@ class SplitIds:
                 else:
                     numbers[low:high] = own
         places = np.empty_like(self._order)
-        places[self._order] = np.repeat(numbers, self._counts)
+        places[self._order] = numbers.repeat(self._counts)
         return torch.split_with_sizes(torch.from_numpy(places), self._sizes)
 
     def summed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -154,15 +154,20 @@ class SplitIds:
         if self._moved[group] and not self._is_by_table:
             moved = np.concatenate(self._moved[group]) - low
             counts = self._counts[low:high].take(moved)
-            begins = np.cumsum(counts) - counts
-            order = order.take(np.repeat(starts.take(moved) - begins, counts) + np.arange(len(order)))
-            starts = begins
+            begins = counts.cumsum() - counts
+            sources = (starts.take(moved) - begins).repeat(counts)
+            sources += np.arange(len(order))
+            order, starts = order.take(sources), begins
         return torch.from_numpy(order), torch.from_numpy(starts)
 
-    @property
+    @cached_property
     def _counts(self) -> Places:
         """How often each distinct id is given."""
-        return np.diff(self._starts, append=len(self._order))
+        counts = np.empty_like(self._starts)
+        counts[:-1] = self._starts[1:]
+        counts[-1:] = len(self._order)
+        counts -= self._starts
+        return counts
 
 
 def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Places]:
@@ -175,7 +180,8 @@ def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Pla
     if table_bits + id_bits + bits <= _NUMBER_BITS:
         numbers = (ids << bits) | np.arange(count)  # each is there once, so that its order is stable
         if table_bits:
-            numbers |= np.repeat(np.arange(len(given)) << (id_bits + bits), np.diff(begins))
+            for table, (begin, end) in enumerate(pairwise(begins)):
+                numbers[begin:end] |= table << (id_bits + bits)
         numbers.sort()
         order = np.bitwise_and(numbers, (1 << bits) - 1, out=numbers)
         inorder = ids.take(order)
@@ -186,7 +192,7 @@ def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Pla
     if len(starts) < count:  # the order of equal ids is undefined
         is_first = np.zeros(count, np.int64)
         is_first[starts] = 1 << bits
-        numbers = np.cumsum(is_first)
+        numbers = is_first.cumsum()
         numbers |= order
         numbers.sort()
         order = np.bitwise_and(numbers, (1 << bits) - 1, out=numbers)
@@ -198,4 +204,4 @@ def _starts(inorder: Ids, begins: Sequence[int]) -> Places:
     is_first = np.empty(len(inorder) + 1, np.bool_)
     np.not_equal(inorder[1:], inorder[:-1], out=is_first[1:-1])
     is_first[[*begins]] = True
-    return np.flatnonzero(is_first[:-1])
+    return is_first[:-1].nonzero()[0]

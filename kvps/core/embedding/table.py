@@ -148,7 +148,7 @@ class EmbeddingRows:
         if out is None:
             out = torch.empty((len(ids), self.recipe.dim), dtype=TORCH[self.recipe.dtype])
         slots = self._index.find(ids)
-        absent = np.flatnonzero(slots < 0)
+        (absent,) = (slots < 0).nonzero()
         if len(absent) < len(ids):
             slots[absent] = (
                 slots.max()
@@ -177,14 +177,14 @@ class EmbeddingRows:
     def _admit(self, ids: Ids, slots: Slots) -> tuple[Slots, torch.Tensor | None]:
         """Give rows to ids that may have one; return the slots of all that have, and which ids
         these are, None for all."""
-        fresh = np.flatnonzero(slots < 0)
+        (fresh,) = (slots < 0).nonzero()
         if not len(fresh):
             return slots, None
         if self._admission is not None:
             fresh = fresh[self._admission.count(ids.take(fresh))]
         if len(fresh):
             slots[fresh] = self._add(ids.take(fresh))
-        there = np.flatnonzero(slots >= 0)
+        (there,) = (slots >= 0).nonzero()
         if len(there) == len(ids):
             return slots, None
         return slots.take(there), torch.from_numpy(there)
@@ -203,7 +203,7 @@ class EmbeddingRows:
         """Write the versions of rows, of which ``newest`` is the largest."""
         if newest > STAMP_MAX and self._stamps.dtype == np.int32:
             self._stamps = self._stamps.astype(np.int64)
-        self._stamps[slots] = versions
+        self._stamps.put(slots, versions)
 
     def _first(self, ids: Ids) -> torch.Tensor:
         recipe = self.recipe

@@ -20,7 +20,9 @@ CASES = {
     "repeated": NARROW,
     "repeated, of 64 bits": WIDE,
     "the widest that are sorted with their positions": np.array([2**61 - 1, 2**61 - 1, 0]),
-    "the narrowest that are not": np.array([2**61, 2**61, 0, 0]),
+    "the narrowest that are not": np.array([2**61, 2**61, 0]),
+    "the widest that are sorted with one of three servers": np.array([2**59 - 1, 2**59 - 1, 0]),
+    "the narrowest that are not sorted so": np.array([2**59, 2**59, 0]),
 }
 
 
