@@ -122,7 +122,7 @@ class GradientSum:
         begin = start
         for end in sorted(edges):
             pieces = [*map(DenseGradient.within, dense, repeat(begin), repeat(end))]
-            _add(pieces, out[begin - start : end - start])
+            _add(pieces, out if end - begin == stop - start else out[begin - start : end - start])
             begin = end
         for part in rows:
             part.add_to(out, start, stop)

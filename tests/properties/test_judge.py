@@ -69,7 +69,7 @@ def test_judging_changes_nothing_and_applying_does_what_was_judged(data: st.Data
             continue
         assert everything(stage) == before
         assert bool(judged.ranges) is (judged.verdict is Verdict.COUNTED)
-        ingest.apply(judged, stage.now)
+        ingest.apply(judged, (), stage.now)
         stage.take(stage.server._flush())
         if judged.verdict is not Verdict.COUNTED:
             assert everything(stage)[0] == before[0]  # type: ignore[index]

@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 
 from kvps import protocol as p
+from kvps.core.effects import maker
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
 from kvps.core.server.context import RequestContext, StoreQuorum
@@ -32,6 +33,8 @@ from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, ProtocolError
 from kvps.phrases import ranks_in_words
 from kvps.tensors import to_frame
+
+_stand = maker(p.Stand)
 
 
 class Answers:
@@ -126,12 +129,12 @@ class Answers:
             chunk.validate(reading.asks, are_whole=reading.call is None)
         session.pending.pop(reading.seq, None)
         found: list[p.Stand] = []
-        for ask in reading.asks:
-            stop = ask.start + ask.size
-            for span in chunk.spans_in(ask.start, stop):
-                begin, end = max(span.start, ask.start), min(span.stop, stop)
+        for start, size, _, _ in reading.asks:
+            stop = start + size
+            for span in chunk.spans_in(start, stop):
+                begin, end = max(span.start, start), min(span.stop, stop)
                 owed = span.owed(session.rank, store.ordered)
-                found.append(p.Stand(begin, end - begin, span.version, owed))
+                found.append(_stand((begin, end - begin, span.version, owed)))
         stands, number = tuple(found), BY_NAME[chunk.dtype].id
         if not reading.values:
             self._context.send(session, p.Pulled(reading.seq, chunk.number, number, False, stands))
@@ -154,7 +157,9 @@ class Answers:
                 self._meter.compressed("out", octets.nbytes, values.nbytes)
                 values, held = octets, None
         answer = p.Pulled(reading.seq, chunk.number, number, True, stands, dropped, steps, adds)
-        self._context.send(session, answer, (to_frame(values),), None if held is None else held.hold())
+        if held is not None:
+            held.holds += 1
+        self._context.send(session, answer, (to_frame(values),), held)
         return True
 
     def _watch(

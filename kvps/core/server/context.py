@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvps.core.effects import Effect, Hold, Route, Send
+from kvps.core.effects import Effect, Hold, Route, Send, maker
 from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
@@ -26,6 +26,8 @@ from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Error, Ping, Pong, Return, View
 from kvps.protocol.stores import Declare, SetState
 from kvps.protocol.values import Push, PushRows, PushTables
+
+_packet, _send = maker(Packet), maker(Send)
 
 
 class StoreQuorum(NamedTuple):
@@ -343,8 +345,8 @@ class RequestContext:
         member = self.member
         if member.view is not self._spoken_in or self._envelope.job != member.job:
             self._spoken_in, self._envelope = member.view, member.envelope()
-        packet = Packet(self._envelope, message, payload)
-        self.outbox.append(Send(session.route, packet, hold))
+        packet = _packet((self._envelope, message, payload, ()))
+        self.outbox.append(_send((session.route, packet, hold)))
         if payload:
             self.meter.on_send(payload)
             if session.link is not None and session.link.sent_values(self.meter.now):

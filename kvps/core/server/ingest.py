@@ -26,13 +26,14 @@ import torch
 from kvps import protocol as p
 from kvps.compression import spec
 from kvps.compression.codecs import decode
+from kvps.core.effects import maker
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.server.answer import Answers, check_held
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
 from kvps.core.server.context import RequestContext, StoreQuorum
 from kvps.core.server.rules.book import RuleBook
 from kvps.core.server.rules.rows import KeyRows
-from kvps.core.server.rules.rule import JudgedPush, PushedRange, Rule
+from kvps.core.server.rules.rule import FORMS_MAX, JudgedPush, PushedRange, Rule
 from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.dtypes import BY_ID, BY_NAME
@@ -72,12 +73,14 @@ class Ingest:
             gradient = self._decoded(rule, message, packet)
         is_lent = bool(packet.loans) and message.code is None  # what was decompressed is ours
         judged = self.judge(rule, message, gradient, is_lent=is_lent)
-        if not self._apply(judged, packet, now):
+        if not self.apply(judged, packet.payload, now):
             return  # not taken in: the worker will probe, and send it again
         self._meter.on_values(chunk.number, message.runs, BY_NAME[chunk.dtype].itemsize)
         if message.pull:
-            asks = tuple([p.Ask(run.start, run.size, run.number + 1, 0) for run in message.runs])
-            reading = PendingRead(session, seq, store.name, chunk.number, True, asks, message.held)
+            asks: list[p.Ask] = []
+            for start, size, number in message.runs:
+                asks.append(_ask((start, size, number + 1, 0)))
+            reading = PendingRead(session, seq, store.name, chunk.number, True, tuple(asks), message.held)
             if self._answers.read(reading, store, chunk) or is_lent:
                 return  # no window waits for the receipt of what is lent; its values will do
         version = min(
@@ -159,6 +162,7 @@ class Ingest:
         if isinstance(target, TableRows) and judged.ranges:
             store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
         if self._apply(judged, packet, now):
+        if self.apply(judged, packet.payload, now):
             self._meter.on_rows(target.pieces[0], packet.payload)
             spans = [self._chunks.span_at(piece) for piece in target.pieces]
             self._acknowledge(session, seq, min([span.version for span in spans]))
@@ -179,20 +183,24 @@ class Ingest:
         Raises:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
         """
-        rule.check(message)
-        store = rule.store
-        if store.counts_late and len(message.since) != len(message.runs):
+        store, runs, since, counts_late = rule.store, message.runs, message.since, rule.store.counts_late
+        form = (*runs[0][:2], message.dtype, message.ranks, message.weight) if len(runs) == 1 else None
+        if form is None or form not in rule.known:
+            rule.check(message)
+            if form is not None and len(rule.known) < FORMS_MAX:
+                rule.known.add(form)
+        if counts_late and len(since) != len(runs):
             raise ProtocolError(
-                f"a push of {len(message.runs)} runs with {len(message.since)} numbers before them; store "
+                f"a push of {len(runs)} runs with {len(since)} numbers before them; store "
                 f"{store.name!r} counts late pushes and needs one for each"
             )
         ranges: list[PushedRange] = []
         begin = 0
-        for index, run in enumerate(message.runs):
-            part = gradient.part(begin, begin + run.size)
-            since = message.since[index] if store.counts_late else None
-            ranges.append(PushedRange(rule, run.start, run.start + run.size, run.number, part, since))
-            begin += run.size
+        for start, size, number in runs:
+            part = gradient if len(runs) == 1 else gradient.part(begin, begin + size)
+            before = since[len(ranges)] if counts_late else None
+            ranges.append(PushedRange(rule, start, start + size, number, part, before))
+            begin += size
         judged = JudgedPush(store, message.ranks, message.weight, is_lent, message.back)
         self._judge(judged, ranges, message.step)
         return judged
@@ -229,22 +237,17 @@ class Ingest:
 
     # --- applying ---------------------------------------------------------------------------
 
-    def _apply(self, judged: JudgedPush, packet: Packet, now: float) -> bool:
-        """Apply and count a push; return whether it is taken in, now or before."""
-        if judged.verdict is Verdict.EARLY:
-            self._meter.on_push("early", judged.ranks, packet.payload)
-            return False
-        if judged.ranges:
-            self.apply(judged, now)
-        verdict = "counted" if judged.ranges else "duplicate"
-        self._meter.on_push(verdict, judged.ranks, packet.payload, judged.store.name, judged.late_s)
-        return True
-
-    def apply(self, judged: JudgedPush, now: float) -> None:
+    def apply(self, judged: JudgedPush, payload: Sequence[memoryview], now: float) -> bool:
         """Take in what was judged COUNTED, close rounds that are complete by it, and wake reads.
 
         Nothing here refuses a push: whatever is raised was not foreseen, and leaves values torn.
+
+        Returns:
+            Whether the push is taken in, now or before.
         """
+        if judged.verdict is not Verdict.COUNTED:
+            self._meter.on_push(judged.verdict.value, judged.ranks, payload)
+            return judged.verdict is Verdict.DUPLICATE
         quorum = self._context.quorum(judged.store)
         for item in judged.ranges:
             if judged.back is not None:
@@ -261,6 +264,8 @@ class Ingest:
         self._book.is_torn = False
         if judged.store.drops is not None:
             self._book.report()
+        self._meter.on_push("counted", judged.ranks, payload, judged.store.name, judged.late_s)
+        return True
 
     def _publish(self, item: PushedRange) -> None:
         """Let a chunk keep a compressed history from the first push on that wants its update so."""
@@ -291,7 +296,8 @@ class Ingest:
         round_.backs.add(judged.back)
         keep = store.opened.deterministic or rule.keeps_all
         round_.add(ranks, pushed.gradient, lent=judged.is_lent, keep=keep, weight=judged.weight)
-        self.close(rule, span, quorum, now)
+        if quorum.required <= round_.ranks or store.opened.quorum:
+            self.close(rule, span, quorum, now)
 
     # --- closing ----------------------------------------------------------------------------
 
@@ -347,3 +353,4 @@ class Ingest:
 
 
 _RULE = attrgetter("rule")
+_ask = maker(p.Ask)

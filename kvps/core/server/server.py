@@ -156,7 +156,9 @@ class Server:
                 self._refuse(route, packet.envelope, error)
             if not self.checkpointer.taking.taken:
                 self.checkpointer.look(self.control)
-        self._flush()
+        for effect in self._outbox:  # as _flush(), which would be one call more
+            self.outbox.append(effect)
+        self._outbox.clear()
 
     def on_failure(self, route: Route, envelope: Envelope, error: Exception, now: float) -> None:
         """A packet caused an unexpected error: its sender is told, and nothing was changed.

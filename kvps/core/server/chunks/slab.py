@@ -101,9 +101,10 @@ class Chunk:
         """Start of a piece -> the rows that may differ from 0; absent if unknown."""
         self._changes: dict[int, ChangeLog] = {}
         """Start of a piece -> the rows that its last versions changed, if they came by rows."""
-        self._waiting: dict[int, list[PendingRead]] = {}
+        self.waiting: dict[int, list[PendingRead]] = {}
+        """Element -> the reads that wait there."""
         self._waited_at: list[int] = []
-        """The keys of ``_waiting``, in order."""
+        """The keys of ``waiting``, in order."""
 
     @property
     def used(self) -> int:
@@ -274,8 +275,9 @@ class Chunk:
 
     def overwritable(self, start: int, stop: int) -> torch.Tensor:
         """Return the current values for writing; those from ``start`` to ``stop`` may hold anything."""
-        for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
-            del self.filled_rows[begin]
+        if self.filled_rows:
+            for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
+                del self.filled_rows[begin]
         if self.buffer.holds:
             old = self._turn()
             self.buffer.tensor[:start].copy_(old[:start])
@@ -320,19 +322,17 @@ class Chunk:
 
     def wait(self, reading: PendingRead) -> None:
         """Let ``reading`` wait at ``reading.at``."""
-        if reading.at not in self._waiting:
+        if reading.at not in self.waiting:
             insort(self._waited_at, reading.at)
-            self._waiting[reading.at] = []
-        self._waiting[reading.at].append(reading)
+            self.waiting[reading.at] = []
+        self.waiting[reading.at].append(reading)
 
     def woken(self, start: int, stop: int) -> list[PendingRead]:
         """Return, and remove, the reads that wait at elements from ``start`` to ``stop``."""
-        if not self._waiting:
-            return []
         low, high = bisect_left(self._waited_at, start), bisect_left(self._waited_at, stop)
         places = self._waited_at[low:high]
         del self._waited_at[low:high]
-        return [reading for at in places for reading in self._waiting.pop(at)]
+        return [reading for at in places for reading in self.waiting.pop(at)]
 
     def check(self) -> None:
         """Assert the invariants: spans lie in order, inside the chunk, on edges of keys."""
@@ -347,12 +347,12 @@ class Chunk:
             assert span.stop in edges
             last = span.stop
             span.check()
-        assert self._waited_at == sorted(self._waiting)
+        assert self._waited_at == sorted(self.waiting)
         if self.back is not None:
             self.back.check()
         for changes in self._changes.values():
             changes.check()
-        for at, readings in self._waiting.items():
+        for at, readings in self.waiting.items():
             assert any(span.start <= at < span.stop for span in self.spans)
             assert all(reading.at == at and reading.chunk == self.number for reading in readings)
 

@@ -23,6 +23,18 @@ from kvps.errors import ConfigError, ProtocolError
 from kvps.protocol.envelope import Message
 
 
+class Composed(dict[int, Rule]):
+    """Chunk -> its rule, composed when it is asked for, and as long as what it was composed of is so."""
+
+    def __init__(self, compose: Callable[[int], Rule]) -> None:
+        super().__init__()
+        self._compose = compose
+
+    def __missing__(self, number: int) -> Rule:
+        rule = self[number] = self._compose(number)
+        return rule
+
+
 class RuleBook:
     """The rules of one server's chunks, and the updates that wait for other servers.
 
@@ -45,8 +57,9 @@ class RuleBook:
         self.workers = workers
         self.is_torn = False
         """An update failed half-way: some values are of no version."""
-        self._rules: dict[int, Rule] = {}
-        """Chunk -> its rule, as long as what it was composed of is so."""
+        self._rules = Composed(self._compose)
+        self.rule: Callable[[int], Rule] = self._rules.__getitem__
+        """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
         self._shop = Workshop(workers, BLOCK_COUNT * threads, context.meter, wake, self._say, self.rule)
         self.norms = GlobalNorms(context.stores, context.chunks, self._shop)
         self.steps = StepNorms(context.chunks, self._shop)
@@ -57,19 +70,9 @@ class RuleBook:
         if member.view is not None:
             self._context.outbox.append(Send(f"server {server}", member.packet(message)))
 
-    def rule(self, number: int) -> Rule:
-        """Return the rule of a chunk.
-
-        Raises:
-            ProtocolError: if there is no such chunk.
-        """
-        return self._rules.get(number) or self._compose(number)
-
     def _compose(self, number: int) -> Rule:
         chunk = self._chunks.at(number)
-        store = self._context.stores[chunk.store]
-        rule = self._rules[number] = self._gated(self._mover(store, chunk))
-        return rule
+        return self._gated(self._mover(self._context.stores[chunk.store], chunk))
 
     def _mover(self, store: ServerStore, chunk: Chunk) -> Rule:
         """Return what changes the values of a chunk."""

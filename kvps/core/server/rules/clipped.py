@@ -259,7 +259,7 @@ class Clipped(Gate):
         """See :meth:`Rule.prepare`; each push is checked."""
         self.inner.prepare()
 
-    def apply(self, span: Span, due: PendingUpdate) -> None:
+    def apply(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
         """Let a round wait, unless it was pushed before the optimizer was set, which clips."""
         if due.step is not None:
             self._steps.begin(self, span, due)

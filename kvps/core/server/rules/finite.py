@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
+
 from kvps.core.gradients import DenseGradient, OwnSum
 from kvps.core.nonfinite import Flaw
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
@@ -21,12 +23,13 @@ class Finite(Gate):
     def __init__(self, inner: Rule, norms: GlobalNorms) -> None:
         super().__init__(inner)
         self._norms = norms
+        self.cut = self._cut
         self._known = 0
         """Keys of the chunk that were looked at so far."""
         self._apart: list[tuple[int, int]] = []
         """(start, stop) of the pieces among them that hold only part of their key, in order."""
 
-    def cut(self, start: int, stop: int) -> list[Span]:
+    def _cut(self, start: int, stop: int) -> list[Span]:
         """Return spans that tile a range; a piece that waits for others is a span of its own."""
         chunk = self.chunk
         if self._known < len(chunk.keys):
@@ -42,7 +45,7 @@ class Finite(Gate):
         edges.append(stop)
         return [span for begin, end in pairwise(edges) for span in chunk.cut(begin, end)]
 
-    def apply(self, span: Span, due: PendingUpdate) -> None:
+    def apply(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
         """Update the keys whose gradient is finite, and drop the update of the others."""
         key, _, _ = next(self.chunk.pieces(span.start, span.stop))
         if self._norms.is_apart(self.store.shards[key]):

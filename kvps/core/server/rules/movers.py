@@ -27,18 +27,19 @@ class Assign(Rule):
 
     def write(self, span: Span, due: PendingUpdate, norms: Tensor | None) -> None:
         """Write the sum, block by block."""
-        if due.sum.is_sparse:
-            rows.assign(self.chunk, span, due.sum.gathered())
+        total, first, last = due.sum, span.start, span.stop
+        if isinstance(total.parts[0], RowGradient):
+            rows.assign(self.chunk, span, total.gathered())
             return
-        count, total = self.shop.block_count, due.sum
-        target = self.chunk.overwritable(span.start, span.stop)[span.start : span.stop]
+        target = self.chunk.overwritable(first, last)
         is_half = BY_NAME[self.chunk.dtype].kind == "half"
-        for begin in range(0, len(target), count):
-            block = target[begin : begin + count]
+        for start in range(first, last, self.shop.block_count):
+            stop = min(start + self.shop.block_count, last)
+            block = target[start:stop]
             if is_half:
-                block.copy_(total.block(self.shop.block(torch.float32), begin, begin + len(block)))
+                block.copy_(total.block(self.shop.block(torch.float32), start - first, stop - first))
             else:
-                total.into(block, begin, begin + len(block))
+                total.into(block, start - first, stop - first)
 
 
 class Optimize(Rule):

@@ -31,6 +31,10 @@ from kvps.protocol.envelope import Message
 from kvps.protocol.values import Push, StepPart
 from kvps.tensors import TORCH
 
+Form = tuple[int, int, int, tuple[int, ...], float]
+"""The start, size and element type of a push, whom it speaks for, and its weight."""
+FORMS_MAX = 4096
+"""Forms of pushes that are known of a chunk."""
 BLOCK_COUNT = 256 << 10
 """Elements that one thread sums and updates at once, so that they stay in its core's cache."""
 
@@ -82,6 +86,10 @@ class Rule(abc.ABC):
         self.store = store
         self.chunk = chunk
         self.shop = shop
+        self.cut: Callable[[int, int], list[Span]] = chunk.cut
+        """Returns spans that tile a range of the chunk."""
+        self.known: set[Form] = set()
+        """The forms of pushes of one run that :meth:`check` has let pass: others of them need no look."""
 
     # --- judging: nothing is changed ----------------------------------------------------------
 
@@ -133,14 +141,6 @@ class Rule(abc.ABC):
         """Make what pushes need, before the first; if there is no memory for it, none was taken in."""
         self.is_new = False
 
-    def cut(self, start: int, stop: int) -> list[Span]:
-        """Return spans that tile a range of the chunk."""
-        return self.chunk.cut(start, stop)
-
-    def apply(self, span: Span, due: PendingUpdate) -> None:
-        """Take a closed round, or one push: move the values now, or let it wait."""
-        self.move(span, due)
-
     def move(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
         """Move the values of ``span`` by one update, and wake the reads that waited there.
 
@@ -151,8 +151,11 @@ class Rule(abc.ABC):
         """
         self.write(span, due, norms)
         span.version += 1
-        if woken := self.chunk.woken(span.start, span.stop):
-            self.shop.wake(woken)
+        if self.chunk.waiting:
+            self.shop.wake(self.chunk.woken(span.start, span.stop))
+
+    apply = move
+    """Takes a closed round, or one push: moves the values now, or lets it wait."""
 
     def skip(self, span: Span, due: PendingUpdate) -> None:
         """Drop an update: a round is closed without it, a push is just taken in."""

@@ -341,12 +341,9 @@ class WholeTensor(Gate):
     def __init__(self, inner: Rule, norms: GlobalNorms) -> None:
         super().__init__(inner)
         self._norms = norms
+        self.cut = inner.chunk.cut_by_piece
 
-    def cut(self, start: int, stop: int) -> list[Span]:
-        """Return spans that tile a range, one for each piece of a key."""
-        return self.chunk.cut_by_piece(start, stop)
-
-    def apply(self, span: Span, due: PendingUpdate) -> None:
+    def apply(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
         """Let an update wait."""
         self._norms.begin(self, span, due)
 
