@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send
+from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send, maker
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, Unauthorized, from_code
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 
 SCHEDULER: Route = "scheduler"
+_envelope = maker(Envelope)
 BEAT_EVERY_S = 1.0
 STILL_S = 5.0
 """A process whose timer rings so late was stopped itself, and received nothing in that time."""
@@ -166,7 +167,7 @@ class MembershipClient:
     def envelope(self, seq: int = 0) -> Envelope:
         """Return this process's envelope for request ``seq``."""
         number = self.view.number if self.view else 0
-        return Envelope(self.job, number, self.identity.role, self.rank, self.incarnation, seq)
+        return _envelope((self.job, number, self.identity.role, self.rank, self.incarnation, seq))
 
     def packet(self, message: Message, seq: int = 0) -> Packet:
         """Return ``message`` from this process."""

@@ -161,7 +161,6 @@ class Ingest:
         self._judge(judged, ranges, None)
         if isinstance(target, TableRows) and judged.ranges:
             store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
-        if self._apply(judged, packet, now):
         if self.apply(judged, packet.payload, now):
             self._meter.on_rows(target.pieces[0], packet.payload)
             spans = [self._chunks.span_at(piece) for piece in target.pieces]

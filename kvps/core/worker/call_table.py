@@ -25,7 +25,7 @@ from itertools import chain, count
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import Copied, Finish, Note, Outbox, Send
+from kvps.core.effects import Copied, Finish, Note, Outbox, Send, maker
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls import Call, OnTimeout
@@ -58,6 +58,8 @@ LAST_PROBE_S = 0.25
 
 PUSHES = p.Push, p.PushRows, p.PushTables
 """Requests that a server acknowledges when they are taken in."""
+
+_packet, _send, _finish = maker(Packet), maker(Send), maker(Finish)
 
 OnEnd = Callable[[object, KvpsError | None, float], None]
 """Takes the result or the error of a call that the core made itself, and the time."""
@@ -265,8 +267,8 @@ class CallTable:
 
     def _send(self, link: Connection, request: Request) -> None:
         frames = tuple(map(to_frame, request.payload))
-        packet = Packet(self._member.envelope(request.seq), request.message, frames)
-        self._outbox.append(Send(link.route, packet))
+        packet = _packet((self._member.envelope(request.seq), request.message, frames, ()))
+        self._outbox.append(_send((link.route, packet, None)))
 
     def probe(self, link: Connection) -> None:
         """Ask a peer after all that it has not answered."""
@@ -369,7 +371,7 @@ class CallTable:
             # Its values are where they belong. The memory in which they came may be another's, and
             # is given back when nothing refers to it: a request and its call refer to each other.
             request.on_reply = None
-            packet = Packet(packet.envelope, packet.message, (), packet.loans)
+            packet = _packet((packet.envelope, packet.message, (), packet.loans))
         pending.answers[request] = packet
         pending.waiting.pop(request, None)
         if not pending.waiting and not pending.is_asking and pending.ticket in self.pending:
@@ -498,7 +500,7 @@ class CallTable:
             pending.on_end(value, error, now)
         elif not pending.finished:
             pending.finished = True
-            self._outbox.append(Finish(pending.ticket, value, error))
+            self._outbox.append(_finish((pending.ticket, value, error)))
         elif error is not None:
             self._outbox.append(Note("warning", f"{pending.call.title} failed after its Timeout: {error}"))
         elif pending.call.on_timeout is OnTimeout.RESUME:

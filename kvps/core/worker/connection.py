@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -58,11 +58,6 @@ class Traffic:
     """Bytes of payload that peers have sent or lent."""
     resent: int = 0
     """Number of requests that a peer did not have, and that were sent again."""
-
-    def encoded(self, pushed_bytes: int, payload_bytes: Iterable[int]) -> None:
-        """Count a push: the bytes of its gradients, and of the payload of each request that carries them."""
-        self.pushed_bytes += pushed_bytes
-        self.encoded_bytes += sum(payload_bytes)
 
     @property
     def compression_ratio(self) -> float:
@@ -152,9 +147,15 @@ class SendScheduler:
 
     def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
         """Yield the requests that may be sent now, over all links in order."""
-        heads = [(head, link) for link in list(self.queued) if (head := link.head()) is not None]
-        heapq.heapify(heads)  # no two heads have the same place
-        while heads and self._has_room(now):
+        heads: list[tuple[tuple[int, int], Connection]] = []
+        for link in list(self.queued):
+            if (head := link.head()) is not None:
+                heapq.heappush(heads, (head, link))  # no two heads have the same place
+        most, least = UPLINK_BYTES // self.sharers, UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST
+        while heads:
+            is_full = self.bytes_away >= most and self.requests_away >= least
+            if is_full and self.is_limited and not self._has_room(most, least, now):
+                return
             link = heads[0][1]
             yield link, link.send(now)
             if not link.line:
@@ -165,12 +166,8 @@ class SendScheduler:
             else:
                 heapq.heapreplace(heads, (head, link))
 
-    def _has_room(self, now: float) -> bool:
-        """Whether more may be sent while so much is under way."""
-        most, least = UPLINK_BYTES // self.sharers, UPLINK_LEAST if self.sharers == 1 else SHARED_LEAST
-        if not self.is_limited or self.bytes_away < most or self.requests_away < least:
-            return True
-        # Payload to a silent server does not count.
+    def _has_room(self, most: int, least: int, now: float) -> bool:
+        """Whether more may be sent, as payload to a silent server does not count."""
         heard = [link for link in self.links if not link.is_late(now)]
         return (
             sum([link.bytes_away for link in heard]) < most or sum([len(link.away) for link in heard]) < least
@@ -250,8 +247,8 @@ class Connection:
         request = self._lanes[first.lane].popleft() if first.lane else first
         if request is first:
             heapq.heappop(self.line)
-        if request.fill is not None:
-            request.freeze()
+        if request.fill is not None:  # as freeze(), which would be a call more for each chunk
+            request.payload, request.fill = request.fill(self.route), None
         self._seq += 1
         request.seq, request.sent_at = self._seq, now
         self.outstanding[request.seq] = request
@@ -301,7 +298,8 @@ class Connection:
         request = self.outstanding.get(seq)
         if request is not None and not request.received:
             request.received = True
-            self._arrives(request)
+            if seq in self.away:
+                self._arrives(request)
         return request
 
     def miss(self, seq: int) -> Request | None:
@@ -311,23 +309,26 @@ class Connection:
         """
         request = self.outstanding.get(seq)
         if request is not None:
-            self._arrives(request)
+            if seq in self.away:
+                self._arrives(request)
             if request.traffic is not None:
                 request.traffic.resent += 1
         return request
 
     def _arrives(self, request: Request) -> None:
-        if self.away.pop(request.seq, None) is not None:
-            self.bytes_away -= request.payload_bytes
-            self._uplink.bytes_away -= request.payload_bytes
-            self._uplink.requests_away -= 1
+        """The payload of a request that was away is there."""
+        del self.away[request.seq]
+        self.bytes_away -= request.payload_bytes
+        self._uplink.bytes_away -= request.payload_bytes
+        self._uplink.requests_away -= 1
 
     def answer(self, seq: int, packet: Packet | None = None) -> Request | None:
         """Note that the server answered request ``seq``, by ``packet``; return it, None if that was known."""
         request = self.outstanding.pop(seq, None)
         if request is not None:
             request.received = True
-            self._arrives(request)
+            if seq in self.away:
+                self._arrives(request)
             if request.traffic is not None and packet is not None:
                 for frame in packet.payload:
                     request.traffic.received_bytes += frame.nbytes

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 import torch
@@ -59,6 +61,7 @@ Step = list[Request] | AwaitAcks
 """A step of an operation: what it waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
+_RUNS, _STAND = itemgetter(1), attrgetter("version", "owed")
 Parts = dict[PieceLocation, tuple[int, int]]
 """Part of a key -> (version, next push number that this rank owes)."""
 
@@ -250,7 +253,7 @@ class ReadTracker:
 
     def settle(self, ordered: bool) -> bool:
         """Note in the keys what is applied, and here which keys were read torn; return whether any were."""
-        stands = {(stand.version, stand.owed) for _, runs in self.answers for stand in runs}
+        stands = set(map(_STAND, chain.from_iterable(map(_RUNS, self.answers))))
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()
             applied = version if ordered else owed

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, repeat
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from kvps.compression.policy import KeyCompression
+from kvps.core.effects import maker
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.values import Ask, Run, StepPart
 from kvps.tensors import Memory, unowned
@@ -33,6 +34,7 @@ in turns. Where every message lies elsewhere, each address costs 670 bytes per k
 
 
 T = TypeVar("T")
+_run = maker(Run)
 Rows = list[torch.Tensor] | tuple[torch.Tensor, ...]
 """A contiguous tensor for each key of a plan."""
 Numbers = Sequence[int]
@@ -169,7 +171,7 @@ class ChunkSlice:
         """Return the runs of a push with these numbers."""
         if len(numbers) == 1:
             (number,) = numbers
-            return tuple([Run(start, size, number) for start, size in self.blocks])
+            return tuple(map(_run, map(tuple.__add__, self.blocks, repeat((number,)))))
         runs: list[Run] = []
         stop, last = -1, -1
         for segment in self.segments:
@@ -225,7 +227,7 @@ class ChunkSlice:
                 return tuple(pieces)
         out = memory.empty(self.size, self.dtype)
         if len(parts) == 1:
-            out.copy_(parts[0].view(-1))
+            out.copy_(parts[0] if self._is_flat else parts[0].view(-1))
         elif self._is_flat:
             torch.cat(parts, out=out)  # faster than many copies
         else:
@@ -236,7 +238,7 @@ class ChunkSlice:
         """Copy this share's elements back into ``rows``."""
         parts = self._pick(rows) if self._pick is not None else self._parts(rows)
         if len(parts) == 1:
-            parts[0].view(-1).copy_(values)
+            (parts[0] if self._is_flat else parts[0].view(-1)).copy_(values)
         else:
             torch._foreach_copy_(parts, self._windows_of(values))
 
@@ -356,17 +358,15 @@ class TransferPlan:
     """Its keys by how they travel, if some are encoded."""
     payload_bytes: int = field(init=False)
     """Bytes of all elements of its keys."""
+    is_by_deltas: bool = field(init=False)
+    """Whether servers answer with what has changed, encoded."""
     _sizes: Sizes | None = field(default=None, repr=False)
     _digest: tuple[tuple[int, ...], int] = field(default=((), 0), repr=False)
     """The hash of the step that :meth:`step` returned last, and how far its keys were behind."""
 
     def __post_init__(self) -> None:
         self.payload_bytes = sum([share.payload_bytes for share in self.shares])
-
-    @property
-    def is_by_deltas(self) -> bool:
-        """Whether servers answer with what has changed, encoded."""
-        return self.setting is not None and self.setting.back is not None
+        self.is_by_deltas = self.setting is not None and self.setting.back is not None
 
     def picked(self, items: Sequence[T]) -> list[T]:
         """Return the items of this plan's keys, of one for each key of the call, or one for all."""

@@ -89,20 +89,18 @@ class WorkerStore:
     """The store's name, the same on every rank."""
     ordered: bool = field(init=False)
     """Whether push numbers are round numbers."""
+    skips_rounds: bool = field(init=False)
+    """Whether rounds close without ranks that are late."""
     _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name, self.ordered = self.opened.store, self.opened.mode == "sync"
+        self.skips_rounds = self.opened.quorum > 0
 
     @property
     def label(self) -> str:
         """The name by which the scheduler knows this life of the store."""
         return label_of(self.name, self.opened.life)
-
-    @property
-    def skips_rounds(self) -> bool:
-        """Whether rounds close without ranks that are late."""
-        return self.opened.quorum > 0
 
     @property
     def pushed(self) -> int:

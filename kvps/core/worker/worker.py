@@ -67,7 +67,9 @@ class Worker:
         self._gates = Gates(lost, self._resyncing, self._quiesce)
         self._gates.look()
         self._since = 0
-        """The number of the view in which that epoch began."""
+        """The number of the view in which that epoch began: what was said before is over."""
+        self._servers: dict[str, Connection] = {}
+        """By route. A server may have no seat yet when it answers, and know no rank."""
         self._own_tickets = 0
         """The ticket of the last call that this core made itself; they count down."""
         self._told_at = now
@@ -108,7 +110,7 @@ class Worker:
             self._due = None
             self._report_halt()
             return
-        if isinstance(call, calls.OpenStore):
+        if type(call) is calls.OpenStore:
             self._open(call, now)
         elif call.store not in self.stores:
             error = ConfigError(f"{call.title}: store {call.store!r} is closed; create another store")
@@ -193,7 +195,9 @@ class Worker:
             return
         if isinstance(route, bytes):
             self.table.neighbours.on_packet(route, packet, now)
-        elif (link := self._link_of(route, packet.envelope)) is not None:
+        elif packet.envelope.view >= self._since and (
+            link := self._servers.get(route) or self._neighbour(route, packet.envelope)
+        ):
             message = packet.message
             if isinstance(message, p.Error) and message.code == Fenced.code:
                 self._end_fenced(message, now)
@@ -426,6 +430,7 @@ class Worker:
                         self._memory,
                         self.table.uplink,
                     )
+                    self._servers[link.route] = link
                     self.outbox.append(self._connect(link, member))
                     self.member.greet(link.route)
         if self._complete:
@@ -454,14 +459,9 @@ class Worker:
         store = self.stores.get(name)
         return {**({} if store is None else store.figures()), "epoch": self._resyncing.epoch}
 
-    def _link_of(self, route: str, envelope: Envelope) -> Connection | None:
-        """Return our connection along which a peer answers; None if it has gone."""
-        kind, rank = route.split()
-        if envelope.view < self._since:
-            return None  # of an epoch that is over
-        if kind == "server":
-            return self.table.links[int(rank)]  # it may have no seat yet, and know no rank
-        link = self.table.neighbours.links.get(int(rank))
+    def _neighbour(self, route: str, envelope: Envelope) -> Connection | None:
+        """Return our connection along which a neighbour answers; None if it has gone."""
+        link = self.table.neighbours.links.get(int(route.split()[1]))
         return link if link is not None and link.incarnation == envelope.incarnation else None
 
     def _end_fenced(self, message: p.Error, now: float) -> None:

@@ -18,7 +18,7 @@ import enum
 from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, TypeVar, dataclass_transform
 
 import torch
 
@@ -31,6 +31,7 @@ from kvps.protocol.envelope import WINDOW, Packet
 from kvps.protocol.values import Load, Push
 
 Operation = Generator[Step, list[Packet], object]
+T = TypeVar("T")
 Values = list[torch.Tensor]
 """A call's tensors, read as late as possible. When the caller stops waiting before that, the
 worker puts copies into the list."""
@@ -48,7 +49,16 @@ class OnTimeout(enum.Enum):
     call made again is this one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass_transform(frozen_default=True)
+def frozen(cls: type[T]) -> type[T]:
+    """Make a dataclass of a class of calls; it is frozen for type checkers, and not when it runs.
+
+    A frozen dataclass sets each field by a call of ``object.__setattr__``.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+@frozen
 class Call(abc.ABC):
     """A call of the script, of one store."""
 
@@ -87,7 +97,7 @@ class Call(abc.ABC):
         return False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushCall(Call):
     """A call that pushes to ``keys``."""
 
@@ -98,14 +108,9 @@ def bulk(
     store: WorkerStore, share: ChunkSlice, message: Load | Push, rows: Rows, priority: Priority = 0
 ) -> Request:
     """Return the request that carries the elements of ``share``, as they are."""
-    return Request(
-        share.server,
-        message,
-        fill=partial(share.gather, rows, store.memory),
-        payload_bytes=share.payload_bytes,
-        lane=share.chunk,
-        priority=share.highest(priority),
-    )
+    highest = priority if isinstance(priority, int) else share.highest(priority)
+    fill = partial(share.gather, rows, store.memory)
+    return Request(share.server, message, fill, share.payload_bytes, share.chunk, highest)
 
 
 def number_push(
@@ -120,7 +125,8 @@ def number_push(
     Raises:
         ConfigError: if this rank has joined: rounds close without it.
     """
-    _demand_presence(store)
+    if store.is_away:
+        _demand_presence(store)
     plan = store.plan(names)
     for key in plan.keys:
         if key.is_refused:

@@ -13,11 +13,10 @@ asked for it: a job that is about to restore its store may have written it, for 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen
 from kvps.core.worker.calls.collective import barrier
 from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.calls.resume import inherit
@@ -32,7 +31,7 @@ CHECKPOINT, RESTORE = "kvps.checkpoint", "kvps.restore"
 """The barriers at which these calls begin."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TakeCheckpoint(Call):
     """Have a checkpoint taken, together with all ranks; finishes with its number."""
 
@@ -61,7 +60,7 @@ class Restored(NamedTuple):
     """There is a newer checkpoint, or one of a higher version."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RestoreCheckpoint(Call):
     """Give the store the values of the newest checkpoint of ``tag`` that all servers have,
     together with all ranks.
@@ -184,7 +183,7 @@ def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tu
     return text, bool(damaged or newer or higher)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RejoinStore(Call):
     """Open the store anew, and count from what the servers hold; finishes with the version of each key.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 
 from kvps import protocol as p
 from kvps.core.placement import JOIN_SERVER
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks, Step
 from kvps.core.worker.store import WorkerStore
@@ -22,7 +21,7 @@ SAME = "kvps.same"
 """The barrier at which front ends are compared."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Flush(Call):
     """Finish when every push so far is acknowledged."""
 
@@ -85,7 +84,7 @@ def barrier(
     return False
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class StandAtBarrier(Call):
     """Flush, then wait at a barrier; or, with a ``failure``, let no rank pass it."""
 
@@ -100,7 +99,7 @@ class StandAtBarrier(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compare(Call):
     """Wait for the others, and fail on all ranks if they are not about to make the same front end."""
 
@@ -116,7 +115,7 @@ class Compare(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class JoinStore(Call):
     """Flush, and wait until every rank has run out of batches; finishes with the rank that joined last.
 
@@ -151,7 +150,7 @@ class JoinStore(Call):
         return judged.last
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class AskStatus(Call):
     """Finishes with every server's STATUS answer."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from kvps.core.worker.calls.base import (
     PushCall,
     Values,
     bulk,
+    frozen,
     number_push,
     numbered,
 )
@@ -87,11 +89,13 @@ def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None
         values[index] = values[index].clone()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushValues(PushCall):
     """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
 
     title = "push()"
+    is_step: ClassVar[bool] = False
+    """Its keys are a step, which its requests name."""
 
     rows: tuple[torch.Tensor, ...]
     sinks: Sinks
@@ -115,7 +119,7 @@ class PushValues(PushCall):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
-        groups = store.push_groups(plan)
+        groups = store.push_groups(plan) if plan.groups else (plan,)
         if isinstance(self.sinks, tuple) and (len(groups) > 1 or len(plan.shares) > 1):
             unshare(values, self.sinks, plan.sizes)
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
@@ -124,8 +128,10 @@ class PushValues(PushCall):
         try:
             for group in groups:
                 requests += self._pushed(store, group, values, numbers, sinces, sink, reads)
-            self._tagged(store, plan, numbers, requests)
-            store.traffic.encoded(plan.payload_bytes, map(_payload_bytes, requests))
+            if self.is_step:
+                _tag(store, plan, numbers, requests)
+            store.traffic.pushed_bytes += plan.payload_bytes
+            store.traffic.encoded_bytes += sum(map(_payload_bytes, requests))
             yield requests
         except KvpsError:
             plan.refuse()
@@ -133,12 +139,7 @@ class PushValues(PushCall):
         store.was_pushed_to = True
         if reads:
             yield from settle_reads(store, reads)
-        return _result(store, plan, self.sinks, sink)
-
-    def _tagged(
-        self, store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], requests: list[Request]
-    ) -> None:
-        """Name the step in the requests of a push, for stores that need it."""
+        return _result(store, plan, self.sinks, sink) if isinstance(sink, HeldValues) else None
 
     def _pushed(
         self,
@@ -156,10 +157,10 @@ class PushValues(PushCall):
             numbers, sinces, gradients = group.picked(numbers), group.picked(sinces), group.picked(gradients)
             sink = sink and own_sink(group, sink)
             urgency = urgency if isinstance(urgency, int) else group.picked(urgency)
-        numbers = alike(numbers)
+        numbers = alike(numbers) if len(numbers) > 1 else numbers
         tracker = None
         if sink is not None:
-            after = [number + 1 for number in numbers]
+            after = list(map((1).__add__, numbers))
             tracker = ReadTracker(group, sink, after, urgency, skips=store.skips_rounds)
             reads.append(tracker)
         requests = []
@@ -184,29 +185,29 @@ class PushValues(PushCall):
         return requests
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushStep(PushValues):
     """A push whose keys are one step, whose gradients the servers clip by their global norm."""
 
-    def _tagged(
-        self, store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], requests: list[Request]
-    ) -> None:
-        step = plan.step(store.label, numbers)
-        for request in requests:
-            assert isinstance(request.message, p.Push)
-            assert request.server is not None
-            request.message = replace(request.message, step=step[request.server])
+    is_step = True
+
+
+def _tag(store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], requests: list[Request]) -> None:
+    """Name the step in the requests of a push."""
+    step = plan.step(store.label, numbers)
+    for request in requests:
+        assert isinstance(request.message, p.Push)
+        assert request.server is not None
+        request.message = replace(request.message, step=step[request.server])
 
 
 def _result(
-    store: WorkerStore, plan: TransferPlan, wish: Sinks, sink: Sink | None
-) -> list[torch.Tensor] | HeldValues | None:
-    if not isinstance(sink, HeldValues):
-        return None
+    store: WorkerStore, plan: TransferPlan, wish: Sinks, sink: HeldValues
+) -> list[torch.Tensor] | HeldValues:
     return sink if wish is Views.HELD else sink.views(plan.keys, store.memory)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PullValues(Call):
     """Pull values after this rank's own pushes; finishes with views if there are no ``sinks``."""
 
@@ -224,10 +225,10 @@ class PullValues(Call):
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         assert sink is not None
         yield from read(store, plan, sink, after, (self.min_version,), self.priority)
-        return _result(store, plan, self.sinks, sink)
+        return _result(store, plan, self.sinks, sink) if isinstance(sink, HeldValues) else None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Allocate(Call):
     """Finishes with a tensor for each key, in memory that the servers can read if there is some."""
 
@@ -254,7 +255,7 @@ class Allocate(Call):
         return [None if index in copied else tensor for index, tensor in enumerate(tensors)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Locate(Call):
     """Finishes with the chunks of each key, as (server, chunk)."""
 
@@ -268,7 +269,7 @@ class Locate(Call):
         return [{(piece.server, piece.chunk) for piece in key.pieces} for key in store.plan(self.keys).keys]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Versions(Call):
     """Finishes with the version of each key: the lowest of its parts."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from kvps.core.worker.calls.base import (
     number_push,
     numbered,
     settle,
+    frozen,
 )
 from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import PieceLocation
@@ -138,7 +138,7 @@ def _named(
     return parts, tuple(named), ranges
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class MakeTable(Call):
     """Have every server make the table of ``key``, unless it has."""
 
@@ -171,7 +171,7 @@ class MakeTable(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushTableRows(PushCall):
     """Push rows of the tables ``keys``: to each server its own, also where there are none."""
 
@@ -281,7 +281,7 @@ def check_size(names: Sequence[str], groups: tuple[Group, ...], share: Share, se
                 )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PullTableRows(Call):
     """Pull rows of the tables ``keys``, after this rank's own pushes.
 
@@ -364,7 +364,7 @@ class PullTableRows(Call):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SetTableRate(Call):
     """Set the learning rate of a table (rank 0), when this rank's pushes so far are applied.
 
@@ -384,7 +384,7 @@ class SetTableRate(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ExportBlock(Call):
     """Read some rows of a table that one server has; finishes with an ExportBatch."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from kvps import protocol as p
 from kvps.core.placement import Part, home
 from kvps.core.worker import plan as plans
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, settle
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, bulk, frozen, settle
 from kvps.core.worker.calls.collective import BROADCAST, barrier
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, loaded, read
@@ -54,7 +54,7 @@ class _Asked(NamedTuple):
     """The parts of it that belong on the server, in order."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class OpenStore(Call):
     """Make the store known to every server; they compare its options.
 
@@ -77,7 +77,7 @@ class OpenStore(Call):
         return store.opened.life - opened.life
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Init(Call):
     """Create keys (the creator), or wait until they are there (other ranks). ``rows`` are
     contiguous values."""
@@ -121,7 +121,7 @@ class Init(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Broadcast(Call):
     """Replace the keys by rank 0's values, and write these into the ``sinks`` of every rank.
 
@@ -349,7 +349,7 @@ def lookup(
     return {name: store.keys[name].spec if name in store.keys else None for name in names}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Lookup(Call):
     """Learn what these keys are; finishes with their specs, None for an unknown one."""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kvps import protocol as p
 from kvps.compression.policy import CompressionPolicy
 from kvps.core.optim.hyperparams import HyperParams
 from kvps.core.placement import EMBEDDING
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, settle
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen, settle
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks
 from kvps.core.worker.plan import PieceLocation
@@ -20,7 +18,7 @@ from kvps.errors import KvpsError
 from kvps.tensors import dtype_of, from_frame
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SetOptimizer(Call):
     """Install ``hyper`` on every server (rank 0) after the pushes so far, or check that it is there."""
 
@@ -58,7 +56,7 @@ class SetOptimizer(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SetRate(Call):
     """Set the learning rate on every server (rank 0), or check it.
 
@@ -90,7 +88,7 @@ class SetRate(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveState(Call):
     """Finishes with the state of every key, key -> (step, state name -> flat tensor), after the
     pushes so far.
@@ -129,7 +127,7 @@ class SaveState(Call):
         return states
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadState(Call):
     """Put optimizer states on the servers, in the form SaveState gives them."""
 
@@ -152,7 +150,7 @@ class LoadState(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Compress(Call):
     """Compress by ``rules`` what is pushed from now on; finishes at once.
 
@@ -169,7 +167,7 @@ class Compress(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SaveResiduals(Call):
     """Finishes with the residuals of this rank's pushes so far, key -> flat tensor."""
 
@@ -181,7 +179,7 @@ class SaveResiduals(Call):
         return {name: residual.to("cpu", copy=True) for name, residual in store.feedback.residuals.items()}
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LoadResiduals(Call):
     """Replace all residuals by these, in the form that SaveResiduals gives them."""
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from kvps.core.worker import consistent_read
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, numbered
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen, numbered
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import Step, settle_reads
 from kvps.core.worker.plan import ANY, CopyVersion, Key, PieceLocation, Priority, of_key
@@ -81,7 +81,7 @@ class ChangedRows(ServerPart):
         return Patch(ids, rows.view(-1, spec.width))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Refresh(Call):
     """Bring copies of keys up to date, after this rank's own pushes; finishes with a Fresh for each."""
 

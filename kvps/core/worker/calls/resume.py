@@ -14,11 +14,10 @@ and the k-th of them meets the k-th of the others without further ado.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values
+from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, frozen
 from kvps.core.worker.calls.collective import BROADCAST
 from kvps.core.worker.calls.keys import lookup
 from kvps.core.worker.connection import Request
@@ -45,7 +44,7 @@ class Place(NamedTuple):
     """The learning rate of the round before ``owed``; None if it is not known."""
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ResumeKeys(Call):
     """Number the next pushes of ``keys`` from the lowest number that this rank owes on any part;
     finishes with it."""
@@ -60,7 +59,7 @@ class ResumeKeys(Call):
         return place.owed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class TakePlace(Call):
     """As :class:`ResumeKeys`, for a script that runs again from its beginning; finishes with the
     :class:`Place`."""
@@ -74,7 +73,7 @@ class TakePlace(Call):
         return (yield from _take_place(store, self.keys, replays=True))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PassOver(Call):
     """The script has passed over a step; the workers that wait for this one may hear of it."""
 
@@ -87,7 +86,7 @@ class PassOver(Call):
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EndReplay(Call):
     """The script has reached the place of its predecessor: from now on its calls are made."""
 

@@ -27,6 +27,7 @@ from kvps.core.worker.calls.base import (
     PushCall,
     Values,
     demand_numbered_rounds,
+    frozen,
     number_push,
     numbered,
 )
@@ -41,7 +42,7 @@ from kvps.protocol.envelope import Packet
 from kvps.tensors import TORCH, Memory, from_frame
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PushKeyRows(PushCall):
     """Push some rows of keys of two or more dimensions."""
 
@@ -209,7 +210,7 @@ class NamedRows(ServerPart):
             at += len(values)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PullKeyRows(Call):
     """Pull some rows of each key after this rank's own pushes; finishes with a tensor [k, width] for each."""
 
