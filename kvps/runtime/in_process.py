@@ -211,9 +211,9 @@ class InProcessSession:
         target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
         if packet.payload and source == SERVER:  # which changes its values while they are still read
             copies = tuple([memoryview(bytearray(frame)) for frame in packet.payload])
-            packet = packet._replace(payload=copies)
+            packet = Packet(packet.envelope, packet.message, copies)
         elif packet.payload:
-            packet = packet._replace(loans=(_LENT,) * len(packet.payload))
+            packet = Packet(packet.envelope, packet.message, packet.payload, (_LENT,) * len(packet.payload))
         self._arrivals.append((target, route, packet))
         if effect.hold is not None:
             effect.hold.release()

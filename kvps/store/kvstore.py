@@ -311,9 +311,15 @@ class KVStore(KVStoreBase, abc.ABC):
         if self._gradient_check is not None:
             self._gradient_check.pushed(keys.names, value)
             self._check_gradients(self._gradient_check, keys.names, out)
-        urgency, limit_s = priority_of(keys.names, priority), self._limit(timeout)
+        urgency = priority if type(priority) is int else priority_of(keys.names, priority)
+        limit_s = self._timeout_s if timeout is None else self._limit(timeout)
         if type(weight) is not float or weight != 1:
             weight = weight_of(weight, self.average, self._name)
+        if out is not None and copy and weight == 1 and not async_op:
+            call = self._requests.plain_pushpull(keys, value, out, urgency)
+            if call is not None:
+                self._start(call, limit_s).wait()
+                return out
         request = self._requests.pushpull(keys, value, out, copy, urgency, limit_s, weight)
         return self._answer(request, limit_s, async_op)
 

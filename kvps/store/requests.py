@@ -152,17 +152,23 @@ class Requests:
         weight: float,
     ) -> PlannedCall:
         """Push and pull in one call; if there are rows, in several."""
-        both = None
-        if value is out and weight == 1 and self.takes_plain:  # front ends do so: they are checked once
-            both = keys.rows(value, as_sinks=True)
-        rows = self.dense(keys, value, limit_s, weight) if both is None else both
+        rows = self.dense(keys, value, limit_s, weight)
         if rows is None:
             request = self.pull(keys, out, copy, urgency, 0)
             return request._replace(before=self.pushes(keys, value, urgency, False, limit_s, weight))
-        sinks, result = self.wanted(keys, out, copy, both)
-        return PlannedCall(
-            self.push_call(self._store, keys.names, rows, sinks, urgency, False, weight), result
-        )
+        sinks, result = self.wanted(keys, out, copy)
+        call = self.push_call(self._store, keys.names, rows, sinks, urgency, False, weight)
+        return PlannedCall(call, result)
+
+    def plain_pushpull(
+        self, keys: KeyList, value: object, out: object, urgency: Priority
+    ) -> calls.PushValues | None:
+        """Push and pull rows as they are, in one call; None if some are to be made."""
+        sinks = keys.rows(out, as_sinks=True) if self.takes_plain else None
+        rows = sinks if value is out or sinks is None else keys.rows(value)  # front ends give the same
+        if sinks is None or rows is None:
+            return None
+        return self.push_call(self._store, keys.names, rows, sinks, urgency, False)
 
     # --- rows that are pulled -----------------------------------------------------------------------
 
@@ -242,19 +248,13 @@ class Requests:
         """Return one row for each key: the sum of its values, in this machine's memory."""
         return rows_of(values, self._on_device)
 
-    def wanted(
-        self, keys: KeyList, out: object, copy: bool, plain: tuple[torch.Tensor, ...] | None = None
-    ) -> Outcome:
-        """Return the end of a pull: where its values go.
-
-        ``plain`` has the rows of ``out``, if these are known to be written to as they are.
-        """
+    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
+        """Return the end of a pull: where its values go."""
         if not copy:
             if out is not None:
                 raise ConfigError(COPY_FALSE)
             return calls.Views.VIEWS, lambda views: views if keys.is_many else views[0]
-        if plain is None and out is not None:
-            plain = keys.rows(out, as_sinks=True)
+        plain = None if out is None else keys.rows(out, as_sinks=True)
         if plain is not None:
             return plain, lambda _: out
         return outcome_for(keys.names, keys.is_many, out, self._specs)
