@@ -149,7 +149,9 @@ class OwnSum(GradientSum):
 
     def block(self, scratch: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the elements from ``start`` to ``stop`` where they lie."""
-        return self.parts[0].joined()[start:stop]
+        part = self.parts[0]
+        assert isinstance(part, DenseGradient)
+        return part.within(start, stop)
 
 
 def _add(parts: list[torch.Tensor], out: torch.Tensor) -> None:

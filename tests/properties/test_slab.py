@@ -39,7 +39,7 @@ class Held(RuleBasedStateMachine):
 
     @rule(start=st.integers(0, 7), stop=st.integers(0, 8), value=st.integers(1, 1000))
     def replace(self, start: int, stop: int, value: int) -> None:
-        self.chunk.overwritable(start, max(start, stop))[start:stop].fill_(value)
+        self.chunk.overwritable(start, max(start, stop)).tensor[start:stop].fill_(value)
         self.now[start:stop] = [value] * len(self.now[start:stop])
 
     @rule(start=st.integers(0, 7))

@@ -139,27 +139,29 @@ class Answers:
         if not reading.values:
             self._context.send(session, p.Pulled(reading.seq, chunk.number, number, False, stands))
             return True
-        self._meter.on_values(chunk.number, reading.asks, BY_ID[number].itemsize)
+        asks, itemsize = reading.asks, BY_ID[number].itemsize
+        self._meter.on_values(chunk.number, asks, itemsize)
         dropped = self._watch(store, chunk, reading, stands) if store.watches_reads else ()
-        weight, asks = chunk.buffer.tensor, reading.asks
         held: Buffer | None
         if len(asks) == 1 or all(ask.start + ask.size == other.start for ask, other in pairwise(asks)):
-            values, held = weight[asks[0].start : asks[-1].start + asks[-1].size], chunk.buffer
+            held, last = chunk.buffer, asks[-1]
+            frame = held.octets[asks[0].start * itemsize : (last.start + last.size) * itemsize]
         else:
-            values, held = torch.cat([weight[ask.start : ask.start + ask.size] for ask in asks]), None
+            weight, held = chunk.buffer.tensor, None
+            frame = to_frame(torch.cat([weight[ask.start : ask.start + ask.size] for ask in asks]))
         steps: tuple[p.Steps, ...] = ()
         adds = False
         # One who reads values where they lie saves nothing by steps.
-        if reading.held and not self._chunks.memory.lends(session.route, (values,)):
+        if reading.held and not (held and self._chunks.memory.lends(session.route, (held.tensor,))):
             adds = store.updater is not None
             steps, octets = _lead(chunk, reading, stands)
             if steps:
-                self._meter.compressed("out", octets.nbytes, values.nbytes)
-                values, held = octets, None
+                self._meter.compressed("out", octets.nbytes, frame.nbytes)
+                frame, held = to_frame(octets), None
         answer = p.Pulled(reading.seq, chunk.number, number, True, stands, dropped, steps, adds)
         if held is not None:
             held.holds += 1
-        self._context.send(session, answer, (to_frame(values),), held)
+        self._context.send(session, answer, (frame,), held)
         return True
 
     def _watch(

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 
 from kvps.compression.spec import CodecSpec
-from kvps.core.gradients import DenseGradient, GradientSum, Part
+from kvps.core.gradients import DenseGradient, GradientSum, OwnSum, Part
 from kvps.core.nonfinite import Flaw
 from kvps.core.row_gradients import RowGradient
 from kvps.protocol.envelope import WINDOW
@@ -144,7 +144,9 @@ class Round:
             order = sorted(range(len(parts)), key=lambda at: isinstance(parts[at], RowGradient))
             whose, parts = [whose[at] for at in order], [parts[at] for at in order]
         # fsum() gives the same bits in whatever order the pushes came.
-        total = GradientSum(tuple(parts), math.fsum(self.weights) if average else 1)
+        divisor = math.fsum(self.weights) if average else 1
+        is_own = divisor == 1 and len(parts) == 1 and isinstance(self.total, DenseGradient)
+        total = (OwnSum if is_own else GradientSum)(tuple(parts), divisor)
         back = next(iter(self.backs)) if len(self.backs) == 1 else None
         return PendingUpdate(self.number, (), total, tuple(whose), back=back, step=self.step)
 

@@ -33,7 +33,7 @@ from kvps.errors import KeyNotFound, ProtocolError
 from kvps.protocol.envelope import RUNS_MAX
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Run
-from kvps.tensors import PRIVATE, TORCH, Memory
+from kvps.tensors import PRIVATE, TORCH, Memory, to_frame
 
 ROOM_BYTES = 64 << 10
 """Minimum capacity of a chunk for several keys, in bytes."""
@@ -43,14 +43,30 @@ PAGE_BYTES = 4096
 """Bytes of a page. Pieces of one key begin at whole pages: a reader may map them side by side."""
 
 
+PARTS_MAX = 256
+"""Parts of a buffer that are kept as tensors."""
+
+
 class Buffer:
     """Memory with a count of its readers."""
 
-    __slots__ = ("holds", "tensor")
+    __slots__ = ("_parts", "holds", "octets", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.octets = to_frame(tensor)
+        """Its bytes."""
         self.holds = 0
+        self._parts: dict[tuple[int, int], torch.Tensor] = {}
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the elements from ``start`` to ``stop``; to slice a tensor takes longer than to find it."""
+        found = self._parts.get((start, stop))
+        if found is None:
+            if len(self._parts) >= PARTS_MAX:
+                self._parts.clear()
+            found = self._parts[start, stop] = self.tensor[start:stop]
+        return found
 
     def hold(self) -> Buffer:
         """Count one more reader."""
@@ -273,8 +289,8 @@ class Chunk:
             self.buffer.tensor[: self.used].copy_(old[: self.used])
         return self.buffer.tensor
 
-    def overwritable(self, start: int, stop: int) -> torch.Tensor:
-        """Return the current values for writing; those from ``start`` to ``stop`` may hold anything."""
+    def overwritable(self, start: int, stop: int) -> Buffer:
+        """Return the buffer of the values for writing; those from ``start`` to ``stop`` may hold anything."""
         if self.filled_rows:
             for begin in [begin for begin in self.filled_rows if start <= begin < stop]:
                 del self.filled_rows[begin]
@@ -282,7 +298,7 @@ class Chunk:
             old = self._turn()
             self.buffer.tensor[:start].copy_(old[:start])
             self.buffer.tensor[stop : self.used].copy_(old[stop : self.used])
-        return self.buffer.tensor
+        return self.buffer
 
     def own_state(self) -> State | None:
         """Return the optimizer's state for writing; a copy if a snapshot refers to it."""

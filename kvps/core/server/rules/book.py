@@ -11,9 +11,8 @@ from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
 from kvps.core.server.rules.clipped import Clipped, StepNorms
 from kvps.core.server.rules.finite import Finite
-from kvps.core.server.rules.movers import Assign, Optimize
 from kvps.core.server.rules.published import PublishedAssign, PublishedOptimize
-from kvps.core.server.rules.rule import BLOCK_COUNT, Gate, Refused, Rule, Workshop
+from kvps.core.server.rules.rule import BLOCK_COUNT, Assign, Gate, Optimize, Refused, Rule, Workshop
 from kvps.core.server.rules.table import Table
 from kvps.core.server.rules.whole_tensor import GlobalNorms, WholeTensor
 from kvps.core.server.sessions import PendingRead

@@ -25,7 +25,7 @@ order: all servers get the same factor, whatever the order of pushes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -282,7 +282,7 @@ def _squares_by_key(rule: Rule, span: Span, due: PendingUpdate) -> list[float]:
 
 def scaled(total: GradientSum, factor: float) -> GradientSum:
     """Return a sum multiplied by ``factor``, which may be 0 or NaN."""
-    return replace(total, divisor=total.divisor / factor if factor else math.inf)
+    return GradientSum(total.parts, total.divisor / factor if factor else math.inf)
 
 
 def _written(number: float | None) -> float | None:

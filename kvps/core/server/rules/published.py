@@ -13,8 +13,7 @@ from torch import Tensor
 from kvps.core.optim.base import State, Terms
 from kvps.core.server.chunks.history import CompressedHistory, code_of
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
-from kvps.core.server.rules.movers import Assign, Optimize
-from kvps.core.server.rules.rule import Rule
+from kvps.core.server.rules.rule import Assign, Optimize, Rule
 
 
 class PublishedAssign(Assign):

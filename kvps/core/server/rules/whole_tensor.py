@@ -27,8 +27,7 @@ from kvps.core.optim.base import Terms, Updater
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.rules.movers import segments
-from kvps.core.server.rules.rule import Gate, Rule, Workshop
+from kvps.core.server.rules.rule import Gate, Rule, Workshop, segments
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_NAME
 from kvps.errors import KeyNotFound, Mismatch, ProtocolError

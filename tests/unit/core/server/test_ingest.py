@@ -12,7 +12,7 @@ import torch
 from kvps.core.optim.torch_rules import UPDATERS
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.rules import book
-from kvps.core.server.rules.movers import segments
+from kvps.core.server.rules.rule import segments
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import WINDOW, Envelope, Role
 from kvps.protocol.membership import Error

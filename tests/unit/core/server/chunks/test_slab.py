@@ -216,12 +216,12 @@ def test_only_what_will_not_be_replaced_is_copied() -> None:
     one = chunk(10, 20, 30)
     one.writable()[:60] = 1
     one.buffer.hold()
-    target = one.overwritable(10, 30)
+    target = one.overwritable(10, 30).tensor
     target[10:30] = 2
     assert one.buffer.tensor is target
     assert target[:60].tolist() == [1] * 10 + [2] * 20 + [1] * 30
     one.buffer.hold()
-    older = one.overwritable(0, 60)  # the first is held, too
+    older = one.overwritable(0, 60).tensor  # the first is held, too
     older[:60] = 3
     assert target[:60].tolist() == [1] * 10 + [2] * 20 + [1] * 30
 

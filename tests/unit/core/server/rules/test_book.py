@@ -6,9 +6,8 @@ import torch
 
 from kvps.compression.spec import INT8, CodecSpec
 from kvps.core.server.rules.finite import Finite
-from kvps.core.server.rules.movers import Assign, Optimize
 from kvps.core.server.rules.published import PublishedOptimize
-from kvps.core.server.rules.rule import Rule
+from kvps.core.server.rules.rule import Assign, Optimize, Rule
 from kvps.dtypes import BY_NAME
 from kvps.protocol.stores import Rate
 from kvps.protocol.values import Push, Run
