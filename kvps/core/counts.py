@@ -47,8 +47,8 @@ class Counts:
         self.lap: Callable[[], None] | None = None
         """Called before and after each step of an optimizer, for a timeline; None without."""
         self._values: defaultdict[tuple[str, str], float] = defaultdict(int)
-        self._buckets: dict[str, list[int]] = {}
-        self._total_s: dict[str, float] = {}
+        self._buckets: defaultdict[str, list[int]] = defaultdict(lambda: [0] * (len(BOUNDS_S) + 1))
+        self._total_s: defaultdict[str, float] = defaultdict(float)
 
     def add(self, name: str, label: str = "", by: float = 1) -> None:
         """Count ``by`` more events, bytes or seconds."""
@@ -56,10 +56,10 @@ class Counts:
 
     def observe(self, name: str, value: float) -> None:
         """Count one event that took so many seconds, or was so many versions late."""
-        bounds = STALENESS_BOUNDS if name == STALENESS else BOUNDS_S
-        buckets = self._buckets.setdefault(name, [0] * (len(bounds) + 1))
-        buckets[bisect_left(bounds, value)] += 1
-        self._total_s[name] = self._total_s.get(name, 0.0) + value
+        if name == STALENESS and name not in self._buckets:
+            self._buckets[name] = [0] * (len(STALENESS_BOUNDS) + 1)
+        self._buckets[name][bisect_left(bounds_of(name), value)] += 1
+        self._total_s[name] += value
 
     def refused(self, error: Exception) -> None:
         """Count a request that was answered by an error: a limit by its name, all else by the error."""

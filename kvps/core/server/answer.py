@@ -131,7 +131,7 @@ class Answers:
         found: list[p.Stand] = []
         for start, size, _, _ in reading.asks:
             stop = start + size
-            for span in chunk.spans_in(start, stop):
+            for span in chunk.spans if len(chunk.spans) == 1 else chunk.spans_in(start, stop):
                 begin, end = max(span.start, start), min(span.stop, stop)
                 owed = span.owed(session.rank, store.ordered)
                 found.append(_stand((begin, end - begin, span.version, owed)))

@@ -213,7 +213,8 @@ class Ingest:
         for item in pushed:
             taken: list[Span] = []
             begin = len(verdicts)
-            for span in item.rule.chunk.spans_in(item.start, item.stop):
+            spans = item.rule.chunk.spans
+            for span in spans if len(spans) == 1 else item.rule.chunk.spans_in(item.start, item.stop):
                 verdict = span.judge(ranks, item.number, store.ordered, item.since)
                 verdicts.append(verdict)
                 if verdict is Verdict.COUNTED:

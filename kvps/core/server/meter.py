@@ -12,6 +12,7 @@ within some rounds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from heapq import nlargest
@@ -19,7 +20,7 @@ from itertools import islice
 
 import torch
 
-from kvps.core.counts import STALENESS, Counts
+from kvps.core.counts import BOUNDS_S, STALENESS, Counts
 from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks
 from kvps.protocol.envelope import Packet, Role
@@ -38,6 +39,7 @@ OTHERS_MAX = 10_000
 
 NO_REQUESTS = Hello, Pong
 """Messages of a worker that ask for nothing of a store."""
+ROUND = "kvps_round_duration_seconds"
 SMOOTHING = 8
 """Pushes after which a change shows by two thirds."""
 
@@ -172,7 +174,9 @@ class Meter(Counts):
 
     def on_close(self, store: str, number: int, opened_at: float, *, is_short: bool) -> None:
         """A round closes, without a lost rank's push if it is short."""
-        self.observe("kvps_round_duration_seconds", self.now - opened_at)
+        took_s = self.now - opened_at
+        self._buckets[ROUND][bisect_left(BOUNDS_S, took_s)] += 1
+        self._total_s[ROUND] += took_s
         self.versions[store] = max(self.versions.get(store, 0), number + 1)
         if is_short:
             self._values["kvps_short_rounds_total", ""] += 1

@@ -91,7 +91,8 @@ class WorkerStore:
     """Whether push numbers are round numbers."""
     skips_rounds: bool = field(init=False)
     """Whether rounds close without ranks that are late."""
-    _plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
+    plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
+    """Names of keys -> their plan, as long as it is so."""
 
     def __post_init__(self) -> None:
         self.name, self.ordered = self.opened.store, self.opened.mode == "sync"
@@ -169,20 +170,20 @@ class WorkerStore:
         Raises:
             KeyNotFound: if one of them is unknown here.
         """
-        plan = self._plans.get(names)
+        plan = self.plans.get(names)
         if plan is None:
             plan = make([self.key(name) for name in names], self.rank)
             if self.feedback.is_on:
                 plan.groups = self.feedback.groups(plan, self.rank)
-            if len(self._plans) >= 4 * len(self.keys) + 16:
-                self._plans.clear()
-            self._plans[names] = plan
+            if len(self.plans) >= 4 * len(self.keys) + 16:
+                self.plans.clear()
+            self.plans[names] = plan
         return plan
 
     def compress(self, rules: CompressionPolicy) -> None:
         """Compress by ``rules`` from the next push on."""
         self.feedback.use(rules)
-        self._plans.clear()
+        self.plans.clear()
 
     def push_groups(self, plan: TransferPlan) -> tuple[TransferPlan, ...]:
         """Return the keys of ``plan`` that is to be pushed, by how they travel.
@@ -228,7 +229,7 @@ class WorkerStore:
         self.keys.clear()
         self.barriers.clear()
         self.attempts.clear()
-        self._plans.clear()
+        self.plans.clear()
         self.optimized = self.rated = NONE
         self.broadcasts = self.joins = 0
         self.joins_told = -1
@@ -249,7 +250,7 @@ class WorkerStore:
                 self.keys[name] = key = Key(name, spec, is_refused=is_old)
             key.pieces = tuple(pieces)
             self.feedback.forget([name])
-        self._plans.clear()
+        self.plans.clear()
 
 
 def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:

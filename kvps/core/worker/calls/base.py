@@ -127,7 +127,7 @@ def number_push(
     """
     if store.is_away:
         _demand_presence(store)
-    plan = store.plan(names)
+    plan = store.plans.get(names) or store.plan(names)
     for key in plan.keys:
         if key.is_refused:
             yield from numbered(store, names)

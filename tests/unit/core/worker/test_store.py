@@ -68,7 +68,7 @@ def test_plans_do_not_grow_without_end() -> None:
     for first in names:
         for second in names:
             one.plan((first, second))
-    assert len(one._plans) <= 4 * 10 + 16
+    assert len(one.plans) <= 4 * 10 + 16
 
 
 def test_counts_of_a_key_stay_unless_its_spec_changes() -> None:
