@@ -29,10 +29,10 @@ from kvps.core.worker.calls.base import (
     PushCall,
     Values,
     demand_numbered_rounds,
+    frozen,
     number_push,
     numbered,
     settle,
-    frozen,
 )
 from kvps.core.worker.connection import Request
 from kvps.core.worker.plan import PieceLocation
