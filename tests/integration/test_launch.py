@@ -123,9 +123,9 @@ def test_variables_of_another_cluster_do_not_mislead(processes: Processes, tmp_p
 def test_a_failing_worker_ends_everything(processes: Processes, how: str, code: int) -> None:
     """Worker 1 waits in pull when worker 0 fails."""
     script = processes.script(
-        SUM + "from pathlib import Path\n"
+        SUM + "import time\nfrom pathlib import Path\n"
         "if kv.rank: Path('waits').touch(); kv.pull('w', min_version=9)\n"
-        "while not Path('waits').exists(): pass\n" + how
+        "while not Path('waits').exists(): time.sleep(0.01)\n" + how
     )
     launched = launch(processes, script, "-n", 2, "-s", 1)
     until((processes.folder / "waits").exists, "worker 1 in pull")

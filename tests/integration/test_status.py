@@ -12,12 +12,12 @@ import pytest
 from tests.integration.processes import BIN, Process, Processes, free_port, until
 
 WAITS = """
-import os
+import os, time
 import kvps, torch
 kv = kvps.create("dist_sync", timeout=60, name="ours")
 kv.init("w", torch.zeros(4))
 print("ready", flush=True)
-while kv.rank and not os.path.exists("go"): pass
+while kv.rank and not os.path.exists("go"): time.sleep(0.01)
 kv.pushpull("w", torch.ones(4))
 """
 

@@ -230,8 +230,8 @@ def test_a_command_may_go_on_after_it_left(processes: Processes, tmp_path: Path)
     server = cluster.server()
     script = processes.script(
         SUM + "kvps.shutdown()\n"
-        "import pathlib, sys\n"
-        "while not pathlib.Path(sys.argv[1]).exists(): pass\n"
+        "import pathlib, sys, time\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\n"
         "print('saved')\n"
     )
     worker = cluster.worker(sys.executable, script, tmp_path / "go")
@@ -309,11 +309,11 @@ def test_a_push_that_is_lost_at_the_end_fails_the_process(processes: Processes) 
     cluster = processes.scheduler(1, 1)
     server = cluster.server()
     script = processes.script(
-        "import kvps, os, torch\n"
+        "import kvps, os, time, torch\n"
         "kv = kvps.create('dist_sync', timeout=30)\n"
         "kv.init('w', torch.zeros(4))\n"
         "print('ready', flush=True)\n"
-        "while not os.path.exists('go'): pass\n"
+        "while not os.path.exists('go'): time.sleep(0.01)\n"
         "kv.push('w', torch.ones(4))\n"
         "print('end', flush=True)\n"
     )
@@ -334,13 +334,13 @@ def test_hung_worker_is_named_and_is_not_lost(processes: Processes) -> None:
     cluster = processes.scheduler(2, 1)
     server = cluster.server("--log-level", "warning")
     script = processes.script(
-        "import kvps, os, torch\n"
+        "import kvps, os, time, torch\n"
         "kv = kvps.create('dist_sync', timeout=60)\n"
         "kv.init('w', torch.zeros(4))\n"
         "kv.pushpull('w', torch.ones(4))\n"
         "print('pid', os.getpid(), flush=True)\n"
         "if kv.rank: \n"
-        "    while not os.path.exists('go'): pass\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
         "for call in (lambda: kv.pushpull('w', torch.ones(4), timeout=12), lambda: kv.barrier(timeout=3)):\n"
         "    try: call()\n"
         "    except kvps.Timeout as error: print(error, flush=True)\n"
@@ -366,7 +366,7 @@ def test_hung_worker_is_named_and_is_not_lost(processes: Processes) -> None:
 
 
 STEPS = """
-import kvps, os, torch
+import kvps, os, time, torch
 kv = kvps.create("dist_sync", timeout=60)
 for key in ("a", "b"):
     kv.init(key, torch.zeros(4))
@@ -374,7 +374,7 @@ try:
     for step in range(6):
         if step == 3 and kv.rank == 0:
             print("waits", flush=True)
-            while not os.path.exists("go"): pass
+            while not os.path.exists("go"): time.sleep(0.01)
         first = kv.pushpull("a", torch.ones(4), async_op=True)
         print("in", step, flush=True)
         sums = [one[0].item() for one in (kv.pushpull("b", torch.ones(4)), first.wait())]
