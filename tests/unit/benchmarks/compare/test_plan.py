@@ -33,28 +33,9 @@ def test_the_usual_plan() -> None:
 
 
 def test_flags_change_it(tmp_path: Path) -> None:
-    found = planned(
-        "--workloads",
-        "small",
-        "keys:7",
-        "--workers",
-        "3",
-        "--servers",
-        "1",
-        "--rounds",
-        "4",
-        "--repeat",
-        "1",
-        "--systems",
-        "gloo",
-        "kvps",
-        "gloo",
-        "--no-limits",
-        "--json",
-        str(tmp_path / "a.json"),
-        "--plot",
-        str(tmp_path / "plots"),
-    )
+    flags = "--workloads small keys:7 --workers 3 --servers 1 --rounds 4 --repeat 1 --systems gloo kvps gloo --no-limits"
+    files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "plots"))
+    found = planned(*flags.split(), *files)
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
         *(("small", 3, 1), ("keys:7", 3, 1))
     ]

@@ -38,26 +38,8 @@ def test_the_full_plan() -> None:
 
 
 def test_flags_change_it(tmp_path: Path) -> None:
-    found = planned(
-        "--workloads",
-        "small",
-        "keys:7",
-        "--workers",
-        "3",
-        "--servers",
-        "1",
-        "--rounds",
-        "4",
-        "--repeat",
-        "1",
-        "--systems",
-        "gloo",
-        "kvps",
-        "gloo",
-        "--no-limits",
-        "--json",
-        str(tmp_path / "a.json"),
-    )
+    flags = "--workloads small keys:7 --workers 3 --servers 1 --rounds 4 --repeat 1 --systems gloo kvps gloo --no-limits"
+    found = planned(*flags.split(), "--json", str(tmp_path / "a.json"))
     assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
         *(("small", 3, 1), ("keys:7", 3, 1))
     ]
