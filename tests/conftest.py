@@ -36,7 +36,8 @@ PROTOCOL = TESTS.parent / "docs" / "protocol.md"
 REQUIREMENT = re.compile(r"^ *(?:[-*] +)?(?:\*\*\[(R\d+)\]\*\*|\[(R\d+)\](?![:(\[]))", re.MULTILINE)
 
 ON_REQUEST = ("slow", "docker")
-COLLECTED = pytest.StashKey[list[pytest.Item]]()
+COVERING = [TESTS / folder for folder in ("unit", "scenarios", "properties")]
+"""The tests that have to reach every branch of the rules: coverage is off in all others, and costs them nothing."""
 
 tiers.share_processors()
 tiers.go_around_proxies()
@@ -62,13 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record",
         action="store_true",
         help="write how many seconds the tests of each file take, and use of a processor, into tests/durations.json",
-    )
-    parser.addoption(
-        "--leave-out",
-        action="append",
-        default=[],
-        metavar="FOLDER",
-        help="do not run the tests of this folder, which have run before; the spec check counts them",
     )
 
 
@@ -116,15 +110,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rest = {*thorough, *pairwise.repeats(everyday)}
         config.hook.pytest_deselected(items=list(rest))
         items[:] = [item for item in items if item not in rest]
-    config.stash[COLLECTED] = list(items)
-    if folders := [Path(folder).resolve() for folder in config.getoption("--leave-out")]:
-        left_out = [item for item in items if any(map(item.path.is_relative_to, folders))]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not any(map(item.path.is_relative_to, folders))]
     if hasattr(config, "workerinput"):
         tiers.longest_first(items)
     wanted = config.getoption("markexpr")
     for item in items:
+        if not any(map(item.path.is_relative_to, COVERING)):
+            item.add_marker("no_cover")
         for marker in ON_REQUEST:
             if item.get_closest_marker(marker) and marker not in wanted:
                 item.add_marker(pytest.mark.skip(reason=f"run with -m {marker}"))
@@ -136,11 +127,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Run the spec check."""
     if session.testsfailed or not is_whole_suite(session.config) or not PROTOCOL.exists():
         return
-    collected = session.config.stash[COLLECTED]
-    run = [item for item in collected if not is_on_request(item)]
+    run = [item for item in session.items if not is_on_request(item)]
     faults = spec_faults(
         PROTOCOL.read_text(encoding="utf-8"),
-        cited_requirements(collected),
+        cited_requirements(session.items),
         checked=cited_requirements(run).keys(),
     )
     faults += claims.faults(item.nodeid for item in run)
