@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 import kvps.core
-from kvps.core.counts import BOUNDS_S, REASONS, Counts, reason_of
-from kvps.errors import Fenced, KvpsError, Overload, ProtocolError
+from kvps.core.counts import Counts
 from kvps.observe.metrics import BY_NAME
 
 CORE = Path(next(iter(kvps.core.__path__)))
@@ -23,37 +20,6 @@ def test_counters_are_copied() -> None:
     counts.add("pushes", "early")
     assert before == {("pushes", "counted"): 5}
     assert counts.values() == {("pushes", "counted"): 5, ("pushes", "early"): 1}
-
-
-def test_durations_fall_into_buckets() -> None:
-    counts = Counts()
-    for seconds in (0.0, 0.0005, 0.0006, 1e9):
-        counts.observe("rounds", seconds)
-    (found,) = counts.durations().values()
-    assert found.buckets == (2, 1, *[0] * (len(BOUNDS_S) - 2), 1)
-    assert found.total_s == pytest.approx(1e9, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ProtocolError(""), "protocol_error"),
-        (Fenced(""), "fenced"),
-        (KvpsError(""), "unforeseen"),
-        (ValueError(), "unforeseen"),
-    ],
-)
-def test_a_refusal_is_counted_by_its_class(error: Exception, reason: str) -> None:
-    counts = Counts()
-    counts.refused(error)
-    assert counts.values() == {("kvps_refusals_total", reason): 1}
-    assert reason_of(error) in REASONS
-
-
-def test_an_overload_is_counted_by_its_limit() -> None:
-    counts = Counts()
-    counts.refused(Overload("no room", limit="memory"))
-    assert counts.values() == {("kvps_overloads_total", "memory"): 1}
 
 
 def test_the_table_has_each_name_that_a_core_counts() -> None:

@@ -14,14 +14,6 @@ def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> DenseGrad
     return DenseGradient([torch.tensor(one, dtype=dtype) for one in pieces])
 
 
-def test_elements_are_counted_over_all_pieces() -> None:
-    one = strip([1, 2], [3], [4, 5, 6], dtype=torch.int16)
-    assert len(one) == 6
-    assert one.edges == (2, 3, 6)
-    assert one.dtype is torch.int16
-    assert one.joined().tolist() == [1, 2, 3, 4, 5, 6]
-
-
 def test_contiguous_gradient_is_not_copied() -> None:
     piece = torch.arange(4.0)
     one = DenseGradient([piece])
@@ -31,22 +23,6 @@ def test_contiguous_gradient_is_not_copied() -> None:
     part = one.part(1, 3)
     assert part.joined().data_ptr() == piece[1:].data_ptr()
     assert part.edges == (2,)
-
-
-def test_a_part_has_the_edges_that_are_in_it() -> None:
-    one = strip([1, 2], [3], [4, 5, 6])
-    assert one.within(3, 5).tolist() == [4, 5]
-    assert one.part(1, 4).edges == (1, 2, 3)
-    assert one.part(2, 3).edges == (1,)
-    assert one.part(3, 6).edges == (3,)
-    assert one.part(0, 2).joined().tolist() == [1, 2]
-
-
-def test_a_piece_of_nothing_does_no_harm() -> None:
-    one = strip([1], [], [2, 3])
-    assert len(one) == 3
-    assert one.part(0, 2).joined().tolist() == [1, 2]
-    assert one.part(1, 3).joined().tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,7 +10,7 @@ from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.inquiry import ASK_AGAIN_S, Inquiry
 from kvps.errors import SchedulerLost, Unauthorized
 from kvps.protocol.envelope import Answer, Envelope, Message, Packet, Role
-from kvps.protocol.membership import Beat, Done, Error, Evict, Look, Seen, Stop
+from kvps.protocol.membership import Done, Error, Evict, Look, Seen, Stop
 from tests.support.effects import taken
 
 AT = "tcp://127.0.0.1:9091"
@@ -72,11 +72,6 @@ def test_refusal_ends_the_inquiry() -> None:
     inquiry = begun(Look(), Seen)
     assert hear(inquiry, Error(1, Unauthorized.code, "no such key")) == [Exit(1, "no such key")]
     assert isinstance(inquiry.error, Unauthorized)
-
-
-def test_anything_else_is_noted() -> None:
-    (note,) = hear(begun(Look(), Seen), Beat(1))
-    assert isinstance(note, Note)
 
 
 def test_the_second_answer_to_the_request_before_is_none() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvps.core.effects import Connect, Effect, Exit, Note, Send
 from kvps.core.membership_client import Identity, MembershipClient, Quorum
-from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, SchedulerLost, Unauthorized, WorkerLost
+from kvps.errors import Fenced, ProtocolError, Unauthorized
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
     Alive,
@@ -19,7 +19,6 @@ from kvps.protocol.membership import (
     Hello,
     Leave,
     Left,
-    Released,
     Stop,
     View,
     Welcome,
@@ -98,47 +97,6 @@ class TestJoining:
         assert (envelope.job, envelope.incarnation) == (JOB, 42)
         assert talk.said(Hello)[0].rank == 3
 
-    @pytest.mark.spec("R24")
-    def test_no_answer_for_a_minute_ends_it_as_temporary(self) -> None:
-        talk = Talk()
-        talk.wait(60.0)
-        assert len(talk.said(Hello)) == 60
-        assert isinstance(talk.member.error, SchedulerLost)
-        assert talk.exits() == [Exit(75, str(talk.member.error))]
-        assert str(talk.member.error) == (
-            "worker on here: no answer from the scheduler at tcp://sched:1 for 60 s. Nothing was "
-            "lost. Check that kvps-scheduler runs and that KVPS_SCHEDULER or --scheduler names its "
-            "--bind address, then start this again"
-        )
-        assert talk.member.deadline() is None
-
-    def test_member_told_to_wait_waits(self) -> None:
-        talk = Talk()
-        for _ in range(10):
-            talk.wait(30.0)
-            talk.hear(Beat(0, "waiting for 1 of 2 servers (rank 1)"))
-        assert not talk.exits()
-        assert talk.member.reason == "waiting for 1 of 2 servers (rank 1)"
-        talk.hear(Beat(0, ""))
-        assert talk.member.reason == "waiting for 1 of 2 servers (rank 1)"
-
-    def test_a_worker_whose_job_does_not_begin_says_what_is_missing(self) -> None:
-        missing = "waiting for 1 of 5 workers (rank 4)"
-        talk = joined()
-        talk.hear(Beat(0, missing))
-        talk.wait(29.0)
-        assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
-        talk.wait(100.0)
-        said = [one.text for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
-        assert said == [
-            f"this worker has waited {waited} s for its place in the job: {missing}; 'kvps doctor' finds out why"
-            for waited in (30, 60, 120)
-        ]
-        talk.hear(view(1))
-        talk.wait(300.0)
-        notes = [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
-        assert len(notes) == 3, "the job has begun"
-
     @pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER])
     def test_a_server_and_the_guardian_of_a_running_command_do_not_say_it(self, role: Role) -> None:
         talk = Talk(Identity(role, "s", "here", 7, "kvps", guardian=role == Role.WORKER))
@@ -146,51 +104,8 @@ class TestJoining:
         talk.wait(100.0)
         assert not [one for one in talk.effects if isinstance(one, Note) and one.level == "warning"]
 
-    def test_the_welcome_gives_a_place(self) -> None:
-        talk = joined()
-        assert (talk.member.rank, talk.member.incarnation, talk.member.job) == (3, 42, JOB)
-        assert talk.member.envelope(9) == Envelope(JOB, 0, Role.WORKER, 3, 42, 9)
-        assert talk.member.hello().message.rank == 3  # type: ignore[attr-defined]
-        assert Note("debug", "joined as worker 3") in talk.effects
-        talk.hear(Welcome(4, 99, 5, 2))
-        assert talk.member.rank == 3, "one that comes again changes nothing"
-
-    @pytest.mark.parametrize(
-        ("error", "code"), [(ConfigError, 78), (Mismatch, 1), (WorkerLost, 1), (Fenced, 1)]
-    )
-    def test_a_refusal_is_the_end(self, error: type[Exception], code: int) -> None:
-        talk = Talk()
-        talk.hear(Error(0, error.code, "because"))  # type: ignore[attr-defined]
-        assert isinstance(talk.member.error, error)
-        assert talk.exits() == [Exit(code, "because")]
-        talk.wait(5.0)
-        assert len(talk.said(Hello)) == 1
-
 
 class TestLiving:
-    @pytest.mark.spec("R29")
-    def test_beats_begin_with_the_welcome_and_come_each_second(self) -> None:
-        talk = joined()
-        assert talk.said(Beat) == [Beat(0)]
-        talk.member.progress = 5
-        talk.wait(3.0)
-        assert talk.said(Beat) == [Beat(0), Beat(5), Beat(5), Beat(5)]
-        assert len(talk.said(Hello)) == 1
-        assert talk.take(talk.member.on_timer(talk.now)) == [], "not before it is time"
-
-    def test_silence_is_counted_from_the_last_packet(self) -> None:
-        talk = joined()
-        talk.wait(7.0)
-        assert talk.member.silent_for(talk.now) == 7.0
-        talk.hear(Beat(0))
-        assert talk.member.silent_for(talk.now) == 0.0
-
-    def test_time_in_which_it_was_stopped_itself_is_nobodys_silence(self) -> None:
-        talk = joined()
-        talk.now += 18.0
-        talk.take(talk.member.on_timer(talk.now))
-        assert talk.member.silent_for(talk.now) == 0.0
-
     @pytest.mark.spec("R28")
     def test_the_newest_view_counts(self) -> None:
         talk = joined()
@@ -253,10 +168,6 @@ class TestLiving:
             talk.hear(Stop(1, "over") if end == "stopped" else Error(0, Fenced.code, "stop"))
         talk.hear(Challenge(7))
         assert talk.said(Alive) == []
-
-    def test_message_outside_membership_is_logged(self) -> None:
-        talk = joined()
-        assert talk.hear(Released(1)) == [Note("debug", "unexpected Released from the scheduler")]
 
 
 class TestLeaving:

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core import refusals
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.refusals import Attempt, Attempts, RefusedCalls
+from kvps.core.refusals import Attempt, RefusedCalls
 from kvps.core.scheduler.barriers import Barriers, RoutedMessage, Waiter
 from kvps.core.worker import calls
 from kvps.dtypes import BY_NAME, Spec
@@ -22,18 +22,6 @@ FLOAT = BY_NAME["float32"].id
 
 
 class TestKept:
-    def test_an_attempt_is_refused_and_the_next_is_not(self) -> None:
-        kept = RefusedCalls()
-        kept.keep("k", Attempt(3, 1), Overload("no room"))
-        for number, refused in ((2, 0), (4, 0), (3, 2)):
-            kept.check("k", Attempt(number, refused))
-        kept.check("other", Attempt(3, 0))
-        for refused in (0, 1):
-            with pytest.raises(Overload, match="no room"):
-                kept.check("k", Attempt(3, refused))
-        kept.forget("k")
-        kept.check("k", Attempt(3, 0))
-
     def test_only_so_many_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(refusals, "KEPT_MAX", 2)
         kept = RefusedCalls()
@@ -43,16 +31,6 @@ class TestKept:
         for key in ("a", "c"):
             with pytest.raises(Overload):
                 kept.check(key, Attempt(0, 0))
-
-    def test_a_rank_counts_what_it_was_refused(self) -> None:
-        mine = Attempts()
-        mine.refuse("k", 3)
-        mine.refuse("k", 3)
-        assert [mine.count("k", number) for number in (2, 3, 4)] == [0, 2, 0]
-        mine.refuse("k", 4)
-        assert [mine.count("k", number) for number in (3, 4)] == [0, 1]
-        mine.clear()
-        assert mine.count("k", 4) == 0
 
 
 # --- the scheduler ----------------------------------------------------------------------------------
@@ -115,33 +93,6 @@ class TestBarrier:
         desk.stand(1)
         assert sorted(desk.stand(2, "restore('a')")) == ALL
 
-    def test_repeated_barrier_may_name_another_call(self) -> None:
-        desk = Desk()
-        desk.stand(0, "restore('a')")
-        assert desk.stand(0, "restore('b')") == []
-
-    @pytest.mark.spec("R229")
-    @pytest.mark.spec("R230")
-    def test_failed_rank_lets_no_rank_pass(self) -> None:
-        desk = Desk()
-        desk.stand(0)
-        lost = StorageError("no such tag")
-        assert sorted(desk.stand(1, failure=lost)) == [("w0", "no such tag"), ("w1", "no such tag")]
-        assert desk.stand(2) == [("w2", "no such tag")]
-        assert desk.stand(0, refused=1) == []
-        # It stands in its second attempt, while others still make their first.
-        assert desk.stand(1, failure=StorageError("other")) == [("w1", "no such tag")]
-        assert desk.stand(1, refused=1) == []
-        assert sorted(desk.stand(2, refused=1)) == ALL
-
-    @pytest.mark.spec("R229")
-    def test_failed_rank_may_arrive_first_where_lost_ranks_are_not_waited_for(self) -> None:
-        desk = Desk()
-        assert desk.stand(1, failure=StorageError("no"), waits=False) == [("w1", "no")]
-        assert desk.stand(0, waits=False) == [("w0", "no")]
-        assert desk.stand(0, waits=False, refused=1) == []
-        assert sorted(desk.stand(1, failure=StorageError("no"), refused=1)) == [("w0", "no"), ("w1", "no")]
-
     @pytest.mark.spec("R230")
     def test_failed_rank_may_arrive_behind_a_passed_barrier(self) -> None:
         desk = Desk()
@@ -151,15 +102,6 @@ class TestBarrier:
         assert desk.stand(1, number=1, failure=no, waits=False) == [("w1", "no")]
         assert desk.stand(0, number=1, waits=False) == [("w0", "no")]
         assert desk.stand(0, waits=False) == [("w0", "released")]
-
-    @pytest.mark.spec("R230")
-    def test_a_later_barrier_is_another(self) -> None:
-        desk = Desk()
-        desk.stand(1, failure=StorageError("no"))
-        for rank in (0, 1):
-            assert desk.stand(rank, number=1) == []
-        assert sorted(desk.stand(2, number=1)) == ALL
-        assert desk.stand(2) == [("w2", "released")]
 
     @pytest.mark.spec("R229")
     def test_resumed_rank_without_the_number_is_answered_alone(self) -> None:
@@ -214,15 +156,6 @@ class TestServer:
         one.init("w", torch.zeros(10))
         assert heard(one.say(2, declare(10)), Declared)  # the key is there: it may be looked up
 
-    @pytest.mark.spec("R231")
-    def test_a_value_that_is_there_is_not_refused_with_others(self) -> None:
-        one = stage(memory_limit=400)
-        one.init("there", [1.0])
-        entries = (Entry("there", FLOAT, (1,), 0, 1), Entry("w", FLOAT, (1000,), 0, 1000))
-        assert len(errors(one.say(0, Declare("kv", True, 0, entries)))) == 1
-        assert heard(one.say(1, declare(1, key="there")), Declared)
-        assert len(errors(one.say(1, Declare("kv", False, 0, entries)))) == 1
-
     def setting(self, create: bool, refused: int = 0, **numbers: object) -> Message:
         made = optimizing("sgd", 1, create, **numbers)
         return Optimize(made.store, made.call, create, made.name, made.numbers, {}, {}, refused=refused)
@@ -249,27 +182,6 @@ class TestServer:
         ((_, text),) = errors(one.say(1, Rate("kv", 1, False, 0.25)))
         assert errors(one.say(2, Rate("kv", 1, False, 0.5))) == [(b"w2", text)]
         assert heard(one.say(2, Rate("kv", 1, False, 0.5, refused=1)), Done)
-
-    @pytest.mark.spec("R231")
-    def test_a_rate_that_cannot_be(self) -> None:
-        one = stage()
-        one.say(0, self.setting(create=True, lr=0.1))
-        assert one.say(1, Rate("kv", 1, False, -1.0)) == []
-        told = errors(one.say(0, Rate("kv", 1, True, -1.0)))
-        assert {to for to, _ in told} == {b"w0", b"w1"}
-        assert len(errors(one.say(2, Rate("kv", 1, False, -1.0)))) == 1
-
-    @pytest.mark.spec("R126")
-    def test_replacement_knows_no_refused_number(self) -> None:
-        one = stage()
-        one.say(0, self.setting(create=True, lr=0.1))
-        one.say(0, Rate("kv", 1, True, 0.5))
-        one.say(1, self.setting(create=False, lr=0.2))
-        one.say(1, Rate("kv", 1, False, 0.25))
-        made = optimizing("sgd", 1, False, lr=0.1)
-        again = Optimize("kv", 1, False, "sgd", made.numbers, {}, {}, resumed=True)
-        assert heard(one.say(2, again), Done)
-        assert heard(one.say(2, Rate("kv", 1, False, 0.5, resumed=True)), Done)
 
 
 # --- a worker -----------------------------------------------------------------------------------------

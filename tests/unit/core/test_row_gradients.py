@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.row_gradients import RowGradient, added, coalesce, numbered
+from kvps.core.row_gradients import RowGradient, added, coalesce
 
 
 def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.float32) -> RowGradient:
@@ -20,12 +20,6 @@ def sparse(rows: dict[int, list[float]], count: int, dtype: torch.dtype = torch.
 def dense(one: RowGradient) -> torch.Tensor:
     out = torch.zeros(len(one) // one.width, one.width, dtype=one.dtype)
     return out.index_copy_(0, one.ids, one.rows).view(-1)
-
-
-def test_row_gradient_has_as_many_elements_as_its_piece_of_the_table() -> None:
-    one = sparse({0: [1, 2], 3: [3, 4]}, 5, torch.float16)
-    assert (len(one), one.width, one.dtype) == (10, 2, torch.float16)
-    assert one.joined().tolist() == [1, 2, 3, 4]
 
 
 def test_a_part_numbers_its_rows_from_its_own_first() -> None:
@@ -93,51 +87,4 @@ def test_rows_that_are_there_once_are_left_where_they_are() -> None:
     assert found is rows
 
 
-@given(st.lists(st.integers(-5, 5), max_size=12))
-def test_numbers_are_sorted_and_found_again(given_ids: list[int]) -> None:
-    ids = torch.tensor(given_ids, dtype=torch.int64)
-    unique, places = numbered(ids)
-    assert unique.tolist() == sorted(set(given_ids))
-    assert unique[places].tolist() == given_ids
-
-
 # --- sums of parts ------------------------------------------------------------------------------
-
-
-EDGES = (0, 2, 3, 5)
-
-
-def three(*rows: dict[int, list[float]]) -> list[list[RowGradient]]:
-    """Gradients, each cut at the same places."""
-    return [sparse(one, 5).cut(EDGES) for one in rows]
-
-
-def test_parts_of_a_cut_are_numbered_from_their_own_first() -> None:
-    (parts,) = three({0: [1.0], 3: [2.0], 4: [3.0]})
-    assert [one.ids.tolist() for one in parts] == [[0], [], [0, 1]]
-    assert [len(one) for one in parts] == [2, 1, 2]
-    whole = sparse({1: [1.0]}, 3)
-    assert whole.cut((0, 3)) == [whole]
-
-
-@pytest.mark.parametrize("divisor", [1, 2])
-def test_parts_are_summed_as_the_wholes_are(divisor: int) -> None:
-    one, two = three({0: [1.0], 3: [2.0], 4: [3.0]}, {0: [4.0], 2: [5.0]})
-    totals = [added([left, right], divisor) for left, right in zip(one, two, strict=True)]
-    found = torch.cat([dense(total) for total in totals])
-    assert torch.equal(found, torch.tensor([5.0, 0.0, 5.0, 2.0, 3.0]) / divisor)
-    storages = {total.rows.untyped_storage().data_ptr() for total in totals}
-    assert len(storages) == 1, "the whole is summed once"
-    assert one[0].rows.tolist() == [[1.0]], "what was pushed is only read"
-
-
-def test_other_companions_make_another_sum() -> None:
-    one, two, other = three({0: [1.0]}, {0: [2.0]}, {0: [4.0]})
-    assert added([one[0], two[0]]).rows.tolist() == [[3.0]]
-    assert added([one[0], other[0]]).rows.tolist() == [[5.0]]
-    assert added([one[0], two[0], other[0]]).rows.tolist() == [[7.0]]
-
-
-def test_a_part_of_a_cut_and_one_of_none_are_summed_by_themselves() -> None:
-    ((first, *_),) = three({0: [1.0]})
-    assert added([first, sparse({1: [2.0]}, 2)]).rows.tolist() == [[1.0], [2.0]]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable
 
-from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
+from kvps.core.effects import Effect, Exit, Finish, Note, Send
 from kvps.core.membership_client import Identity
 from kvps.core.supervisor import ASK, END_MAX_S, KILL, LEAVE_MAX_S, OVER_MAX_S, START, Supervisor
 from kvps.errors import ConfigError, Fenced
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Beat, Error, Hello, Leave, Left, Member, Stop, View, Welcome
+from kvps.protocol.membership import Beat, Error, Leave, Left, Member, Stop, View, Welcome
 from tests.support.effects import taken
 
 JOB = b"job of the tests"
@@ -76,13 +76,6 @@ def exits(effects: Iterable[Effect]) -> list[Exit]:
 
 
 class TestJoining:
-    def test_says_hello_as_a_guardian(self) -> None:
-        connect, hello = Stage().started
-        assert connect == Connect("scheduler", AT)
-        message = said(hello)
-        assert isinstance(message, Hello)
-        assert (message.rank, message.guardian, message.master) == (2, True, "m:1")
-
     def test_waits_as_long_as_the_scheduler_says_so(self) -> None:
         stage = Stage()
         for _ in range(10):
@@ -91,11 +84,6 @@ class TestJoining:
         (end,) = exits(stage.wait(61))
         assert end.code == 75
         assert f"no answer from the scheduler at {AT} for 60 s" in end.reason
-
-    def test_is_refused(self) -> None:
-        stage = Stage()
-        assert [one.code for one in exits(stage.hear(Error(0, ConfigError.code, "full")))] == [78]
-        assert stage.supervisor.deadline() is None
 
     def test_comes_too_late(self) -> None:
         for code, exit_code in ((0, 75), (1, 1), (75, 75)):
@@ -106,10 +94,6 @@ class TestJoining:
     def test_is_asked_to_stop(self) -> None:
         assert Stage().signal(signal.SIGTERM) == [Exit(143, "asked to stop by SIGTERM")]
 
-    def test_nobody_connects_to_it(self) -> None:
-        stage = Stage()
-        assert taken(stage.supervisor, stage.supervisor.on_drop(b"x", stage.now)) == []
-
 
 class TestRunning:
     def test_starts_the_command_once(self) -> None:
@@ -119,12 +103,6 @@ class TestRunning:
         stage = running()
         assert leaves(stage.end(0, "done")) == [Leave(True, 0, True, "done")]
         assert stage.hear(Left()) == [Exit(0, "done")]
-
-    def test_says_how_the_command_failed(self) -> None:
-        for is_replaceable in (True, False):
-            stage = running(is_replaceable)
-            assert leaves(stage.end(3, "why")) == [Leave(False, 3, is_replaceable, "why")]
-            assert stage.hear(Left()) == [Exit(3, "why")]
 
     def test_a_wrong_configuration_is_not_replaced(self) -> None:
         """Another start would end like this one: nobody has to wait for it."""
@@ -162,11 +140,6 @@ class TestRunning:
         stage.signal(signal.SIGTERM)
         assert stage.signal(signal.SIGTERM) == [Finish(KILL)]
 
-    def test_a_signal_while_leaving(self) -> None:
-        stage = running()
-        stage.end(3)
-        assert exits(stage.signal(signal.SIGTERM)) == [Exit(3, "asked to stop by SIGTERM")]
-
     def test_is_fenced(self) -> None:
         stage = running()
         note, ask = stage.hear(Error(0, Fenced.code, "another has your rank"))
@@ -181,12 +154,6 @@ class TestRunning:
 
 
 class TestTheJobIsOver:
-    def test_a_command_has_time_to_notice(self) -> None:
-        stage = running()
-        assert stage.hear(Stop(75, "the scheduler was asked to stop")) == []
-        assert stage.wait(OVER_MAX_S - 1) == []
-        assert exits(stage.end(1)) == [Exit(1, "it ended")]
-
     def test_a_command_that_does_not_notice_is_ended(self) -> None:
         stage = running()
         stage.hear(Stop(75, "stopped"))

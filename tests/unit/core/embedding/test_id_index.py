@@ -9,16 +9,6 @@ from kvps.core.embedding import id_index as module
 from kvps.core.embedding.id_index import CELLS_MIN, FULL, IdIndex
 
 
-def test_ids_get_slots_from_0_on_and_are_found_there() -> None:
-    index = IdIndex()
-    ids = np.array([7, -1, 2**62], np.int64)
-    assert index.add(ids).tolist() == [0, 1, 2]
-    assert index.find(np.array([2**62, 8, 7, 7], np.int64)).tolist() == [2, -1, 0, 0]
-    assert index.ids_at(np.array([1])).tolist() == [-1]
-    assert len(index) == 3
-    index.check()
-
-
 def test_index_grows_as_often_as_it_must() -> None:
     index = IdIndex()
     ids = np.random.default_rng(1).permutation(200_000) * 64  # alike in their last bits

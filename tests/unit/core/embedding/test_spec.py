@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvps.core.embedding.id_hash import Initializer
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.errors import ConfigError
 
@@ -25,18 +24,6 @@ def made(**given: Any) -> EmbeddingSpec:
         "seed": None,
     }
     return recipe_of(**(plain | given))
-
-
-def test_arguments_become_a_recipe() -> None:
-    recipe = made(init=("normal", 0.5), evict={"age": 10, "rows": 100}, admit=2, seed=7, lr=0.25)
-    assert (recipe.dim, recipe.dtype, recipe.first) == (4, "float32", Initializer("normal", 0.5))
-    assert (recipe.admit, recipe.max_age, recipe.max_rows, recipe.seed) == (2, 10, 100, 7)
-    assert recipe.hyper.number("lr") == 0.25
-
-
-def test_the_seed_comes_from_the_name() -> None:
-    assert made().seed == made().seed != made(name="others").seed
-    assert 0 <= made().seed < 2**63
 
 
 def test_a_torch_dtype_and_a_torch_optimizer_will_do() -> None:

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core.embedding import arena
-from kvps.core.embedding import table as module
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EmbeddingRows
 
@@ -56,25 +54,6 @@ class Driven:
                 return sorted(found)
 
 
-def test_a_pull_makes_no_row_and_gives_the_first_value() -> None:
-    driven = Driven()
-    before = driven.rows(3, 3, -8)
-    assert before[0] == before[1] != before[2]
-    assert len(driven.table) == 0
-    driven.push(3, value=0.25)
-    assert len(driven.table) == 1
-    after = torch.tensor(before[0]) - 0.25
-    assert driven.rows(3, -8) == [after.tolist(), before[2]]
-    assert driven.rows() == []
-
-
-def test_a_push_updates_its_rows_and_no_others() -> None:
-    driven = Driven(optimizer="sgd", lr=1.0, momentum=0.5, init="zeros")
-    driven.push(1, 2)
-    driven.push(1)
-    assert driven.rows(1, 2) == [[-2.5, -2.5], [-1.0, -1.0]]
-
-
 def test_updates_equal_those_of_torch() -> None:
     driven = Driven(optimizer="adagrad", lr=0.1, initial_accumulator_value=0.5)
     weight = torch.nn.Parameter(torch.tensor(driven.rows(4, 9)))
@@ -107,32 +86,6 @@ def test_halves_are_summed_in_float32_and_may_have_masters() -> None:
     assert block.columns["weight"].dtype == torch.bfloat16
 
 
-def test_an_id_gets_its_row_at_the_nth_push() -> None:
-    driven = Driven(admit=3, init="zeros")
-    driven.push(1, 2)
-    driven.push(1)
-    assert len(driven.table) == 0
-    driven.push(1, 2)
-    assert (driven.rows(1, 2), driven.ids()) == ([[-1.0, -1.0], [0.0, 0.0]], [1])
-    driven.push(1, 2, 3)
-    assert (driven.rows(1, 2), driven.ids()) == ([[-2.0, -2.0], [-1.0, -1.0]], [1, 2])
-    driven.push(1, 2)
-    assert driven.rows(2) == [[-2.0, -2.0]]
-
-
-def test_rows_go_that_had_no_push_for_so_long() -> None:
-    driven = Driven(evict={"age": 3}, init="zeros")
-    driven.push(1)
-    for _ in range(3):
-        driven.push(2)
-    assert driven.ids() == [1, 2]
-    driven.push(2)
-    assert driven.ids() == [2]
-    assert driven.rows(1) == [[0.0, 0.0]]
-    driven.push(1)
-    assert driven.rows(1) == [[-1.0, -1.0]]
-
-
 def test_old_rows_are_looked_for_now_and_then() -> None:
     driven = Driven(evict={"age": 32})
     driven.push(1)
@@ -147,87 +100,10 @@ def test_old_rows_are_looked_for_now_and_then() -> None:
     assert driven.ids() == [2]
 
 
-def test_the_oldest_rows_go_when_there_are_too_many() -> None:
-    driven = Driven(evict={"rows": 16})
-    for one in range(16):
-        driven.push(one)
-    driven.push(0)
-    assert len(driven.table) == 16
-    driven.push(100)
-    assert driven.ids() == [0, *range(4, 16), 100]
-
-
-def test_of_equally_old_rows_the_lowest_ids_go() -> None:
-    driven = Driven(evict={"rows": 8})
-    driven.push(*range(10, 18))
-    driven.push(1)
-    assert driven.ids() == [1, *range(12, 18)]
-
-
 def test_a_push_of_more_rows_than_there_may_be_keeps_the_most() -> None:
     driven = Driven(evict={"rows": 4}, servers=2)  # 2 of them here
     driven.push(*range(9))
     assert driven.ids() == [7, 8]
-
-
-def test_ids_since_a_version_are_those_that_changed() -> None:
-    driven = Driven()
-    driven.push(*range(10))
-    driven.push(2, 5)
-    driven.push(5, 7, 11)
-    assert driven.ids(since=1) == [2, 5, 7, 11]
-    assert driven.ids(since=2) == [5, 7, 11]
-    assert driven.ids(since=3) == []
-    assert len(driven.ids()) == 11
-    assert driven.table.block(0, 1, 2).stamps.tolist() == [3]
-
-
-def test_blocks_look_at_so_many_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SCAN_SLOTS", 4)
-    driven = Driven()
-    driven.push(*range(10))
-    driven.push(9)
-    block = driven.table.block(0, 100, 1)
-    assert (len(block.ids), block.next) == (0, 4)
-    assert driven.ids(since=1) == [9]
-
-
-def small_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "ARENA_BYTES_MIN", 64)
-    monkeypatch.setattr(arena, "ARENA_BYTES_MAX", 64)
-
-
-def test_kept_table_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_arenas(monkeypatch)
-    driven = Driven(admit=2, init="zeros")
-    driven.push(*range(20))
-    driven.push(*range(20))
-    kept, release = driven.table.keep()
-    driven.push(*range(30))
-    assert kept.ids.tolist() == list(range(20))
-    assert kept.stamps.tolist() == [2] * 20
-    rows = torch.cat([one.columns["weight"] for one in kept.arenas])[:20]
-    assert rows.tolist() == [[-1.0, -1.0]] * 20
-    assert kept.counts is not None
-    release()
-    assert driven.rows(0) == [[-2.0, -2.0]]
-    driven.table.check()
-
-
-def test_rows_are_put_back_with_their_stamps_and_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_arenas(monkeypatch)
-    driven = Driven(optimizer="sgd", lr=1.0, momentum=0.5)
-    driven.push(1, 2, 3)
-    driven.push(2)
-    block = driven.table.block(0, 100, with_state=True)
-    other = EmbeddingRows(driven.table.recipe)
-    other.put(block.ids, block.stamps, block.columns)
-    other.check()
-    for one in (driven.table, other):
-        one.push(np.array([2, 3]), torch.ones(2, 2), version=3, step=3)
-    some = np.array([1, 2, 3, 4])
-    assert torch.equal(other.pull(some), driven.table.pull(some))
-    assert other.block(0, 9, 1).ids.tolist() == [2, 3]
 
 
 def test_versions_may_need_more_than_32_bits() -> None:

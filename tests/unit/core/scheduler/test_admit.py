@@ -9,8 +9,7 @@ from kvps.core.limits import Limits
 from kvps.core.scheduler.scheduler import REFUSALS_TOLD_MAX
 from kvps.errors import Fenced, KvpsError, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
-from kvps.protocol.membership import Beat, Evict, Hello, Leave, Look, Ping, Rendezvous, Seen, Stop
-from tests.support.effects import taken
+from kvps.protocol.membership import Beat, Evict, Hello, Leave, Look, Ping, Rendezvous, Seen
 from tests.support.scheduler_harness import JOB, Stage, notes, sent
 
 NOBODY = bytes(16)
@@ -26,12 +25,6 @@ def stage(limits: Limits | None = None) -> Stage:
 
 def envelope(job: bytes = JOB, rank: int = 0, life: int = 1) -> Envelope:
     return Envelope(job, 0, Role.WORKER, rank, life, 1)
-
-
-@pytest.mark.spec("R240")
-@pytest.mark.parametrize("kind", [Hello, Look, Leave])
-def test_anybody_may_say_hello_and_look(kind: type[Message]) -> None:
-    assert stage().scheduler.admit("stranger", envelope(NOBODY, 7, 0), kind)
 
 
 @pytest.mark.spec("R240")
@@ -107,8 +100,3 @@ def test_the_log_tells_of_some_that_were_refused() -> None:
     one.now += 10.0
     (line,) = refuse()
     assert "(3 more were refused before" in line
-
-
-def test_stop_is_for_all() -> None:
-    one = stage()
-    assert sent(taken(one.scheduler, one.scheduler.on_stop(one.now)), Stop)

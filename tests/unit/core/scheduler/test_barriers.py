@@ -54,26 +54,6 @@ def test_released_barrier_is_passed_at_once() -> None:
     assert barriers.released == {("kv", "b"): 4}
 
 
-@pytest.mark.spec("R33")
-def test_stores_names_and_numbers_are_barriers_of_their_own() -> None:
-    barriers = Barriers(range(2))
-    stand(barriers, 0, number=0)
-    assert stand(barriers, 1, number=1) == []
-    assert stand(barriers, 1, number=0, name="c") == []
-    assert barriers.stand(1, Waiter("w1", 1), Barrier("other", "b", 0)) == []
-
-
-def test_a_later_number_takes_the_earlier_ones_along() -> None:
-    barriers = Barriers(range(2))
-    stand(barriers, 0, 0, seq=1)
-    stand(barriers, 0, 1, seq=2)
-    assert stand(barriers, 1, 1, seq=3) == [
-        RoutedMessage("w0", Released(1)),
-        RoutedMessage("w0", Released(2)),
-        RoutedMessage("w1", Released(3)),
-    ]
-
-
 def test_releases_when_a_rank_is_required_no_more() -> None:
     barriers = Barriers(range(3))
     stand(barriers, 0, 0)
@@ -101,16 +81,6 @@ def test_waiter_for_a_lost_worker_gets_worker_lost() -> None:
     with pytest.raises(WorkerLost, match="number 3"):
         stand(barriers, 1, number=3)
     assert not barriers.open
-
-
-def test_lost_worker_keeps_its_place_at_a_barrier() -> None:
-    barriers = Barriers(range(3))
-    stand(barriers, 2)
-    stand(barriers, 0)
-    barriers.withdraw(2)
-    barriers.withdraw(1)
-    assert require(barriers, 0, 1, w2="exit code 1") == []
-    assert stand(barriers, 1) == [RoutedMessage("w0", Released(1)), RoutedMessage("w1", Released(1))]
 
 
 def test_limits() -> None:
@@ -143,23 +113,6 @@ class TestWithoutWaiting:
         answers = barriers.require(set(range(3)) - named.keys(), named, lost)
         barriers.check({0, 1, 2})
         return answers
-
-    @pytest.mark.spec("R33")
-    def test_a_loss_releases(self) -> None:
-        barriers = Barriers(range(3))
-        self.stand(barriers, 0)
-        self.stand(barriers, 1)
-        assert [one.route for one in self.lose(barriers, 2)] == ["w0", "w1"]
-        assert self.stand(barriers, 2) == [RoutedMessage("w2", Released(1))]
-
-    @pytest.mark.spec("R33")
-    def test_the_lost_are_not_waited_for(self) -> None:
-        barriers = Barriers(range(3))
-        self.lose(barriers, 2)
-        assert self.stand(barriers, 0) == []
-        assert [one.route for one in self.stand(barriers, 1)] == ["w0", "w1"]
-        assert stand(barriers, 0, name="other") == []
-        assert stand(barriers, 1, name="other") == [], "others wait all the same"
 
     @pytest.mark.spec("R33", "R35")
     def test_nor_are_those_who_are_gone(self) -> None:
@@ -201,17 +154,6 @@ class TestResuming:
         assert self.stand(barriers, 0, 7, after=4) == []
 
     @pytest.mark.spec("R124")
-    def test_first_barrier_of_a_resumed_worker_is_that_of_the_others(self) -> None:
-        barriers = Barriers(range(2))
-        barriers.resume(1, "kv", 3)
-        self.stand(barriers, 0, 7, after=4)
-        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [
-            RoutedMessage("w0", Released(7)),
-            RoutedMessage("w1", Released(10, 7)),
-        ]
-        assert self.stand(barriers, 1, 0, after=4, resumed=True) == [RoutedMessage("w1", Released(10, 7))]
-
-    @pytest.mark.spec("R124")
     def test_barrier_of_a_resumed_worker_floats_until_another_arrives(self) -> None:
         barriers = Barriers(range(3))
         barriers.resume(1, "kv", 3)
@@ -247,14 +189,6 @@ class TestResuming:
         barriers.withdraw(1)
         assert barriers.require([0, 1], {}) == []
         assert self.stand(barriers, 0, 7, after=4) == []
-
-    def test_lost_worker_is_missed_only_where_it_is_needed(self) -> None:
-        barriers = Barriers(range(2))
-        barriers.resume(1, "kv", 3)
-        require(barriers, 0, w1="exit code 1")
-        assert self.stand(barriers, 0, 7, after=3) == [RoutedMessage("w0", Released(7))]
-        with pytest.raises(WorkerLost):
-            self.stand(barriers, 0, 8, after=4)
 
     @pytest.mark.spec("R124")
     def test_without_rounds_it_goes_on_behind_the_last(self) -> None:

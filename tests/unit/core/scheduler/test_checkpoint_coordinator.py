@@ -9,13 +9,12 @@ import pytest
 from kvps.core.effects import Note
 from kvps.core.scheduler import checkpoint_coordinator as module
 from kvps.core.scheduler.barriers import RoutedMessage, Waiter
-from kvps.core.scheduler.checkpoint_coordinator import RETRY_S, CheckpointCoordinator, CheckpointEffect
+from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator, CheckpointEffect
 from kvps.core.scheduler.cut import AGAIN_S, NodeMessage
 from kvps.errors import BY_CODE, ConfigError, Overload, StorageError
 from kvps.protocol.checkpoint import (
     Checkpoint,
     Checkpointed,
-    Commit,
     Committed,
     GiveUp,
     Halt,
@@ -28,7 +27,6 @@ from kvps.protocol.checkpoint import (
     Restore,
     Restored,
     Shelf,
-    TakeImage,
 )
 from kvps.protocol.envelope import Message, Node, Role
 from kvps.protocol.membership import Error
@@ -137,11 +135,6 @@ class TestByTheClock:
         desk.take(9)
         assert desk.wait(EVERY_S) == [(W0, Halt(10, {})), (W1, Halt(10, {}))]
 
-    def test_the_shortest_time_that_a_server_wants_counts(self) -> None:
-        desk = Desk(shelves=False)
-        desk.hear((S0, Shelf(0, True, 30.0, (), 0)), (S1, Shelf(0, True, 0.0, (), 0)))
-        assert desk.core.due == desk.now + 30.0
-
     @pytest.mark.spec("R413")
     def test_none_is_begun_before_a_worker_has_pushed(self) -> None:
         desk = Desk(has_pushed=False)
@@ -159,28 +152,6 @@ class TestByTheClock:
         desk.ask(0)
         assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
-    @pytest.mark.spec("R136")
-    def test_from_halt_to_complete(self) -> None:
-        desk = Desk()
-        assert [type(message) for _, message in desk.wait(EVERY_S)] == [Halt, Halt]
-        assert desk.take(until="halted") == [(S0, TakeImage(1)), (S1, TakeImage(1))]
-        said = desk.take(until="kept")
-        assert [(node, type(message)) for node, message in said] == [(S0, Commit), (S1, Commit)]
-        assert desk.core.kept == 0
-        assert desk.hear((S0, Committed(1)), (S1, Committed(1))) == []
-        assert desk.core.kept == 1
-        assert desk.notes() == ["checkpoint 1 is complete"]
-
-    @pytest.mark.spec("R136")
-    def test_the_last_one_is_named_so_that_no_server_removes_it(self) -> None:
-        desk = desk_with_a_cut()
-        for cut in (2, 3):  # one server completes them, and another cannot
-            desk.wait(EVERY_S)
-            for _, commit in desk.take(cut, until="kept"):
-                assert isinstance(commit, Commit)
-                assert commit.kept == 1
-            desk.hear((S0, Committed(cut)), (S1, Committed(cut, "no space left")))
-
     @pytest.mark.spec("R138")
     def test_unanswered_halt_is_repeated(self) -> None:
         desk = Desk()
@@ -188,43 +159,6 @@ class TestByTheClock:
         assert desk.core.due == desk.now + AGAIN_S
         assert desk.wait(AGAIN_S - 0.1) == []
         assert desk.wait(0.1) == begun
-
-    def test_answers_about_another_cut_do_not_count(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        desk.take(cut=7)
-        assert desk.core.kept == 0
-        assert [type(message) for _, message in desk.wait(AGAIN_S)] == [Halt, Halt]
-
-    @pytest.mark.spec("R137")
-    def test_abandoned_cut_is_tried_again_soon(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        said = desk.hear((W1, Proceeding(1, False)))
-        assert said == [(W0, Proceed(1)), (S0, GiveUp(1)), (S1, GiveUp(1))]
-        assert desk.hear((W0, Proceeding(1, True))) == []
-        assert desk.notes() == ["checkpoint 1 was abandoned: worker 1 could not wait any longer"]
-        assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
-
-    def test_none_is_begun_while_a_server_is_away_or_the_job_is_over(self) -> None:
-        desk = Desk()
-        desk.meet(servers=1)
-        assert desk.wait(EVERY_S) == []
-        assert desk.core.due is None
-        desk.meet(is_running=False)
-        assert desk.core.due is None
-        assert desk.wait(EVERY_S) == []
-        desk.meet()
-        assert desk.core.due == desk.now + EVERY_S, "it is counted anew"
-
-    @pytest.mark.spec("R137")
-    def test_a_member_that_comes_or_goes_ends_the_one_under_way(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        desk.meet(workers=1)
-        assert desk.wait(AGAIN_S)[0] == (W0, Proceed(1))
-        desk.hear((W0, Proceeding(1, True)))
-        assert desk.notes() == ["checkpoint 1 was abandoned: a worker joined or left"]
 
 
 # --- the last -------------------------------------------------------------------------------------
@@ -244,14 +178,6 @@ class TestTheLast:
         desk.core.pushed(desk.now)
         assert desk.wait(EVERY_S) == []
         assert desk.notes() == []
-
-    @pytest.mark.spec("R413")
-    def test_last_cut_begins_with_the_push_that_a_late_beat_reports(self) -> None:
-        desk = Desk(has_pushed=False)
-        desk.core.conclude(desk.now)
-        desk.wait(1.0)
-        desk.core.pushed(desk.now)
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
 
     @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
     def test_last_cut_begins_at_once_and_none_follows(self, every_s: float) -> None:
@@ -276,41 +202,11 @@ class TestTheLast:
         desk.take(2)
         assert desk.core.concluded == 2
 
-    def test_abandoned_last_cut_is_tried_again(self) -> None:
-        desk = Desk(every_s=0.0)
-        desk.core.conclude(desk.now)
-        desk.hear((W1, Proceeding(1, False)), (W0, Proceeding(1, True)))
-        assert desk.core.due == desk.now + RETRY_S
-        assert desk.wait(RETRY_S) == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
-        desk.take(2)
-        assert desk.core.concluded == 2
-
-    def test_last_cut_waits_until_the_job_is_complete(self) -> None:
-        desk = Desk()
-        desk.meet(servers=1)
-        desk.core.conclude(desk.now)
-        assert desk.outgoing() == []
-        desk.meet()
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
-
 
 # --- by request ----------------------------------------------------------------------------------------
 
 
 class TestByWish:
-    @pytest.mark.spec("R146")
-    def test_all_who_asked_are_answered_when_it_is_complete(self) -> None:
-        desk = Desk(every_s=0.0)
-        desk.ask(0, tag="best")
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
-        desk.ask(1, tag="best", seq=4)
-        commit = desk.take(until="kept")[0][1]
-        assert isinstance(commit, Commit)
-        assert commit.tag == "best"
-        assert desk.answers() == []
-        desk.hear((S0, Committed(1)), (S1, Committed(1)))
-        assert desk.answers() == [(b"w0", Checkpointed(9, 1)), (b"w1", Checkpointed(4, 1))]
-
     @pytest.mark.spec("R146")
     def test_repeated_or_late_request_is_answered_at_once(self) -> None:
         desk = Desk(every_s=0.0)
@@ -333,14 +229,6 @@ class TestByWish:
         assert desk.answers() == []
         desk.take(2)
         assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
-
-    @pytest.mark.spec("R244")
-    @pytest.mark.parametrize("tag", ["two words", "a\nb", "../x", ".hidden", "-x", "é", "x" * 65])
-    def test_a_tag_is_a_word(self, tag: str) -> None:
-        desk = Desk(every_s=0.0)
-        with pytest.raises(ConfigError, match="use 1 to 64 of the characters"):
-            desk.ask(0, tag=tag)
-        assert desk.outgoing() == []
 
     @pytest.mark.spec("R244")
     def test_so_many_in_a_minute_and_the_next_waits(self) -> None:
@@ -390,20 +278,6 @@ class TestByWish:
             desk.take(number)
         assert desk.core._counts.values() == {}
 
-    @pytest.mark.spec("R244")
-    def test_waiting_request_is_granted_by_the_next_cut_by_the_clock(self) -> None:
-        desk = Desk(every_s=20.0)
-        for number in range(1, 7):
-            desk.ask(0, number=number)
-            desk.take(number)
-        desk.answers()
-        desk.ask(0, number=7, tag="best")
-        assert desk.outgoing() == []
-        assert desk.core.due == desk.now + 20.0
-        assert desk.wait(20.0) == [(W0, Halt(7, {})), (W1, Halt(7, {}))]
-        desk.take(7)
-        assert desk.answers() == [(b"w0", Checkpointed(9, 7))]
-
     def test_cut_that_wrote_nothing_does_not_count(self) -> None:
         desk = Desk(every_s=0.0)
         for number in range(1, 9):
@@ -412,18 +286,6 @@ class TestByWish:
             desk.hear(*[(node, Proceeding(number, True)) for node in (W0, W1)])
             desk.meet()
         assert desk.core._counts.values() == {}
-
-    def test_wishes_with_one_tag_are_granted_by_one_and_others_by_the_next(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        desk.ask(0, tag="a")
-        desk.ask(0, store="other", tag="a")
-        desk.ask(0, store="third", tag="b")
-        desk.take()
-        desk.take(2)
-        assert len(desk.answers()) == 2
-        desk.take(3)
-        assert desk.answers() == [(b"w0", Checkpointed(9, 3))]
 
     @pytest.mark.spec("R146")
     def test_a_full_disk_ends_it(self) -> None:
@@ -438,15 +300,6 @@ class TestByWish:
             desk.ask(1)  # who comes late hears the same
         desk.hear(*[(node, Proceeding(1, True)) for node in (W0, W1)])
         assert desk.wait(1e3) == []
-
-    @pytest.mark.spec("R146")
-    def test_a_worker_that_could_not_wait_does_not(self) -> None:
-        desk = Desk(every_s=0.0)
-        desk.ask(0)
-        desk.hear((W1, Proceeding(1, False)), (W0, Proceeding(1, True)))
-        assert desk.answers() == []
-        desk.take(2)
-        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
 
     def test_lost_worker_is_not_answered(self) -> None:
         desk = Desk(every_s=0.0)
@@ -467,17 +320,6 @@ class TestByWish:
             desk.ask(0)
         assert desk.core.due is None
 
-    @pytest.mark.spec("R146")
-    def test_also_if_that_is_known_only_later(self) -> None:
-        desk = Desk(shelves=False)
-        desk.ask(0)
-        desk.hear((S0, Shelf(0, True, 0.0, (), 0)))
-        assert desk.answers() == []
-        desk.hear((S1, Shelf(0, False, 0.0, (), 0)))
-        ((to, text),) = errors(desk.answers())
-        assert to == b"w0"
-        assert text.startswith("ConfigError: there is no directory for checkpoints")
-
 
 # --- returning --------------------------------------------------------------------------------------
 
@@ -491,31 +333,6 @@ def desk_with_a_cut() -> Desk:
 
 
 class TestReturn:
-    @pytest.mark.spec("R140")
-    def test_without_a_cut_there_is_none(self) -> None:
-        desk = Desk()
-        assert not desk.core.replaced(1, desk.now)
-        assert desk.core.epoch == 0
-        desk.meet()
-        desk.hear((S1, Shelf(0, True, EVERY_S, (), 0)))
-        assert desk.core.recovery is None
-
-    @pytest.mark.spec("R140")
-    def test_a_replaced_server_begins_an_epoch_in_which_all_return(self) -> None:
-        desk = desk_with_a_cut()
-        assert desk.core.replaced(1, desk.now)
-        assert (desk.core.epoch, desk.core.kept) == (1, 1)
-        assert desk.core.due == desk.now
-        assert desk.wait(0.0) == [(S0, Recall(1)), (S1, Recall(1))]
-        desk.shelve(1)
-        assert desk.outgoing() == [(S0, Restore(1, 1)), (S1, Restore(1, 1))]
-        desk.hear((S0, Restored(1, 1)))
-        assert desk.wait(AGAIN_S) == [(S1, Restore(1, 1))]
-        desk.hear((S1, Restored(1, 1)))
-        assert desk.core.recovery is None
-        assert "all servers hold cut 1; epoch 1 begins" in desk.notes()
-        assert desk.core.due == desk.now + EVERY_S
-
     @pytest.mark.spec("R140")
     def test_unreadable_cut_is_passed_over(self) -> None:
         desk = desk_with_a_cut()
@@ -562,29 +379,8 @@ class TestReturn:
         desk.hear((S0, Restored(1, 1)), (S1, Restored(1, 1)))
         assert desk.wait(AGAIN_S) == [(W0, Proceed(2)), (W1, Proceed(2)), (S0, GiveUp(2)), (S1, GiveUp(2))]
 
-    @pytest.mark.spec("R140")
-    def test_a_second_loss_on_the_way_begins_the_next(self) -> None:
-        desk = desk_with_a_cut()
-        desk.core.replaced(1, desk.now)
-        desk.shelve(1)
-        desk.hear((S0, Restored(1, 1)))
-        desk.core.replaced(1, desk.now)
-        assert desk.core.epoch == 2
-        desk.outgoing()
-        assert desk.hear((S1, Restored(1, 1))) == []
-        desk.shelve(1)
-        assert desk.outgoing() == [(S0, Restore(2, 1)), (S1, Restore(2, 1))]
-
 
 class TestRestart:
-    @pytest.mark.spec("R140")
-    def test_a_return_goes_on(self) -> None:
-        desk = Desk()
-        desk.core.resume(5, 4, 2, is_returning=True)
-        assert desk.core.due is not None
-        assert desk.core.due <= desk.now
-        assert desk.wait(0.0) == [(S0, Recall(2)), (S1, Recall(2))]
-
     @pytest.mark.spec("R137")
     def test_a_cut_under_way_is_given_up(self) -> None:
         desk = Desk(shelves=False)
@@ -593,12 +389,6 @@ class TestRestart:
         desk.hear(*[(node, Proceeding(5, True)) for node in (W0, W1)])
         assert desk.notes() == ["checkpoint 5 was abandoned: the scheduler was restarted"]
         assert desk.wait(AGAIN_S) == [(S0, Recall(2)), (S1, Recall(2))]
-
-    def test_complete_cut_stays_kept_after_a_restart(self) -> None:
-        desk = Desk(shelves=False)
-        desk.core.resume(4, 4, 0, is_returning=False)
-        assert desk.wait(0.0) == [(S0, Recall(0)), (S1, Recall(0))]
-        assert desk.core.kept == 4
 
     @pytest.mark.spec("R140")
     def test_a_return_that_failed_has(self) -> None:

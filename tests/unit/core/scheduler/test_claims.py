@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.seat import CHALLENGE_EVERY_S, SEATS_MAX, Claims, SeatLink
+from kvps.core.scheduler.seat import SEATS_MAX, Claims, SeatLink
 
 
 def link() -> SeatLink:
@@ -26,18 +26,6 @@ def test_numbers_grow_and_are_those_of_no_former_scheduler() -> None:
     assert asked(claims) == [10_000_002], "the clock went back"
     claims.challenge({"d": link()}, Claims().open("x"), 11.0)
     assert asked(claims) == [11_000_000]
-
-
-@pytest.mark.spec("R216")
-def test_a_question_is_repeated_until_it_is_answered() -> None:
-    claims, links = Claims(), {"a": link()}
-    since = claims.open("x")
-    for now in (10.0, 10.0 + CHALLENGE_EVERY_S / 2, 11.0):
-        claims.challenge(links, since, now)
-    assert asked(claims) == [10_000_000, 10_000_000]
-    links["a"].proved = 10_000_000
-    claims.challenge(links, since, 12.0)
-    assert asked(claims) == []
 
 
 @pytest.mark.spec("R215")

@@ -68,15 +68,6 @@ def test_a_replacement_with_another_model_is_refused_alone(stage: Stage, rank: i
 
 
 @pytest.mark.spec("R404")
-def test_a_replacement_stands_where_the_others_wait(stage: Stage) -> None:
-    compare(stage, "w0")
-    replace(stage, 2, "w5")
-    assert told(compare(stage, "w5"), Released) == ["w5"]
-    assert told(compare(stage, "w5"), Released) == ["w5"]  # its answer was lost
-    assert sorted(told(compare(stage, "w1"), Released)) == ["w0", "w1"]
-
-
-@pytest.mark.spec("R404")
 def test_a_replacement_that_comes_first_is_not_waited_for(stage: Stage) -> None:
     compare(stage, "w2", LARGE)  # of a model that nobody has met
     replace(stage, 2, "w5")

@@ -17,7 +17,6 @@ from kvps.protocol.checkpoint import (
     Proceed,
     Proceeding,
     StoreSum,
-    TakeImage,
 )
 from kvps.protocol.envelope import Message, Node, Role
 
@@ -48,14 +47,6 @@ def to_writing(cut: Cut) -> Cut:
 
 
 @pytest.mark.spec("R134")
-def test_worker_that_is_behind_goes_on_to_where_the_others_are() -> None:
-    cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {"kv": 5})))
-    assert list(cut.outgoing()) == [(W1, Halt(7, {"kv": 6}))]
-    hear(cut, (W1, Halted(7, {"kv": 6})))
-    assert cut.stage is CutStage.IMAGING
-
-
-@pytest.mark.spec("R134")
 def test_worker_in_the_middle_of_a_step_takes_the_others_along() -> None:
     """It may wait for a push of those who stand before it."""
     cut = hear(cut_of(), (W0, Halted(7, {"kv": 5})), (W1, Halted(7, {"kv": 6}, stands=False)))
@@ -64,21 +55,6 @@ def test_worker_in_the_middle_of_a_step_takes_the_others_along() -> None:
     assert cut.stage is CutStage.HALTING
     hear(cut, (W1, Halted(7, {"kv": 6})))
     assert cut.stage is CutStage.IMAGING
-
-
-def test_a_worker_without_the_store_stands_anywhere() -> None:
-    cut = hear(cut_of(), (W0, Halted(7, {"kv": 6})), (W1, Halted(7, {})))
-    assert cut.stage is CutStage.IMAGING
-
-
-@pytest.mark.spec("R134")
-def test_images_are_taken_when_all_stand_and_workers_proceed_when_all_are() -> None:
-    cut = stand(cut_of())
-    assert list(cut.outgoing()) == [(S0, TakeImage(7)), (S1, TakeImage(7))]
-    hear(cut, (S0, ImageTaken(7)))
-    assert cut.stage is CutStage.IMAGING
-    hear(cut, (S1, ImageTaken(7)))
-    assert set(cut.outgoing()) == {(S0, TakeImage(7)), (S1, TakeImage(7)), (W0, Proceed(7)), (W1, Proceed(7))}
 
 
 @pytest.mark.spec("R136")
@@ -100,11 +76,6 @@ def test_cut_is_committed_when_all_is_on_disks_and_all_workers_had_stood() -> No
     assert not list(cut.outgoing())
     cut.give_up("too late")
     assert cut.stage is CutStage.COMPLETE
-
-
-def test_an_image_that_is_on_the_disk_was_taken() -> None:
-    cut = hear(stand(cut_of()), (S0, kept(1)), (S1, kept(2)))
-    assert cut.stage is CutStage.WRITING
 
 
 @pytest.mark.spec("R137")
@@ -139,12 +110,6 @@ def test_members_that_come_or_go_end_it() -> None:
     cut = to_writing(cut_of())
     cut.meet(both, frozenset({0}))
     assert cut.reason == "a server joined or was lost"
-
-
-def test_a_worker_that_has_said_that_it_stood_may_go() -> None:
-    cut = hear(to_writing(cut_of()), (W0, Proceeding(7, True)), (W1, Proceeding(7, True)))
-    cut.meet(frozenset({0}), frozenset({0, 1}))
-    assert cut.stage is CutStage.WRITING
 
 
 @pytest.mark.spec("R137")

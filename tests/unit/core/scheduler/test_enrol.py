@@ -6,7 +6,6 @@ import pytest
 
 from kvps.core.effects import Save, Trust
 from kvps.core.scheduler import membership
-from kvps.core.scheduler.seat import State
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Beat, Enrol, Error, Hello, View, Welcome
@@ -32,14 +31,6 @@ def trusted(effects: list[object]) -> dict[str, str]:
 
 
 @pytest.mark.spec("R247")
-def test_no_seat_without_a_key() -> None:
-    one = stage()
-    (answer,) = sent(one.hello("w0"), Beat)
-    assert "waits for ENROL" in answer.reason
-    assert one.scheduler.job.seats.by_node[Node(Role.WORKER, 0)].state is State.EMPTY
-
-
-@pytest.mark.spec("R247")
 def test_keys_are_trusted_before_the_welcome_and_named_in_the_view() -> None:
     one = stage(persist=True)
     effects = join(one, "w0", KEY, OTHER, guardian=True)
@@ -55,12 +46,6 @@ def test_keys_are_trusted_before_the_welcome_and_named_in_the_view() -> None:
     assert view.keys == (THIRD, OTHER), "of a guarded seat that of the command"
 
 
-def test_without_keys_a_view_has_none() -> None:
-    one = Stage(1, 1)
-    one.hello("w0")
-    assert sent(one.hello("s0"), View)[0].keys == ()
-
-
 @pytest.mark.spec("R247")
 def test_a_replacement_has_its_own_key_and_the_old_one_opens_nothing() -> None:
     one = stage()
@@ -71,16 +56,6 @@ def test_a_replacement_has_its_own_key_and_the_old_one_opens_nothing() -> None:
     effects = join(one, "w1", OTHER)
     assert trusted(effects) == {OTHER: "worker:0:3", THIRD: "server:0:2"}
     assert sent(effects, Welcome)[0].incarnation == 3
-
-
-@pytest.mark.spec("R247")
-def test_a_restarted_scheduler_knows_the_keys() -> None:
-    one = stage(persist=True)
-    join(one, "w0", KEY, OTHER, guardian=True)
-    join(one, "s0", THIRD)
-    before = one.scheduler.job.seats.sessions()
-    effects = one.restart()
-    assert one.scheduler.job.seats.sessions() == before == trusted(list(effects))
 
 
 def test_enrolment_along_a_connection_ends_with_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.scheduler.membership import LINKS_MAX, Membership
-from kvps.core.scheduler.seat import Settings, State
+from kvps.core.scheduler.seat import Settings
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Node, Role
 from kvps.protocol.membership import Hello, Leave
@@ -29,31 +29,6 @@ def envelope(node: Node, incarnation: int) -> Envelope:
 
 
 class TestTake:
-    @pytest.mark.spec("R25")
-    def test_the_lowest_empty_rank_and_a_growing_incarnation(self) -> None:
-        table = seats()
-        for number, (route, role, node) in enumerate(
-            [("a", Role.WORKER, W0), ("b", Role.SERVER, S0), ("c", Role.WORKER, W1)], start=1
-        ):
-            seat, replaces = table.take(route, hello(role=role, pid=number), 1.0)
-            assert (seat.node, seat.incarnation, replaces) == (node, number, False)
-            table.check()
-
-    @pytest.mark.spec("R25")
-    def test_the_wanted_rank(self) -> None:
-        assert seats().take("a", hello(1), 1.0)[0].node == W1
-
-    def test_an_empty_rank_before_a_lost_one(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 1.0)
-        table.by_node[W0].lose("silent", 13.0)
-        assert table.take("b", hello(pid=8), 14.0)[0].node == W1
-        seat, replaces = table.take("c", hello(pid=9), 14.0)
-        assert (seat.node, seat.incarnation, replaces) == (W0, 3, True)
-        assert list(seat.links) == ["c"]
-        assert "a" not in table.routes
-        table.check()
-
     @pytest.mark.spec("R20")
     def test_refusals_change_nothing(self) -> None:
         table = seats()
@@ -70,13 +45,6 @@ class TestTake:
                 table.take("x", hello(wanted, pid=8), 2.0)
         assert table.issued == 2
         assert set(table.routes) == {"a", "b"}
-
-    def test_returning_process_takes_its_own_seat_first_if_no_link_reaches_it(self) -> None:
-        table = seats()
-        table.take("a", hello(1, pid=11), 1.0)
-        table.drop("a", 2.0)
-        seat, replaces = table.take("b", hello(pid=11), 2.0)
-        assert (seat.node, seat.incarnation, replaces) == (W1, 2, True)
 
     @pytest.mark.spec("R23")
     def test_returning_process_takes_its_own_seat_if_the_link_to_it_is_mute(self) -> None:
@@ -103,16 +71,6 @@ class TestTake:
         with pytest.raises(ConfigError, match="rank 1 is alive"):
             table.take("b", hello(1, pid=11), 9.0)
 
-    def test_a_suspect_is_given_a_moment(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 1.0)
-        table.take("b", hello(1), 1.0)
-        table.drop("a", 2.0)
-        assert "worker 0 has lost its connection" in table.doubt("x", NEW, hello(pid=8), 2.0)
-        assert "worker 0 has lost its connection" in table.doubt("x", NEW, hello(0, pid=8), 2.0)
-        assert "worker 1, held by host:7" in table.doubt("x", NEW, hello(1, pid=8), 2.0)
-        assert table.doubt("x", NEW, hello(0, pid=7), 2.0) == ""
-
 
 class TestDoubt:
     """Who wants a seat that is taken waits until its holder has proved that it lives, or is lost."""
@@ -127,26 +85,6 @@ class TestDoubt:
         outgoing, table.claims.outgoing = table.claims.outgoing, []
         return {str(route): one.number for route, one in outgoing}
 
-    @pytest.mark.spec("R215")
-    def test_only_an_answer_to_what_was_asked_since_proves_something(self) -> None:
-        table = self.both()
-        link = table.by_node[W1].links["b"]
-        assert "is being asked whether it is alive" in table.doubt("x", NEW, hello(1), 2.0)
-        (number,) = self.asked(table).values()
-        assert number == link.challenge
-        link.proved = number
-        assert table.doubt("x", NEW, hello(1), 3.0) == ""
-        assert "is being asked" in table.doubt("y", NEW, hello(1), 3.0), "it came later"
-        assert self.asked(table)["b"] > number
-
-    @pytest.mark.spec("R215")
-    def test_refused_newcomer_that_returns_is_a_new_newcomer(self) -> None:
-        table = self.both()
-        table.doubt("x", NEW, hello(1), 2.0)
-        table.by_node[W1].links["b"].proved = self.asked(table)["b"]
-        table.claims.close("x")
-        assert "is being asked" in table.doubt("x", NEW, hello(1), 3.0)
-
     @pytest.mark.spec("R216")
     def test_a_holder_is_asked_the_same_until_it_answers_but_not_by_everybody(self) -> None:
         table = self.both()
@@ -159,28 +97,6 @@ class TestDoubt:
         assert self.asked(table) == first
         table.doubt("y", NEW, hello(1), 4.0)
         assert self.asked(table)["b"] > first["b"], "the first one is older than this newcomer"
-
-    @pytest.mark.spec("R217")
-    def test_a_command_proves_nothing_for_its_guardian(self) -> None:
-        table = self.both()
-        table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
-        assert "worker 0, held by host:1, is being asked" in table.doubt("x", NEW, hello(0), 2.0)
-        assert set(self.asked(table)) == {"a", "child"}
-        seat = table.by_node[W0]
-        seat.links["child"].proved = seat.links["child"].challenge
-        assert "is being asked" in table.doubt("x", NEW, hello(0), 3.0)
-        assert set(self.asked(table)) == {"a"}
-        seat.links["a"].proved = seat.links["a"].challenge
-        assert table.doubt("x", NEW, hello(0), 4.0) == ""
-
-    @pytest.mark.spec("R215")
-    def test_any_rank_is_refused_when_all_have_proved(self) -> None:
-        table = self.both()
-        assert "worker 0" in table.doubt("x", NEW, hello(), 2.0)
-        for route, number in self.asked(table).items():
-            assert table.doubt("x", NEW, hello(), 2.0)
-            table.routes[route].links[route].proved = number
-        assert table.doubt("x", NEW, hello(), 2.0) == ""
 
     def test_nobody_is_asked_for_a_seat_that_is_free_or_given_no_more(self) -> None:
         table = self.both()
@@ -196,12 +112,6 @@ class TestAttach:
         table = seats()
         table.take("supervisor", hello(0, guardian=True), 1.0)
         return table
-
-    def test_a_guarded_process_gets_a_link_of_its_own(self) -> None:
-        table = self.guarded()
-        seat = table.attach("child", envelope(W0, 1), hello(pid=8), 2.0)
-        assert set(seat.links) == {"supervisor", "child"}
-        table.check()
 
     def test_only_one_at_a_time(self) -> None:
         table = self.guarded()
@@ -219,41 +129,8 @@ class TestAttach:
         assert set(later.links) == {"supervisor", "other"}
         table.check()
 
-    def test_a_guardian_comes_back(self) -> None:
-        table = self.guarded()
-        table.attach("child", envelope(W0, 1), hello(0, pid=8), 2.0)
-        table.drop("supervisor", 3.0)
-        seat = table.attach("again", envelope(W0, 1), hello(0, guardian=True), 3.0)
-        assert set(seat.links) == {"child", "again"}
-
-    def test_a_plain_member_has_one_link(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 1.0)
-        assert list(table.attach("b", envelope(W0, 1), hello(0), 2.0).links) == ["b"]
-        table.check()
-
-    def test_ended_member_is_not_attached_to(self) -> None:
-        table = self.guarded()
-        table.by_node[W0].leave(Leave(False, 3, True, ""), 2.0)
-        with pytest.raises(ConfigError, match=r"exit code 3.; no process can attach"):
-            table.attach("child", envelope(W0, 1), hello(0, pid=8), 3.0)
-
 
 class TestRecognise:
-    @pytest.mark.spec("R3")
-    def test_by_identity_not_by_route(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 1.0)
-        seat = table.recognise("b", envelope(W0, 1), 5.0)
-        assert (seat.node, seat.heard_at, list(seat.links)) == (W0, 5.0, ["b"])
-        assert "a" not in table.routes
-        table.check()
-
-    def test_by_route_while_it_has_no_identity(self) -> None:
-        table = seats()
-        table.take("a", hello(1), 1.0)
-        assert table.recognise("a", envelope(W0, 0), 5.0).node == W1
-
     def test_a_route_that_speaks_for_another_seat_moves_there(self) -> None:
         table = seats()
         table.take("a", hello(0), 1.0)
@@ -290,18 +167,6 @@ class TestRecognise:
 
 
 class TestLoss:
-    def test_a_drop_puts_under_suspicion_when_it_was_the_last_link(self) -> None:
-        table = seats()
-        table.drop("nobody", 1.0)
-        table.take("supervisor", hello(0, guardian=True), 1.0)
-        table.attach("child", envelope(W0, 1), hello(0, pid=8), 1.0)
-        table.drop("supervisor", 2.0)
-        assert not table.has_new_suspect
-        table.drop("child", 3.0)
-        assert table.has_new_suspect
-        assert table.due(formed=True) == 4.0
-        table.check()
-
     @pytest.mark.spec("R71")
     def test_expires_after_a_second_broken_or_twelve_silent(self) -> None:
         table = seats()
@@ -320,43 +185,3 @@ class TestLoss:
         table.take("a", hello(0), 0.0)
         table.drop("a", 11.5)
         assert [seat.reason for seat in table.expire(12.0)] == ["silent for 12 s"]
-
-    def test_a_drop_of_one_that_ended_means_nothing(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 0.0)
-        table.by_node[W0].leave(Leave(True, 0, True, ""), 1.0)
-        table.drop("a", 2.0)
-        assert not table.has_new_suspect
-        assert table.due(formed=False) is None
-
-    def test_when_nobody_is_here_the_end_of_waiting_is_due(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 0.0)
-        table.by_node[W0].lose("silent", 12.0)
-        assert table.due(formed=False) is None
-        assert table.due(formed=True) == 42.0
-        table.take("b", hello(1), 13.0)
-        assert table.due(formed=True) == 25.0
-
-    def test_the_last_of_several_counts(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 0.0)
-        table.take("b", hello(1, pid=8), 5.0)
-        assert len(table.expire(12.0)) == 1
-        assert len(table.expire(17.0)) == 1
-        assert table.due(formed=True) == 47.0
-
-
-def test_the_next_job_keeps_the_servers_that_are_here() -> None:
-    table = seats(1, 2)
-    table.take("w", hello(0), 0.0)
-    table.take("s0", hello(0, Role.SERVER), 0.0)
-    table.take("s1", hello(1, Role.SERVER), 0.0)
-    table.by_node[Node(Role.SERVER, 1)].lose("silent", 12.0)
-    table.next_job()
-    assert [seat.state for seat in table.by_node.values()] == [State.HELD, State.EMPTY, State.EMPTY]
-    assert set(table.routes) == {"s0"}
-    assert table.workers(State.EMPTY)[0].node == W0
-    assert not table.has_held_worker
-    assert [member.state for member in table.members(0.0)] == ["held", "empty", "empty"]
-    table.check()

@@ -67,8 +67,3 @@ def test_before_the_job_has_formed(workers: str, servers: str, phase: str, reaso
 )
 def test_once_it_has_formed(workers: str, servers: str, phase: str, reason: str) -> None:
     assert stands(workers, servers, formed=True) == (phase, reason)
-
-
-def test_a_lost_worker_is_waited_for_only_so_long() -> None:
-    assert stands("fl", "h", True, now=29.9)[0] == "running"
-    assert stands("fl", "h", True, now=30.0) == ("ending", "no worker is present; worker 1 is lost (why)")

@@ -1,6 +1,6 @@
 """When the next view may go to everybody."""
 
-from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_PER_S, RateLimit, ViewRateLimiter
+from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_PER_S, ViewRateLimiter
 
 LARGE = 1_064 * 1_064
 """Rows of the views of 1,000 workers and 64 servers."""
@@ -19,19 +19,3 @@ def test_views_of_many_members_leave_about_once_a_second() -> None:
     assert pace.free_at == 5.0 + LARGE / ROWS_PER_S - AHEAD_S
     pace.spend(LARGE, pace.free_at)
     assert pace.free_at == 5.0 + 2 * LARGE / ROWS_PER_S - AHEAD_S
-
-
-def test_a_quiet_time_is_not_saved_up() -> None:
-    pace = ViewRateLimiter()
-    pace.spend(LARGE, 5.0)
-    pace.spend(LARGE, 500.0)
-    assert pace.free_at == 500.0 + LARGE / ROWS_PER_S - AHEAD_S
-
-
-def test_so_many_may_be_and_the_others_are_counted() -> None:
-    limit = RateLimit(2, 10.0)
-    assert [limit.is_within(5.0) for _ in range(4)] == [True, True, False, False]
-    assert limit.exceeded == 2
-    assert not limit.is_within(14.9)
-    assert limit.is_within(15.0)
-    assert limit.exceeded == 0

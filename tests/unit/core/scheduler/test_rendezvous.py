@@ -10,7 +10,7 @@ from kvps.core.effects import Save
 from kvps.core.scheduler.saved_state import LINE_BYTES, RUNS_MAX, STATE_BYTES_MAX, RendezvousTable
 from kvps.errors import Overload
 from kvps.protocol.envelope import Role
-from kvps.protocol.membership import Error, Rendezvous, RendezvousIs, Stop
+from kvps.protocol.membership import Error, Rendezvous, RendezvousIs
 from kvps.protocol.permissions import HEAD_BYTES
 from kvps.protocol.wire import decode, encode
 from tests.support.scheduler_harness import Peer, Stage, sent
@@ -19,36 +19,6 @@ from tests.vectors.packets import PACKETS
 
 def ask(table: RendezvousTable, token: int | None, *lines: str, run: str = "run") -> RendezvousIs:
     return table.answer(1, Rendezvous(run, token, lines))
-
-
-@pytest.mark.spec("R280")
-def test_a_state_is_set_by_an_agent_that_knows_the_present_one() -> None:
-    table = RendezvousTable()
-    assert ask(table, None) == RendezvousIs(1, 0, (), False)
-    assert ask(table, 3, "a") == RendezvousIs(1, 0, (), False)
-    assert ask(table, 0, "a") == RendezvousIs(1, 1, ("a",), True)
-    assert ask(table, 0, "b") == RendezvousIs(1, 1, ("a",), False)
-    assert ask(table, 1, "b") == RendezvousIs(1, 2, ("b",), True)
-    assert ask(table, 1, "c") == RendezvousIs(1, 2, ("b",), False)
-    assert ask(table, None) == RendezvousIs(1, 2, ("b",), False)
-
-
-@pytest.mark.spec("R280")
-def test_a_token_is_that_of_one_state_of_one_run() -> None:
-    table = RendezvousTable()
-    tokens = [ask(table, 0, "a", run=run).token for run in ("x", "y")]
-    tokens.append(ask(table, tokens[0], "b", run="x").token)
-    tokens.append(ask(table, tokens[2], "a", run="x").token)
-    assert tokens == [1, 2, 3, 4]
-    assert not ask(table, 1, "c", run="x").is_set, "the same state again is another one"
-
-
-@pytest.mark.spec("R281")
-def test_a_request_that_comes_again_has_the_first_answer() -> None:
-    table = RendezvousTable()
-    first = ask(table, 0, "a")
-    assert ask(table, 0, "a") == first
-    assert table.issued == 1
 
 
 @pytest.mark.spec("R282")
@@ -128,19 +98,6 @@ def test_any_process_may_ask_and_the_job_is_as_before() -> None:
     assert len(read) == 1, "nothing is saved"
 
 
-@pytest.mark.spec("R280")
-def test_a_restarted_scheduler_has_the_states_and_issues_larger_tokens() -> None:
-    stage = Stage(1, 0, persist=True)
-    route = agent(stage)
-    for run in ("one", "two"):
-        stage.say(route, Rendezvous(run, 0, ("é", "b")), 1)
-    stage.restart()
-    (found,) = sent(stage.say(route, Rendezvous("one", None), 2), RendezvousIs)
-    assert found == RendezvousIs(2, 1, ("é", "b"), False)
-    (set_,) = sent(stage.say(route, Rendezvous("one", 1, ("c",)), 3), RendezvousIs)
-    assert set_ == RendezvousIs(3, 3, ("c",), True)
-
-
 def test_the_next_job_has_them_too() -> None:
     stage = Stage(1, 0, keep_alive=True)
     route = agent(stage)
@@ -158,11 +115,3 @@ def test_a_refusal_is_told() -> None:
     effects = stage.say(route, Rendezvous("run", 0, ("x" * 4096,) * 20), 5)
     (error,) = sent(effects, Error, route)
     assert (error.seq, error.code) == (5, Overload.code)
-
-
-def test_an_agent_of_a_job_that_is_over_is_told_so() -> None:
-    stage = Stage(1, 0)
-    route = agent(stage)
-    stage.stop()
-    (stop,) = sent(stage.say(route, Rendezvous("run", None), 1), Stop, route)
-    assert "asked to stop" in stop.reason

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvps.core.effects import Effect, Finish, Note
+from kvps.core.effects import Effect, Finish
 from kvps.core.liveness import QUIET_AFTER_S
-from kvps.core.scheduler.job import CONCLUDED, LOOK_EVERY_S
+from kvps.core.scheduler.job import CONCLUDED
 from kvps.errors import ConfigError, Fenced, Mismatch, ProtocolError, WorkerLost
 from kvps.protocol.checkpoint import (
     Checkpoint,
@@ -32,7 +32,6 @@ from kvps.protocol.membership import (
     Done,
     Error,
     Left,
-    Pending,
     Probed,
     Released,
     Resume,
@@ -64,11 +63,6 @@ class TestHello:
             assert answer.reason.startswith("waiting for 1 of 3 workers (rank 2)")
         assert list(stage.states().values()).count("held") == 2
 
-    @pytest.mark.spec("R23")
-    def test_repeated_in_a_running_job_gets_the_view_too(self) -> None:
-        stage = running()
-        assert [view.number for view in sent(stage.hello("w0"), View)] == [1]
-
     @pytest.mark.spec("R18")
     @pytest.mark.parametrize(("major", "where"), [(0, "host-w0:7"), (2, "the scheduler")])
     def test_of_another_major_version(self, major: int, where: str) -> None:
@@ -77,9 +71,6 @@ class TestHello:
         assert error.code == ProtocolError.code
         assert "speaks protocol 1.0" in error.text
         assert f"(kvps 9) speaks {major}.4: upgrade kvps at {where}" in error.text
-
-    def test_of_another_minor_version_is_welcome(self) -> None:
-        assert sent(Stage().hello("w0", minor=7), Welcome)
 
     @pytest.mark.spec("R15", "R20")
     def test_refusals_go_to_the_offender_and_the_holder_does_not_notice(self) -> None:
@@ -94,25 +85,6 @@ class TestHello:
             assert sent(effects, Error)[0].code == ConfigError.code
             assert notes(effects)[0].startswith("warning: refused host-x:7: ")
         assert stage.scheduler.snapshot() == before
-
-    @pytest.mark.spec("R20", "R215")
-    def test_of_a_taken_seat_waits_for_a_proof(self) -> None:
-        stage = running()
-        effects = stage.hello("x", "worker", 0)
-        assert told(effects, Challenge) == ["w0"]
-        assert notes(effects) == [
-            "info: host-x:7 waits: worker 0, held by host-w0:7, is being asked whether it is alive"
-        ]
-        stage.beat("w0")
-        effects = stage.hello("x", "worker", 0)
-        assert [one.reason for one in sent(effects, Beat, "x")] == [
-            "worker 0, held by host-w0:7, is being asked whether it is alive"
-        ]
-        assert not notes(effects), "said once"
-        stage.alive("w0")
-        (error,) = sent(stage.hello("x", "worker", 0), Error)
-        assert error.code == ConfigError.code
-        assert not sent(stage.hello("x", "worker", 0), Error), "it came again, and is another one"
 
     @pytest.mark.spec("R215")
     def test_of_a_taken_seat_gets_it_when_the_holder_is_lost(self) -> None:
@@ -228,14 +200,6 @@ class TestHello:
             (error,) = sent(stage.hello("w0", **{name: "ä" * 101}), Error)
             assert "over 200 bytes" in error.text
 
-    def test_waits_while_a_suspect_may_come_back(self) -> None:
-        stage = running()
-        stage.drop("w1")
-        (answer,) = sent(stage.hello("w5", rank=1), Beat)
-        assert "worker 1 has lost its connection" in answer.reason
-        stage.wait(1, beating=["s0", "w0"])
-        assert sent(stage.hello("w5", rank=1), Welcome)
-
     def test_when_the_job_is_ending(self) -> None:
         stage = Stage(3, 1)
         stage.hello("w0")
@@ -277,21 +241,6 @@ class TestBeat:
             Beat(17, "waiting for 1 of 2 workers (rank 1) and 2 of 2 servers (ranks 0, 1)")
         ]
 
-    def test_brings_the_view_that_was_missed(self) -> None:
-        stage = running()
-        stage.peers["w0"].view = 0
-        assert [view.number for view in sent(stage.beat("w0"), View)] == [1]
-        assert not sent(stage.beat("w0"), View)
-
-    def test_brings_the_next_job_to_a_server_that_missed_it(self) -> None:
-        stage = running(1, 1, keep_alive=True)
-        stage.leave("w0")
-        assert not sent(stage.beat("s0"), View)
-        stage.peers["s0"].job, stage.peers["s0"].view = JOB, 1
-        assert [view.phase for view in sent(stage.beat("s0"), View)] == ["forming"]
-        stage.hello("g", "worker", guardian=True)
-        assert stage.phase == "running"
-
     def test_of_a_script_that_calls_nothing_any_more_is_worth_a_line(self) -> None:
         stage = running()
         stage.beat("w1", 5)
@@ -299,18 +248,6 @@ class TestBeat:
         assert notes(stage.wait(QUIET_AFTER_S + 9, ["w0", "w1", "s0"])) == [quiet]
         assert notes(stage.beat("w1", 5)) == []
         assert notes(stage.beat("w1", 6)) == ["info: worker 1 calls again"]
-
-    def test_of_a_guardian_tells_nothing_of_the_script(self) -> None:
-        stage = running()
-        stage.leave("w1", done=False)
-        stage.hello("g", "worker", rank=1, guardian=True)
-        stage.attach("w1", "g")
-        stage.beat("w1", 5)
-        stage.barrier("w0")
-        stage.wait(42, ["w0", "g", "s0"])
-        (answer,) = sent(stage.barrier("w0"), Probed)
-        hangs = "hangs: its kvps-worker is alive, its process has been silent for 42 s"
-        assert answer.pending[0].reason == f"waits for rank 1 ({hangs})"
 
     def test_of_a_guardian_along_another_connection_leaves_the_numbers_of_the_script(self) -> None:
         """As when it changes from the key of its role to its session key: it says no HELLO there."""
@@ -326,20 +263,6 @@ class TestBeat:
         stage.say("wc", Beat(5, rounds=8))
         assert seat.figures.rounds == 8
 
-    def test_of_the_next_process_of_one_command_begin_from_none(self) -> None:
-        stage = Stage(1, 0)
-        stage.hello("w0", guardian=True)
-        stage.attach("first", "w0", pid=9)
-        stage.say("first", Beat(5, rounds=7))
-        (seat,) = stage.scheduler.job.seats.by_node.values()
-        stage.attach("again", "w0", pid=9)
-        assert seat.figures.rounds == 7
-        stage.drop("first")
-        stage.drop("again")
-        stage.attach("second", "w0", pid=10)
-        stage.say("second", Beat(2, rounds=1))
-        assert (seat.figures.rounds, seat.progress.calls) == (1, 2)
-
     @pytest.mark.spec("R3", "R69", "R70")
     def test_brings_a_lost_seat_back_along_a_new_route(self) -> None:
         stage = running()
@@ -348,12 +271,6 @@ class TestBeat:
         effects = stage.beat("new")
         assert stage.states()["worker 1"] == "held"
         assert [view.number for view in sent(effects, View, "new")] == [3]
-
-    def test_does_not_bring_back_one_that_said_it_ended(self) -> None:
-        stage = running()
-        stage.leave("w1", done=False)
-        assert sent(stage.beat("w1"), Beat)
-        assert stage.states()["worker 1"] == "lost"
 
     @pytest.mark.spec("R17")
     def test_of_a_stranger(self) -> None:
@@ -367,18 +284,6 @@ class TestBeat:
             stage.peers["x"] = replace(stage.peers["w0"])
             (error,) = sent(stage.say("x", Beat(0), envelope=envelope), Error)
             assert (error.seq, error.code) == (3, cls.code)
-
-    @pytest.mark.spec("R21")
-    def test_of_one_that_was_replaced(self) -> None:
-        stage = running()
-        stage.leave("w1", done=False)
-        stage.hello("w5")
-        (error,) = sent(stage.beat("w1"), Error)
-        assert error.code == Fenced.code
-        assert "incarnation 4 at host-w5:7" in error.text
-        (error,) = sent(stage.leave("w1"), Error)
-        assert error.code == Fenced.code
-        assert stage.states()["worker 1"] == "held"
 
 
 class TestLeave:
@@ -414,13 +319,6 @@ class TestResume:
         return stage.say(route, Resume("kv", pushed), seq=9)
 
     @pytest.mark.spec("R124")
-    def test_is_nothing_to_one_who_is_the_first(self) -> None:
-        stage = running()
-        stage.barrier("w1")
-        assert sent(self.resume(stage, "w0"), Resumed) == [Resumed(9, False, {})]
-        assert not sent(self.resume(stage, "w0"), Released)
-
-    @pytest.mark.spec("R124")
     @pytest.mark.parametrize("again", [False, True])
     def test_lets_the_others_pass(self, again: bool) -> None:
         stage = running(2, persist=True)
@@ -442,14 +340,6 @@ class TestResume:
         stage.hello("w5")
         assert sent(self.resume(stage, "w5", None), Resumed) == [Resumed(9, True, {"b": 5})]
 
-    def test_worker_that_replaced_another_while_the_job_formed_is_the_first(self) -> None:
-        stage = Stage(2, 0)
-        stage.hello("w0", rank=0)
-        stage.leave("w0", done=False)
-        stage.hello("w5", rank=0)
-        stage.hello("w1", rank=1)
-        assert sent(self.resume(stage, "w5"), Resumed) == [Resumed(9, False, {})]
-
     @pytest.mark.spec("R16")
     def test_is_for_workers(self) -> None:
         stage = running()
@@ -458,16 +348,6 @@ class TestResume:
 
 
 class TestBarrier:
-    @pytest.mark.spec("R127")
-    def test_repeated_barrier_is_told_the_missing_ranks(self) -> None:
-        stage = running(3)
-        assert not sent(stage.barrier("w0", seq=3), Probed)
-        (answer,) = sent(stage.barrier("w0", seq=4), Probed)
-        never = "(alive, has made no call yet)"
-        assert answer == Probed((), (Pending(4, f"waits for ranks 1 {never}, 2 {never}"),), (4,))
-        stage.barrier("w1")
-        assert not sent(stage.barrier("w2"), Probed)
-
     @pytest.mark.spec("R127")
     def test_hung_waiting_and_silent_ranks_are_told_apart(self) -> None:
         stage = running(5)
@@ -510,19 +390,6 @@ def test_an_error_is_never_answered() -> None:
     assert stage.say("w0", Error(1, 1, "so there")) == []
 
 
-@pytest.mark.spec("R71")
-def test_a_broken_connection_is_a_loss_after_a_second() -> None:
-    stage = running()
-    stage.wait(11.5, beating=["s0", "w0", "w1"])
-    assert stage.drop("w1") == []
-    assert stage.drop("unknown") == []
-    assert not sent(stage.wait(0.9, beating=["s0", "w0"]), View)
-    (view,) = sent(stage.wait(0.1, beating=["s0", "w0"]), View, "w0")
-    assert [(one.state, one.reason) for one in view.members if one.rank == 1] == [
-        ("lost", "connection broke, no beat for 1 s")
-    ]
-
-
 @pytest.mark.spec("R70", "R71")
 def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> None:
     stage = running()
@@ -530,22 +397,6 @@ def test_silence_is_a_loss_after_twelve_seconds_and_any_packet_breaks_it() -> No
     stage.barrier("w1")
     assert not sent(stage.wait(11.9, beating=["s0", "w0"]), View)
     assert sent(stage.wait(0.1, beating=["s0", "w0"]), View)
-
-
-@pytest.mark.spec("R71")
-def test_nobody_is_lost_for_time_in_which_the_scheduler_stood_still() -> None:
-    stage = running()
-    assert not sent(stage.stand(18), View)
-    assert not sent(stage.wait(11.9), View)
-    assert {one.state for one in sent(stage.wait(0.1), View)[-1].members} == {"lost"}
-
-
-def test_scheduler_does_not_stand_still_while_no_member_has_joined() -> None:
-    stage = Stage(2, 1)
-    assert stage.scheduler.deadline() is None
-    stage.wait(1_000)
-    effects = stage.hello("w0") + stage.wait(3, beating=["w0"])
-    assert not [one for one in effects if isinstance(one, Note) and "was stopped" in one.text]
 
 
 def test_asked_to_stop() -> None:
@@ -562,20 +413,6 @@ def test_asked_to_stop() -> None:
     assert told(stage.hello("w9"), Stop) == ["w9"]
 
 
-@pytest.mark.spec("R3", "R25", "R34")
-def test_restored() -> None:
-    stage = running(persist=True)
-    stage.barrier("w0")
-    stage.barrier("w1")
-    assert stage.restart() == []
-    stage.shelf("s0")
-    assert stage.scheduler.deadline() == stage.now + LOOK_EVERY_S
-    assert told(stage.barrier("w0"), Released) == ["w0"]
-    stage.wait(12, beating=["s0", "w0"])
-    (welcome,) = sent(stage.hello("w5"), Welcome)
-    assert (welcome.rank, welcome.incarnation) == (1, 4)
-
-
 @pytest.mark.spec("R34", "R124")
 def test_a_replacement_that_was_not_told_passes_after_a_restart() -> None:
     """The others were told that they may pass; then the scheduler ended."""
@@ -588,16 +425,6 @@ def test_a_replacement_that_was_not_told_passes_after_a_restart() -> None:
     stage.restart()
     again = stage.say("w2", Barrier("kv", "b", 0, True, 5, resumed=True), 3)
     assert sent(again, Released) == [Released(3, 0)]
-
-
-@pytest.mark.spec("R138")
-def test_restored_scheduler_asks_again_for_the_cuts() -> None:
-    stage = running(persist=True)
-    stage.shelf("s0")
-    stage.restart()
-    assert told(stage.wait(1.0, beating=["s0"]), Recall) == ["s0"]
-    stage.shelf("s0")
-    assert told(stage.wait(5.0, beating=["s0"]), Recall) == []
 
 
 class TestCuts:
@@ -652,15 +479,6 @@ class TestCuts:
         over = stage.wait(3.0, beating=["s0", "w0"])
         assert Finish(CONCLUDED, 0) in over
         assert not sent(over, Halt)
-
-    def test_the_next_job_has_a_last_one_of_its_own(self) -> None:
-        stage = running(1, 1, keep_alive=True)
-        assert self.concluded(stage, "w0")
-        stage.leave("w0")
-        stage.beat("s0")
-        stage.hello("w1")
-        assert stage.phase == "running"
-        assert self.concluded(stage, "w1")
 
     @pytest.mark.spec("R140")
     def test_a_return_is_known_after_a_restart(self) -> None:

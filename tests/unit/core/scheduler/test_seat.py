@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.seat import NAME_MAX, SEATS_MAX, Seat, SeatLink, Settings, State, shortened
+from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Hello, Leave
@@ -46,36 +46,6 @@ def test_silence_and_a_broken_link_have_their_limits() -> None:
     assert seat.due(LIMITS) == 12.0
 
 
-def test_lost_and_back() -> None:
-    seat = held()
-    seat.lose("silent", 22.0)
-    assert seat.is_alive
-    assert not seat.is_taken
-    assert seat.may_be_replaced(LIMITS, 51.9)
-    assert not seat.may_be_replaced(LIMITS, 52.0)
-    assert seat.member(25.0)[3:] == ("lost", "", "a", 3.0, "silent", 0)
-    seat.revive()
-    assert seat.member(25.0)[3:] == ("held", "", "a", 0.0, "", 0)
-
-
-@pytest.mark.spec("R32")
-@pytest.mark.parametrize(
-    ("leave", "state", "reason"),
-    [
-        (Leave(True, 0, True, ""), State.LEFT, "done"),
-        (Leave(False, 3, True, "boom"), State.LOST, "exit code 3: boom"),
-        (Leave(False, -9, False, ""), State.GONE, "exit code -9"),
-    ],
-)
-def test_leave_moves_the_seat(leave: Leave, state: State, reason: str) -> None:
-    seat = held()
-    assert seat.leave(leave, 11.0)
-    assert (seat.state, seat.reason) == (state, reason)
-    assert not seat.is_alive
-    assert not seat.leave(leave, 12.0)
-    seat.check(seat.node, 2)
-
-
 def test_lost_member_may_still_say_how_it_ended() -> None:
     seat = held()
     seat.lose("silent", 22.0)
@@ -99,18 +69,6 @@ def test_seat_is_free_for_its_holder_and_after_a_loss() -> None:
     seat.lose("silent", 22.0)
     assert seat.is_free_for(hello(pid=8))
     assert seat.preference(hello()) > Seat(Node(Role.WORKER, 9)).preference(hello())
-
-
-def test_only_workers_have_guardians() -> None:
-    assert held(guardian=True).is_guarded
-    server = Seat(Node(Role.SERVER, 0))
-    server.begin(1, hello(guardian=True), 0.0)
-    assert not server.is_guarded
-
-
-def test_a_reason_is_shortened_to_whole_characters() -> None:
-    assert shortened("ä" * 150) == "ä" * (NAME_MAX // 2)
-    assert shortened("x" + "ä" * 150) == "x" + "ä" * (NAME_MAX // 2 - 1)
 
 
 def test_how_a_holder_stands_in_words() -> None:

@@ -65,20 +65,6 @@ def test_all_are_told_who_waits_in_which_call() -> None:
 
 
 @pytest.mark.spec("R436")
-def test_the_others_are_told_even_after_one_has_gone_on() -> None:
-    job = Still()
-    while not job.beat()["w0"].standstill:
-        pass
-    job.numbers["w0"], job.calls["w0"] = 0, 8
-    answers = job.beat()
-    assert not answers["w0"].standstill
-    assert answers["w1"].standstill == 1
-    assert "worker 0 has waited in push()" in answers["w1"].reason
-    job.numbers["w1"] = 2
-    assert not job.told_after()
-
-
-@pytest.mark.spec("R436")
 def test_a_worker_that_missed_the_answer_is_told_again_though_another_is_lost_by_now() -> None:
     job = Still(3)
     while not job.beat()["w0"].standstill:
@@ -136,13 +122,6 @@ def test_nobody_is_told_while_a_member_is_silent() -> None:
         for _ in range(6):
             answers = job.beat(silent)
             assert not answers["w0"].standstill
-
-
-@pytest.mark.spec("R436")
-def test_a_worker_that_is_alone_is_not_told() -> None:
-    job = Still()
-    alone(job)
-    assert not job.told_after()
 
 
 @pytest.mark.spec("R436")

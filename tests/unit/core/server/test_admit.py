@@ -7,7 +7,7 @@ import pytest
 from kvps.core.membership_client import SCHEDULER
 from kvps.errors import Fenced, Mismatch, ProtocolError
 from kvps.protocol.envelope import Envelope, Message, Role
-from kvps.protocol.membership import Error, Hello, Probe, View, Welcome
+from kvps.protocol.membership import Error, Probe, View, Welcome
 from kvps.protocol.stores import Norms
 from tests.support.server_harness import JOB, ServerStage
 
@@ -23,16 +23,6 @@ def stage() -> ServerStage:
 def admitted(one: ServerStage, kind: type[Message], role: Role, rank: int, life: int) -> bool:
     envelope = Envelope(JOB, one.view, role, rank, life, 1)
     return one.server.admit(b"somebody", envelope, kind)
-
-
-@pytest.mark.spec("R240")
-def test_members_are_heard() -> None:
-    one = stage()
-    assert admitted(one, Probe, WORKER, 0, 10)
-    assert admitted(one, Hello, WORKER, 1, 11)
-    assert admitted(one, Hello, WORKER, 1, 99), "HELLO is judged as a whole"
-    assert admitted(one, Norms, SERVER, 1, 2)
-    assert admitted(one, Hello, SERVER, 1, 2)
 
 
 @pytest.mark.spec("R240", "R241")
@@ -58,13 +48,6 @@ def test_others_are_told_why_not(
 def test_another_job() -> None:
     with pytest.raises(Mismatch):
         stage().server.admit(b"x", Envelope(bytes(16), 1, WORKER, 0, 10, 1), Probe)
-
-
-def test_request_of_an_ended_epoch_gets_no_answer() -> None:
-    one = stage()
-    one.show(epoch=0, since=50)
-    assert not admitted(one, Probe, WORKER, 0, 10)
-    assert admitted(one, Hello, WORKER, 0, 10)
 
 
 def test_answers_and_the_scheduler_are_judged_elsewhere() -> None:

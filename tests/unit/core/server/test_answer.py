@@ -68,28 +68,6 @@ def push_piece(one: ServerStage, rank: int, piece: Piece) -> list[Said]:
     return one.say(rank, message, torch.ones(piece.size))
 
 
-@pytest.mark.spec("R176")
-def test_an_answer_names_the_versions_of_all_pieces() -> None:
-    one = stage(MANY)
-    for rank in (0, 1):
-        push_piece(one, rank, one.pieces["t"][0])
-    (answer,) = heard(pull(one, 0, [MANY - 1]), PulledRows)
-    assert (answer.lowest, answer.highest, answer.owed) == (0, 1, 0)
-    assert pull(one, 0, [MANY - 1], least=1) == []
-
-
-@pytest.mark.spec("R175")
-def test_in_an_ssp_store_rows_wait_for_the_slowest() -> None:
-    one = stage(mode="ssp", staleness=1)
-    one.optimizer("sgd", lr=1.0)
-    push(one, 1, [1])
-    for number in range(3):
-        push(one, 0, [1], number=number)
-    assert pull(one, 0, [1], after=3) == []
-    assert "staleness allows 1" in why(one, 0)
-    assert list(answers(push(one, 1, [2], number=1)).values()) == [[-4.0]]
-
-
 def test_a_key_that_is_replaced_takes_its_readers_along() -> None:
     one = stage(MANY)
     assert pull(one, 1, [0], after=1) == []
@@ -97,14 +75,6 @@ def test_a_key_that_is_replaced_takes_its_readers_along() -> None:
     said = one.say(0, Declare("kv", True, 1, (entry,)))
     to_reader = [answer for answer in said if answer.to == b"w1"]
     assert "key 't' was replaced by another shape" in refusal(to_reader)
-
-
-def test_a_replaced_worker_gets_no_rows() -> None:
-    one = stage()
-    pull(one, 0, [0], after=1)
-    one.replace(0)
-    push(one, 0, [1])
-    assert answers(push(one, 1, [1])) == {}
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -126,13 +96,6 @@ def test_a_rule_that_follows_readers_is_told_of_rows(mode: str) -> None:
 
 def read_piece(one: ServerStage, piece: Piece, after: int) -> list[Said]:
     return one.say(0, Pull(piece.chunk, True, (Ask(piece.start, piece.size, after, 0),)))
-
-
-def test_integers_are_not_followed() -> None:
-    one = stage(dtype="int32", mode="sync")
-    one.optimizer("dcasgd")
-    said = pull(one, 0, [1])
-    assert heard(said, PulledRows)
 
 
 def test_rows_that_fill_several_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from kvps.protocol.checkpoint import (
     TakeImage,
 )
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.protocol.membership import Beat, Error, Probe, Probed
+from kvps.protocol.membership import Beat, Error
 from kvps.protocol.stores import Status
 from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Run
 from tests.support.effects import taken
@@ -120,26 +120,6 @@ class TestTakeImage:
         assert values(write) == [[2.0, 2.0]]
         assert done(one, SnapshotWritten(5, 900, SHA256)) == [kept(versions=(1, 1))]
 
-    @pytest.mark.spec("R135")
-    def test_image_omits_later_pushes(self) -> None:
-        one = stage()
-        one.optimizer("sgd", lr=1.0, momentum=0.5)
-        for rank in (0, 1):
-            one.push(rank, "a", [1.0, 1.0], 0)
-        order(one, TakeImage(5))
-        (write,) = one.orders()
-        before = values(write)
-        assert len(before) == 2, "a weight and its momentum"
-        for number in (1, 2):
-            for rank in (0, 1):
-                one.push(rank, "a", [1.0, 1.0], number)
-        assert values(write) == before
-        assert one.values("a") != before[0]
-        done(one, SnapshotWritten(5, 900, SHA256))
-        for rank in (0, 1):
-            one.push(rank, "a", [1.0, 1.0], 3)
-        assert one.span("a").version == 4
-
     @pytest.mark.spec("R138")
     def test_repeated_order_gets_the_progress_of_the_image(self) -> None:
         one = stage()
@@ -218,15 +198,6 @@ class TestCommit:
 
 class TestGiveUp:
     @pytest.mark.spec("R137")
-    def test_removes_what_was_written(self) -> None:
-        one = stage()
-        order(one, TakeImage(5))
-        assert order(one, GiveUp(5)) == []
-        assert one.orders()[1:] == [Remove(5, 0)]
-        assert done(one, SnapshotWritten(5, 900, SHA256)) == []
-        assert order(one, TakeImage(5)) == [ImageKept(5, 0, "", (), "it was abandoned")]
-
-    @pytest.mark.spec("R137")
     def test_before_anything_was_taken(self) -> None:
         one = stage()
         one.push(0, "a", [1.0, 1.0], 0)
@@ -234,16 +205,6 @@ class TestGiveUp:
         order(one, GiveUp(5))
         one.push(1, "a", [1.0, 1.0], 0)
         assert one.orders() == []
-
-    def test_of_one_that_is_complete_or_of_another_does_nothing(self) -> None:
-        one = TestCommit().written()
-        order(one, GiveUp(4))
-        order(one, TestCommit.COMMIT)
-        done(one, Completed(5))
-        one.orders()
-        order(one, GiveUp(5))
-        assert one.orders() == []
-        assert order(one, TestCommit.COMMIT) == [Committed(5)]
 
 
 def image_of(one: ServerStage) -> Snapshot:
@@ -329,14 +290,6 @@ class TestRestore:
         assert isinstance(said, Restored)
         assert "no room for key 'large' of store 'kv': weights 400 B + second" in said.error
 
-    def test_a_cut_that_was_being_taken_is_given_up(self) -> None:
-        one = stage()
-        order(one, TakeImage(6))
-        order(one, Restore(1, 5))
-        write, remove, read = one.orders()
-        assert isinstance(write, Write)
-        assert (remove, type(read)) == (Remove(6, 0), Read)
-
     def test_the_next_life_of_the_process_begins_with_nothing(self) -> None:
         one = returned()
         one.job, one.view = bytes(reversed(JOB)), 0
@@ -392,12 +345,6 @@ class TestServing:
         assert one.say(0, push, row, view=old) == []
         assert one.span("a").pushed[0] == 3
         assert heard(one.say(0, push, row), Ack)
-
-    def test_requests_that_waited_are_gone(self) -> None:
-        one = stage()
-        one.pull(0, "a", least=9, seq=50)
-        returned(one=one)
-        assert heard(one.say(0, Probe((50,))), Probed) == [Probed((50,), ())]
 
     def test_a_fence_holds_across_a_return(self) -> None:
         one = stage()

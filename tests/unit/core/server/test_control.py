@@ -68,23 +68,6 @@ def test_worker_that_does_not_create_waits_for_the_value(stage: ServerStage) -> 
     assert to(stage.say(1, declaring("b"), seq=51), 1) == [Declared(51, places[1:], 2)]
 
 
-@pytest.mark.spec("R43")
-def test_only_rank_0_creates_and_loads(stage: ServerStage) -> None:
-    stage.declare("a", torch.zeros(2))
-    before = stage.snapshot()
-    for message, payload, says in (
-        (declaring("b", create=True), (), "rank 1 may not create keys of rank 0; only that rank may"),
-        (
-            Load(1, 1, (Run(0, 2, 0),)),
-            (torch.zeros(2),),
-            "rank 1 may not load values of key 'a'; only rank 0 may",
-        ),
-        (optimizing("sgd"), (), "rank 1 may not set the optimizer"),
-    ):
-        assert f"ProtocolError: {says}" in refusal(stage.say(1, message, *payload))
-    assert stage.snapshot() == before
-
-
 @pytest.mark.spec("R43", "R44", "R48")
 def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> None:
     entries = (Entry("a", 1, (2,), 0, 2),)
@@ -121,11 +104,6 @@ def test_a_key_without_elements_is_there_at_once(stage: ServerStage) -> None:
     said = stage.say(0, Declare("kv", True, 0, (empty,)), seq=60)
     assert to(said, 0) == [Declared(60, (Place(True, ()),))]
     assert to(said, 1) == [Declared(50, (Place(False, ()),), 1)]
-
-
-def test_a_declaration_of_nothing(stage: ServerStage) -> None:
-    for create in (True, False):
-        assert to(stage.say(0, Declare("kv", create, 0, ()), seq=9), 0) == [Declared(9, ())]
 
 
 @pytest.mark.spec("R15")
@@ -271,15 +249,6 @@ def test_waiter_behind_a_replaced_key_gets_an_error_in_the_end(stage: ServerStag
     assert [(one.seq, one.code) for one in heard(said, Error)] == [(50, 13)]
 
 
-def test_replaced_worker_is_told_nothing_of_a_replaced_key(stage: ServerStage) -> None:
-    stage.init("a", [0.0])
-    stage.pull(1, "a", least=1)
-    stage.seats[1].incarnation = 99
-    stage.show()
-    stage.hello(1)
-    assert to(stage.declare("a", torch.zeros(3), call=1), 1) == []
-
-
 def test_repeated_pull_is_told_once_that_a_key_was_replaced(stage: ServerStage) -> None:
     stage.init("a", [0.0])
     for _ in range(2):
@@ -287,16 +256,6 @@ def test_repeated_pull_is_told_once_that_a_key_was_replaced(stage: ServerStage) 
     (answer,) = to(stage.declare("a", torch.zeros(3), call=1), 1)
     assert isinstance(answer, Error)
     assert answer.seq == 50
-
-
-def test_a_chunk_all_of_whose_keys_were_replaced(stage: ServerStage) -> None:
-    stage.init("a", [0.0])
-    for call in range(1, 50):
-        stage.init("a", torch.zeros(1 + call), call=call)
-    assert len(stage.server.context.chunks.by_number) == 1
-    stage.declare("a", torch.zeros(2**19), call=99)
-    said = stage.say(1, Pull(1, True, (Ask(0, 1, 0, 0),)))
-    assert "ProtocolError: server 0 has no chunk 1" in refusal(said)
 
 
 # --- pushes and pulls -------------------------------------------------------------------------------
@@ -330,17 +289,6 @@ def test_a_pull_that_comes_again_is_answered_once(stage: ServerStage) -> None:
     assert len(heard(stage.push(1, "a", [1, 1], 0), Pulled)) == 1
 
 
-def test_a_receipt_names_the_lowest_version(stage: ServerStage) -> None:
-    stage.init("a", [0.0])
-    stage.init("b", [0.0])
-    for rank in (0, 1):
-        stage.push(rank, "a", [1], 0)
-    (ack,) = heard(stage.push(0, "b", [1], 0), Ack)
-    assert ack.receipts[0].version == 0
-    (ack,) = heard(stage.push(0, "a", [1], 0), Ack)
-    assert ack.receipts[0].version == 1
-
-
 def test_a_key_without_a_value_can_be_neither_pushed_nor_pulled(stage: ServerStage) -> None:
     stage.declare("a", torch.zeros(2))
     for said in (stage.push(0, "a", [1, 1], 0), stage.pull(0, "a")):
@@ -348,20 +296,6 @@ def test_a_key_without_a_value_can_be_neither_pushed_nor_pulled(stage: ServerSta
 
 
 # --- the optimizer ----------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R64")
-def test_the_others_wait_for_rank_0_and_must_agree(stage: ServerStage) -> None:
-    assert stage.say(1, optimizing("sgd", create=False, lr=0.5), seq=50) == []
-    said = stage.say(0, optimizing("sgd", lr=0.5), seq=60)
-    assert (to(said, 0), to(said, 1)) == ([Done(60)], [Done(50)])
-    text = refusal(stage.say(1, optimizing("sgd", create=False, lr=0.25)))
-    assert text.startswith("Mismatch: rank 1 set optimizer")
-    assert "0.25" in text
-    assert "0.5" in text
-    stage.say(0, optimizing("adam", call=2))
-    again = replace(optimizing("sgd", create=False), refused=1)
-    assert to(stage.say(1, again, seq=51), 1) == [Done(51)]
 
 
 @pytest.mark.spec("R64")
@@ -451,15 +385,6 @@ def test_a_learning_rate_without_an_optimizer(stage: ServerStage, rank: int) -> 
     assert "ConfigError: store 'kv' has no optimizer" in refusal(said)
 
 
-def test_the_rate_reaches_the_next_round(stage: ServerStage) -> None:
-    stage.init("a", [0.0])
-    stage.optimizer("sgd", lr=1.0)
-    stage.push(0, "a", [1], 0)
-    stage.say(0, Rate("kv", 1, True, 0.5))
-    stage.push(1, "a", [1], 0)
-    assert stage.values("a") == [-1.0]
-
-
 # --- probes and status ------------------------------------------------------------------------------
 
 
@@ -482,20 +407,6 @@ def test_a_probe_tells_what_is_missing_and_why_the_rest_waits(stage: ServerStage
         54: "rank 0 (alive, last request 0 s ago) has not set the learning rate",
     }
     assert answer.for_workers == (50, 51, 53, 54)
-
-
-def test_reasons_of_the_optimizer_and_of_rounds_that_nobody_opened(stage: ServerStage) -> None:
-    stage.init("a", [0.0])
-    stage.say(1, optimizing("sgd", create=False), seq=50)
-    stage.pull(1, "a", least=5, seq=51)
-    reasons = dict(heard(stage.say(1, Probe((50, 51))), Probed)[0].pending)
-    assert reasons == {
-        50: "rank 0 (alive, last request 0 s ago) has not set the optimizer",
-        51: "key 'a': round 0 waits for a push of ranks 0 (alive, last request 0 s ago), 1 (alive, last request 0 s ago)",
-    }
-    stage.show(w0="left", w1="left")
-    reasons = dict(heard(stage.say(1, Probe((51,))), Probed)[0].pending)
-    assert reasons == {51: "key 'a': round 0 waits for a push of rank none that is left"}
 
 
 def test_reasons_of_stores_without_rounds() -> None:

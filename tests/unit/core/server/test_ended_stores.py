@@ -126,15 +126,6 @@ def test_values_are_kept_for_a_while_and_then_dropped() -> None:
     assert not one.server.context.sessions[0].pending
 
 
-@pytest.mark.spec("R419")
-def test_a_rank_that_left_has_nothing_open() -> None:
-    one = stage()
-    close(one, 0)
-    create(one, 0, life=1)
-    said = one.show(w1="left")
-    assert to(said, 0) == [Done(70)]
-
-
 def test_stores_that_have_ended_leave_room_for_others() -> None:
     one = stage(limits=Limits(stores=1))
     (refused,) = create(one, 0, store="more")

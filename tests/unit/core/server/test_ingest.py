@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 
 import numpy as np
@@ -12,12 +11,10 @@ import torch
 from kvps.core.optim.torch_rules import UPDATERS
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.rules import book
-from kvps.core.server.rules.rule import segments
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import WINDOW, Envelope, Role
-from kvps.protocol.membership import Error
 from kvps.protocol.stores import GetState, StateIs
-from kvps.protocol.values import Ack, Pulled, Push, PushRows, Run
+from kvps.protocol.values import Pulled, Push, PushRows, Run
 from kvps.tensors import TORCH
 from tests.support.server_harness import ServerStage, acked, heard, over, pulled, refusal
 
@@ -75,28 +72,6 @@ def test_a_rank_counts_once_however_often_it_comes() -> None:
 
 
 @pytest.mark.spec("R53")
-def test_a_gap_is_not_taken_in_and_not_acknowledged() -> None:
-    one = stage(1)
-    before = one.snapshot()
-    assert one.push(0, "a", [1, 1], 1) == []
-    assert one.snapshot() == before
-
-
-@pytest.mark.spec("R53")
-def test_nothing_of_a_push_is_taken_in_if_a_part_is_early() -> None:
-    one = stage(2)
-    one.push(0, "b", [1], 0)
-    one.push(0, ["a", "b", "c"], torch.ones(6), 0)
-    before = one.snapshot()
-    # a and c owe number 1; b owes it, too, but here comes 2.
-    runs = (Run(0, 2, 1), Run(2, 1, 2), Run(3, 3, 1))
-    assert one.say(0, Push(1, 1, (0,), 1.0, False, runs), torch.ones(6)) == []
-    assert one.snapshot() == before
-    runs = (Run(0, 2, 1), Run(2, 1, 1), Run(3, 3, 1))
-    assert len(acked(one.say(0, Push(1, 1, (0,), 1.0, False, runs), torch.ones(6)))) == 1
-
-
-@pytest.mark.spec("R53")
 def test_64_rounds_may_be_open() -> None:
     one = stage(2)
     for number in range(WINDOW):
@@ -121,27 +96,6 @@ def test_rounds_are_opened_ahead_while_there_is_room_for_their_sums() -> None:
     assert one.snapshot() == before
     one.push(1, "a", torch.ones(6), 0)
     assert one.push(0, "a", torch.ones(6), 3)
-
-
-def test_parts_of_a_push_that_were_taken_in_before_are_left_out() -> None:
-    one = stage(2)
-    one.push(0, "b", [5], 0)
-    one.push(0, ["a", "b", "c"], torch.ones(6), 0)
-    one.push(1, ["a", "b", "c"], torch.ones(6), 0)
-    assert one.values("a") + one.values("b") + one.values("c") == [2, 2, 6, 2, 2, 2]
-
-
-def test_partial_pushes_cut_spans_and_wide_ones_join_them_again() -> None:
-    one = stage(2)
-    assert spans(one) == [(0, 6)]
-    one.push(0, "b", [1], 0)
-    assert spans(one) == [(0, 2), (2, 3), (3, 6)]
-    one.push(1, ["a", "b", "c"], torch.ones(6), 0)
-    assert spans(one) == [(0, 2), (2, 3), (3, 6)]
-    one.push(0, ["a", "c"], torch.ones(5), 0)
-    wide = (Run(0, 6, 1),)
-    one.say(0, Push(1, 1, (0,), 1.0, False, wide), torch.ones(6))
-    assert spans(one) == [(0, 6)]
 
 
 @pytest.mark.spec("R56")
@@ -206,17 +160,6 @@ def test_values_of_another_type_are_refused(dtype: str, pushed: str) -> None:
     one.init("h", torch.zeros(1, dtype=TORCH[dtype]))
     said = one.push(0, "h", torch.ones(1, dtype=TORCH[pushed]), 0)
     assert f"Mismatch: chunk 1 holds {dtype}, and the push has type {pushed}" in refusal(said)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "float64"])
-def test_other_types_are_summed_in_their_own(dtype: str) -> None:
-    one = ServerStage(2)
-    one.open()
-    exact = 2**62 + 1 if dtype == "int64" else 3
-    one.init("n", torch.zeros(2, dtype=TORCH[dtype]))
-    for rank, value in enumerate((exact, 1)):
-        one.push(rank, "n", torch.tensor([value, 100], dtype=TORCH[dtype]), 0)
-    assert one.values("n") == [exact + 1, -56 if dtype == "int8" else 200]
 
 
 def test_half_gradients_of_an_async_store_are_scaled_in_float32() -> None:
@@ -376,25 +319,6 @@ def test_steps_are_counted_per_key() -> None:
     assert one.span("a").step == 5
 
 
-def test_multipliers_of_keys() -> None:
-    one = stage(1)
-    one.optimizer("sgd", lr=1.0, lr_mult={"a": 2.0, "b": 2.0, "c": 0.0})
-    one.push(0, ["a", "b", "c"], torch.ones(6), 0)
-    assert one.values("a") + one.values("b") + one.values("c") == [-2, -2, -2, 0, 0, 0]
-    one.optimizer("sgd", call=2, lr=1.0, weight_decay=0.5, wd_mult={"b": 0.0, "a": 2.0})
-    one.push(0, ["a", "b", "c"], torch.zeros(6), 1)
-    assert one.values("a") + one.values("b") + one.values("c") == [0, 0, -2, 0, 0, 0]
-
-
-def test_equal_multipliers_of_neighbours_are_one_update() -> None:
-    one = stage(1)
-    one.optimizer("test", lr_mult={"a": 2.0, "b": 2.0})
-    updater = one.server.context.stores["kv"].updater
-    assert updater is not None
-    parts = segments(updater, one.chunk(), one.chunk().spans[0])
-    assert [(start, stop) for start, stop, *_ in parts] == [(0, 3), (3, 6)]
-
-
 @pytest.mark.spec("R58")
 def test_an_async_push_needs_an_optimizer() -> None:
     one = stage(1, "async")
@@ -417,21 +341,6 @@ def test_integers_that_the_optimizer_cannot_update(mode: str, numbers) -> None:
     assert "torch.int32" in refusal(said)
     assert one.snapshot() == before
     assert pulled(one.pull(0, "n")).popitem()[1] == [0, 0]
-
-
-def test_a_change_of_the_optimizer_does_not_disturb_open_rounds() -> None:
-    one = stage(2, optimizer="test")
-    one.say(0, Push(1, 1, (0,), 1.0, False, (Run(0, 6, 0),)), torch.ones(6))
-    assert spans(one) == [(0, 6)]
-    one.optimizer("lars", call=2, lr=1.0, momentum=0.0)
-    assert spans(one) == [(0, 2), (2, 3), (3, 6)]
-    one.push(1, ["a", "b", "c"], torch.ones(6), 0)
-    assert one.span("c").version == 1
-    one.push(0, ["a", "b", "c"], torch.ones(6), 1)
-    one.optimizer("test", call=3)
-    before = one.values("a")
-    one.push(1, ["a", "b", "c"], torch.ones(6), 1)
-    assert one.values("a") == [value + 2 for value in before]
 
 
 # --- pulls ------------------------------------------------------------------------------------------
@@ -458,38 +367,6 @@ def test_and_gets_no_later_one_when_several_rounds_close_at_once() -> None:
     assert pulled(one.show(w1="lost")) == {50: [1, 1], 51: [2, 2], 52: [3, 3]}
 
 
-@pytest.mark.spec("R59")
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_pull_that_overtook_its_push_gets_all_of_it(mode: str) -> None:
-    one = stage(1, mode, "test")
-    one.push(0, "b", [1], 0)  # so that it is a span of its own
-    assert one.pull(0, ["a", "c"], after=1, seq=50) == []
-    runs = (Run(0, 2, 0), Run(2, 1, 1), Run(3, 3, 0))
-    said = one.say(0, Push(1, 1, (0,), 1.0, False, runs), torch.ones(6))
-    assert pulled(said) == {50: [1, 1, 1, 1, 1]}
-
-
-@pytest.mark.spec("R59")
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_pull_waits_for_a_version(mode: str) -> None:
-    one = stage(2, mode, "test")
-    assert one.pull(1, "a", least=2, seq=50) == []
-    one.push(0, "a", [1, 1], 0)
-    assert pulled(one.push(1, "a", [1, 1], 0)) == ({50: [2, 2]} if mode == "async" else {})
-    one.push(0, "a", [1, 1], 1)
-    assert pulled(one.push(1, "a", [1, 1], 1)) == ({} if mode == "async" else {50: [4, 4]})
-
-
-@pytest.mark.spec("R59")
-def test_an_async_pull_waits_for_its_own_pushes_only() -> None:
-    one = stage(2, "async", "test")
-    one.push(1, "a", [1, 1], 0)
-    one.push(1, "a", [1, 1], 1)
-    assert one.pull(0, "a", after=1, seq=50) == []
-    assert pulled(one.pull(0, "a", seq=51)) == {51: [2, 2]}
-    assert pulled(one.push(0, "a", [1, 1], 0)) == {50: [3, 3]}
-
-
 @pytest.mark.spec("R61")
 def test_an_answer_says_where_its_elements_stand() -> None:
     one = stage(2, optimizer="test")
@@ -512,36 +389,6 @@ def test_the_values_are_those_of_the_runs_side_by_side() -> None:
     assert (whole.values(), parts.values()) == ([4, 5, 6], [1, 2, 4, 5, 6])
     assert whole.hold is one.chunk().buffer
     assert parts.hold is None  # a copy
-
-
-@pytest.mark.spec("R62")
-def test_values_on_their_way_do_not_change() -> None:
-    one = stage(1, optimizer="test")
-    one.push(0, "a", [1, 1], 0)
-    held = one.chunk().buffer.hold()
-    view = held.tensor[0:2]
-    one.push(0, "a", [1, 1], 1)
-    one.push(0, "a", [1, 1], 2)
-    assert view.tolist() == [1, 1]
-    assert one.values("a") == [3, 3]
-    now = one.chunk().buffer
-    held.release()
-    one.push(0, "a", [1, 1], 3)
-    assert one.chunk().buffer is now  # nobody holds this one
-
-
-def test_dcasgd_knows_what_each_rank_has_read() -> None:
-    one = ServerStage(2)
-    one.open("async")
-    one.init("w", torch.ones(1))
-    one.init("n", torch.ones(1, dtype=torch.int32))
-    one.optimizer("dcasgd", lr=1.0, lamda=1.0, momentum=0.0, weight_decay=0.0)
-    one.pull(0, "w")
-    one.pull(0, "n")  # no optimizer updates integers, but they may be read
-    one.push(1, "w", [1.0], 0)
-    assert one.values("w") == [0.0]
-    one.push(0, "w", [1.0], 0)  # 1 + 1 * 1 * (0 - 1) is 0
-    assert one.values("w") == [0.0]
 
 
 @pytest.mark.parametrize("rows", [False, True])
@@ -577,72 +424,11 @@ def test_an_updater_is_told_the_age_of_a_push(rows: bool, monkeypatch: pytest.Mo
     assert told[-5:] == [(0, 0), (1, None), (0, 2), (0, 3), (1, 2)]
 
 
-# --- lost and left ----------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R50")
-@pytest.mark.parametrize("policy", ["wait", "fail", "shrink"])
-def test_a_round_of_a_store_that_waits_is_not_closed_without_the_lost(policy: str) -> None:
-    one = stage(2, optimizer="test", on_worker_lost=policy)
-    one.push(0, "a", [1, 1], 0)
-    one.pull(0, "a", 1, seq=50)
-    said = one.show(w1="lost")
-    assert pulled(said) == ({50: [1, 1]} if policy == "shrink" else {})
-    assert pulled(one.show(w1="left")) == ({} if policy == "shrink" else {50: [1, 1]})
-
-
-def test_pushes_of_a_lost_worker_stand() -> None:
-    one = stage(2, optimizer="test", on_worker_lost="shrink")
-    one.push(1, "a", [5, 5], 0)
-    one.show(w1="lost")
-    one.push(0, "a", [1, 1], 0)
-    assert one.values("a") == [6, 6]
-
-
-def test_a_replacement_joins_at_the_next_round() -> None:
-    one = stage(2, optimizer="test", on_worker_lost="shrink")
-    one.show(w1="lost")
-    for number in range(3):
-        one.push(0, "a", [1, 1], number)
-    one.replace(1)
-    (answer,) = heard(one.pull(1, "a", values=False), Pulled)
-    assert answer.runs[0].owed == 3
-    one.push(0, "a", [1, 1], 3)
-    assert one.values("a") == [3, 3]
-    assert acked(one.push(1, "a", [9, 9], 2))  # that round closed without it
-    one.push(1, "a", [1, 1], 3)
-    assert one.values("a") == [5, 5]
-
-
-def test_nothing_closes_when_nobody_is_left() -> None:
-    one = stage(2, optimizer="test", on_worker_lost="shrink")
-    one.push(0, "a", [1, 1], 0)
-    one.show(w0="lost", w1="lost")
-    assert one.span("a").version == 0
-
-
 # --- staleness --------------------------------------------------------------------------------------
 
 
 def ssp(staleness: int = 2, workers: int = 3) -> ServerStage:
     return stage(workers, "ssp", "test", staleness=staleness)
-
-
-@pytest.mark.spec("R60")
-def test_rank_too_far_ahead_waits_until_another_rank_pushes() -> None:
-    one = ssp()
-    for number in range(3):
-        one.push(0, "a", [1, 1], number)
-        assert pulled(one.pull(0, "a", after=number + 1))  # nobody else has pushed it yet
-    one.push(1, "a", [1, 1], 0)
-    assert pulled(one.pull(0, "a", after=3))  # 2 ahead
-    one.push(0, "a", [1, 1], 3)
-    assert one.pull(0, "a", after=4, seq=50) == []  # 3 ahead
-    assert pulled(one.pull(1, "a", seq=51)) == {51: [5, 5]}
-    assert pulled(one.pull(2, "a", seq=52)) == {52: [5, 5]}
-    one.push(2, "a", [1, 1], 0)
-    assert pulled(one.push(2, "a", [1, 1], 1)) == {}  # rank 1 is still the slowest
-    assert pulled(one.push(1, "a", [1, 1], 1)) == {50: [8, 8]}
 
 
 @pytest.mark.spec("R60")
@@ -667,31 +453,6 @@ def test_nobody_waits_for_one_who_is_not_there(state: str) -> None:
     one.push(0, "a", [1, 1], 1)
     one.pull(0, "a", after=2, seq=50)
     assert pulled(one.show(w1=state)) == {50: [3, 3]}
-
-
-@pytest.mark.spec("R60")
-def test_nor_for_a_replacement_to_make_up_for_what_it_missed() -> None:
-    one = ssp(staleness=1, workers=2)
-    one.push(1, "a", [1, 1], 0)
-    one.show(w1="lost")
-    for number in range(10):
-        one.push(0, "a", [1, 1], number)
-    one.replace(1)
-    assert pulled(one.pull(0, "a", after=10))
-    (answer,) = heard(one.pull(1, "a", values=False), Pulled)
-    assert answer.runs[0].owed == 1  # its pushes are numbered on, all the same
-    one.push(0, "a", [1, 1], 10)
-    one.push(0, "a", [1, 1], 11)
-    assert one.pull(0, "a", after=12, seq=50) == []
-    assert pulled(one.push(1, "a", [1, 1], 1)).keys() == {50}
-
-
-def test_other_modes_know_no_staleness() -> None:
-    one = stage(2, "async", "test")
-    one.push(1, "a", [1, 1], 0)
-    for number in range(9):
-        one.push(0, "a", [1, 1], number)
-    assert pulled(one.pull(0, "a", after=9))
 
 
 # --- cost -------------------------------------------------------------------------------------------
@@ -737,31 +498,6 @@ def test_many_keys_pushed_one_by_one_each_with_a_pull(order: str, monkeypatch: p
 # --- whole tensors ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["lars", "lamb"])
-def test_norms_of_a_tensor_in_one_chunk_need_nobody(rule: str) -> None:
-    one = stage(1, optimizer=rule)
-    said = one.push(0, ["a", "b", "c"], torch.ones(6), 0)
-    assert [type(answer.message) for answer in said] == [Ack]
-    assert spans(one) == [(0, 2), (2, 3), (3, 6)]
-    assert all(math.isfinite(number) for number in one.values("c"))
-
-
-def test_norms_of_a_tensor_in_several_chunks_wait_for_all_of_them() -> None:
-    one = ServerStage(1)
-    one.open()
-    count = 2**19
-    one.init("w", torch.full((count,), 2.0))
-    one.optimizer("lars", lr=1.0, eta=1.0, momentum=0.0, weight_decay=0.0, eps=0.0)
-    first, second = one.pieces["w"]
-    run = (Run(0, first.size, 0),)
-    one.say(0, Push(first.chunk, 1, (0,), 1.0, False, run), torch.full((first.size,), 0.5))
-    assert set(one.values("w")) == {2.0}
-    run = (Run(0, second.size, 0),)
-    one.say(0, Push(second.chunk, 1, (0,), 1.0, False, run), torch.full((second.size,), 0.5))
-    assert set(one.values("w")) == {0.0}  # trust is |w| / |g| = 4, and w - 4 g = 0
-    assert not one.server.rules.norms.open
-
-
 def test_the_state_of_a_key() -> None:
     one = stage(1)
     one.optimizer("sgd", momentum=0.9, lr=1.0)
@@ -769,13 +505,3 @@ def test_the_state_of_a_key() -> None:
     (answer,) = one.say(0, GetState(1, 3, 3))
     assert isinstance(answer.message, StateIs)
     assert (answer.message.step, [f.name for f in answer.message.fields]) == (1, ["momentum_buffer"])
-
-
-@pytest.mark.parametrize("dtype", list(BY_NAME))
-def test_any_type_can_be_pushed_and_pulled(dtype: str) -> None:
-    one = ServerStage(1)
-    one.open()
-    one.init("w", torch.zeros(3, dtype=TORCH[dtype]))
-    said = one.push(0, "w", torch.arange(3).to(TORCH[dtype]), 0, pull=True)
-    assert [answer.values() for answer in said] == [[0, 1, 2]]
-    assert not heard(said, Error)

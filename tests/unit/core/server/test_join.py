@@ -8,9 +8,7 @@ import torch
 from kvps.core.server.participation import JoinTracker
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import (
-    Barrier,
     Done,
-    Error,
     History,
     HistoryIs,
     Join,
@@ -20,24 +18,10 @@ from kvps.protocol.membership import (
     Return,
 )
 from kvps.protocol.stores import Optimize, Rate
-from kvps.protocol.values import Pulled, Push, Run
+from kvps.protocol.values import Push, Run
 from tests.support.server_harness import ServerStage, heard, optimizing, pulled, refusal
 
 FLOAT = BY_NAME["float32"].id
-
-
-def test_a_rank_is_away_until_its_join_is_over() -> None:
-    joins = JoinTracker()
-    joins.join(1, 1)
-    assert joins.away == {1}
-    assert joins.missing(frozenset({0, 1, 2})) == (0, 2)
-    assert joins.judge(frozenset({0, 1})) == 0
-    joins.join(0, 1)
-    assert joins.judge(frozenset({0, 1})) == 1
-    assert joins.last == {1: 0}
-    assert joins.end(1)
-    assert not joins.end(1)
-    assert joins.away == frozenset()
 
 
 def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
@@ -50,20 +34,6 @@ def test_a_join_that_comes_late_or_twice_does_nothing() -> None:
     assert joins.last == {1: 1}
 
 
-def test_last_rank_is_known_of_the_newest_two_joins() -> None:
-    joins = JoinTracker()
-    for call, last in ((1, 0), (2, 1), (3, 0)):
-        joins.join(1 - last, call)
-        joins.join(last, call)
-        assert joins.last[call] == last
-        joins.end(call)
-    assert joins.last == {2: 1, 3: 0}
-
-
-def test_nobody_has_joined_where_nobody_is_needed() -> None:
-    assert JoinTracker().judge(frozenset()) == 0
-
-
 # --- on a server ----------------------------------------------------------------------------------
 
 
@@ -74,51 +44,6 @@ def staged(workers: int = 2, rank: int = 0, mode: str = "sync", **options: objec
         stage.optimizer("test")
     stage.init("w", [0.0])
     return stage
-
-
-@pytest.mark.spec("R120")
-def test_rounds_close_without_one_that_is_away() -> None:
-    stage = staged()
-    stage.push(0, "w", [1.0], 0)
-    stage.push(1, "w", [2.0], 0)
-    assert stage.pull(0, "w", after=2, seq=50) == []
-    stage.push(0, "w", [3.0], 1)
-    assert stage.span("w").version == 1
-    said = stage.say(1, Join("kv", 1, False))
-    assert heard(said, Joined) == [Joined(stage.seqs[1], 1)]
-    assert pulled(said) == {50: [3.0]}
-    stage.push(0, "w", [4.0], 2)
-    assert stage.values("w") == [4.0]
-
-
-@pytest.mark.spec("R120", "R121")
-def test_the_judge_answers_when_all_have_joined() -> None:
-    stage = staged()
-    assert stage.say(1, Join("kv", 1, True)) == []
-    (answer,) = heard(stage.say(1, Probe((stage.seqs[1],))), Probed)
-    assert answer.pending[0].reason == "rank 0 (alive, last request 0 s ago) has not joined"
-    assert stage.say(1, Join("kv", 1, True), seq=1) == []
-    said = stage.say(0, Join("kv", 1, True), seq=9)
-    assert set(heard(said, Joined)) == {Joined(1, 0), Joined(9, 0)}
-    assert heard(stage.say(1, Join("kv", 1, True), seq=3), Joined) == [Joined(3, 0)]
-    stage.push(0, "w", [4.0], 0)
-    assert stage.span("w").version == 0, "all are back"
-
-
-@pytest.mark.spec("R120")
-def test_another_server_waits_for_all_when_it_hears_of_the_end() -> None:
-    stage = staged(rank=1)
-    for rank in (0, 1):
-        stage.say(rank, Join("kv", 1, False))
-    stage.push(0, "w", [5.0], 0)
-    assert stage.span("w").version == 0, "nobody is left to close a round"
-    assert heard(stage.say(1, Return("kv", 1)), Done)
-    assert stage.values("w") == [5.0], "what was pushed before is of the rounds before"
-    stage.push(0, "w", [6.0], 1)
-    assert heard(stage.say(0, Return("kv", 1)), Done)
-    assert stage.span("w").version == 1, "one that is back pushes, and the others do not yet"
-    stage.say(0, Join("kv", 1, False))
-    assert stage.span("w").version == 1, "it came late"
 
 
 @pytest.mark.spec("R102", "R120")
@@ -148,35 +73,6 @@ def test_a_view_may_end_a_join() -> None:
     (answer,) = heard(stage.say(1, Probe((1,))), Probed)
     assert answer.pending[0].reason == "rank 2 (lost) has not joined"
     assert len(heard(stage.show(w2="left"), Joined)) == 2
-
-
-@pytest.mark.spec("R121")
-@pytest.mark.parametrize(("mode", "policy"), [("sync", "shrink"), ("async", "wait")])
-def test_a_store_that_does_not_wait_for_the_lost_joins_without_them(mode: str, policy: str) -> None:
-    stage = staged(3, mode=mode, on_worker_lost=policy)
-    stage.say(1, Join("kv", 1, True))
-    stage.say(0, Join("kv", 1, True))
-    assert len(heard(stage.show(w2="lost"), Joined)) == 2
-
-
-@pytest.mark.spec("R122")
-def test_a_replacement_is_away_like_its_predecessor() -> None:
-    stage = staged()
-    stage.say(1, Join("kv", 1, True))
-    stage.replace(1)
-    stage.push(0, "w", [4.0], 0)
-    assert stage.values("w") == [4.0]
-    assert heard(stage.say(0, Join("kv", 1, True)), Joined), "nobody else is missing"
-
-
-@pytest.mark.spec("R123")
-def test_the_clock_of_one_that_is_away_does_not_count() -> None:
-    stage = staged(mode="ssp", staleness=0)
-    stage.push(1, "w", [1.0], 0)
-    for number in range(3):
-        stage.push(0, "w", [1.0], number)
-    assert stage.pull(0, "w", seq=50) == []
-    assert pulled(stage.say(1, Join("kv", 1, True))) == {50: [4.0]}
 
 
 @pytest.mark.spec("R433")
@@ -221,16 +117,6 @@ def test_a_server_tells_what_it_heard() -> None:
 
 
 @pytest.mark.spec("R126")
-def test_resumed_worker_waits_for_no_rank_to_set_the_rate() -> None:
-    stage = staged()
-    stage.optimizer("sgd", lr=1.0)
-    assert heard(stage.say(1, Rate("kv", 7, False, 0.0, 3, resumed=True)), Done)
-    assert len(heard(stage.say(0, Rate("kv", 1, True, 0.5, 3)), Done)) == 1
-    assert heard(stage.say(1, Rate("kv", 7, False, 0.25, 4, resumed=True)), Done)
-    assert stage.server.context.stores["kv"].sent_rate.value == 0.5
-
-
-@pytest.mark.spec("R126")
 def test_so_with_the_optimizer() -> None:
     stage = staged()
 
@@ -246,40 +132,9 @@ def test_so_with_the_optimizer() -> None:
     assert len(say(0, 0.125, 4, call=2)) == 1
 
 
-@pytest.mark.spec("R125")
-def test_calls_after_other_rounds_need_not_agree() -> None:
-    stage = staged()
-    stage.optimizer("sgd", lr=1.0)
-    stage.say(0, Rate("kv", 1, True, 0.5, 3))
-    assert heard(stage.say(1, Rate("kv", 1, False, 0.25, 4)), Done)
-    assert "Mismatch" in refusal(stage.say(1, Rate("kv", 1, False, 0.25, 3)))
-
-
-def test_nothing_else_is_for_a_server() -> None:
-    stage = staged()
-    assert heard(stage.say(0, Barrier("kv", "b", 0)), Error)
-    assert not heard(stage.say(0, Return("kv", 0)), Pulled)
-
-
 @pytest.mark.spec("R251")
 class TestSetter:
     """The rank whose optimizer and learning rate count."""
-
-    def test_while_rank_0_is_away_the_lowest_other_rank_sets(self) -> None:
-        stage = staged(3)
-        stage.optimizer("sgd", lr=0.5)
-        assert heard(stage.say(0, Rate("kv", 1, True, 0.4)), Done)
-        assert stage.say(2, Rate("kv", 2, False, 0.3)) == []
-        assert stage.say(1, Rate("kv", 2, False, 0.3)) == []
-        (answer,) = heard(stage.say(2, Probe((stage.seqs[2],))), Probed)
-        said = stage.say(0, Join("kv", 1, True))
-        assert len(heard(said, Done)) == 2, "rank 1 waited for rank 0, and sets now"
-        assert stage.server.context.stores["kv"].sent_rate.value == 0.3
-        assert stage.say(2, Rate("kv", 3, False, 0.2)) == []
-        (answer,) = heard(stage.say(2, Probe((stage.seqs[2],))), Probed)
-        assert answer.pending[0].reason.endswith("has not set the learning rate")
-        assert answer.pending[0].reason.startswith("rank 1")
-        assert len(heard(stage.say(1, Rate("kv", 3, False, 0.2)), Done)) == 2
 
     def test_rate_that_rank_0_had_set_before_counts(self) -> None:
         stage = staged(3)
@@ -288,33 +143,9 @@ class TestSetter:
         stage.say(0, Join("kv", 1, True))
         assert "rank 1 set 0.4" in refusal(stage.say(1, Rate("kv", 1, False, 0.3)))
 
-    def test_ranks_must_agree_with_it(self) -> None:
-        stage = staged(3)
-        stage.optimizer("sgd", lr=0.5)
-        stage.say(0, Join("kv", 1, True))
-        assert heard(stage.say(1, Rate("kv", 1, False, 0.4)), Done)
-        told = refusal(stage.say(2, Rate("kv", 1, False, 0.3)))
-        assert "rank 2 set learning rate 0.3, rank 1 set 0.4; rank 1's counts" in told
-
-    def test_refusal_of_the_setter_refuses_all_ranks(self) -> None:
-        stage = staged(3)
-        stage.optimizer("sgd", lr=0.5)
-        stage.say(0, Join("kv", 1, True))
-        assert stage.say(2, Rate("kv", 1, False, -1.0)) == []
-        assert len(heard(stage.say(1, Rate("kv", 1, False, -1.0)), Error)) == 2
-
     def test_where_rank_0_has_left_another_sets(self) -> None:
         stage = staged(3)
         stage.optimizer("sgd", lr=0.5)
         assert stage.say(1, Rate("kv", 1, False, 0.4)) == []
         assert heard(stage.show(w0="left"), Done)
         assert stage.server.context.stores["kv"].sent_rate.value == 0.4
-
-    def test_when_all_are_back_rank_0_sets(self) -> None:
-        stage = staged(2)
-        stage.optimizer("sgd", lr=0.5)
-        for rank in (0, 1):
-            stage.say(rank, Join("kv", 1, True))
-        first = (1 << 20) + 1
-        assert stage.say(1, Rate("kv", first, False, 0.4)) == []
-        assert len(heard(stage.say(0, Rate("kv", first, True, 0.4)), Done)) == 2

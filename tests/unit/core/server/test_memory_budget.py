@@ -12,7 +12,7 @@ from kvps.core.placement import EMBEDDING
 from kvps.core.server.chunks.slab import Chunks, Slab
 from kvps.core.server.memory_budget import MemoryBudget, MemoryTerms, Reservation
 from kvps.errors import Overload
-from tests.support.server_harness import opening, weight_bytes
+from tests.support.server_harness import weight_bytes
 
 NO = MemoryTerms(0, None)
 
@@ -44,44 +44,6 @@ def test_the_state_of_an_element(
     assert create(resolve(name, options)).state_bytes(dtype) == size
 
 
-def test_elements_reserve_weights_sums_and_states() -> None:
-    adam = create(resolve("adam", {}))
-    assert NO.reserve({"float32": 10, "int8": 3}) == Reservation(43, 43)
-    assert MemoryTerms(1, adam).reserve({"float32": 10, "int8": 3}) == Reservation(43, 43, 43, 80)
-    assert MemoryTerms(1, None).reserve({"float16": 10}) == Reservation(20, 20, 40)
-
-
-def test_stores_are_added_up() -> None:
-    budget = holding(None, float32=10)
-    budget.terms["other"] = NO
-    assert budget.reserved() == Reservation(40, 40, 40)
-    assert budget.reserved("other", NO, {"float64": 1}) == Reservation(48, 48, 40)
-    assert budget.reserved("kv", NO) == Reservation(40, 40)
-
-
-def test_an_optimizer_that_has_no_room_is_refused_with_the_sum() -> None:
-    budget = holding(10**9, float32=60_000_000)
-    budget.demand_optimizer("kv", create(resolve("sgd", {"momentum": 0.9})))
-    with pytest.raises(Overload) as refused:
-        budget.demand_optimizer("kv", create(resolve("adam", {})))
-    assert str(refused.value) == (
-        "no room for optimizer 'adam' of store 'kv': weights 229 MiB + second buffers 229 MiB + sums of open "
-        "rounds 229 MiB + optimizer state 458 MiB = 1.12 GiB, and the limit of this server is 954 MiB (--memory-limit; by "
-        "default 80 % of the memory of the machine or its container, divided by the servers that are started together). "
-        "Add servers (each holds a part), raise the limit, or use an optimizer with less state"
-    )
-
-
-def test_keys_and_tables_that_have_no_room() -> None:
-    budget = holding(130, float32=10)
-    budget.demand_keys("kv", [], {})
-    budget.demand_keys("kv", ["a"], {"int8": 3})
-    with pytest.raises(Overload, match="no room for key 'a' and 2 more of store 'kv'"):
-        budget.demand_keys("kv", ["a", "b", "c"], {"int8": 4})
-    with pytest.raises(Overload, match="no room for table 'words' of"):
-        budget.demand_keys("kv", [EMBEDDING + "words"], {"int64": 1})
-
-
 def test_tables_count_what_they_hold() -> None:
     chunks = Chunks()
     budget = MemoryBudget(chunks, 100)
@@ -98,14 +60,6 @@ def test_rounds_ahead_have_the_room_that_is_left() -> None:
     budget = holding(120 + 2 * 40 + 39, float32=10)
     assert [budget.has_room_for(rounds) for rounds in (0, 1, 2, 3)] == [True, True, True, False]
     assert holding(None, float32=10).has_room_for(63)
-
-
-@pytest.mark.parametrize(
-    ("mode", "deterministic", "gradients"), [("sync", False, 1), ("sync", True, 3), ("async", False, 0)]
-)
-def test_the_gradients_of_an_open_round(mode: str, deterministic: bool, gradients: int) -> None:
-    opened = opening(mode=mode, deterministic=deterministic)
-    assert MemoryBudget(Chunks(), None, workers=3).gradients_of(opened) == gradients
 
 
 def test_residuals_are_reserved_once() -> None:

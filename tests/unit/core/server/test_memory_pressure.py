@@ -13,32 +13,10 @@ from kvps.core.server.memory_budget import MemoryPressure
 from kvps.errors import Overload
 from kvps.protocol.membership import Done, Error
 from kvps.protocol.stores import Declare, Declared, Entry, Open, Optimize
-from kvps.protocol.values import Ack, Pulled
 from tests.support.server_harness import ServerStage, opening, optimizing
 from tests.unit.core.server.test_memory_budget import holding
 
 GIB = 1 << 30
-
-
-def test_pressure_begins_at_the_limit_and_ends_below_it() -> None:
-    pressure = MemoryPressure(80)
-    assert (pressure.used_share, pressure.is_high) == (0.0, False)
-    assert not pressure.take_in(79, 100)
-    assert pressure.take_in(80, 100).startswith("is short of memory: 80 B of 100 B are in use (80 %)")
-    assert not pressure.take_in(77, 100)
-    assert pressure.is_high
-    assert pressure.take_in(75, 100).startswith("has memory again: 75 B of 100 B are in use (75 %)")
-    assert (pressure.used_share, pressure.is_high) == (0.75, False)
-
-
-def test_the_lines_of_the_log() -> None:
-    pressure = MemoryPressure(95)
-    assert pressure.take_in(31 * GIB // 2, 16 * GIB) == (
-        "is short of memory: 15.5 GiB of 16 GiB are in use (97 %), and new work is refused from 95 % on"
-    )
-    assert pressure.take_in(8 * GIB, 16 * GIB) == (
-        "has memory again: 8 GiB of 16 GiB are in use (50 %), and new work is taken"
-    )
 
 
 def test_refusal_names_the_memory_in_use_and_the_next_step() -> None:
@@ -112,19 +90,6 @@ def test_new_work_is_refused_until_there_is_memory_again(message: Open | Declare
     if isinstance(message, Open):
         (said,) = one.say(0, message)
         assert isinstance(said.message, Done)
-
-
-@pytest.mark.spec("R380")
-def test_rounds_and_pulls_go_on_and_later_rounds_wait() -> None:
-    one = stage()
-    (said,) = one.push(0, "w", [1.0, 1.0], 0)
-    assert isinstance(said.message, Ack)
-    assert not one.push(0, "w", [1.0, 1.0], 1), "a round ahead of the oldest one is early"
-    said = one.push(1, "w", [1.0, 1.0], 0)[0]
-    assert isinstance(said.message, Ack)
-    (pulled,) = one.pull(0, "w")
-    assert isinstance(pulled.message, Pulled)
-    assert pulled.values() == [2.0, 2.0]
 
 
 @pytest.mark.spec("R380")

@@ -14,10 +14,10 @@ from kvps.core.effects import Send
 from kvps.core.membership_client import Identity
 from kvps.core.server import measured, meter
 from kvps.core.server.chunks.slab import Chunks
-from kvps.core.server.meter import SMOOTHING, Lateness, Meter, most_late
+from kvps.core.server.meter import Meter
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
-from kvps.protocol.membership import KeyTraffic, Measure, Measured, OldRound, StoreFigures
+from kvps.protocol.membership import Measure, Measured, OldRound, StoreFigures
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run
 from tests.support.effects import taken
@@ -40,62 +40,6 @@ def measure(stage: ServerStage, number: int = 1) -> Measured:
     return answer
 
 
-def test_lateness_is_the_time_since_the_first_push_of_the_round() -> None:
-    stage = ServerStage(3)
-    stage.open()
-    stage.init("a", [0.0] * 4)
-    stage.push(0, "a", [1.0] * 4, 0)
-    stage.now += 2.0
-    stage.push(1, "a", [1.0] * 4, 0)
-    stage.now += 0.5
-    stage.push(2, "a", [1.0] * 4, 0)
-    assert counted(stage, "kvps_straggler_seconds_total") == {"0": 0.0, "1": 2.0, "2": 2.5}
-    assert counted(stage, "kvps_straggler_pushes_total") == {"0": 1, "1": 1, "2": 1}
-    assert counted(stage, "kvps_worker_bytes_total") == {"0": 16, "1": 16, "2": 16}
-    stage.push(2, "a", [1.0] * 4, 0)  # a duplicate
-    assert counted(stage, "kvps_worker_pushes_total") == {"0": 1, "1": 1, "2": 1}
-
-
-def test_staleness_is_counted_where_pushes_have_no_rounds() -> None:
-    stage = ServerStage(2)
-    stage.open("async")
-    stage.optimizer("sgd", lr=0.5)
-    stage.init("a", [0.0] * 4)
-    stage.push(0, "a", [1.0] * 4, 0)  # by one that has read nothing
-    stage.pull(0, "a")
-    stage.pull(1, "a")
-    stage.push(0, "a", [1.0] * 4, 1)
-    stage.push(0, "a", [1.0] * 4, 2)
-    stage.push(1, "a", [1.0] * 4, 0)
-    found = stage.server.counts.durations()[STALENESS]
-    assert (found.buckets[:3], sum(found.buckets), found.total_s) == ((1, 1, 1), 3, 3.0)
-    assert measure(stage).stores == (StoreFigures("kv", "async", 1, 4),)
-
-
-def test_rounds_have_no_staleness() -> None:
-    stage = ServerStage(1)
-    stage.open()
-    stage.init("a", [0.0])
-    stage.pull(0, "a")
-    stage.push(0, "a", [1.0], 0)
-    assert STALENESS not in stage.server.counts.durations()
-
-
-def test_a_round_that_closes_without_a_lost_worker_is_short() -> None:
-    stage = ServerStage(2)
-    stage.open(on_worker_lost="shrink")
-    stage.init("a", [0.0])
-    stage.push(0, "a", [1.0], 0)
-    stage.push(1, "a", [1.0], 0)
-    assert not counted(stage, "kvps_short_rounds_total")
-    stage.push(1, "a", [1.0], 1)
-    stage.show(w1="lost")
-    stage.push(0, "a", [1.0], 1)  # rank 1 had pushed for this round
-    assert not counted(stage, "kvps_short_rounds_total")
-    stage.push(0, "a", [1.0], 2)
-    assert counted(stage, "kvps_short_rounds_total") == {"": 1}
-
-
 def test_compressed_pushes_and_answers() -> None:
     stage, code = ServerStage(1), CodecSpec(INT8)
     stage.open()
@@ -109,20 +53,6 @@ def test_compressed_pushes_and_answers() -> None:
     compressed = counted(stage, "kvps_compressed_bytes_total")
     assert counted(stage, "kvps_uncompressed_bytes_total") == {"in": 4000, "out": 4000}
     assert compressed == {"in": len(octets), "out": len(octets)}
-
-
-def test_the_keys_with_the_most_traffic_come_first() -> None:
-    stage = ServerStage(1)
-    stage.open()
-    for key in ("a", "b", "c"):
-        stage.init(key, [0.0] * 4)
-    stage.push(0, ["a", "b"], [1.0] * 8, 0)
-    for number in range(3):
-        stage.push(0, "c", [1.0] * 4, number)
-    stage.pull(0, "c")
-    found = {(one.key, one.others): one.moved_bytes for one in measure(stage).traffic}
-    assert found == {("c", 0): 64, ("a", 0): 16, ("b", 0): 16}
-    assert measure(stage).traffic[0] == KeyTraffic("kv", "c", 0, 64)
 
 
 def test_rows_count_as_their_key() -> None:
@@ -216,15 +146,3 @@ def test_a_server_without_a_seat_has_no_incarnation() -> None:
     assert not [
         one for one in taken(alone, alone.on_packet("scheduler", question, 0.0)) if isinstance(one, Send)
     ]
-
-
-def test_a_rank_is_as_late_as_at_the_store_where_it_is_latest() -> None:
-    one, other = Lateness(), Lateness()
-    one.note((0,), [0.0])
-    one.note((1, 2), [0.8])
-    other.note((1,), [2.0])
-    assert most_late([one, other], 9) == {"1": 2.0, "2": 0.8, "0": 0.0}
-    assert list(most_late([one, other], 1)) == ["1"]
-    for _ in range(SMOOTHING * 8):
-        other.note((1,), [0.0])
-    assert most_late([one, other], 1)["1"] == 0.8  # what was long ago is forgotten

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvps.core.server.chunks.rounds import GRACE_SHARE
-from kvps.protocol.envelope import WINDOW
 from kvps.protocol.values import Ack, Pulled, PushRows
 from tests.support.server_cluster import Cluster, gradient
 from tests.support.server_harness import ServerStage, heard, opening, refusal
@@ -51,26 +50,6 @@ def test_a_round_closes_at_its_quorum_after_the_grace() -> None:
     wait(one, 0.1)
     assert one.span("w").version == 1
     assert one.values("w") == [11.0, 11.0]
-
-
-@pytest.mark.spec("R354")
-def test_a_round_with_all_ranks_waits_for_nothing() -> None:
-    one = stage()
-    for rank in range(3):
-        push(one, rank, 0)
-    assert one.span("w").version == 1
-    wait(one, 10.0)
-    assert one.span("w").version == 1
-
-
-@pytest.mark.spec("R354")
-def test_a_rank_that_comes_within_the_grace_counts() -> None:
-    one = stage()
-    push(one, 0, 0)
-    push(one, 1, 0, 10.0)
-    wait(one, 3.0)
-    push(one, 2, 0, 100.0)
-    assert one.values("w") == [111.0, 111.0]
 
 
 @pytest.mark.spec("R354")
@@ -129,49 +108,6 @@ def test_grace_of_a_key_that_was_replaced_ends_without_a_round() -> None:
     assert one.values("w") == [1.0, 1.0]
 
 
-def test_reads_that_waited_are_answered_when_the_grace_is_over() -> None:
-    one = stage()
-    one.pull(0, "w", after=1)
-    push(one, 0, 0)
-    push(one, 1, 0)
-    assert len(heard(wait(one, 5.0), Pulled)) == 1
-
-
-@pytest.mark.spec("R354")
-def test_a_lost_rank_is_not_waited_for() -> None:
-    one = stage(on_worker_lost="shrink")
-    push(one, 0, 0)
-    one.show(w1="lost")
-    push(one, 2, 0)
-    assert one.span("w").version == 1, "all that are left have pushed"
-    one.show(w2="lost")
-    push(one, 0, 1)
-    assert one.span("w").version == 2, "fewer than the quorum are left"
-
-
-def test_a_view_does_not_restart_the_grace() -> None:
-    one = stage(workers=4, on_worker_lost="shrink")
-    push(one, 0, 0)
-    push(one, 1, 0)
-    wait(one, 4.0)
-    one.show(w3="lost")
-    wait(one, 1.0)
-    assert one.span("w").version == 1
-
-
-def test_parts_that_are_cut_from_a_round_close_with_it() -> None:
-    one = stage()
-    one.init("v", torch.zeros(2))
-    one.push(0, ["w", "v"], [1.0, 1.0, 2.0, 2.0], 0)
-    one.push(1, ["w", "v"], [1.0, 1.0, 2.0, 2.0], 0)
-    one.push(2, "v", [5.0, 5.0], 0)
-    assert (one.span("w").version, one.span("v").version) == (0, 1)
-    wait(one, 5.0)
-    assert (one.span("w").version, one.span("v").version) == (1, 1)
-    assert one.values("w") == [2.0, 2.0]
-    assert one.values("v") == [9.0, 9.0]
-
-
 @pytest.mark.parametrize("rule", ["lars", None])
 def test_a_tensor_on_two_servers_closes_by_parts(rule: str | None) -> None:
     """Each part closes by itself, and the norms of the whole tensor are those of its parts."""
@@ -194,18 +130,6 @@ def test_a_late_push_is_dropped() -> None:
     assert [(stand.version, stand.owed) for stand in heard(said, Pulled)[0].runs] == [(1, 1)]
     assert one.values("w") == [2.0, 2.0]
     assert not one.span("w").rounds
-
-
-@pytest.mark.spec("R357")
-def test_a_late_push_counts_in_the_next_round() -> None:
-    one = stage(grace_s=0.0, late="next")
-    push(one, 0, 0)
-    push(one, 1, 0)
-    said = push(one, 2, 0, 100.0, pull=True)
-    assert [stand.version for stand in heard(said, Pulled)[0].runs] == [1], "it waits for nobody"
-    push(one, 0, 1)
-    assert one.span("w").version == 2, "the late push was one of two"
-    assert one.values("w") == [103.0, 103.0]
 
 
 @pytest.mark.spec("R357")
@@ -242,18 +166,6 @@ def test_a_rank_counts_once_in_a_round_also_if_two_of_its_pushes_are_late() -> N
     assert one.values("w") == [1117.0, 1117.0]
 
 
-@pytest.mark.spec("R357")
-def test_late_pushes_do_not_open_rounds_without_end() -> None:
-    one = stage(grace_s=0.0, late="next")
-    for number in range(WINDOW + 2):
-        push(one, 0, number)
-        push(one, 1, number)
-    for number in range(WINDOW):
-        assert heard(push(one, 2, number), Ack)
-    assert not push(one, 2, WINDOW), "as a push that is early: it is sent again later"
-    assert len(one.span("w").rounds) == WINDOW
-
-
 @pytest.mark.spec("R359")
 def test_a_late_push_on_its_way_is_not_overtaken() -> None:
     """Push 1 is lost, and its round closes without it; push 2 waits until push 1 is in."""
@@ -274,19 +186,6 @@ def test_a_late_push_on_its_way_is_not_overtaken() -> None:
 
 
 @pytest.mark.spec("R359")
-def test_a_worker_may_leave_out_rounds_that_closed_without_it() -> None:
-    one = stage(grace_s=0.0, late="next")
-    for number in range(3):
-        push(one, 0, number)
-        push(one, 1, number)
-    assert heard(push(one, 2, 3, 100.0, since=0), Ack), "it has made no push before"
-    assert heard(push(one, 2, 3, 100.0, since=0), Ack), "again, without effect"
-    assert heard(push(one, 2, 4, 1000.0, since=4), Ack)
-    assert [round_.number for round_ in one.span("w").rounds] == [3, 4]
-    assert not push(one, 2, 6, since=0), "a round that is not closed cannot be left out"
-
-
-@pytest.mark.spec("R359")
 def test_numbers_before_a_push_are_as_many_as_its_runs() -> None:
     one = stage(grace_s=0.0, late="next")
     one.counts_late = False
@@ -301,22 +200,6 @@ def test_rows_are_refused_where_late_pushes_count() -> None:
     message = PushRows("kv", "t", 1, (0,), 0, 2, 1)
     said = refusal(one.say(0, message, torch.tensor([1]), torch.ones(2)))
     assert "ConfigError: store 'kv' counts late pushes, which pushes of rows cannot be" in said
-
-
-@pytest.mark.parametrize("late", ["drop", "next"])
-def test_a_push_that_is_early_is_early(late: str) -> None:
-    one = stage(grace_s=0.0, late=late)
-    assert not push(one, 0, 1)
-
-
-def test_a_replacement_owes_what_has_not_closed() -> None:
-    one = stage(grace_s=0.0)
-    for number in range(3):
-        push(one, 0, number)
-        push(one, 1, number)
-    one.replace(2)
-    said = one.pull(2, "w")
-    assert heard(said, Pulled)[0].runs[0].owed == 3
 
 
 # --- options ------------------------------------------------------------------------------------------
@@ -338,12 +221,3 @@ def test_options_that_cannot_be(options: dict[str, object], match: str) -> None:
     assert "ConfigError" in said
     assert match in said
     assert not one.server.context.stores
-
-
-@pytest.mark.spec("R42")
-def test_all_workers_mean_the_same_quorum() -> None:
-    one = stage()
-    for other in ({"quorum": 3}, {"grace_s": 1.0}, {"late": "next"}):
-        options = {"quorum": 2, "grace_s": 5.0, "late": "drop", "bundles": False} | other
-        said = refusal(one.say(1, opening(mode="sync", **options)))  # type: ignore[arg-type]
-        assert f"was opened with {next(iter(other))}=" in said

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from kvps.core.limits import Limits
-from kvps.protocol.envelope import Message, Role
+from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Error, Join, Return
 from kvps.protocol.stores import Declare, Entry, SetState
-from kvps.protocol.values import Ack
 from tests.support.server_harness import ServerStage, heard, opening, refusal
 
 
@@ -28,24 +27,6 @@ def test_a_push_for_others_is_refused(bundles: bool, ranks: tuple[int, ...]) -> 
     said = one.push(0, "a", [1, 1], 0, ranks=ranks)
     assert refusal(said).startswith("Unauthorized: worker 0 pushes for ranks")
     assert one.snapshot() == before
-
-
-@pytest.mark.spec("R243")
-def test_a_push_for_workers_of_one_machine() -> None:
-    one = stage(bundles=True)
-    assert heard(one.push(0, "a", [1, 1], 0, ranks=(0, 1)), Ack)
-    view = one.server.member.view
-    assert view is not None
-    elsewhere = [
-        member._replace(machine=8) if (member.role, member.rank) == (Role.WORKER, 2) else member
-        for member in view.members
-    ]
-    one.scheduler(type(view)(99, "running", "", tuple(elsewhere)))
-    one.view = 99
-    assert refusal(one.push(0, "a", [1, 1], 0, ranks=(2,))).startswith("Unauthorized")
-    unknown = [member._replace(machine=0) for member in view.members]
-    one.scheduler(type(view)(100, "running", "", tuple(unknown)))
-    assert refusal(one.push(0, "a", [1, 1], 1, ranks=(0, 1))).startswith("Unauthorized")
 
 
 @pytest.mark.spec("R243")

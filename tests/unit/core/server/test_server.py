@@ -23,7 +23,6 @@ from tests.support.server_harness import (
     JOB,
     Seat,
     ServerStage,
-    acked,
     greeting,
     heard,
     opening,
@@ -61,20 +60,6 @@ def test_another_major_version() -> None:
         "ProtocolError: protocol 2.5 (kvps 9.1) cannot talk to 1.0 at server 0; install one "
         "version everywhere"
     )
-
-
-@pytest.mark.spec("R17")
-def test_worker_without_hello_is_refused() -> None:
-    one = ServerStage(greeted=False)
-    assert "expects HELLO first" in refusal(one.say(0, opening()))
-    one.hello(0)
-    one.open()
-    # The view names a newer life of rank 0, but it has not spoken yet.
-    one.seats[0].incarnation += 1
-    one.show()
-    assert "expects HELLO first" in refusal(one.say(0, opening()))
-    one.hello(0)
-    assert not heard(one.say(0, opening()), Error)
 
 
 @pytest.mark.spec("R22")
@@ -266,17 +251,6 @@ def test_before_the_first_view_it_knows_no_other_server() -> None:
 # --- the scheduler ----------------------------------------------------------------------------------
 
 
-def test_server_joins_and_beats() -> None:
-    server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
-    connect, hello = taken(server, server.start(0.0))
-    assert connect == Connect("scheduler", "tcp://s:1")
-    assert isinstance(hello, Send)
-    assert isinstance(hello.packet.message, Hello)
-    assert server.deadline() == 0.0
-    server.on_timer(0.0)
-    assert server.deadline() == 1.0
-
-
 def test_server_beats_every_second_and_sends_norms_by_a_clock_of_its_own() -> None:
     one = stage()
     one.now += 0.25
@@ -315,57 +289,6 @@ def test_silence_of_everybody_is_the_end_too() -> None:
     one.now += 1
     one.take(one.server.on_timer(one.now))
     assert one.notes == [Exit(75, "the scheduler and all workers have been silent for 60 s")]
-
-
-def test_but_not_for_one_that_was_stopped_itself() -> None:
-    one = stage()
-    one.notes.clear()
-    one.now += 1000
-    one.take(one.server.on_timer(one.now))
-    assert one.notes == []
-
-
-@pytest.mark.spec("R100")
-@pytest.mark.parametrize("asks", [False, True])
-def test_a_worker_that_speaks_keeps_a_server_without_a_scheduler(asks: bool) -> None:
-    one = stage()
-    one.notes.clear()
-    for second in range(500):
-        one.now += 1
-        if second % 50 == 49:
-            if asks:
-                one.say(0, Probe(()))
-            else:
-                one.hello(0)
-        one.take(one.server.on_timer(one.now))
-    assert one.notes == []
-
-
-def test_pushes_and_pulls_go_on_without_the_scheduler() -> None:
-    one = stage()
-    one.now += 30
-    one.take(one.server.on_timer(one.now))
-    for rank in (0, 1):
-        assert acked(one.push(rank, "a", [1, 1], 0))
-    assert one.values("a") == [2, 2]
-
-
-def test_a_view_wakes_who_waits() -> None:
-    one = stage()
-    one.push(0, "a", [1, 1], 0)
-    one.pull(0, "a", after=1, seq=50)
-    assert pulled(one.show(w1="lost")) == {}
-    assert pulled(one.show()) == {}
-    assert pulled(one.show(w1="left")) == {50: [1, 1]}
-
-
-@pytest.mark.spec("R28")
-def test_an_old_view_wakes_nobody() -> None:
-    one = stage()
-    one.push(0, "a", [1, 1], 0)
-    one.pull(0, "a", after=1, seq=50)
-    one.view = 0
-    assert one.show(w1="left") == []
 
 
 def test_the_next_job_begins_with_nothing() -> None:

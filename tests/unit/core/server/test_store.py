@@ -64,18 +64,6 @@ def value(store: ServerStore, key: str) -> set[float]:
 # --- options ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"mode": "eventual"}, "mode 'eventual' must be one of sync, async, ssp"),
-        ({"on_worker_lost": "panic"}, "on_worker_lost 'panic' must be one of wait, shrink, fail"),
-    ],
-)
-def test_unknown_options_are_refused(options: dict[str, str], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        make(**options)
-
-
 @pytest.mark.spec("R42")
 @pytest.mark.parametrize(
     ("name", "value"),
@@ -198,48 +186,6 @@ def test_a_value_that_nobody_declared() -> None:
     assert not store.shards["v"].ready
 
 
-def test_a_late_value_of_an_older_broadcast_is_not_taken_for_the_newer_one() -> None:
-    store = make()
-    create(store, entry("w", 4))
-    load(store, "w", 1.0)
-    create(store, entry("w", 4), call=1)
-    create(store, entry("w", 4), call=2)
-    with pytest.raises(ProtocolError, match="value 1 was loaded, declared was 2"):
-        load(store, "w", 5.0, call=1)
-    assert load(store, "w", 6.0, call=2)
-    assert value(store, "w") == {6.0}
-
-
-def test_a_declare_that_comes_again_does_not_forget_what_was_loaded() -> None:
-    store = make()
-    big = entry("w", 2, 2**18)
-    create(store, big)
-    load(store, "w", 1.0, pieces=slice(0, 1))
-    create(store, big)
-    assert load(store, "w", 1.0, pieces=slice(1, 2))
-
-
-def test_a_replacement_of_rank_0_loads_all_of_its_own_value() -> None:
-    store = make()
-    big = entry("w", 2, 2**18)
-    create(store, big)
-    load(store, "w", 1.0, pieces=slice(0, 1))
-    create(store, big, life=(0, 11))
-    assert not load(store, "w", 2.0, pieces=slice(1, 2))
-    assert load(store, "w", 2.0, pieces=slice(0, 1))
-    assert value(store, "w") == {2.0}
-
-
-def test_a_single_message_may_load_several_keys() -> None:
-    store = make()
-    create(store, entry("a", 2), entry("b", 1), entry("c", 3))
-    chunk = store._chunks.by_number[1]
-    message = Load(1, 1, (Run(0, 3, 0), Run(3, 3, 0)))
-    assert store.load(chunk, message, torch.arange(6.0))
-    assert chunk.buffer.tensor[:6].tolist() == [0, 1, 2, 3, 4, 5]
-    assert all(shard.ready for shard in store.shards.values())
-
-
 # --- broadcasts -------------------------------------------------------------------------------------
 
 
@@ -257,13 +203,6 @@ def test_a_broadcast_gives_a_key_its_next_value() -> None:
     assert create(store, w, call=1) == [Place(False, place.pieces)]
     assert create(store, w, call=0) == [Place(False, place.pieces)]
     assert value(store, "w") == {2.0}
-
-
-def test_a_broadcast_may_be_the_first_value() -> None:
-    store = make()
-    create(store, entry("w", 4), call=1)
-    assert load(store, "w", 1.0, call=1)
-    assert store.find(entry("w", 4), 0) is not None
 
 
 @pytest.mark.spec("R45")
@@ -285,18 +224,6 @@ def test_a_key_that_lies_elsewhere_now_is_forgotten() -> None:
     create(store, entry(away, 8, start=4, size=4), call=2)
     create(store, elsewhere, call=1)
     assert store.shards[away].born == 2, "a late one of an older value"
-
-
-def test_a_broadcast_of_another_shape_replaces_the_key() -> None:
-    store = make()
-    create(store, entry("w", 4))
-    load(store, "w", 1.0)
-    places, (old,) = store.create([entry("w", 5)], 1, LIFE)
-    assert (places[0].fresh, old.count, store.shards["w"].count) == (True, 4, 5)
-    assert not store.shards["w"].ready
-    assert load(store, "w", 2.0, call=1)
-    with pytest.raises(Mismatch, match=r"is float32\[5\] .* as float32\[4\]"):
-        store.find(entry("w", 4), 0)
 
 
 def part(store: ServerStore, start: int, stop: int, value: float, call: int = 1) -> bool | None:
@@ -327,17 +254,6 @@ def test_a_value_may_come_in_parts_from_its_beginning_on() -> None:
     assert store.load(chunk, message, torch.full((1,), 2.0)) is True
     assert value(store, "w") == {2.0}
     assert store.lacks(chunk, 0, 10, 1) is None
-
-
-@pytest.mark.spec("R223")
-def test_a_single_message_may_carry_parts_of_several_keys() -> None:
-    store = make()
-    create(store, entry("a", 4), entry("b", 6), call=1)
-    assert part(store, 0, 7, 2.0) is True, "a is there"
-    assert (store.shards["a"].ready, store.shards["b"].ready) == (True, False)
-    both = Load(1, 1, (Run(7, 1, 1), Run(8, 2, 1)))
-    assert store.load(store._chunks.by_number[1], both, torch.full((3,), 2.0)) is True
-    assert value(store, "b") == {2.0}
 
 
 @pytest.mark.spec("R223")
@@ -387,28 +303,11 @@ def trained(name: str, **numbers: object) -> ServerStore:
     return store
 
 
-def test_the_same_rule_keeps_its_state() -> None:
-    store = trained("sgd", momentum=0.9)
-    store.optimize(resolve("sgd", {"momentum": 0.5}))
-    chunk = store._chunks.by_number[1]
-    assert chunk.state["momentum_buffer"][0] == 7
-    assert chunk.spans[0].step == 3
-    assert store.hyper.number("momentum") == 0.5
-
-
 def test_another_rule_begins_anew() -> None:
     store = trained("sgd", momentum=0.9)
     store.optimize(resolve("adam", {}))
     chunk = store._chunks.by_number[1]
     assert (chunk.state, chunk.spans[0].step) == (None, 0)
-
-
-def test_another_store_is_not_touched() -> None:
-    store = trained("sgd", momentum=0.9)
-    other = ServerStore(opening(store="other"), store._chunks, store.budget)
-    create(other, entry("x", 2))
-    other.optimize(resolve("adam", {}))
-    assert store._chunks.by_number[1].state is not None
 
 
 @pytest.mark.parametrize("rule", ["test", "sgd"])
@@ -425,35 +324,6 @@ def test_an_optimizer_that_cannot_update_what_is_pushed_is_refused(rule: str) ->
     with pytest.raises(ConfigError, match=r"torch\.int32"):
         store.optimize(resolve(rule, {"rescale_grad": 0.5}))
     assert (store.hyper, store.updater) == before
-
-
-def test_an_optimizer_may_be_set_beside_integers_that_nobody_pushes() -> None:
-    store = make()
-    create(store, entry("steps", dtype="int64"))
-    store.optimize(resolve("sgd", {}))
-
-
-def test_a_new_value_has_no_history() -> None:
-    store = trained("dcasgd", momentum=0.9, multi_precision=True)
-    chunk = store._chunks.by_number[1]
-    chunk.state["read.1"] = chunk.buffer.tensor + 6
-    create(store, entry("b", 2), call=1)
-    load(store, "b", 5.0, call=1)
-    assert chunk.state["velocity"][:4].tolist() == [7, 7, 0, 0]
-    assert chunk.state["read.1"][:4].tolist() == [7, 7, 5, 5]
-    assert [(span.start, span.stop, span.step) for span in chunk.spans] == [(0, 2, 3), (2, 4, 0)]
-
-
-def test_the_learning_rate_keeps_all_else() -> None:
-    store = trained("adam")
-    state = store._chunks.by_number[1].state
-    store.set_rate(0.25)
-    assert store.hyper.number("lr") == 0.25
-    assert store.updater.hyper is store.hyper
-    assert store._chunks.by_number[1].state is state
-    with pytest.raises(ConfigError, match="lr"):
-        store.set_rate(-1.0)
-    assert store.hyper.number("lr") == 0.25
 
 
 def test_a_learning_rate_leaves_integers_alone_that_the_optimizer_does_not_update() -> None:

@@ -21,43 +21,10 @@ def texts(stalls: StragglerLog, *oldest: Stall) -> list[str]:
     return [note.text for note in stalls.look(oldest)]
 
 
-def test_a_round_that_is_open_for_long_is_worth_a_line() -> None:
-    stalls = StragglerLog()
-    assert texts(stalls, stall(age_s=9.9)) == []
-    assert texts(stalls, stall(age_s=10.4)) == [
-        "store 'kv': round 7 of key 'w' has been open for 10 s and waits for rank 3"
-    ]
-    assert texts(stalls, stall(age_s=15)) == []
-
-
-def test_so_is_a_change_of_whom_it_waits_for_and_the_end() -> None:
-    stalls = StragglerLog()
-    texts(stalls, stall("kv", 10, 1, 3))
-    assert texts(stalls, stall("kv", 15, 3))[0].endswith("for 15 s and waits for rank 3")
-    assert texts(stalls) == ["store 'kv': rounds close again"]
-    assert texts(stalls) == []
-
-
 def test_stall_is_reported_again_when_it_is_twice_as_old() -> None:
     stalls = StragglerLog()
     told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
     assert told == [10, 20, 40, 80]
-
-
-def test_a_younger_round_of_the_same_rank_is_no_news() -> None:
-    stalls = StragglerLog()
-    texts(stalls, stall("kv", 30))
-    assert texts(stalls, stall("kv", 12)) == []
-
-
-def test_each_store_has_its_own() -> None:
-    stalls = StragglerLog()
-    assert len(texts(stalls, stall("a"), stall("b"))) == 2
-    assert texts(stalls, stall("b")) == ["store 'a': rounds close again"]
-
-
-def test_stall_on_norms_names_no_rank() -> None:
-    assert texts(StragglerLog(), Stall("kv", "w", 7, 99.0, (), "")) == []
 
 
 def test_not_every_rank_of_a_thousand_is_named() -> None:

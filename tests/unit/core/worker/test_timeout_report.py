@@ -4,13 +4,10 @@ import torch
 
 from kvps.core.worker import calls
 from kvps.errors import ConfigError, Mismatch, Timeout
-from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Error, Pending, Probe, Probed, Welcome
 from kvps.protocol.values import Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, opened, pull, push, sends
 from tests.support.worker_with_key import FLOAT, answer, small
-
-W1 = Node(Role.WORKER, 1)
 
 
 class TestTimeout:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.figures import measurements
-from kvps.core.scheduler.figures.measurements import AGAIN_S, TEXT_MAX
+from kvps.core.scheduler.figures.measurements import AGAIN_S
 from kvps.errors import ProtocolError
 from kvps.protocol.membership import (
     Count,
     Error,
-    Histogram,
-    KeyTraffic,
     Measure,
     Measured,
-    OldRound,
-    StoreFigures,
 )
 from tests.support.scheduler_harness import Stage, sent
 
@@ -83,48 +78,6 @@ def test_a_server_that_was_replaced_is_asked_anew() -> None:
     seat = stage.scheduler.job.seats.routes["s1"]
     with pytest.raises(ProtocolError):
         measured.hear(0, seat.incarnation - 1, answer(1), stage.now)
-
-
-def test_so_many_servers_are_asked_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurements, "ASKED_MAX", 2)
-    stage = formed(3)
-    routes = ("s0", "s1", "s2")
-    assert [len(asked(stage, one)) for one in ("s0",)] == [1]
-    stage.say("s0", answer(1))
-    stage.say("s1", answer(2))
-    assert asked(stage, *routes) == [4, 3]  # s2, and s0 again
-    stage.say("s0", answer(4))
-    assert asked(stage, *routes) == [5]
-
-
-@pytest.mark.spec("R271")
-def test_names_are_cut_and_made_printable() -> None:
-    stage = formed()
-    asked(stage)
-    bad = "\x1b[31m" + "x" * 300
-    key = "k" * 200
-    rounds = (OldRound(0, key, key, 1, (), 2.0),)
-    stage.say(
-        "s0",
-        Measured(
-            1,
-            (Count(bad, bad, 1.0),),
-            (Histogram(bad, (1,), 1.0),),
-            (StoreFigures(key, bad, 1, 1),),
-            (KeyTraffic(key, key, 0, 1),),
-            rounds,
-        ),
-    )
-    (found,) = stage.scheduler.job.measurements.figures(stage.now)
-    measured = found.measured
-    texts = [
-        *measured.counts[0][:2],
-        measured.histograms[0].name,
-        *measured.stores[0][:2],
-        *measured.traffic[0][:2],
-        *measured.rounds[0][1:3],
-    ]
-    assert all(one.isprintable() and len(one) <= TEXT_MAX for one in texts)
 
 
 def test_nothing_is_asked_when_the_job_is_over() -> None:

@@ -24,7 +24,6 @@ from kvps.protocol.membership import (
     Pong,
     Seen,
     Sight,
-    Stop,
 )
 from tests.support.effects import taken
 from tests.support.scheduler_harness import Stage, sent
@@ -101,15 +100,6 @@ def test_look_is_answered_at_once_and_changes_nothing() -> None:
     now, saved = stage.states(), stage.saved
     look(stage)
     assert (stage.states(), stage.saved) == (now, saved)
-
-
-@pytest.mark.spec("R128")
-def test_look_at_the_end_is_no_member_that_parts() -> None:
-    stage = Stage(1, 0)
-    stage.form()
-    stage.stop()
-    assert look(stage).phase == "running"
-    assert not sent(stage.wait(0.1), Stop, "looker")
 
 
 @pytest.mark.spec("R129", "R465")

@@ -29,29 +29,12 @@ def test_rows_of_several_versions_are_named_once_and_in_order() -> None:
     assert since(changes, 1, 5) is None
 
 
-def test_nothing_is_known_across_a_version_that_was_not_noted() -> None:
-    changes = noted((3, [5]), (5, [2]))
-    assert since(changes, 4, 5) == [2]
-    assert since(changes, 3, 5) is None
-    assert since(changes, 5, 6) is None, "version 6 changed what nobody noted"
-    assert since(changes, 4, 6) is None
-    assert since(changes, 6, 5) is None, "a version that nobody has seen"
-
-
 def test_more_than_half_of_the_rows_may_as_well_be_read_whole() -> None:
     changes = noted((1, [0, 1]), (2, [2, 3]), (3, [4]), rows=8)
     assert since(changes, 1, 3) == [2, 3, 4]
     assert since(changes, 0, 3) is None
     changes = noted((1, [0, 1]), (2, [0, 1]), (3, [0, 1]), rows=8)
     assert since(changes, 0, 3) == [0, 1], "rows count once"
-
-
-def test_little_is_remembered_of_a_small_piece() -> None:
-    most = LEAST_COUNT // VERSION_COUNT
-    changes = noted(*[(version, []) for version in range(1, most + 3)])
-    newest = most + 2
-    assert since(changes, newest - most, newest) == []
-    assert since(changes, newest - most - 1, newest) is None
 
 
 def test_of_a_large_piece_half_as_many_numbers_as_rows() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvps.compression.codecs import decode
-from kvps.compression.spec import BIT1, BIT2, FP16, INT8, RANDOMK, CodecSpec
-from kvps.core.server.chunks.history import STEPS_MAX, CompressedHistory, Step, code_of
+from kvps.compression.spec import BIT1, BIT2, FP16, RANDOMK, CodecSpec
+from kvps.core.server.chunks.history import CompressedHistory, Step, code_of
 
 TWO = CodecSpec(BIT2, 0.5)
 
@@ -41,15 +41,6 @@ def eight(first: float, *others: float) -> list[float]:
     return [first, *others] + [0.0] * (7 - len(others))
 
 
-def test_only_what_was_written_moves_the_values() -> None:
-    one = Piece()
-    assert one.move(eight(0.75, -0.25)) == eight(0.5)
-    assert one.rest() == eight(0.25, -0.25)
-    assert one.move(eight(0.25, -0.25)) == eight(1.0, -0.5)
-    assert one.rest() == eight(0.0)
-    assert one.values[:4].tolist() == one.values[12:].tolist() == [0.0] * 4
-
-
 def test_a_sum_becomes_the_values() -> None:
     one = Piece()
     assert one.move(eight(0.75), adds=False) == eight(0.5)
@@ -74,52 +65,6 @@ def test_steps_lead_from_a_version_to_the_newest() -> None:
     assert one.lead(-1) is None
 
 
-def test_a_step_that_is_a_sum_leads_from_anywhere() -> None:
-    one = Piece()
-    for _ in range(3):
-        one.move(eight(0.6), adds=False)
-    for held in (-1, 0, 2, 3):
-        assert len(one.lead(held) or ()) == 1
-
-
-def test_another_piece_or_version_has_no_steps() -> None:
-    one = Piece()
-    one.move(eight(0.6))
-    assert one.back.lead(4, 7, 1, 0) is None
-    assert one.back.lead(5, 8, 1, 0) is None
-    assert one.back.lead(4, 8, 2, 0) is None  # it moved otherwise since
-
-
-@pytest.mark.parametrize(
-    ("code", "kept"),
-    [(TWO, 8), (CodecSpec(BIT1, 0.0), STEPS_MAX), (CodecSpec(FP16), 1), (CodecSpec(INT8), 1)],
-)
-def test_steps_are_kept_while_they_are_smaller_than_the_values(code: CodecSpec, kept: int) -> None:
-    back, values = CompressedHistory(4096), torch.zeros(4096)
-    for version in range(1, 40):
-        back.own_residual()[:] += torch.randn(4096)
-        back.publish(values, 0, 4096, version, code, adds=True)
-        back.check()
-    assert back.lead(0, 4096, 39, 39 - kept) is not None
-    assert back.lead(0, 4096, 39, 39 - kept - 1) is None
-
-
-@pytest.mark.spec("R156")
-def test_without_a_code_the_values_become_what_they_should_be() -> None:
-    one = Piece()
-    one.move(eight(0.75))
-    assert one.back.owes(0, 16)
-    assert one.move(eight(0.1), None) == pytest.approx(eight(0.85))
-    assert one.rest() == eight(0.0)
-    assert not one.back.owes(0, 16)
-    assert one.lead(1) is None
-    one.move(eight(0.75))
-    assert one.lead(1) is None  # of what came before it nothing is known
-    assert one.lead(2) is not None
-    one.move(eight(0.3), None, adds=False)
-    assert one.values[4] == pytest.approx(0.55)
-
-
 @pytest.mark.spec("R156")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nonfinite_values_are_not_written(bad: float) -> None:
@@ -137,34 +82,6 @@ def test_a_change_of_what_steps_mean_begins_anew() -> None:
     one.move(eight(0.6), adds=True)
     assert one.lead(0) is None
     assert len(one.lead(1) or ()) == 1
-
-
-def test_forgotten_range_owes_nothing() -> None:
-    one = Piece()
-    one.move(eight(0.75))
-    one.back.forget(0, 4)
-    assert one.back.owes(4, 12)
-    one.back.forget(4, 12)
-    assert not one.back.owes(0, 16)
-    assert one.rest() == eight(0.0)
-    assert one.lead(0) is None
-
-
-def test_settled_range_owes_nothing() -> None:
-    one = Piece()
-    one.move(eight(0.75, -0.25))
-    one.back.settle(one.values, 4, 12)
-    assert one.values[4:12].tolist() == eight(0.75, -0.25)
-    assert one.rest() == eight(0.0)
-    assert not one.back.owes(0, 16)
-    assert one.lead(0) is None
-
-
-def test_rests_that_come_back() -> None:
-    one = Piece()
-    one.back.revive(4, torch.full((8,), 0.4))
-    assert one.back.owes(4, 12)
-    assert one.move([0.2] * 8) == [0.5] * 8
 
 
 def test_an_image_keeps_the_rests_it_saw() -> None:

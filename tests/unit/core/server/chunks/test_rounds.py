@@ -38,21 +38,6 @@ def test_a_rank_pushes_its_numbers_in_order_each_once() -> None:
     assert verdicts == [Verdict.DUPLICATE, Verdict.DUPLICATE, Verdict.COUNTED, Verdict.EARLY]
 
 
-def test_a_round_that_closed_without_a_rank_is_not_owed_any_more() -> None:
-    one = Span(0, 10, version=5)
-    assert one.owed(0, ordered=True) == 5
-    assert one.judge((0,), 4, ordered=True) is Verdict.DUPLICATE
-    assert one.judge((0,), 5, ordered=True) is Verdict.COUNTED
-    assert one.owed(0, ordered=False) == 0
-
-
-def test_a_round_that_is_due_is_closed_already() -> None:
-    one = Span(0, 10, version=5)
-    one.due.append(PendingUpdate(5, (), GradientSum((DenseGradient([ones()]),))))
-    assert one.owed(0, ordered=True) == 6
-    assert one.judge((0,), 5, ordered=True) is Verdict.DUPLICATE
-
-
 def test_at_most_64_rounds_are_open() -> None:
     one = span()
     for number in range(WINDOW):
@@ -63,14 +48,6 @@ def test_at_most_64_rounds_are_open() -> None:
     one.rounds.popleft()
     assert one.judge((0,), WINDOW, ordered=True) is Verdict.COUNTED
     assert span(r0=500).judge((0,), 500, ordered=False) is Verdict.COUNTED
-
-
-def test_a_push_for_several_ranks_counts_for_all_or_none() -> None:
-    one = span(r0=1, r1=1, r2=0)
-    assert one.judge((0, 1), 1, ordered=True) is Verdict.COUNTED
-    assert one.judge((0, 1), 0, ordered=True) is Verdict.DUPLICATE
-    assert one.judge((0, 2), 0, ordered=True) is Verdict.CONFLICT
-    assert one.judge((0, 2), 1, ordered=True) is Verdict.EARLY
 
 
 # --- rounds -----------------------------------------------------------------------------------------
@@ -88,17 +65,6 @@ def test_a_round_closes_by_ranks_never_by_pushes() -> None:
     assert one.closable(ALL)
     assert one.missing(ALL) == ()
     assert one.closable(frozenset({0}))
-
-
-def test_an_unopened_round_misses_everybody() -> None:
-    assert span().missing(ALL) == (0, 1, 2)
-
-
-def test_a_sum_is_taken_as_pushes_come() -> None:
-    one = Round(0, 0.0)
-    for rank, value in ((2, 1e8), (0, 1.0), (1, -1e8)):
-        one.add((rank,), DenseGradient([torch.tensor([value])]), lent=False, keep=False)
-    assert one.sum().whole().tolist() == [0.0]  # 1e8 + 1 is 1e8 in float32
 
 
 def test_or_in_the_order_of_ranks() -> None:
@@ -153,16 +119,6 @@ def test_more_are_added_up_elsewhere(count: int) -> None:
     assert [gradient.tolist() for gradient in lent] == [[1.0 + rank] * 2 for rank in range(count)]
 
 
-def test_gradients_are_added_to_the_first_as_they_arrive() -> None:
-    one, came = Round(0, 0.0), [torch.full((2,), 1.0 + rank) for rank in range(5)]
-    for rank, gradient in enumerate(came):
-        add(one, rank, gradient, lent=False)
-        assert len(one.kept) <= 1
-    assert one.total is not None
-    assert one.total.joined().data_ptr() == came[0].data_ptr(), "it belongs to the round"
-    assert one.sum().whole().tolist() == [15.0, 15.0]
-
-
 @pytest.mark.parametrize("order", ["lclcl", "clllc", "llcc", "cc" + LENT_MAX * "l" + "cl"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
 def test_lent_gradients_are_never_written_to(order: str, dtype: torch.dtype) -> None:
@@ -195,50 +151,6 @@ def test_halves_of_what_is_lent_move_apart() -> None:
 
 
 # --- clocks -----------------------------------------------------------------------------------------
-
-
-def test_ahead_of_the_slowest_live_rank_that_has_pushed() -> None:
-    one = span(r0=7, r1=3, r2=5)
-    assert one.ahead(0, ALL) == 4
-    assert one.slowest(ALL) == 1
-    assert one.ahead(0, ALL - {1}) == 2
-    assert one.ahead(0, frozenset({0})) == 0
-    assert one.ahead(0, frozenset({9})) == 0
-    assert one.ahead(9, ALL) == -3
-
-
-def test_a_push_that_waits_for_norms_is_not_in_the_values() -> None:
-    one = span(r0=7, r1=9)
-    one.due.extend(
-        PendingUpdate(number, ranks, GradientSum((DenseGradient([ones()]),)))
-        for number, ranks in ((8, (1,)), (5, (0, 3)))
-    )
-    assert (one.applied(0), one.applied(1), one.applied(3), one.applied(4)) == (5, 8, 5, 0)
-    assert one.ahead(1, ALL) == 4
-    assert [due.rank for due in one.due] == [1, 0]
-
-
-def test_a_replaced_rank_starts_at_the_slowest_live_one() -> None:
-    one = span(r0=7, r1=3, r2=5)
-    one.replace(1, ALL)
-    assert one.ahead(0, ALL) == 2
-    assert one.ahead(1, ALL) == -2
-    one.take((1,), 3)
-    assert one.ahead(1, ALL) == -1
-    assert one.owed(1, ordered=False) == 4
-
-
-@pytest.mark.spec("R433")
-def test_after_a_join_all_clocks_start_at_0() -> None:
-    one = span(r0=7, r1=3)
-    one.replace(1, ALL)
-    one.level()
-    assert [one.ahead(rank, ALL) for rank in (0, 1)] == [0, 0]
-    for number in range(3, 8):
-        one.take((1,), number)
-    assert (one.ahead(1, ALL), one.slowest(ALL)) == (5, 0)
-    one.replace(0, ALL)
-    assert (one.ahead(1, ALL), one.ahead(0, ALL)) == (0, -5)
 
 
 @pytest.mark.parametrize(
@@ -283,14 +195,6 @@ def test_halves_move_apart() -> None:
     assert left.pushed == {0: 1}
     assert left.rounds[0].sum().whole().tolist() == [1] * 4
     assert right.rounds[0].sum().whole().tolist() == [2] * 6
-
-
-def test_equal_neighbours_join() -> None:
-    left = span(r0=1)
-    right = left.cut(4)
-    assert left.may_join(right)
-    left.join(right)
-    assert (left.start, left.stop) == (0, 10)
 
 
 def test_neighbours_that_differ_do_not() -> None:

@@ -59,14 +59,6 @@ def test_a_chunk_whose_keys_are_all_replaced_is_free() -> None:
 # --- keys and spans ---------------------------------------------------------------------------------
 
 
-def test_keys_lie_side_by_side_in_one_span() -> None:
-    one = chunk(10, 20, 30)
-    assert shape(one) == [(0, 60)]
-    assert list(one.pieces(0, 60)) == [("k0", 0, 10), ("k1", 10, 30), ("k2", 30, 60)]
-    assert list(one.pieces(10, 30)) == [("k1", 10, 30)]
-    assert (one.used, one.capacity) == (60, 100)
-
-
 def test_a_new_key_does_not_join_one_that_has_moved() -> None:
     one = chunk(10)
     one.spans[0].version = 1
@@ -86,14 +78,6 @@ def test_a_narrow_push_cuts_and_a_wide_one_joins() -> None:
     one.cut(30, 60)
     assert [(s.start, s.stop) for s in one.cut(10, 60)] == [(10, 60)]
     assert [(s.start, s.stop) for s in one.cut_by_piece(0, 60)] == [(0, 10), (10, 30), (30, 60)]
-
-
-def test_spans_of_a_range() -> None:
-    one = chunk(10, 20, 30)
-    one.cut(10, 30)
-    assert [span.start for span in one.spans_in(0, 60)] == [0, 10, 30]
-    assert [span.start for span in one.spans_in(10, 11)] == [10]
-    assert [span.start for span in one.spans_in(29, 31)] == [10, 30]
 
 
 # --- what peers may ask for -------------------------------------------------------------------------
@@ -187,17 +171,6 @@ def test_a_buffer_is_in_place_again_once_all_have_read_it() -> None:
     assert one.writable() is before
 
 
-def test_two_buffers_take_turns_under_readers_who_let_go_of_the_last() -> None:
-    one = chunk(10)
-    seen, held = set(), one.buffer.hold()
-    for number in range(6):
-        one.writable().fill_(number)
-        last, held = held, one.buffer.hold()
-        last.release()
-        seen.add(one.buffer.tensor.data_ptr())
-    assert len(seen) == 2
-
-
 def test_the_buffer_before_this_one_is_not_taken_while_it_is_read() -> None:
     one = chunk(10)
     one.writable().fill_(1)
@@ -246,49 +219,7 @@ def test_releasing_too_often_is_a_bug() -> None:
         Buffer(torch.empty(1)).release()
 
 
-def reading(at: int) -> PendingRead:
-    return PendingRead(Session(0, b"w0", 1), at, "kv", 1, True, (), at=at)
-
-
-def test_readings_wait_at_an_element() -> None:
-    one = chunk(10, 20, 30)
-    first, second, third, fourth = (reading(at) for at in (30, 0, 30, 10))
-    for each in (first, second, third, fourth):
-        one.wait(each)
-    one.check()
-    assert one.woken(30, 60) == [first, third]
-    assert one.woken(30, 60) == []
-    assert one.woken(1, 10) == []
-    one.cut(10, 30)  # cutting moves nobody
-    assert one.woken(0, 60) == [second, fourth]
-    one.check()
-
-
-def test_retiring_wakes_who_waits_there() -> None:
-    one = chunk(10, 20)
-    first, second = reading(0), reading(10)
-    one.wait(first)
-    one.wait(second)
-    assert one.retire(Piece(1, 10, 20)) == [second]
-    one.check()
-
-
 # --- places -----------------------------------------------------------------------------------------
-
-
-def test_small_keys_share_a_chunk_and_the_rest_of_it_is_not_lost() -> None:
-    chunks = Chunks()
-    slab = Slab("kv", "float32", chunks, CHUNK_BYTES)
-    half = CHUNK_BYTES // 8
-    slab.expect(CHUNK_BYTES)
-    assert slab.place("a", half - 1) == (Piece(1, 0, half - 1),)
-    assert slab.place("b", half - 149) == (Piece(1, half - 1, half - 149),)
-    assert slab.place("c", 200) == (Piece(2, 0, 200),)
-    assert slab.place("d", 100) == (Piece(1, 2 * half - 150, 100),)
-    assert slab.place("e", 51) == (Piece(2, 200, 51),)
-    assert weight_bytes(chunks) == 4 * (2 * half + 201)
-    assert {one.store for one in chunks.of_store("kv")} == {"kv"}
-    assert chunks.of_store("other") == []
 
 
 def test_a_key_without_elements_needs_no_place() -> None:
@@ -387,35 +318,3 @@ def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None
     assert chunks.retire(second) == [waits]
     assert (chunks.by_number, weight_bytes(chunks)) == ({}, 0)
     assert slab.place("c", 10) == (Piece(2, 0, 10),)
-
-
-# --- rows -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", [64, 100, 999, 300_000])
-def test_pieces_of_a_large_table_are_whole_rows(width: int) -> None:
-    slab = Slab("kv", "float32", Chunks(), CHUNK_BYTES)
-    count = 1_000_000 // width * width
-    pieces = slab.place("t", count, width=width)
-    assert sum(one.size for one in pieces) == count
-    assert len({one.size for one in pieces[:-1]}) == 1
-    assert max(one.size for one in pieces) * 4 <= CHUNK_BYTES
-    if width < CHUNK_BYTES // 4:
-        assert all(one.size % width == 0 for one in pieces)
-    else:
-        assert pieces[0].size % (PAGE_BYTES // 4) == 0
-
-
-def test_known_filled_rows_end_with_a_write_over_them() -> None:
-    one = chunk(10, 20, 30)
-    known = torch.tensor([1])
-    for start in (0, 10, 30):
-        one.filled_rows[start] = known
-    one.writable(keeps_rows=True)
-    assert set(one.filled_rows) == {0, 10, 30}
-    one.overwritable(10, 30)
-    assert set(one.filled_rows) == {0, 30}
-    one.retire(Piece(1, 0, 10))
-    assert set(one.filled_rows) == {30}
-    one.writable()
-    assert not one.filled_rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kvps.compression.spec import INT8, CodecSpec
-from kvps.core.server.rules.finite import Finite
 from kvps.core.server.rules.published import PublishedOptimize
 from kvps.core.server.rules.rule import Assign, Optimize, Rule
 from kvps.dtypes import BY_NAME
@@ -30,14 +29,6 @@ def rule(one: ServerStage) -> Rule:
 def push(one: ServerStage, number: int, dtype: str = "float32", back: CodecSpec | None = None) -> None:
     message = Push(1, BY_NAME[dtype].id, (0,), 1.0, False, (Run(0, 4, number),), back=back)
     one.say(0, message, torch.full((4,), 2.0, dtype=TORCH[dtype]))
-
-
-def test_a_rule_reads_as_the_options_of_its_store() -> None:
-    one = stage(on_nonfinite="skip")
-    assert isinstance(rule(one), Finite)
-    assert type(rule(one).inner) is Assign  # type: ignore[attr-defined]
-    one.optimizer("sgd", lr=0.5)
-    assert type(rule(one).inner) is Optimize  # type: ignore[attr-defined]
 
 
 def test_values_are_published_from_the_first_push_on_that_wants_it() -> None:

@@ -69,17 +69,6 @@ def test_all_keys_of_a_step_are_scaled_together_when_the_last_is_pushed() -> Non
     assert not stage.server.rules.steps.open
 
 
-def test_a_step_within_the_limit_is_applied_to_the_bit() -> None:
-    stage = server(0, 1, a=[1.0, 1.0])
-    push(stage, "a", [0.1, 0.3], step_of(2, holders=(0,)))
-    plain = ServerStage(1)
-    plain.open()
-    plain.init("a", [1.0, 1.0])
-    plain.optimizer("sgd", lr=1.0)
-    plain.push(0, "a", [0.1, 0.3], 0)
-    assert stage.values("a") == plain.values("a")
-
-
 def test_a_round_waits_for_the_step_before_it() -> None:
     """A step of one key closes while an older step, which has another key besides, is open."""
     stage = server(0, 1, a=[0.0], b=[0.0])

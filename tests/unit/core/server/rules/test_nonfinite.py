@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.gradients import DenseGradient
 from kvps.core.server import options
-from kvps.core.server.chunks.rounds import Round
 from kvps.core.server.rules import book, whole_tensor
 from kvps.protocol.membership import Error
 from kvps.protocol.stores import Open, Piece, Status, StatusIs
@@ -99,19 +97,6 @@ def test_finite_keys_are_applied_and_the_rest_left(action: str, value: float, op
     assert notes(one) == ["store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 1)"]
 
 
-@pytest.mark.spec("R102")
-def test_none_of_a_round_is_applied_if_none_is_finite() -> None:
-    one = stage(1)
-    said = one.push(0, ABC, torch.full((6,), NAN), 0, pull=True)
-    assert pulled(said) == {one.seqs[0]: [1.0] * 6}
-    assert [span.version for span in one.chunk().spans] == [1, 1, 1]
-    assert notes(one) == [
-        "store 'kv': round 0 dropped: 2 values of key 'a' are not finite (from rank 0); and 2 more"
-    ]
-    one.say(0, Push(one.chunk().number, 1, (0,), 1.0, False, (Run(0, 6, 1),)), torch.ones(6))
-    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 6)]  # one history again
-
-
 def test_the_last_block_is_looked_at_before_the_first_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "BLOCK_COUNT", 10)
     one = ServerStage(2)
@@ -125,61 +110,6 @@ def test_the_last_block_is_looked_at_before_the_first_is_applied(monkeypatch: py
         one.push(0, "w", row, number)
         one.push(1, "w", torch.ones(95), number)
         assert one.values("w") == [0.0 if at is not None else 2.0] * 95
-
-
-def push_one_by_one(one: ServerStage, values: tuple[float, ...], lent: bool) -> str:
-    """Each rank pushes b; return what the log says of it."""
-    place = one.pieces["b"][0]
-    for rank, value in enumerate(values):
-        message = Push(place.chunk, 1, (rank,), 1.0, False, (Run(place.start, 1, 0),))
-        one.say(rank, message, torch.tensor([float(value)]), lent=lent)
-    (note,) = notes(one)
-    return note
-
-
-@pytest.mark.parametrize(("lent", "deterministic"), [(True, False), (False, True)])
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ((NAN, 1, 1, 1), "(from rank 0)"),
-        ((1, 1, 1, -INF), "(from rank 3)"),
-        ((1, INF, -INF, 1), "(from some of ranks 1, 2, or"),
-        ((3e38, 3e38, 1, 1), "(every push is finite, but their sum is not)"),
-    ],
-)
-def test_the_ranks_are_named(values: tuple[float, ...], says: str, lent: bool, deterministic: bool) -> None:
-    assert says in push_one_by_one(stage(4, deterministic=deterministic), values, lent)
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ((NAN, 1, 1, 1), "(from some of ranks 0, 1, 2, or from their sum)"),
-        ((1, 1, 1, -INF), "(from rank 3)"),
-        ((1, INF), "(from rank 1)"),
-        ((INF, 1), "(from rank 0)"),
-    ],
-)
-def test_gradients_in_frames_are_summed_as_they_arrive(values: tuple[float, ...], says: str) -> None:
-    assert says in push_one_by_one(stage(len(values)), values, lent=False)
-
-
-def test_a_push_for_several_ranks_names_them() -> None:
-    one = stage(3)
-    one.push(0, "b", [NAN], 0, ranks=(2, 0))
-    one.push(1, "b", [1], 0)
-    assert "(from some of ranks 0, 2, or" in notes(one)[0]
-
-
-def test_parts_of_a_sum_know_their_ranks() -> None:
-    one = Round(0, 0.0)
-    for ranks in ((4,), (1, 0), (2,)):
-        one.add(ranks, DenseGradient([torch.ones(2)]), lent=False, keep=False)
-    update = one.update(average=False)
-    assert update.whose == ((0, 1, 4), (2,))
-    assert len(update.sum.parts) == 2
-    assert update.rank is None
-    assert one.update(average=True).sum.divisor == 4
 
 
 @pytest.mark.spec("R102", "R103")
@@ -331,24 +261,6 @@ def test_64_pushes_may_wait_and_no_more() -> None:
     assert acked(push_piece(one, 0, 64, 1))
 
 
-def test_a_small_part_among_small_keys_is_a_span_of_its_own() -> None:
-    one = ServerStage(1, servers=2)
-    one.open("sync", on_nonfinite="error", bigarray_bound=10)
-    one.init("a", torch.zeros(3))
-    one.declare("part", torch.zeros(8), shape=(16,))
-    one.load("part", torch.zeros(8))
-    one.init("b", torch.zeros(3))
-    one.init("c", torch.zeros(3))
-    one.optimizer("test")
-    said = one.push(0, ["a", "part", "b", "c"], torch.ones(17), 0)
-    assert acked(said)
-    assert [(span.start, span.stop) for span in one.chunk().spans] == [(0, 3), (3, 11), (11, 14), (14, 17)]
-    assert [one.span(key).version for key in ("a", "part", "b", "c")] == [1, 0, 1, 1]
-    one.init("d", torch.zeros(3))  # a chunk that grows is looked at again
-    assert acked(one.push(0, ["b", "c"], torch.ones(6), 1))
-    assert one.span("c").version == 2
-
-
 def test_a_key_is_left_in_peace_by_what_was_dropped_of_another_in_its_place() -> None:
     one = cut()
     for index in range(3):
@@ -358,32 +270,6 @@ def test_a_key_is_left_in_peace_by_what_was_dropped_of_another_in_its_place() ->
     one.load("small", torch.zeros(2), call=1)
     assert dropped(one, 0, "small") == []
     assert len(one.server.context.stores["kv"].shards) == 2
-
-
-# --- each push by itself ------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R102", "R103")
-def test_a_push_that_is_not_finite_is_taken_in_and_dropped() -> None:
-    one = stage(2, "async")
-    assert acked(one.push(0, ABC, bad(), 0))
-    assert [one.values(key) for key in ABC] == [[2, 2], [1], [2, 2, 2]]
-    assert [one.span(key).version for key in ABC] == [1, 0, 1]
-    assert one.span("b").pushed == {0: 1}
-    assert acked(one.push(0, ABC, bad(), 0))  # again
-    assert acked(one.push(0, ABC, torch.ones(6), 1))
-    assert [one.values(key) for key in ABC] == [[3, 3], [2], [3, 3, 3]]
-
-
-@pytest.mark.spec("R106")
-def test_only_who_pushed_it_hears_of_it() -> None:
-    one = stage(2, "async")
-    one.push(0, ABC, bad(), 0)
-    assert dropped(one, 0, ABC, after=1) == [Dropped(2, 0, 1, (0,))]
-    assert dropped(one, 1, ABC) == []
-    assert notes(one) == [
-        "store 'kv': push 0 of rank 0 dropped: 1 value of key 'b' is not finite (from rank 0)"
-    ]
 
 
 # --- to tell ------------------------------------------------------------------------------------------
@@ -404,13 +290,6 @@ def test_every_answer_with_values_tells_the_last_drop_of_each_key() -> None:
     assert dropped(one, 0, "b", after=3, values=False) == []
 
 
-@pytest.mark.spec("R106")
-def test_nobody_hears_of_what_is_skipped() -> None:
-    one = stage(1, action="skip")
-    one.push(0, ABC, bad(), 0)
-    assert dropped(one, 0, ABC, after=1) == []
-
-
 @pytest.mark.spec("R68")
 def test_status_counts_them() -> None:
     one = stage(1)
@@ -421,19 +300,6 @@ def test_status_counts_them() -> None:
     one.open(store="other")
     (answer,) = heard(one.say(0, Status("other")), StatusIs)
     assert answer.dropped == {}
-
-
-def test_the_log_sums_up_what_comes_after_the_first() -> None:
-    one = stage(1)
-    one.open(store="other")
-    for number in range(5):
-        one.push(0, ABC, bad(), number)
-    assert len(notes(one)) == 1
-    one.now += 10
-    one.take(one.server.on_timer(one.now))
-    assert notes(one)[1] == (
-        "store 'kv': round 1 dropped: 1 value of key 'b' is not finite (from rank 0); and 3 more"
-    )
 
 
 # --- changes on the way -------------------------------------------------------------------------------

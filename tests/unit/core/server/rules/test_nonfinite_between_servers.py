@@ -188,17 +188,6 @@ def test_64_pushes_of_a_rank_may_wait_and_what_was_told_of_them_can_be_had_again
     assert bool(cluster.values().isfinite().all())
 
 
-@pytest.mark.parametrize("action", ["skip", "apply"])
-@pytest.mark.parametrize("rule", ["lars", "lamb"])
-def test_norms_that_are_no_numbers_keep_nobody_waiting(rule: str, action: str) -> None:
-    cluster = Cluster(3, workers=1, rule=rule, on_nonfinite=action)
-    push_everywhere(cluster, 0, 0, spoiled(0, 0, 0))
-    cluster.deliver_all()
-    assert cluster.versions() == [1, 1, 1]
-    assert bool(cluster.values().isfinite().all()) is (action == "skip")
-    assert bool(cluster.values().isnan().all()) is (action == "apply")
-
-
 @pytest.mark.parametrize(("first", "then"), [("sgd", "lars"), ("lars", "sgd"), ("lars", "lamb")])
 def test_a_rule_that_comes_between_two_servers_measures_changes_nothing_of_that(
     first: str, then: str

@@ -136,21 +136,6 @@ def test_rounds_that_queue_up_are_applied_one_by_one() -> None:
         assert [(one.seq, one.runs[0].version) for one in answers] == [(50 + number, number + 1)]
 
 
-def test_an_async_push_is_not_in_the_values_before_its_norms_are_there() -> None:
-    cluster = Cluster(2, "async")
-    first = cluster.stages[0]
-    for number in (0, 1):
-        cluster.push(0, 0, number)
-    assert first.pull(0, "w", after=1, seq=50) == []
-    cluster.post.clear()
-    # The second server's sums for push 1 come before those for push 0.
-    for number in (0, 1):
-        cluster.push(1, 0, number)
-    assert heard(cluster.deliver(1), Pulled) == []
-    assert first.span("w").version == 1
-    assert [one.seq for one in heard(cluster.deliver(0), Pulled)] == [50]
-
-
 def test_norms_of_what_is_not_there() -> None:
     cluster = Cluster(2)
     stage = cluster.stages[0]
@@ -179,21 +164,6 @@ def test_sums_that_do_not_fit_change_nothing() -> None:
     said = stage.other(1, Norms("kv", "w", None, 0, (1.0,), False))
     assert "Mismatch: key 'w': server 1 sent 1 sums of squares, expected 2" in refusal(said)
     assert stage.snapshot() == before
-
-
-def test_question_for_norms_is_answered_when_they_are_known() -> None:
-    cluster = Cluster(2, workers=1)
-    stage = cluster.stages[0]
-    ask = Norms("kv", "w", None, 0, (), True)
-    assert stage.other(1, ask) == []
-    cluster.push(0, 0, 0)
-    ((_, told),) = cluster.post
-    (answer,) = stage.other(1, ask)
-    assert answer.message.sums == told.message.sums
-    cluster.push(1, 0, 0)
-    cluster.deliver_all()
-    (answer,) = stage.other(1, ask)  # also after the update
-    assert answer.message.sums == told.message.sums
 
 
 def test_forgotten_or_unmeasured_norms_count_as_nothing() -> None:
@@ -239,16 +209,6 @@ def test_a_replaced_key_takes_its_norms_along() -> None:
     assert not stage.server.rules.norms.open
     cluster.tick()
     assert len(cluster.post) == 1
-
-
-def test_an_open_round_that_shrinks_is_measured_piece_by_piece() -> None:
-    cluster = Cluster(2, policy="shrink")
-    for server in (0, 1):
-        cluster.push(server, 0, 0)
-    for server, stage in enumerate(cluster.stages):
-        cluster.hand_over(server, stage.show(w1="lost"))
-    cluster.deliver_all()
-    assert cluster.versions() == [1, 1]
 
 
 def test_the_memory_of_norms_is_bounded() -> None:

@@ -13,9 +13,8 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.optim.torch_rules import create
 from kvps.core.placement import parts
 from kvps.dtypes import BY_NAME
-from kvps.protocol.membership import Error
-from kvps.protocol.stores import Declare, Entry, Norms
-from kvps.protocol.values import Ack, Changed, PullChanged, PulledRows, PullRows, Push, PushRows, Run
+from kvps.protocol.stores import Norms
+from kvps.protocol.values import Changed, PullChanged, PulledRows, PullRows, Push, PushRows, Run
 from kvps.tensors import from_frame
 from tests.support.server_harness import Said, ServerStage, acked, heard, refusal
 
@@ -160,36 +159,12 @@ def test_a_table_whose_rows_are_larger_than_a_chunk_is_no_table() -> None:
     assert "is not stored by rows here; push and pull it as a whole" in refusal(said)
 
 
-@pytest.mark.spec("R172")
-def test_a_store_without_rounds_needs_an_optimizer_for_rows_too() -> None:
-    one = stage(mode="async")
-    assert refusal(push(one, 0, [1])).startswith(
-        "ConfigError: store 'kv' of type dist_async has no optimizer"
-    )
-
-
 def test_means_of_integers_are_refused() -> None:
     one = stage(dtype="int32", average=True)
     assert refusal(push(one, 0, [1], dtype="int32")).startswith("ConfigError: store 'kv' computes means")
 
 
 # --- rounds ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R172", "R174")
-@pytest.mark.parametrize("lent", [False, True])
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_sum_of_a_round_is_assigned_and_all_else_is_0(lent: bool, deterministic: bool) -> None:
-    one = stage(deterministic=deterministic)
-    assert len(acked(push(one, 0, [0, 2], 1.0, lent=lent))) == 1
-    assert rows(one) == [0.0] * 4
-    push(one, 1, [2, 3], 2.0, lent=lent)
-    assert rows(one) == [1.0, 0.0, 3.0, 2.0]
-    push(one, 0, [], number=1, lent=lent)
-    push(one, 1, [1], 5.0, number=1, lent=lent)
-    assert rows(one) == [0.0, 5.0, 0.0, 0.0]
-    assert one.span("t").version == 2
-    assert one.span("v").version == 0
 
 
 @pytest.mark.spec("R174")
@@ -215,27 +190,6 @@ def test_a_push_of_rows_counts_once_and_in_its_turn() -> None:
     assert len(acked(push(one, 1, [1], 2.0))) == 1
     assert len(acked(push(one, 1, [1], 9.0))) == 1
     assert rows(one) == [0.0, 3.0, 0.0, 0.0]
-
-
-@pytest.mark.spec("R172", "R173")
-@pytest.mark.parametrize("optimizer", [None, "sgd", "adam"])
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_a_round_of_both_kinds_is_dense(optimizer: str | None, rows_first: bool) -> None:
-    both, dense = stage(), stage()
-    for one in (both, dense):
-        if optimizer:
-            one.optimizer(optimizer, lr=0.5, weight_decay=0.1)
-        one.push(0, "t", torch.full((4 * WIDTH,), 2.0), 0)
-        one.push(1, "t", torch.full((4 * WIDTH,), 2.0), 0)
-    if rows_first:
-        push(both, 0, [1], number=1)
-        both.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
-    else:
-        both.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
-        push(both, 0, [1], number=1)
-    dense.push(0, "t", torch.tensor([0.0, 1.0, 0.0, 0.0]).repeat_interleave(WIDTH), 1)
-    dense.push(1, "t", torch.full((4 * WIDTH,), 2.0), 1)
-    assert rows(both) == pytest.approx(rows(dense))
 
 
 @pytest.mark.parametrize("count", [2, 10, 21])
@@ -291,18 +245,6 @@ def test_factors_of_one_key_hold_for_its_rows() -> None:
 
 
 @pytest.mark.spec("R173")
-@pytest.mark.parametrize("mode", ["async", "ssp"])
-def test_without_rounds_each_push_of_rows_is_applied_by_itself(mode: str) -> None:
-    one = stage(mode=mode, staleness=9)
-    one.optimizer("sgd", lr=1.0, weight_decay=0.5)
-    push(one, 0, [1], lent=True)
-    push(one, 0, [1, 2], number=1)
-    push(one, 1, [2], 4.0)
-    assert rows(one) == [0.0, -1.5, -4.5, 0.0]
-    assert one.span("t").version == 3
-
-
-@pytest.mark.spec("R173")
 @pytest.mark.parametrize("rule", ["lars", "lamb"])
 def test_a_rule_that_needs_norms_takes_rows_as_a_dense_gradient(rule: str) -> None:
     both, dense = stage(), stage()
@@ -316,33 +258,12 @@ def test_a_rule_that_needs_norms_takes_rows_as_a_dense_gradient(rule: str) -> No
     assert rows(both) == pytest.approx(rows(dense))
 
 
-def test_means_are_those_of_all_who_pushed() -> None:
-    one = stage(average=True)
-    push(one, 0, [0, 1], 4.0)
-    push(one, 1, [1], 2.0)
-    assert rows(one) == [2.0, 3.0, 0.0, 0.0]
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_rows_are_summed_in_float32(dtype: str) -> None:
     one = stage(dtype=dtype)
     push(one, 0, [1], 256.0, dtype=dtype)
     push(one, 1, [1], 2.0, dtype="float32")
     assert rows(one) == [0.0, 258.0, 0.0, 0.0]
-
-
-def test_a_table_in_several_chunks_is_one_push() -> None:
-    one = stage(MANY)
-    ids = sorted({0, MANY - 1, *range(7, MANY, 1000)})
-    (first,) = heard(push(one, 0, ids), Ack)
-    assert [receipt.version for receipt in first.receipts] == [0]
-    (second,) = heard(push(one, 1, ids, 2.0), Ack)
-    assert [receipt.version for receipt in second.receipts] == [1]
-    assert [row for row, value in enumerate(rows(one)) if value] == ids
-    said = one.say(0, PullRows("kv", "t", 1, 0, len(ids)), torch.tensor(ids))
-    (answer,) = heard(said, PulledRows)
-    assert (answer.count, answer.lowest, answer.highest, answer.owed) == (len(ids), 1, 1, 1)
-    assert from_frame(said[0].payload[0], "float32").tolist() == [3.0] * len(ids) * WIDTH
 
 
 # --- what is not finite ----------------------------------------------------------------------------
@@ -409,14 +330,6 @@ def test_rows_that_are_read_elsewhere_do_not_change_there() -> None:
     held()
 
 
-def test_no_row_is_an_answer_too() -> None:
-    one = stage()
-    (answer,) = one.say(0, PullRows("kv", "t", 0, 0, 0))
-    assert isinstance(answer.message, PulledRows)
-    assert answer.payload == ()
-    assert not heard([answer], Error)
-
-
 # --- what changed ----------------------------------------------------------------------------------
 
 
@@ -451,20 +364,6 @@ def round_of(one: ServerStage, number: int, *ids: list[int]) -> None:
 
 
 @pytest.mark.spec("R178")
-@pytest.mark.parametrize("count", [40, MANY])
-def test_rows_that_were_updated_since_a_version_are_those_that_changed(count: int) -> None:
-    one = optimized(count)
-    last = count - 1
-    assert changed(one, 0) == {}
-    round_of(one, 0, [1, last], [1, 3])
-    round_of(one, 1, [], [])
-    round_of(one, 2, [3], [0])
-    assert changed(one, 3) == {}
-    assert changed(one, 2) == {0: -1.0, 3: -2.0}
-    assert changed(one, 0) == {0: -1.0, 1: -2.0, 3: -2.0, last: -1.0}
-
-
-@pytest.mark.spec("R178")
 def test_without_an_optimizer_rows_that_became_zero_changed_too() -> None:
     one = stage(40)
     round_of(one, 0, [1], [3])
@@ -491,40 +390,12 @@ def test_dense_push_hides_the_changed_rows(optimizer: bool) -> None:
 
 
 @pytest.mark.spec("R178")
-def test_round_of_rows_and_a_dense_push_hides_the_changed_rows() -> None:
-    one = optimized()
-    push(one, 0, [1])
-    push_whole(one, 1, 1.0, 0)
-    assert changed(one, 0) is None
-
-
-@pytest.mark.spec("R178")
 def test_with_half_of_the_rows_to_tell_all_may_as_well_be_read() -> None:
     one = optimized()
     round_of(one, 0, list(range(15)), list(range(15)))
     round_of(one, 1, list(range(20, 30)), [])
     assert changed(one, 1) == dict.fromkeys(range(20, 30), -1.0)
     assert changed(one, 0) is None
-
-
-@pytest.mark.spec("R178")
-def test_pull_changed_waits_for_the_asking_ranks_pushes() -> None:
-    one = optimized()
-    push(one, 0, [1])
-    assert one.say(0, PullChanged("kv", "t", 1, 0, 0)) == []
-    said = push(one, 1, [2])
-    (answer,) = [each for each in said if isinstance(each.message, Changed)]
-    assert news(answer) == {1: -1.0, 2: -1.0}
-
-
-@pytest.mark.spec("R178")
-def test_where_each_push_is_applied_by_itself_each_is_a_version() -> None:
-    one = optimized(mode="async")
-    push(one, 0, [1])
-    push(one, 0, [2], number=1)
-    push(one, 1, [2])
-    assert changed(one, 1) == {2: -2.0}
-    assert changed(one, 2, rank=1) == {2: -2.0}
 
 
 @pytest.mark.spec("R178")
@@ -567,21 +438,6 @@ def test_pull_changed_of_a_key_without_rows_is_refused(key: str) -> None:
     one = stage()
     said = one.say(0, PullChanged("kv", key, 0, 0, 0))
     assert refusal(said).startswith(("ProtocolError: key 'v'", "KeyNotFound: key 'none'"))
-
-
-@pytest.mark.spec("R171")
-@pytest.mark.parametrize("message", ["push", "pull", "changed"])
-def test_a_table_of_which_nothing_is_here_has_no_rows_here(message: str) -> None:
-    one = ServerStage(workers=2, servers=2)
-    one.open()
-    one.say(0, Declare("kv", True, 0, (Entry("t", BY_NAME["float32"].id, (4, WIDTH), 0, 0),)))
-    if message == "push":
-        said = push(one, 0, [])
-    elif message == "pull":
-        said = one.say(0, PullRows("kv", "t", 0, 0, 0))
-    else:
-        said = one.say(0, PullChanged("kv", "t", 0, 0, 0))
-    assert refusal(said).startswith("ProtocolError: key 't' of store 'kv' is float32[4,3] and is")
 
 
 def two_tables() -> ServerStage:
@@ -641,13 +497,3 @@ def test_a_store_that_was_restored_does_not_know_what_changed_before() -> None:
     round_of(one, 2, [5], [5])
     assert changed(one, 1) is None
     assert changed(one, 2) == {5: -4.0}
-
-
-@pytest.mark.spec("R178")
-def test_a_value_that_replaces_one_hides_what_changed() -> None:
-    one = optimized()
-    round_of(one, 0, [1], [3])
-    table = torch.full((40 * WIDTH,), 5.0)
-    one.init("t", table, shape=(40, WIDTH), call=1)
-    assert changed(one, 0) is None
-    assert rows(one) == [5.0] * 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
 from kvps.core.server.rules import table as embedding_rows
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import Message
-from kvps.protocol.membership import Done, Join, Probe, Probed, Return
+from kvps.protocol.membership import Done
 from kvps.protocol.stores import Declare, Declared, Entry, Find, Found, FoundAll, Place
 from kvps.protocol.values import (
     Ask,
@@ -29,12 +28,11 @@ from kvps.protocol.values import (
     Push,
     Run,
     TableRate,
-    TableStand,
 )
 from kvps.tensors import from_frame
 from tests.support.placement_reference import reference
-from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal, weight_bytes
-from tests.support.table_messages import pull_table, pulled_table, push_table
+from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal
+from tests.support.table_messages import pull_table, push_table
 
 KEY = "kvps.embedding:words"
 PLAIN: dict[str, Any] = {
@@ -153,14 +151,6 @@ def test_a_table_needs_room_for_its_element() -> None:
     assert not stage.server.context.chunks.by_number
 
 
-def test_rows_count_as_weights_do() -> None:
-    table = Tabled()
-    for rank in range(2):
-        table.push(rank, [1, 2, 3], 0)
-    chunks = table.stage.server.context.chunks
-    assert weight_bytes(chunks) == 8 + 3 * 2 * 4
-
-
 @pytest.mark.spec("R197")
 def test_rows_grow_beyond_the_limit_by_one_push_at_most() -> None:
     table = Tabled(workers=1, memory_limit=100)
@@ -264,16 +254,6 @@ def test_ids_of_other_servers_are_refused() -> None:
 # --- pushes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("R188", "R190")
-def test_a_round_closes_when_all_have_pushed_and_moves_the_rows_that_were_named() -> None:
-    table = Tabled()
-    assert acked(table.push(0, [-5, 7], 0)) == [3]
-    assert (table.rows(7), table.count()) == ([[0.0, 0.0]], 0)
-    table.push(1, [7, 9], 0, 2.0)
-    assert table.rows(-5, 7, 9, 11) == [[-1.0] * 2, [-3.0] * 2, [-2.0] * 2, [0.0] * 2]
-    assert table.count() == 3
-
-
 @pytest.mark.spec("R188")
 def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
     table = Tabled()
@@ -293,88 +273,12 @@ def test_a_push_counts_once_and_one_that_comes_early_is_not_taken_in() -> None:
     assert refusal(table.stage.say(0, two)).startswith("ProtocolError: a push for ranks [0, 1]")
 
 
-@pytest.mark.spec("R188")
-def test_a_push_speaks_for_ranks_that_there_are() -> None:
-    table = Tabled()
-    for ranks, says in (((), "there are 2"), ((2,), "pushes for ranks (2,)"), ((0, 5), "for ranks (0, 5)")):
-        message = push_table(table.piece.chunk, 1, ranks, 0, 2, 0)
-        assert says in refusal(table.stage.say(0, message))
-
-
-@pytest.mark.spec("R188", "R190")
-def test_without_rounds_each_push_is_applied_by_itself() -> None:
-    table = Tabled(mode="async")  # the store needs no optimizer for it
-    table.push(0, [1], 0)
-    table.push(0, [1, 2], 1)
-    table.push(1, [2], 0, 4.0)
-    (said,) = table.pull(1, [1, 2], after=1)
-    assert values(said) == [[-2.0, -2.0], [-5.0, -5.0]]
-    assert isinstance(said.message, PulledTables)
-    assert said.message.stands == (TableStand(3, 1),)
-
-
-@pytest.mark.spec("R188")
-def test_a_rank_that_joined_is_not_waited_for() -> None:
-    table = Tabled()
-    table.push(0, [1], 0)
-    table.stage.say(1, Join("kv", 1, False))
-    assert table.rows(1) == [[-1.0, -1.0]]
-    table.push(0, [1], 1)
-    assert table.rows(1) == [[-2.0, -2.0]]
-    table.stage.say(0, Join("kv", 1, False))
-    for rank in range(2):
-        table.stage.say(rank, Return("kv", 1))
-    table.push(0, [1], 2)
-    assert table.rows(1) == [[-2.0, -2.0]]
-
-
-@pytest.mark.spec("R188")
-def test_a_lost_rank_shrinks_the_round() -> None:
-    table = Tabled(on_worker_lost="shrink")
-    table.push(0, [1], 0)
-    table.stage.show(w1="lost")
-    assert table.rows(1) == [[-1.0, -1.0]]
-
-
-def test_a_mean_is_divided_by_who_is_in_it() -> None:
-    table = Tabled(average=True)
-    table.push(0, [1, 2], 0, 4.0)
-    table.push(1, [2, 3], 0, 2.0)
-    assert table.rows(1, 2, 3) == [[-2.0] * 2, [-3.0] * 2, [-1.0] * 2]
-
-
 @pytest.mark.spec("R190")
 def test_sums_are_taken_in_the_order_of_ranks() -> None:
     table = Tabled(workers=3)
     for rank, value in ((2, 1.0), (1, -1e8), (0, 1e8)):
         table.push(rank, [1], 0, value)
     assert table.rows(1) == [[-1.0, -1.0]]  # (1e8 - 1e8) + 1
-
-
-@pytest.mark.spec("R190")
-def test_an_optimizer_of_the_store_has_nothing_to_do_with_tables() -> None:
-    table = Tabled(optimizer="sgd", momentum=0.5)
-    for rank in range(2):
-        table.push(rank, [1], 0, 0.5)
-    table.push(0, [1], 1, 0.5)
-    for call, name in enumerate(("adam", "sgd", "lars"), 1):
-        table.stage.optimizer(name, call)
-    table.push(1, [1], 1, 0.5)
-    assert table.rows(1) == [[-2.5, -2.5]]
-
-
-@pytest.mark.spec("R190")
-def test_steps_count_updates_of_the_table() -> None:
-    table = Tabled(optimizer="adam", lr=0.1)
-    weight = torch.nn.Parameter(torch.zeros(2, 2))
-    adam = torch.optim.SparseAdam([weight], lr=0.1)
-    for number, ids in enumerate(([0], [0, 1], [1])):
-        table.push(0, ids, number)
-        table.push(1, [], number)
-        rows = torch.ones(len(ids), 2)
-        weight.grad = torch.sparse_coo_tensor(torch.tensor([ids]), rows, (2, 2), check_invariants=True)
-        adam.step()
-    assert torch.allclose(torch.tensor(table.rows(0, 1)), weight.detach(), atol=1e-6)
 
 
 @pytest.mark.spec("R196")
@@ -450,16 +354,6 @@ def test_halves_may_come_as_halves_or_as_their_sums() -> None:
 # --- who gets a row, and who loses it --------------------------------------------------------------
 
 
-@pytest.mark.spec("R191")
-def test_an_id_gets_its_row_at_its_nth_round() -> None:
-    table = Tabled(admit=2)
-    for number in range(3):
-        table.push(0, [1], number)
-        table.push(1, [1, 2] if number == 1 else [1], number)
-        assert table.count() == (0 if number == 0 else 1)
-    assert table.rows(1, 2) == [[-4.0, -4.0], [0.0, 0.0]]
-
-
 @pytest.mark.spec("R191", "R193")
 def test_a_pull_makes_no_row() -> None:
     table = Tabled(init=("uniform", 0.5))
@@ -485,27 +379,6 @@ def test_old_rows_go_and_begin_anew() -> None:
 
 
 # --- pulls ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R193")
-def test_a_pull_waits_for_the_asking_ranks_pushes() -> None:
-    table = Tabled()
-    table.push(0, [1], 0)
-    assert table.pull(0, [1], after=1) == []
-    (probed,) = heard(table.stage.say(0, Probe((4,)), seq=0), Probed)
-    assert "round 0 waits for a push of rank 1" in probed.pending[0].reason
-    said = table.push(1, [1], 0)
-    (answer,) = [one for one in said if isinstance(one.message, PulledTables)]
-    assert answer.to == b"w0"
-    assert values(answer) == [[-2.0, -2.0]]
-    assert answer.message == pulled_table(4, 1, 2, 1, 1, 1)
-
-
-@pytest.mark.spec("R193")
-def test_a_pull_of_nothing_says_how_the_table_stands() -> None:
-    table = Tabled()
-    (said,) = table.pull(0, [])
-    assert said.message == pulled_table(3, 1, 2, 0, 0, 0)
 
 
 @pytest.mark.spec("R193")
@@ -563,19 +436,3 @@ def test_an_export_of_no_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(embedding_rows, "EXPORT_BYTES", 32)  # two rows of two times eight octets
     answer, _ = exported(table.stage.say(0, Export(table.piece.chunk, 0, 2**62, 0, False)))
     assert (answer.count, answer.next) == (2, 2)
-
-
-def test_a_scale_that_is_no_number_does_not_travel() -> None:
-    with pytest.raises(Exception, match="finite"):
-        ServerStage(2).say(0, Embed("kv", KEY, 1, 2, "normal", math.nan, 9, 1, 0, 0, "sgd", {}))
-
-
-def test_a_replaced_worker_goes_on_where_its_predecessor_stopped() -> None:
-    table = Tabled()
-    table.push(0, [1], 0)
-    table.push(1, [1], 0)
-    table.push(1, [1], 1)
-    table.stage.replace(1)
-    assert acked(table.push(1, [1], 1, 100.0))
-    table.push(0, [1], 1)
-    assert table.rows(1, rank=1) == [[-4.0, -4.0]]

@@ -8,14 +8,13 @@ import torch
 from kvps.checkpoint.reshard import regroup
 from kvps.compression.spec import BIT2, CodecSpec
 from kvps.core.placement import parts
-from kvps.core.server.snapshot import capture
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.dtypes import BY_NAME
-from kvps.errors import Mismatch, Overload, StorageError
-from kvps.protocol.stores import Declare, Declared, Entry, Piece
-from kvps.protocol.values import Ask, Dropped, Pull, Push, Run
+from kvps.errors import Mismatch, StorageError
+from kvps.protocol.stores import Declare, Declared, Entry
+from kvps.protocol.values import Push, Run
 from kvps.tensors import TORCH
-from tests.support.server_harness import ServerStage, acked, heard
+from tests.support.server_harness import ServerStage, heard
 from tests.support.snapshots import elements, same
 
 BOUND = 64
@@ -77,18 +76,6 @@ def test_a_server_that_comes_back_holds_the_same() -> None:
     assert same(image_of(fresh(image)), image)
 
 
-def test_and_goes_on_alike() -> None:
-    one = trained()
-    other = fresh(image_of(one))
-    for each in (one, other):
-        for rank in (0, 1):
-            push(each, "w", rank, 2, 9.0)  # in the image: not applied again
-            push(each, "w", rank, 3, 4.0)
-            push(each, "never", rank, 0, 1.0)
-            push(each, "half", rank, 3, 1.0)
-    assert elements([image_of(one)]) == elements([image_of(other)])
-
-
 @pytest.mark.spec("R433")
 def test_a_cut_holds_where_clocks_started() -> None:
     one = trained()
@@ -108,13 +95,6 @@ def test_keys_that_were_always_pushed_together_have_one_history() -> None:
     first, second = (key.portions[0].history for key in image_of(one).stores[0].keys)
     assert first is second
     assert first.version == 1
-
-
-def test_the_keys_of_an_image_are_those_that_have_a_value() -> None:
-    one = stage()
-    one.init("a", [1.0])
-    one.declare("b", torch.zeros(4))
-    assert [key.name for key in image_of(one).stores[0].keys] == ["a"]
 
 
 @pytest.mark.spec("R482")
@@ -233,38 +213,12 @@ class TestInPlace:
         one.revive(image, store)
 
     @pytest.mark.spec("R147")
-    def test_values_states_and_numbers_are_those_of_the_cut(self) -> None:
-        one = trained()
-        image = image_of(fresh(image_of(one)))  # nothing is written to its tensors
-        before = elements([image])
-        for key in ("w", "never", "half"):
-            first = 0 if key == "never" else 3
-            for rank in (0, 1):
-                push(one, key, rank, first, 7.0)
-        assert elements([image_of(one)]) != before
-        self.revive(one, image)
-        assert elements([image_of(one)]) == before
-        one.server.check()
-
-    @pytest.mark.spec("R147")
     def test_keys_that_are_not_in_the_cut_are_left_as_they_are(self) -> None:
         one = trained()
         image = image_of(one)
         one.init("later", [5.0])
         self.revive(one, image)
         assert one.values("later") == [5.0]
-
-    def test_pushed_but_unapplied_gradients_are_void(self) -> None:
-        one = trained()
-        image = image_of(one)
-        push(one, "w", 0, 3)
-        assert one.span("w").is_open
-        self.revive(one, image)
-        assert not one.span("w").is_open
-        piece = one.places("w")[0]
-        row = torch.ones(piece.size)
-        said = one.say(0, Push(piece.chunk, 1, (0,), 1.0, False, (Run(piece.start, 40, 3),)), row)
-        assert acked(said), "it may push that number again"
 
     def test_waiter_for_a_key_of_the_cut_is_answered(self) -> None:
         whole = trained()
@@ -274,30 +228,6 @@ class TestInPlace:
         assert said == []
         effects = one.revive(image_of(whole))
         assert len(heard(effects, Declared)) == 1
-
-    def test_waiter_for_a_version_of_the_cut_is_answered(self) -> None:
-        one = trained()
-        image = image_of(one)
-        later = fresh(image)
-        for rank in (0, 1):
-            push(later, "w", rank, 3)
-        piece = one.places("w")[0]
-        one.say(1, Pull(piece.chunk, False, (Ask(piece.start, 40, 0, 4),)), seq=50)
-        said = one.revive(image_of(later))
-        assert [each.message.seq for each in said] == [50]  # type: ignore[attr-defined]
-
-    def test_updates_that_were_dropped_later_have_not_been(self) -> None:
-        one = ServerStage(every_s=0.0)
-        one.open(on_nonfinite="error")
-        one.init("a", [1.0, 2.0])
-        image = image_of(one)
-        for rank in (0, 1):
-            one.push(rank, "a", [float("nan"), 1.0], 0)
-        (told,) = [each.message.dropped for each in one.pull(0, "a")]  # type: ignore[attr-defined]
-        assert [type(each) for each in told] == [Dropped]
-        self.revive(one, image)
-        (told,) = [each.message.dropped for each in one.pull(0, "a")]  # type: ignore[attr-defined]
-        assert told == ()
 
     @pytest.mark.spec("R147")
     @pytest.mark.parametrize("what", ["shape", "type", "optimizer"])
@@ -313,15 +243,6 @@ class TestInPlace:
         with pytest.raises(Mismatch, match="optimizer 'sgd'" if what == "optimizer" else "'w'"):
             self.revive(one, image)
         assert one.snapshot() == before
-
-    def test_with_the_same_optimizer_its_numbers_stay_those_that_were_set_here(self) -> None:
-        image = image_of(trained())
-        one = stage()
-        one.optimizer("adam", lr=0.25)
-        self.revive(one, image)
-        hyper = one.server.context.stores["kv"].hyper
-        assert hyper is not None
-        assert hyper.number("lr") == 0.25
 
     def test_another_placement_is_refused(self) -> None:
         """A store that was opened with another bound has its keys on other servers."""
@@ -345,18 +266,6 @@ class TestInPlace:
         with pytest.raises(StorageError, match="its parts have had different pushes"):
             self.revive(one, regroup(images, 0, 1))
 
-    def test_keys_without_elements_need_no_place(self) -> None:
-        one = trained()
-        self.revive(one, image_of(one))
-        assert one.server.context.stores["kv"].shards["nothing"].pieces == ()
-
-    def test_too_much_is_refused(self) -> None:
-        one = stage(memory_limit=1000)
-        before = one.snapshot()
-        with pytest.raises(Overload, match="no room"):
-            self.revive(one, image_of(trained()))
-        assert one.snapshot() == before
-
     def test_a_store_that_is_not_in_the_cut(self) -> None:
         one = trained()
         one.open(store="other")
@@ -364,11 +273,3 @@ class TestInPlace:
             self.revive(one, image_of(trained()), "other")
         with pytest.raises(StorageError, match="it has none"):
             self.revive(one, Snapshot(0, 1, ()), "kv")
-
-
-def test_pieces_that_were_written_are_named() -> None:
-    one = trained()
-    store = one.server.context.stores["kv"]
-    pieces = capture.revive(store, one.server.context.chunks, image_of(one).stores[0])
-    assert all(isinstance(piece, Piece) for piece in pieces)
-    assert sum(piece.size for piece in pieces) == 40 + 40_000 + 30 + 100

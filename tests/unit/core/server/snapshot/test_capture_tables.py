@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ from kvps.core.embedding.spec import EmbeddingSpec, message_of, recipe_of
 from kvps.core.placement import home
 from kvps.core.server.snapshot import capture_tables
 from kvps.core.server.snapshot.model import Snapshot
-from kvps.errors import Mismatch, StorageError
-from kvps.protocol.stores import Declared, Find, FoundAll
-from kvps.protocol.values import PulledTables, TableRate
+from kvps.errors import Mismatch
+from kvps.protocol.stores import Declared
+from kvps.protocol.values import PulledTables
 from kvps.tensors import from_frame
 from tests.support.server_harness import ServerStage, acked, heard, weight_bytes
 from tests.support.snapshots import holdings
@@ -162,15 +160,6 @@ def test_a_table_is_no_key_of_an_image() -> None:
     assert sum(cuts) == 2
 
 
-def test_a_new_table_makes_an_image_too(tmp_path: Path) -> None:
-    image = Tabled(0, 1, admit=2).image()
-    write(tmp_path / "i", image)
-    back = Tabled(0, 1, snapshot_writer.read(tmp_path / "i"))
-    assert (back.count, back.version) == (0, 0)
-    (found,) = heard(back.stage.say(0, Find("kv", (KEY,))), FoundAll)
-    assert found.found[0].shape == (1,)
-
-
 def test_a_store_goes_back_to_what_it_was() -> None:
     one = trained()
     image, _ = one.stage.server.control.snapshot()  # held
@@ -186,18 +175,6 @@ def test_a_store_goes_back_to_what_it_was() -> None:
     assert one.count == 60
 
 
-@pytest.mark.spec("R196")
-def test_the_rate_that_was_set_comes_back(tmp_path: Path) -> None:
-    one = trained()
-    one.stage.say(0, TableRate(one.chunk, 0.125))
-    write(tmp_path / "i", one.image())
-    other = Tabled(0, 1, snapshot_writer.read(tmp_path / "i"))
-    for some in (one, other):
-        some.push(0, 70)
-    assert other.rows() == one.rows()
-    assert heard(other.stage.say(0, message_of("kv", KEY, recipe())), Declared)
-
-
 def test_another_table_of_this_name_is_refused() -> None:
     one = trained()
     before = one.rows()
@@ -206,76 +183,4 @@ def test_another_table_of_this_name_is_refused() -> None:
     assert one.rows() == before
 
 
-def test_servers_must_know_the_same_of_a_table() -> None:
-    mixed = [trained(0, 2).image(), trained(1, 2, lr=2.0).image()]
-    with pytest.raises(StorageError, match="another hyper on another server"):
-        regroup(mixed, 0, 1)
-
-
-def test_rows_that_move_take_the_later_history() -> None:
-    some = [trained(0, 2), trained(1, 2)]
-    some[1].push(0, 1)
-    history = regroup([one.image() for one in some], 0, 3).stores[0].tables[0].history
-    assert (history.version, history.step, history.pushed) == (4, 4, {0: 4})
-
-
 # --- files that lie --------------------------------------------------------------------------------
-
-
-def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Write the image of a trained server whose JSON was changed."""
-    import json
-
-    octets = b"".join(_frames(snapshot_writer.stream(trained(admit=2).image())))
-    length = int.from_bytes(octets[:8], "little")
-    header = json.loads(octets[8 : 8 + length])
-    image = json.loads(header["__metadata__"][snapshot_writer.ENTRY])
-    change(image["stores"][0]["tables"][0])
-    header["__metadata__"][snapshot_writer.ENTRY] = json.dumps(image)
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + octets[8 + length :])
-
-
-def _frames(stream: Any) -> list[bytes]:
-    found: list[bytes] = []
-
-    class Sink:
-        def write(self, octets: Any) -> None:
-            found.append(bytes(octets))
-
-    stream.write(Sink())
-    return found
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda row: row.update(rows=7), "expected float32 .21."),
-        (lambda row: row.update(width=7), "counts"),
-        (lambda row: row.update(counted=-1), "counted"),
-        (lambda row: row.update(key=""), "key"),
-        (lambda row: row.update(lr=-1), "lr"),
-        (lambda row: row.update(lr="1"), "lr"),
-        (lambda row: row.pop("recipe"), "table"),
-        (lambda row: row["recipe"].__setitem__(0, 0), "dim=0"),
-        (lambda row: row["recipe"].__setitem__(2, "ones"), "init"),
-        (lambda row: row["recipe"].__setitem__(8, "eval"), "eval"),
-        (lambda row: row["recipe"].__setitem__(1, "float64"), "weight/float64"),
-        (lambda row: row["recipe"].pop(), "a recipe"),
-        (lambda row: row["history"].__setitem__(2, [[0, 1], [0, 2]]), "twice"),
-    ],
-)
-def test_a_file_that_lies_is_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
-) -> None:
-    changed(tmp_path / "lie", change)
-    with pytest.raises(StorageError, match=says):
-        snapshot_writer.read(tmp_path / "lie")
-
-
-def test_an_older_file_has_no_tables(tmp_path: Path) -> None:
-    image = trained().image()
-    older = replace(image, stores=(replace(image.stores[0], tables=()),))
-    write(tmp_path / "i", older)
-    assert snapshot_writer.read(tmp_path / "i").stores[0].tables == ()
