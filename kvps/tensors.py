@@ -73,9 +73,18 @@ def accumulator(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if dtype_of(tensor).kind == "half" else tensor
 
 
+def keep_frame(tensor: torch.Tensor, frame: memoryview) -> None:
+    """Have :func:`to_frame` find the bytes of a tensor that nobody but kvps refers to.
+
+    Views of the tensor have no frame of their own, and users get only views.
+    """
+    tensor._kvps_frame = frame  # type: ignore[attr-defined]
+
+
 def to_frame(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a flat tensor, uncopied."""
-    return tensor.view(torch.uint8).numpy().data
+    frame: memoryview | None = getattr(tensor, "_kvps_frame", None)
+    return tensor.view(torch.uint8).numpy().data if frame is None else frame
 
 
 def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
@@ -89,7 +98,7 @@ def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
         frame = memoryview(bytearray(frame))
     tensor = torch.frombuffer(frame, dtype=TORCH[dtype])
     # A small frame may begin at any address (it shares a buffer with its message's head).
-    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % BY_NAME[dtype].itemsize == 0 else tensor.clone()
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Unshared(KvpsError):
 class Block(np.ndarray[tuple[int], np.dtype[np.uint8]]):
     """Bytes of a segment, or of a loan; a view of them refers to the whole."""
 
+    __slots__ = ("keep",)
     keep: object
     """An object that must live as long as these bytes are referred to."""
 
@@ -123,7 +124,13 @@ class Segment:
             return None
         rounded = -(-max(size_bytes, 1) // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
-            start = self._find(rounded)
+            slot = self._freed.pop() if self._freed else None
+            if slot is not None and slot.size_bytes == rounded:
+                start: int | None = slot.start
+            else:
+                if slot is not None:
+                    self._freed.append(slot)
+                start = self._find(rounded)
             if start is None:
                 return None
             block = Block((size_bytes,), np.uint8, self._map, start)

@@ -34,7 +34,7 @@ from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken
-from kvps.tensors import TORCH
+from kvps.tensors import TORCH, keep_frame
 
 log = logging.getLogger("kvps")
 
@@ -459,7 +459,9 @@ class SharedMemory:
         if self._segment.is_read and size_bytes >= SHARE_MIN_BYTES:
             block = self._segment.take(size_bytes)
             if block is not None:
-                return torch.from_numpy(block).view(TORCH[dtype])
+                tensor = torch.frombuffer(block, dtype=TORCH[dtype])
+                keep_frame(tensor, block.data)
+                return tensor
         return torch.empty(count, dtype=TORCH[dtype], device="cpu")
 
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
