@@ -220,7 +220,8 @@ def read_body(unread: Unread) -> Packet:
             )
         if max(got) > FRAME_BYTES_MAX:
             raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
-    return cast("Packet", _tuple(Packet, (envelope, message, payload, loans)))
+    packet: Packet = _tuple(Packet, (envelope, message, payload, loans))
+    return packet
 
 
 def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
