@@ -4,7 +4,7 @@ The file has these flat tensors for table j of store i, and one JSON record for 
 
     i/table/j/ids/int64, i/table/j/stamps/int64    [n]
     i/table/j/weight/TYPE                          [n * dim]
-    i/table/j/state.NAME/TYPE                      [n * dim]
+    i/table/j/state.NAME/TYPE                      [n * dim], or [n] of a state that a row has one of
     i/table/j/counts/uint8                         [depth * width]; where pushes are counted
 
 A stamp of 0 marks a free slot: readers of the file skip that row.
@@ -18,13 +18,11 @@ import torch
 
 from kvps.checkpoint import validation
 from kvps.checkpoint.safetensors_writer import Column
-from kvps.core.embedding.arena import WEIGHT
 from kvps.core.embedding.id_hash import Initializer
-from kvps.core.embedding.spec import DEPTH, EmbeddingSpec
+from kvps.core.embedding.spec import DEPTH, WEIGHT, EmbeddingSpec, columns_of
 from kvps.core.optim.hyperparams import HyperParams
-from kvps.core.optim.torch_rules import create
 from kvps.core.server.snapshot.model import RowsSnapshot, SpanHistory, TableSnapshot
-from kvps.tensors import NAMES, TORCH
+from kvps.tensors import NAMES
 
 Cut = Callable[[str, Sequence[int]], Sequence[torch.Tensor]]
 """Function that returns a column of the file in pieces of these sizes."""
@@ -68,23 +66,19 @@ def table_of(name: str, given: object, cut: Cut) -> TableSnapshot:
     try:
         recipe = _recipe(row["recipe"])
         count = validation.natural("rows", row["rows"])
-        width = validation.natural("width", row["width"])
+        counters = validation.natural("width", row["width"])
 
         def column(title: str, dtype: str, size: int) -> torch.Tensor:
             (found,) = cut(f"{name}/{title}/{dtype}", (size,))
             return found
 
-        fresh = create(recipe.hyper).new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
-        dtypes = {WEIGHT: recipe.dtype} | {name: NAMES[row.dtype] for name, row in fresh.items()}
         columns: dict[str, tuple[torch.Tensor, ...]] = {
-            title: (
-                (column(_column(title), dtype, count * recipe.dim).view(count, recipe.dim),) if count else ()
-            )
-            for title, dtype in dtypes.items()
+            title: (column(_column(title), NAMES[dtype], count * width).view(count, width),) if count else ()
+            for title, (dtype, width) in columns_of(recipe).items()
         }
         counts = torch.empty((0, 0), dtype=torch.uint8)
-        if width:
-            counts = column("counts", "uint8", DEPTH * width).view(DEPTH, width)
+        if counters:
+            counts = column("counts", "uint8", DEPTH * counters).view(DEPTH, counters)
         part = RowsSnapshot(
             column("ids", "int64", count),
             column("stamps", "int64", count),

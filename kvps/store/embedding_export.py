@@ -20,8 +20,7 @@ import torch
 
 from kvps.checkpoint.atomic_file import replacing
 from kvps.checkpoint.safetensors_writer import header_of
-from kvps.core.embedding.arena import WEIGHT
-from kvps.core.embedding.spec import EmbeddingSpec
+from kvps.core.embedding.spec import WEIGHT, EmbeddingSpec
 from kvps.core.embedding.table import ExportBatch
 from kvps.errors import StorageError
 from kvps.tensors import NAMES, to_frame

@@ -32,6 +32,7 @@ class ServerRules:
     def __init__(self, hyper: HyperParams) -> None:
         self.hyper = hyper
         self._updater = create(hyper)
+        self._updater.demand_keys()
         self._states: dict[str, State] = {}
         self._steps: dict[str, int] = {}
 

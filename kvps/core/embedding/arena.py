@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.pages import zeros
+from kvps.core.embedding.spec import WEIGHT
 from kvps.core.optim.sparse_update import Placed
 from kvps.tensors import at_address
 
@@ -34,8 +35,6 @@ Columns = dict[str, torch.Tensor]
 """By name, one row for each slot: ``weight``, and the optimizer's states."""
 PlacedColumns = dict[str, Placed]
 
-WEIGHT = "weight"
-
 
 @dataclass(slots=True, eq=False)
 class Arena:
@@ -45,7 +44,7 @@ class Arena:
     """The slot of its first row."""
     rows: int
     columns: Columns
-    """Each [rows, dim]."""
+    """Each [rows, elements of a row]."""
     holds: int = 0
     """Number of snapshots that need it unchanged."""
 
@@ -64,14 +63,13 @@ class Arenas:
     """The rows of one table.
 
     Args:
-        dim: elements of a row.
-        dtypes: by name, the element type of each column; ``weight`` is one of them.
+        columns: by name, the element type of each column, and the elements of a row in it; ``weight`` is one
+            of them.
     """
 
-    def __init__(self, dim: int, dtypes: dict[str, torch.dtype]) -> None:
-        self.dim = dim
-        self.dtypes = dtypes
-        self._row_bytes = dim * sum([dtype.itemsize for dtype in dtypes.values()])
+    def __init__(self, columns: dict[str, tuple[torch.dtype, int]]) -> None:
+        self.columns = columns
+        self._row_bytes = sum([dtype.itemsize * width for dtype, width in columns.values()])
         self._unit_bits = max(1, ARENA_BYTES_MIN // self._row_bytes).bit_length() - 1
         """Arenas are whole units of 2 to this many rows."""
         self._arenas: list[Arena] = []
@@ -90,7 +88,7 @@ class Arenas:
             size = self.room * self._row_bytes
             size = max(ARENA_BYTES_MIN, min(size, ARENA_BYTES_MAX))
             count = max(1, size // self._row_bytes >> self._unit_bits) << self._unit_bits
-            columns = {name: _aligned(count, self.dim, dtype) for name, dtype in self.dtypes.items()}
+            columns = {name: _aligned(count, *column) for name, column in self.columns.items()}
             self._arenas.append(Arena(self.room, count, columns))
             self.room += count
         self._look()
@@ -112,13 +110,14 @@ class Arenas:
     def read(self, slots: Slots) -> Columns:
         """Return copies of the rows at ``slots``: of each column one tensor [len(slots), dim]."""
         if not len(slots):
-            return {name: torch.empty((0, self.dim), dtype=dtype) for name, dtype in self.dtypes.items()}
+            return {name: _aligned(0, *column) for name, column in self.columns.items()}
         return {name: rows.index_select(0, at) for name, (rows, at) in self.places(slots).items()}
 
     def weights(self, slots: Slots, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return copies of the weights at ``slots``, [len(slots), dim]; in ``out``, if it is given."""
         if out is None:
-            out = torch.empty((len(slots), self.dim), dtype=self.dtypes[WEIGHT])
+            dtype, dim = self.columns[WEIGHT]
+            out = torch.empty((len(slots), dim), dtype=dtype)
         if len(slots):
             window = self._windows[WEIGHT]
             at = window.shifts.take(slots >> self._unit_bits) + slots
@@ -149,7 +148,7 @@ class Arenas:
         for index in np.unique(np.searchsorted(starts, slots, side="right") - 1).tolist():
             arena = self._arenas[index]
             if arena.holds:
-                columns = {name: _aligned(arena.rows, self.dim, dtype) for name, dtype in self.dtypes.items()}
+                columns = {name: _aligned(arena.rows, *column) for name, column in self.columns.items()}
                 for name, column in columns.items():
                     column.copy_(arena.columns[name])
                 self._arenas[index] = Arena(arena.start, arena.rows, columns)
@@ -158,15 +157,15 @@ class Arenas:
     def _look(self) -> None:
         """Make the windows of the arenas as they are now."""
         units = [arena.rows >> self._unit_bits for arena in self._arenas]
-        for name, dtype in self.dtypes.items():
-            row_bytes = self.dim * dtype.itemsize
+        for name, (dtype, width) in self.columns.items():
+            row_bytes = width * dtype.itemsize
             first = np.array([arena.columns[name].data_ptr() // row_bytes for arena in self._arenas])
             lowest = int(first.min())
             count = (
                 max([at + arena.rows for at, arena in zip(first.tolist(), self._arenas, strict=True)])
                 - lowest
             )
-            rows = at_address(lowest * row_bytes, count * self.dim, dtype).view(count, self.dim)
+            rows = at_address(lowest * row_bytes, count * width, dtype).view(count, width)
             starts = np.array([arena.start for arena in self._arenas])
             self._windows[name] = Window(rows, np.repeat(first - lowest - starts, units))
 
@@ -180,11 +179,14 @@ class Arenas:
         stop = 0
         for arena in self._arenas:
             assert arena.start == stop
-            assert arena.columns.keys() == self.dtypes.keys()
+            assert arena.columns.keys() == self.columns.keys()
             placed = self.places(np.array([arena.start, arena.start + arena.rows - 1]))
             for name, column in arena.columns.items():
-                assert column.shape == (arena.rows, self.dim)
-                assert column.dtype == self.dtypes[name]
+                assert (column.dtype, *column.shape) == (
+                    self.columns[name][0],
+                    arena.rows,
+                    self.columns[name][1],
+                )
                 rows, (first, last) = placed[name]
                 assert rows[first].data_ptr() == column.data_ptr()
                 assert rows[last].data_ptr() == column[-1].data_ptr()
@@ -193,9 +195,9 @@ class Arenas:
         assert stop == self.room
 
 
-def _aligned(count: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor [count, dim] whose address is a multiple of the length of a row."""
-    row_bytes = dim * dtype.itemsize
+def _aligned(count: int, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Return a tensor [count, width] whose address is a multiple of the length of a row."""
+    row_bytes = width * dtype.itemsize
     block = torch.from_numpy(zeros((count + 1) * row_bytes, np.dtype(np.uint8)))
     start = -block.data_ptr() % row_bytes
-    return block[start : start + count * row_bytes].view(dtype).view(count, dim)
+    return block[start : start + count * row_bytes].view(dtype).view(count, width)

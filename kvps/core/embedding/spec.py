@@ -27,11 +27,14 @@ import torch
 from kvps.core.embedding.id_hash import COUNT_SALT, Ids, Initializer, first_of, hashes
 from kvps.core.optim.from_torch import describe
 from kvps.core.optim.hyperparams import HyperParams, resolve
-from kvps.core.optim.torch_rules import UPDATERS
+from kvps.core.optim.torch_rules import UPDATERS, State, Updater, create
 from kvps.dtypes import BY_NAME, Spec
 from kvps.errors import ConfigError
 from kvps.protocol.values import Embed
+from kvps.tensors import TORCH
 
+WEIGHT = "weight"
+"""The column of a table that is no state of its optimizer."""
 DEPTH = 4
 WIDTH = 1 << 20
 """Counters in each of DEPTH rows: 4 MiB together. An id that was never counted is taken for a counted id in
@@ -147,6 +150,28 @@ class EmbeddingSpec:
             if getattr(self, name) != getattr(other, name):
                 return name
         return ""
+
+
+def columns_of(recipe: EmbeddingSpec) -> dict[str, tuple[torch.dtype, int]]:
+    """Return by name the type of each column of a table, and how many elements a row has in it.
+
+    Columns are the weights and the optimizer's states.
+
+    Example:
+        >>> columns_of(recipe_of("t", 4, "zeros", "rowwise_adagrad", 1, None, torch.float32, None))
+        {'weight': (torch.float32, 4), 'sum': (torch.float32, 1)}
+    """
+    weight = torch.empty((0, recipe.dim), dtype=TORCH[recipe.dtype])
+    columns = {WEIGHT: weight} | new_state(create(recipe.hyper), weight)
+    return {name: (column.dtype, column.shape[1]) for name, column in columns.items()}
+
+
+def new_state(updater: Updater, weight: torch.Tensor) -> State:
+    """Return the optimizer's states of new rows, [n, dim], by name."""
+    if updater.is_by_row:
+        return updater.new_state(weight)
+    state = updater.new_state(weight.view(-1))
+    return {name: column.view(weight.shape) for name, column in state.items()}
 
 
 def recipe_of(

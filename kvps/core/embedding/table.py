@@ -23,11 +23,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.embedding.arena import WEIGHT, Arena, Arenas, Columns, Slots
+from kvps.core.embedding.arena import Arena, Arenas, Columns, Slots
 from kvps.core.embedding.id_hash import Ids
 from kvps.core.embedding.id_index import IdIndex
 from kvps.core.embedding.pages import grown
-from kvps.core.embedding.spec import Admission, EmbeddingSpec
+from kvps.core.embedding.spec import WEIGHT, Admission, EmbeddingSpec, columns_of, new_state
 from kvps.core.optim.sparse_update import update_placed
 from kvps.core.optim.torch_rules import Terms, Updater, create
 from kvps.dtypes import summed_in
@@ -54,7 +54,7 @@ class ExportBatch(NamedTuple):
     stamps: npt.NDArray[np.int64]
     """int64 [len(ids)]: the version of each row's last push."""
     columns: Columns
-    """``weight`` and, if asked for, the optimizer's states; each [len(ids), dim]."""
+    """``weight`` [len(ids), dim] and, if asked for, the optimizer's states: as long, or [len(ids), 1]."""
     next: int
     """Where the next block begins; 0 after the last one."""
 
@@ -85,9 +85,7 @@ class EmbeddingRows:
         """The hyper-parameters, with the learning rate that was set last."""
         self.updater: Updater = create(recipe.hyper)
         self._rows_max = -(-recipe.max_rows // servers)
-        fresh = self.updater.new_state(torch.empty(0, dtype=TORCH[recipe.dtype]))
-        dtypes = {WEIGHT: TORCH[recipe.dtype]} | {name: tensor.dtype for name, tensor in fresh.items()}
-        self._arenas = Arenas(recipe.dim, dtypes)
+        self._arenas = Arenas(columns_of(recipe))
         self._index = IdIndex()
         self._stamps: Stamps = np.zeros(0, np.int32)
         """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
@@ -123,7 +121,7 @@ class EmbeddingRows:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns: ``weight``, and the optimizer's states."""
-        return tuple(self._arenas.dtypes)
+        return tuple(self._arenas.columns)
 
     @property
     def row_bytes(self) -> int:
@@ -194,9 +192,7 @@ class EmbeddingRows:
         self._arenas.reserve(self._index.used)
         self._stamps = grown(self._stamps, len(self._stamps), self._index.used)
         weight = self._first(ids)
-        state = self.updater.new_state(weight.view(-1))
-        shaped = {name: tensor.view(weight.shape) for name, tensor in state.items()}
-        self._arenas.write(slots, {WEIGHT: weight} | shaped)
+        self._arenas.write(slots, {WEIGHT: weight} | new_state(self.updater, weight))
         return slots
 
     def _stamp(self, slots: Slots, versions: int | npt.NDArray[np.int64], newest: int) -> None:

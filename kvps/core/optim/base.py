@@ -90,6 +90,8 @@ class Updater(abc.ABC):
             one key; other rules take any range of keys that share step, lr and weight decay.
         tracks_pulls: :meth:`pulled` wants to be told what ranks read.
         takes_integers: integer weights are allowed.
+        is_by_row: states have one element for each row of an embedding table; weights and gradients are
+            [n, dim] then, and states [n, 1]. Keys cannot have such a rule.
 
     Example::
 
@@ -103,6 +105,7 @@ class Updater(abc.ABC):
     needs_norms: ClassVar[bool] = False
     tracks_pulls: ClassVar[bool] = False
     takes_integers: ClassVar[bool] = False
+    is_by_row: ClassVar[bool] = False
 
     def __init__(self, hyper: HyperParams) -> None:
         self.hyper = hyper
@@ -136,10 +139,24 @@ class Updater(abc.ABC):
             ConfigError: this optimizer cannot update a weight of that dtype, or not with its numbers.
         """
         self.demand(weight.dtype)
+        if weight.dim() == 1:
+            self.demand_keys()
         if self._multi_precision and weight.dtype in _HALF:
             master = weight.float()
             return {MASTER: master, **self._new_state(master)}
         return self._new_state(weight)
+
+    def demand_keys(self) -> None:
+        """Check that this optimizer can update keys, and not only embedding tables.
+
+        Raises:
+            ConfigError: if it cannot.
+        """
+        if self.is_by_row:
+            raise ConfigError(
+                f"optimizer '{self.hyper.name}' has a number for each row of an embedding table; use it in "
+                "embedding(..., optimizer=...), and 'adagrad' for keys"
+            )
 
     def state_bytes(self, dtype: torch.dtype) -> int:
         """Return how many bytes of state each element of this type has; 0 if it cannot be updated."""

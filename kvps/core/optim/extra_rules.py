@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvps.core.optim.base import MASTER, State, Terms, Updater
 from kvps.core.optim.hyperparams import HyperParams
+from kvps.tensors import accumulator
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
@@ -297,6 +298,39 @@ _READ = "read."
 """Prefix of the state entries that hold what one rank last read."""
 
 
+class RowWiseAdagrad(Updater):
+    """Adagrad with one accumulator for each row of an embedding table.
+
+    TorchRec's RowWiseAdagrad, and EXACT_ROWWISE_ADAGRAD of fbgemm::
+
+        g = g + weight_decay * w
+        s = s + mean(g * g)                               over the elements of the row
+        w = w - lr / (1 + (step - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    State: ``sum`` [n, 1], float32 also where the weights are half. The step is that of the table.
+    """
+
+    is_by_row = True
+
+    def __init__(self, hyper: HyperParams) -> None:
+        super().__init__(hyper)
+        self._lr_decay = hyper.number("lr_decay")
+        self._initial = hyper.number("initial_accumulator_value")
+        self._eps = hyper.number("eps")
+
+    def _new_state(self, weight: Tensor) -> State:
+        shape = (*weight.shape[:-1], 1)
+        return {"sum": accumulator(weight[..., :0]).new_full(shape, self._initial)}
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        if terms.weight_decay:
+            gradient.add_(weight, alpha=terms.weight_decay)
+        wide = accumulator(gradient)
+        total = state["sum"].add_(wide.square().mean(-1, keepdim=True))
+        rate = terms.lr / (1.0 + (terms.step - 1) * self._lr_decay)
+        weight.addcdiv_(wide, total.sqrt().add_(self._eps), value=-rate)
+
+
 class Test(Updater):
     """``w = w + rescale_grad * g``: what MXNet's own tests use to count pushes.
 
@@ -327,6 +361,7 @@ class Assign(Updater):
 
 RULES: dict[str, type[Updater]] = {
     **{"lars": Lars, "lamb": Lamb, "ftrl": Ftrl, "signum": Signum, "dcasgd": DcAsgd},
-    **{"delayed_nesterov": DelayedNesterov, "test": Test, "assign": Assign},
+    **{"delayed_nesterov": DelayedNesterov, "rowwise_adagrad": RowWiseAdagrad},
+    **{"test": Test, "assign": Assign},
 }
 """Optimizer name -> class, of the rules in this file."""

@@ -278,6 +278,11 @@ _MAXIMIZE = _flag("maximize", "climb instead of descend")
 _DECOUPLED = _flag("decoupled_weight_decay", "decay the weights, not the gradient (AdamW)")
 _AMSGRAD = _flag("amsgrad", "never let the second moment shrink")
 _ADAM = (*_BETAS, _eps(1e-8), _AMSGRAD, _MAXIMIZE)
+_ADAGRAD = (
+    Parameter("lr_decay", 0.0, low=0.0, doc="lr is divided by 1 + (step - 1) * lr_decay"),
+    Parameter("initial_accumulator_value", 0.0, low=0.0, doc="sum of squares at step 0"),
+    _eps(1e-10),
+)
 
 
 def _nesterov_needs_momentum(values: Mapping[str, Value]) -> str | None:
@@ -307,14 +312,8 @@ SCHEMAS: dict[str, Schema] = {
         ),
         Schema.of("adam", *_ADAM, lr=1e-3),
         Schema.of("adamw", *_ADAM, lr=1e-3, weight_decay=1e-2),
-        Schema.of(
-            "adagrad",
-            Parameter("lr_decay", 0.0, low=0.0, doc="lr is divided by 1 + (step - 1) * lr_decay"),
-            Parameter("initial_accumulator_value", 0.0, low=0.0, doc="sum of squares at step 0"),
-            _eps(1e-10),
-            _MAXIMIZE,
-            lr=1e-2,
-        ),
+        Schema.of("adagrad", *_ADAGRAD, _MAXIMIZE, lr=1e-2),
+        Schema.of("rowwise_adagrad", *_ADAGRAD, lr=1e-2),
         Schema.of(
             "adadelta",
             Parameter("rho", 0.9, low=0.0, high=1.0, doc="decay of the squared averages"),

@@ -89,10 +89,11 @@ def update_placed(
         some = slice(begin, begin + at_once)
         weight = tensor.index_select(0, ids[some])
         states = {name: column.index_select(0, at[some]) for name, (column, at) in state.items()}
+        shape = weight.shape if updater.is_by_row else (-1,)
         updater.apply(
-            weight.view(-1),
-            rows[some].view(-1),
-            {name: part.view(-1) for name, part in states.items()},
+            weight.view(shape),
+            rows[some].view(shape),
+            states if updater.is_by_row else {name: part.view(-1) for name, part in states.items()},
             terms,
         )
         tensor.index_copy_(0, ids[some], weight)

@@ -398,6 +398,7 @@ class ServerStore:
         opened = self.opened
         hyper.demand_steps(self.name, opened.mode, opened.quorum, opened.on_nonfinite)
         updater = create(hyper)
+        updater.demand_keys()
         self.budget.demand_optimizer(self.name, updater)
         same = self.hyper is not None and self.hyper.name == hyper.name
         # A table has an optimizer of its own.

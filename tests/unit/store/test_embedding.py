@@ -141,6 +141,16 @@ def test_a_file_has_ids_versions_rows_and_states(kv: Any, tmp_path: Path, dtype:
     assert [one.name for one in tmp_path.iterdir()] == ["t.safetensors"]
 
 
+@pytest.mark.spec("R476")
+def test_a_state_may_have_one_number_a_row(kv: Any, tmp_path: Path) -> None:
+    table = kv.embedding("f", 4, optimizer="rowwise_adagrad", lr=1.0, init="zeros")
+    table.push([1, 2], torch.tensor([[1.0, 3.0, 1.0, 1.0], [0.0, 2.0, 0.0, 0.0]]))
+    assert table.export(tmp_path / "t", with_state=True) == 2
+    found = load_file(tmp_path / "t")
+    assert found["state.sum"][found["ids"].argsort()].tolist() == [[3.0], [1.0]]
+    torch.testing.assert_close(table.pull(2), torch.tensor([0.0, -2.0, 0.0, 0.0]))
+
+
 def test_an_empty_table_makes_an_empty_file(table: kvps.EmbeddingTable, tmp_path: Path) -> None:
     assert table.export(tmp_path / "t") == 0
     found = load_file(tmp_path / "t")

@@ -411,7 +411,8 @@ class ExportBlock(Call):
         for column in exported.fields:
             dtype = BY_ID[column.dtype].name
             flat = from_frame(next(frames) if exported.count else memoryview(b""), dtype)
-            columns[column.name] = flat.view(exported.count, self.dim)
+            width = column.size // exported.count if exported.count else self.dim  # some states have one
+            columns[column.name] = flat.view(exported.count, width)
         return ExportBatch(ids, stamps, columns, exported.next)
 
 

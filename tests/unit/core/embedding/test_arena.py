@@ -15,7 +15,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Arenas:
     """Arenas of 4, 4, 8, 8, ... rows of 2 floats and 2 halves."""
     monkeypatch.setattr(module, "ARENA_BYTES_MIN", 48)
     monkeypatch.setattr(module, "ARENA_BYTES_MAX", 96)
-    return Arenas(2, {"weight": torch.float32, "sum": torch.float16})
+    return Arenas({"weight": (torch.float32, 2), "sum": (torch.float16, 2)})
 
 
 def rows(count: int) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kvps
 from kvps.core.optim.base import State, Terms, Updater
 from kvps.core.optim.extra_rules import RULES
 from kvps.core.optim.hyperparams import resolve
@@ -195,7 +196,7 @@ def test_float32_differs_by_rounding_only(
     torch.testing.assert_close(weight.double(), reference(numbers(0), **given), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in ("test", "assign")])
+@pytest.mark.parametrize("name", sorted(RULES.keys() - {"test", "assign", "rowwise_adagrad"}))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_weights_keep_their_dtype_and_a_master_follows_float32(name: str, dtype: torch.dtype) -> None:
     start = numbers(0, dtype)
@@ -350,6 +351,57 @@ def test_other_rules_ignore_pulls() -> None:
     state: State = {}
     rule.pulled(torch.zeros(4), state, 0, 4, 0)
     assert state == {}
+
+
+# ------------------------------------------------------------------------------ rowwise_adagrad
+
+
+def rowwise_reference(weight: Tensor, given: dict[str, float]) -> tuple[Tensor, Tensor]:
+    """Return weights and accumulators after ``ROUNDS`` gradients, as torchrec.optim.RowWiseAdagrad has it."""
+    weight = weight.double()
+    total = torch.full((len(weight), 1), given.get("initial_accumulator_value", 0.0), dtype=torch.float64)
+    for step in range(1, ROUNDS + 1):
+        grad = numbers(step, torch.float64, weight.numel()).view_as(weight)
+        grad = grad.add(weight, alpha=given.get("weight_decay", 0.0))
+        rate = given["lr"] / (1 + (step - 1) * given.get("lr_decay", 0.0))
+        total += grad.pow(2).mean(dim=1).view(-1, 1)
+        weight = weight.addcdiv(grad, total.sqrt().add(given.get("eps", 1e-10)), value=-rate)
+    return weight, total
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": 0.1},
+        {"lr": 0.1, "weight_decay": 0.2, "eps": 0.5},
+        {"lr": 0.5, "lr_decay": 0.1, "initial_accumulator_value": 3.0},
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)]
+)
+def test_rowwise_adagrad_equals_torchrecs(given: dict[str, float], dtype: torch.dtype, rtol: float) -> None:
+    weight = numbers(0, dtype, 5 * 8).view(5, 8)
+    rule = updater("rowwise_adagrad", **given)
+    expected, accumulated = rowwise_reference(weight, given)
+    state = rule.new_state(weight)
+    assert (state["sum"].shape, state["sum"].dtype.itemsize) == ((5, 1), max(4, dtype.itemsize))
+    lr, decay = rule.hyper.for_key("")
+    for step in range(1, ROUNDS + 1):
+        grad = numbers(step, torch.float64, 5 * 8).to(state["sum"].dtype).view(5, 8)
+        rule.apply(weight, grad, state, Terms(step=step, lr=lr, weight_decay=decay))
+    torch.testing.assert_close(weight.double(), expected, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(state["sum"].double(), accumulated, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.spec("R476")
+def test_rowwise_adagrad_is_for_tables() -> None:
+    rule = updater("rowwise_adagrad")
+    with pytest.raises(ConfigError, match=r"row of an embedding table; use it in embedding\("):
+        rule.new_state(numbers(0))
+    assert rule.state_bytes(torch.float32) == 0
+    with pytest.raises(ConfigError, match="and 'adagrad' for keys"), kvps.create("local") as kv:
+        kv.set_optimizer("rowwise_adagrad")
 
 
 # ------------------------------------------------------------------------------ test

@@ -32,6 +32,7 @@ NAMES = [
     "signum",
     "dcasgd",
     "delayed_nesterov",
+    "rowwise_adagrad",
     "test",
     "assign",
 ]

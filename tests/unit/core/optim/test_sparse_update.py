@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvps.core.embedding.spec import new_state
 from kvps.core.optim import sparse_update
 from kvps.core.optim.base import MASTER, Terms
 from kvps.core.optim.hyperparams import resolve
@@ -24,8 +25,7 @@ class Table:
         self.weights = torch.randn(COUNT, WIDTH).to(dtype)
         self.hyper = resolve(name, options)
         self.updater: Updater = create(self.hyper)
-        flat = self.updater.new_state(self.weights.view(-1))
-        self.state: State = {title: one.view(COUNT, WIDTH) for title, one in flat.items()}
+        self.state: State = new_state(self.updater, self.weights)
         self.step = 0
 
     def update(self, ids: torch.Tensor, rows: torch.Tensor) -> None:

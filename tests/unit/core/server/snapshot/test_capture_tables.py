@@ -31,11 +31,11 @@ ALL = np.arange(100)
 
 
 def recipe(**more: Any) -> EmbeddingSpec:
-    plain: dict[str, Any] = {"admit": 1, "evict": None, "lr": 1.0, "momentum": 0.5}
+    plain: dict[str, Any] = {"optimizer": "sgd", "admit": 1, "evict": None, "lr": 1.0}
     given = plain | more
-    return recipe_of(
-        "t", 3, ("normal", 0.5), "sgd", given.pop("admit"), given.pop("evict"), "float32", 5, **given
-    )
+    if given["optimizer"] == "sgd":
+        given["momentum"] = 0.5
+    return recipe_of("t", 3, ("normal", 0.5), dtype="float32", seed=5, **given)
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,10 @@ def together(some: list[Tabled]) -> dict[int, list[float]]:
 
 
 @pytest.mark.spec("R195")
-@pytest.mark.parametrize("more", [{}, {"admit": 2}, {"evict": {"rows": 30}}, {"evict": {"age": 2}}])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"admit": 2}, {"evict": {"rows": 30}}, {"evict": {"age": 2}}, {"optimizer": "rowwise_adagrad"}],
+)
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 3), (3, 1)])
 def test_rows_come_back_on_any_number_of_servers(
     before: int, after: int, more: dict[str, Any], tmp_path: Path
