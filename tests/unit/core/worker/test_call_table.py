@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.effects import Copied, Effect, Exit, Finish
+from kvps.core.effects import Copied, Effect, Exit
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls, connection
 from kvps.core.worker.call_table import LATE_MAX
@@ -26,9 +26,9 @@ from kvps.protocol.membership import (
     View,
     Welcome,
 )
-from kvps.protocol.stores import Declare, Declared, Open, Optimize, Piece, Place, Rate
+from kvps.protocol.stores import Open, Optimize, Rate
 from kvps.protocol.values import Pull, Pulled, Push, Stand
-from tests.support.worker_harness import Bench, Readable, member, opened, pull, push, sends, spec, values_of
+from tests.support.worker_harness import Bench, Readable, member, opened, pull, push, values_of
 from tests.support.worker_with_key import FLOAT, answer, small, step
 
 W1 = Node(Role.WORKER, 1)
@@ -52,16 +52,6 @@ class TestValues:
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
 
-    def test_of_a_lazy_push_are_read_when_they_are_sent(self) -> None:
-        one = small()
-        one.core.table.links[0].ready = False
-        values = torch.ones(4)
-        ticket = one.call(push({"w": values}, eager=False))
-        values.fill_(5)
-        one.server(0, Welcome(0, 1, 2, 1))
-        assert values_of(one.sends(Push)[0]) == [5, 5, 5, 5]
-        assert not one.is_copied(ticket)
-
     def test_of_a_lazy_push_are_copied_at_its_timeout(self) -> None:
         one = small()
         one.core.table.links[0].ready = False
@@ -72,30 +62,6 @@ class TestValues:
         values.fill_(-1)
         one.server(0, Welcome(0, 1, 2, 1))
         assert values_of(one.sends(Push)[0]) == [1, 1, 1, 1]
-
-    def test_also_while_it_waits_for_room(self) -> None:
-        one = small()
-        for _ in range(64):
-            one.call(push({"w": torch.zeros(4)}))
-        values = torch.ones(4)
-        ticket = one.call(push({"w": values}, eager=False), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
-        values.fill_(-1)
-        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
-        assert values_of(one.sends(Push)[-1]) == [1, 1, 1, 1]
-
-    def test_of_an_init_that_timed_out_are_those_of_the_call(self) -> None:
-        one = Bench(servers=1)
-        one.open()
-        values = torch.ones(4)
-        ticket = one.call(calls.Init("kv", (("w", spec(4)),), (values,)), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
-        values.fill_(-1)
-        place = Place(True, (Piece(1, 0, 4),))
-        effects = one.server(0, Declared(one.seqs(Declare)[0], (place,)))
-        assert values_of(sends(effects, type(effects[0].packet.message))[0]) == [1] * 4  # type: ignore[union-attr]
 
     def test_are_copied_when_a_call_fails_with_something_to_send(self) -> None:
         """Another worker's loss ends the call; the push stands."""
@@ -145,16 +111,6 @@ class TestLent:
             one.call(push({"w": row}))
         assert len(one.sent(Push)) == 1, "and what has to be sent does"
 
-    def test_is_sent_again_as_it_is(self) -> None:
-        one, row = self.lent()
-        row.fill_(3)
-        one.call(push({"w": row}))
-        (seq,) = one.seqs(Push)
-        effects = one.server(0, Probed((seq,), ()))
-        assert [values_of(send) for send in sends(effects, Push)] == [[3, 3, 3, 3]]
-        one.ack(0, seq)
-        assert not one.core.table.links[0].outstanding
-
     def test_may_be_where_the_values_go(self) -> None:
         """They come when the push has been read."""
         one, row = self.lent()
@@ -178,15 +134,6 @@ class TestLent:
         one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 1, 0),)))
         assert values_of(one.sends(Push)[-1]) == [3, 3, 3, 3]
 
-    def test_is_let_go_with_the_answer(self) -> None:
-        one, row = self.lent()
-        one.call(push({"w": row}))
-        (request,) = one.core.table.links[0].outstanding.values()
-        assert request.payload
-        one.ack(0, *one.seqs(Push))
-        assert not request.payload
-        assert request.fill is None
-
 
 class TestCallsOfAllRanks:
     """They count when they succeed: made again after a Timeout, it is the same call."""
@@ -203,28 +150,6 @@ class TestCallsOfAllRanks:
             one.scheduler(Released(seq))
         else:
             one.server(0, Done(seq))
-
-    @pytest.mark.parametrize(("call", "cls"), CALLS)
-    def test_repeated_call_waits_again(self, call: calls.Call, cls: type[Barrier | Optimize | Rate]) -> None:
-        one = small()
-        first = one.call(call, 1.0)
-        one.wait(1.0)
-        assert "It still stands. Call it again to wait on" in str(one.error(first))
-        second = one.call(call, 1.0)
-        one.wait(0.5)
-        assert len(set(one.seqs(cls))) == 1
-        self.release(one, cls)
-        assert one.is_done(second)
-
-    @pytest.mark.parametrize(("call", "cls"), CALLS)
-    def test_or_was_passed_meanwhile(self, call: calls.Call, cls: type[Barrier | Optimize | Rate]) -> None:
-        one = small()
-        one.call(call, 1.0)
-        one.wait(1.0)
-        self.release(one, cls)
-        assert one.is_done(one.call(call))
-        assert one.finish(one.call(call)) is None, "the one after that is the next"
-        assert len(set(one.seqs(cls))) == 2
 
     @pytest.mark.spec("R121")
     def test_a_join_that_succeeds_late_says_who_was_last(self) -> None:
@@ -246,13 +171,6 @@ class TestCallsOfAllRanks:
         assert (second.value, second.error) == (1, None)
         one.call(push({"w": torch.ones(4)}))
         assert one.sent(Push)[-1].runs[0].number == 7
-
-    def test_another_is_another(self) -> None:
-        one = small()
-        one.call(calls.StandAtBarrier("kv", "x"), 1.0)
-        one.wait(1.0)
-        one.call(calls.StandAtBarrier("kv", "y"))
-        assert [message.name for message in dict.fromkeys(one.sent(Barrier))] == ["x", "y"]
 
     def test_each_of_several_that_came_late_is_found(self) -> None:
         one = small()
@@ -337,14 +255,6 @@ class TestProbes:
 
 
 class TestRefusals:
-    def test_end_their_call_and_no_other(self) -> None:
-        one = small()
-        refused, other = one.call(push({"w": torch.ones(4)})), one.call(calls.AskStatus("kv"))
-        effects = one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
-        assert [type(one.error(refused)), one.finish(other)] == [Mismatch, None]
-        assert one.is_copied(refused), "it had returned already: the next call will say so"
-        assert effects == [Finish(refused, error=one.error(refused))]
-
     def test_of_one_part_end_the_call_at_once(self) -> None:
         one = Bench()
         one.open()
@@ -353,13 +263,6 @@ class TestRefusals:
         one.server(0, Error(one.seqs(Push, 0)[0], Mismatch.code, "first"))
         one.server(1, Error(one.seqs(Push, 1)[0], Mismatch.code, "second"))
         assert str(one.error(ticket)) == "first"
-
-    def test_let_those_go_on_who_wait_for_pushes(self) -> None:
-        one = small()
-        one.call(push({"w": torch.ones(4)}))
-        flush = one.call(calls.Flush("kv"))
-        one.server(0, Error(one.seqs(Push)[0], Mismatch.code, "dtype"))
-        assert one.is_done(flush)
 
     def test_of_the_other_parts_are_no_warnings(self) -> None:
         one = Bench()
@@ -384,13 +287,6 @@ class TestRefusals:
         one.server(0, Error(one.seqs(Push)[0], Fenced.code, "worker 0 was replaced"))
         tickets.append(one.call(pull({"w": torch.zeros(4)})))
         assert {type(one.error(ticket)) for ticket in tickets} == {Fenced}
-        assert one.exits() == [Exit(1, "worker 0 was replaced")]
-
-    def test_also_by_the_scheduler(self) -> None:
-        one = small()
-        ticket = one.call(push({"w": torch.ones(4)}))
-        one.scheduler(Error(0, Fenced.code, "worker 0 was replaced"))
-        assert isinstance(one.error(ticket), Fenced)
         assert one.exits() == [Exit(1, "worker 0 was replaced")]
 
     @pytest.mark.spec("R21")

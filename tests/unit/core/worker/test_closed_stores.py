@@ -127,35 +127,11 @@ def test_calls_under_way_end_when_the_store_is_created_again() -> None:
     one.scheduler(Released(one.seqs(Barrier)[-1]))
 
 
-def test_a_push_may_be_on_its_way() -> None:
-    one = bench()
-    one.call(push({"w": torch.ones(4)}))
-    seqs = [(0, seq) for seq in one.seqs(Push, 0)] + [(1, seq) for seq in one.seqs(Push, 1)]
-    close(one)
-    one.call(calls.OpenStore("kv", opened(), 240.0))
-    for server, seq in seqs:
-        one.ack(server, seq)
-
-
 def test_a_call_of_a_closed_store_is_refused() -> None:
     one = bench()
     close(one)
     error = one.error(one.call(calls.Flush("kv")))
     assert "store 'kv' is closed; create another store" in str(error)
-
-
-@pytest.mark.spec("R418")
-def test_after_a_rollback_all_servers_are_told_again() -> None:
-    known = ClosedStores()
-    known.begin_epoch(2, 1.0)
-    assert not known.is_untold
-    known.close("kv", 0, 2)
-    for server in (ClosedStores.SCHEDULER, 0, 1):
-        known.hear(server, KV)
-    assert not known.is_untold
-    known.begin_epoch(2, 5.0)
-    assert known.again_at == 5.0 + AGAIN_S
-    assert list(known.letters(9.0)) == [(0, Close(KV)), (1, Close(KV))]
 
 
 def test_not_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

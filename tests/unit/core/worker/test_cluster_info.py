@@ -1,16 +1,14 @@
 """Threads other than the loop's read a snapshot that never changes."""
 
 import ast
-from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
 
 import kvps
-from kvps.core.worker import calls
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Done, Join, Joined, Return, Welcome
+from kvps.protocol.membership import Welcome
 from tests.support.worker_harness import Bench, member
 
 ROOT = Path(kvps.__file__).parent
@@ -43,23 +41,6 @@ def test_info_cannot_be_changed() -> None:
         bench.core.info.rank = 2  # type: ignore[misc]
     with pytest.raises(TypeError):
         bench.core.info.joins["kv"] = 1  # type: ignore[index]
-
-
-def test_a_join_is_known_before_its_call_ends() -> None:
-    bench = Bench()
-    bench.open()
-    before = bench.core.info
-    bench.call(calls.JoinStore("kv"))
-    for server in range(2):
-        bench.server(server, Joined(bench.seqs(Join, server)[0], 0))
-    bench.server(0, Done(bench.seqs(Return, 0)[0]))
-    assert bench.core.info is before
-    done = Done(bench.seqs(Return, 1)[0])
-    known: list[Mapping[str, int]] = []
-    bench.core.outbox.connect(lambda effect: known.append(bench.core.info.joins))
-    bench.core.on_packet("server 1", bench.packet_of_server(1, done), bench.now)
-    assert known == [{"kv": 1}], "as soon as anybody hears of the end"
-    assert before.joins == {}
 
 
 def test_nothing_above_the_runtime_reaches_into_a_core() -> None:

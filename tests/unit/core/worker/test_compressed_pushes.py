@@ -12,7 +12,7 @@ from kvps.compression.spec import BIT1, BIT2, CODECS, FP16, RANDOMK, TOPK, Codec
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.protocol.values import Ask, Pull, Pulled, Push, PushRows, Run, Steps
 from kvps.tensors import from_frame
-from tests.support.server_harness import Said, ServerStage, acked, heard, pulled, refusal
+from tests.support.server_harness import Said, ServerStage, acked, heard, refusal
 
 TWO = CodecSpec(BIT2, 0.5)
 COUNT = 40
@@ -113,23 +113,6 @@ def test_compressed_push_counts_as_the_values_it_decodes_to(name: str) -> None:
         for worker, answer in zip(workers, answers, strict=True):
             assert answer.steps == ()
             assert torch.equal(worker.copy, total)
-
-
-def test_a_worker_may_compress_and_another_not() -> None:
-    one = stage()
-    total, _ = both([Worker(one, 0), Worker(one, 1, None)], [random(1), random(2)])
-    assert torch.equal(torch.tensor(one.values("w")), total)
-
-
-def test_repeated_push_is_not_applied_again() -> None:
-    one = stage(workers=1)
-    worker = Worker(one, 0)
-    payload = encode(TWO, worker.rest, random(1))
-    one.say(0, worker.message(), payload)
-    before = one.values("w")
-    again = one.say(0, worker.message(), payload, seq=99)
-    assert list(pulled(again).values()) == [before]
-    assert one.values("w") == before
 
 
 def test_a_lent_push_is_read_once_and_not_kept() -> None:
@@ -248,35 +231,6 @@ def test_a_sum_comes_back_as_it_was_written(code: CodecSpec) -> None:
         assert torch.equal(torch.tensor(one.values("w")), expected)
 
 
-def test_uncompressed_pull_gets_the_same_values() -> None:
-    one = stage()
-    workers = [Worker(one, rank, TWO, TWO) for rank in range(2)]
-    both(workers, [random(1), random(2)])
-    said = one.pull(1, "w", after=1)
-    (answer,) = heard(said, Pulled)
-    assert answer.steps == ()
-    assert list(pulled(said).values()) == [workers[0].copy.tolist()]
-
-
-@pytest.mark.spec("R156", "R158")
-def test_steps_of_weights_are_multiples_of_the_learning_rate() -> None:
-    one = stage()
-    one.optimizer("sgd", lr=0.1)
-    workers = [Worker(one, rank, TWO, TWO) for rank in range(2)]
-    weights = torch.zeros(COUNT)
-    for step in range(6):
-        total, answers = both(workers, [random(step), random(step + 10)])
-        weights -= 0.1 * total
-        for worker, answer in zip(workers, answers, strict=True):
-            whole = Steps(True, ()) if step == 0 else Steps(False, (TWO._replace(scale=0.1),))
-            assert answer.steps in ((whole,), () if step == 0 else (whole,))
-            assert answer.adds
-            assert worker.copy.tolist() == one.values("w")
-        rest = one.chunk().back.residual[:COUNT]  # type: ignore[union-attr]
-        torch.testing.assert_close(workers[0].copy + rest, weights)
-        assert not torch.equal(workers[0].copy, weights)
-
-
 @pytest.mark.spec("R157")
 def test_pull_after_missed_versions_gets_the_steps_since() -> None:
     one = stage("async", workers=2)
@@ -348,46 +302,6 @@ def test_a_round_whose_pushes_want_it_otherwise_is_not_written(other: CodecSpec 
     assert torch.equal(workers[0].copy, total)
     back = one.chunk().back
     assert back is None or not back.owes(0, COUNT)
-
-
-@pytest.mark.spec("R156")
-def test_a_learning_rate_of_0_moves_nothing_and_ends_the_rests() -> None:
-    one = stage(workers=1)
-    one.optimizer("sgd", lr=0.1)
-    worker = Worker(one, 0, TWO, TWO)
-    worker.take(worker.push(random(1))[1])
-    assert one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
-    one.optimizer("sgd", 2, lr=0.0)
-    answer = worker.take(worker.push(random(2))[1])
-    assert answer.steps == ()
-    assert not one.chunk().back.owes(0, COUNT)  # type: ignore[union-attr]
-
-
-def test_an_update_that_is_not_finite_comes_as_it_is() -> None:
-    one = stage(workers=1)
-    one.optimizer("sgd", lr=0.1)
-    worker = Worker(one, 0, None, TWO)
-    gradient = random(1)
-    gradient[3] = float("nan")
-    answer = worker.take(worker.push(gradient)[1])
-    assert answer.steps == ()
-    assert [index for index, one in enumerate(worker.copy.tolist()) if one != one] == [3]
-
-
-def test_a_dropped_round_moves_nothing() -> None:
-    one = stage(workers=1, on_nonfinite="skip")
-    one.optimizer("sgd", lr=0.1)
-    worker = Worker(one, 0, TWO, TWO)
-    worker.take(worker.push(random(1))[1])
-    before = worker.copy.clone()
-    worker.code = None
-    answer = worker.take(worker.push(torch.full((COUNT,), torch.inf))[1])
-    assert answer.steps == ()  # there is no step to this version: nothing was written
-    assert torch.equal(worker.copy, before)
-    worker.code = TWO
-    answer = worker.take(worker.push(random(2))[1])
-    assert len(answer.steps[0].codes) == 1
-    assert worker.copy.tolist() == one.values("w")
 
 
 @pytest.mark.spec("R159")

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 from kvps.core.worker import connection as link
 from kvps.core.worker.connection import (
     PROBE_AFTER_S,
-    PROBE_SEQS_MAX,
     UPLINK_BYTES,
     WINDOW_BYTES,
     Connection,
     Request,
     SendScheduler,
 )
-from kvps.core.worker.plan import HERE
 from kvps.protocol.stores import Status
 from kvps.tensors import Private
 
@@ -72,14 +70,6 @@ def test_nothing_is_sent_before_the_server_has_answered_hello() -> None:
     assert names(one) == []
 
 
-def test_requests_are_numbered_as_they_are_sent() -> None:
-    one = ready()
-    low, high = queued(one, request("low"), request("high", priority=1))
-    assert names(one, 3.0) == ["high", "low"]
-    assert [(sent.seq, sent.sent_at) for sent in (high, low)] == [(1, 3.0), (2, 3.0)]
-    assert list(one.outstanding) == [1, 2]
-
-
 class TestPriority:
     def test_the_higher_goes_first_and_equals_keep_their_order(self) -> None:
         one = ready()
@@ -97,18 +87,6 @@ class TestPriority:
         queued(one, request("a", lane=1, priority=2), request("b", lane=1, priority=1))
         queued(one, request("c", lane=1, priority=2))
         assert names(one) == ["a", "b", "c"]
-
-    def test_a_higher_one_lifts_all_those_before_it_in_its_lane(self) -> None:
-        one = ready()
-        queued(
-            one,
-            request("a1", lane=1),
-            request("b1", lane=2, priority=1),
-            request("a2", lane=1),
-            request("a3", lane=1, priority=5),
-            request("a4", lane=1),
-        )
-        assert names(one) == ["a1", "a2", "a3", "b1", "a4"]
 
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2))))
     def test_against_a_model(self, given: list[tuple[int, int]]) -> None:
@@ -145,11 +123,6 @@ class TestUplink:
         assert sent(uplink) == [(1, "high"), (0, "a0"), (1, "b0"), (0, "a1"), (1, "b1"), *LAST]
         assert sent(uplink) == []
 
-    def test_does_not_wait_for_a_server_that_is_not_ready(self) -> None:
-        uplink, first, _ = two(1)
-        first.ready = False
-        assert [server for server, _ in sent(uplink)] == [1, 1, 1]
-
     def test_does_not_count_what_a_silent_server_has_not_taken_in(self) -> None:
         """Nor what it is sent besides."""
         uplink, _, second = two(UPLINK_BYTES)
@@ -163,16 +136,6 @@ class TestUplink:
 
 
 LAST = [(0, "a2"), (1, "b2")]
-
-
-@pytest.mark.parametrize(("sharers", "first"), [(1, "abc"), (2, "ab")])
-def test_some_requests_have_room_however_large(sharers: int, first: str) -> None:
-    one = ready()
-    one._uplink.sharers = sharers
-    queued(one, *[request(name, payload_bytes=UPLINK_BYTES) for name in "abcd"])
-    assert names(one) == list(first)
-    one.receive(1)
-    assert names(one) == ["abcd"[len(first)]]
 
 
 def test_an_uplink_without_limits_has_room_for_all() -> None:
@@ -189,27 +152,6 @@ class TestWindow:
         """Two requests are few enough to show a window of bytes."""
         monkeypatch.setattr(link, "UPLINK_LEAST", 2)
 
-    def test_is_three_mebibytes_of_payload(self) -> None:
-        one = ready()
-        half = 1 << 19
-        assert 6 * half == UPLINK_BYTES
-        queued(one, *[request(str(index), payload_bytes=half) for index in range(20)])
-        assert len(names(one)) == 6
-        one.answer(3)
-        assert names(one) == ["6"]
-        one.receive(5)
-        one.receive(5)
-        assert names(one) == ["7"]
-        one.answer(5)
-        assert names(one) == []
-
-    def test_is_divided_among_those_who_share_it(self) -> None:
-        uplink, _, _ = two(UPLINK_BYTES // 6)
-        uplink.sharers = 2
-        assert len(sent(uplink)) == 3
-        uplink.sharers = 1
-        assert len(sent(uplink)) == 3
-
     def test_missed_request_leaves_the_window(self) -> None:
         """The peer may not take it in before one that waits for room."""
         one = ready()
@@ -219,14 +161,6 @@ class TestWindow:
         assert one.miss(9) is None
         assert names(one) == ["c"]
         assert list(one.outstanding) == [1, 2, 3]
-
-    def test_is_shared_by_all_links(self) -> None:
-        uplink, first, second = two(UPLINK_BYTES // 2)
-        assert sent(uplink) == [(0, "a0"), (1, "b0")]
-        second.receive(1)
-        assert sent(uplink) == [(0, "a1")]
-        first.answer(1)
-        assert sent(uplink) == [(1, "b1")]
 
     def test_leaves_out_a_server_that_is_silent(self) -> None:
         uplink, _, second = two(UPLINK_BYTES // 2)
@@ -270,87 +204,7 @@ class TestWindow:
         assert names(one) == ["d", "e"]
 
 
-class TestPayload:
-    def test_is_made_when_it_is_sent(self) -> None:
-        source = torch.zeros(2)
-        one = ready()
-        (late,) = queued(one, request("late", fill=lambda route: (source.clone(),)))
-        source.fill_(3)
-        assert names(one) == ["late"]
-        source.fill_(4)
-        assert late.payload[0].tolist() == [3, 3]
-
-    def test_or_before_when_its_source_may_change(self) -> None:
-        source = torch.zeros(2)
-        early = request("early", fill=lambda route: (source.clone(),))
-        early.freeze()
-        source.fill_(3)
-        early.freeze()
-        assert early.payload[0].tolist() == [0, 0]
-
-    def test_is_given_up_with_the_answer(self) -> None:
-        one = ready()
-        (sent,) = queued(one, request(payload_bytes=8, fill=lambda route: (torch.zeros(2),)))
-        names(one)
-        assert one.receive(1) is sent
-        assert sent.payload
-        assert one.answer(1) is sent
-        assert not sent.payload
-        assert one.answer(1) is None
-        assert one.receive(1) is None
-        assert not one.outstanding
-
-
-class TestProbes:
-    def test_come_two_seconds_after_the_oldest_was_sent_and_again(self) -> None:
-        one = ready()
-        assert one.probe_at() is None
-        assert not one.is_overdue(99.0)
-        queued(one, request())
-        names(one, 10.0)
-        queued(one, request())
-        names(one, 11.5)
-        assert one.probe_at() == 10.0 + PROBE_AFTER_S
-        assert not one.is_overdue(11.9)
-        assert one.is_overdue(12.0)
-        assert one.unanswered() == [(1, 2)]
-        assert one.probe_at() == 14.0
-        one.answer(1)
-        assert one.is_overdue(14.0)
-        assert one.unanswered() == [(2,)]
-        one.answer(2)
-        assert one.probe_at() is None
-
-    def test_ask_for_all_in_batches(self) -> None:
-        one = ready()
-        queued(one, *[request() for _ in range(PROBE_SEQS_MAX + 1)])
-        names(one)
-        first, second = one.unanswered()
-        assert (len(first), second) == (PROBE_SEQS_MAX, (PROBE_SEQS_MAX + 1,))
-
-
 class TestDrop:
-    def test_dropped_request_is_not_sent(self) -> None:
-        one = ready()
-        requests = queued(one, request("a", 1), request("b", 1), request("c"), request("d", 1))
-        requests[0].drop()
-        requests[2].drop()
-        assert names(one) == ["b", "d"]
-
-    def test_also_if_it_would_be_lifted(self) -> None:
-        one = ready()
-        requests = queued(one, request("a", 1), request("b", 1, priority=1))
-        requests[0].drop()
-        assert names(one) == ["b"]
-
-    def test_dropped_request_is_not_probed(self) -> None:
-        one = ready()
-        (sent,) = queued(one, request("a"))
-        names(one)
-        sent.drop()
-        assert one.probe_at() is None
-        assert one.answer(1) is None
-
     def test_push_cannot_be_dropped(self) -> None:
         with pytest.raises(AssertionError, match="must arrive"):
             request(payload_bytes=1).drop()
@@ -363,22 +217,6 @@ class TestDrop:
 
 
 class TestAbandon:
-    @pytest.mark.spec("R96")
-    def test_returns_all_that_has_no_answer_as_if_it_had_not_been_asked(self) -> None:
-        one = ready()
-        requests = queued(one, *[request(name, lane=1, payload_bytes=8) for name in "abcd"])
-        assert names(one) == ["a", "b", "c", "d"]
-        requests += queued(one, *[request(name, lane=1) for name in "efg"])
-        one.answer(2)
-        one.receive(3)
-        requests[4].drop()
-        left = one.abandon()
-        assert left == [requests[index] for index in (0, 2, 3, 5, 6)]
-        assert not any(request.seq or request.received or request.link for request in left)
-        assert one.probe_at() is None
-        assert one.bytes_away == 0
-        assert one.head() is None
-
     def test_request_after_an_abandoned_connection_has_a_new_number(self) -> None:
         """The peer may live, and answer by the old numbers."""
         one = ready()
@@ -403,48 +241,6 @@ class TestMiss:
         assert names(one) == ["next"]
         assert one.answer(1) is lost
         assert one.miss(1) is None
-
-
-def test_a_payload_is_looked_at_here_without_being_made() -> None:
-    routes: list[str] = []
-    values = torch.ones(2)
-
-    def fill(route: str) -> tuple[torch.Tensor, ...]:
-        routes.append(route)
-        return (values,)
-
-    one = request(payload_bytes=8, fill=fill)
-    assert one.peek() == (values,)
-    assert not one.payload
-    one.freeze()
-    assert one.peek() is one.payload
-    assert routes == [HERE, "server 0"]
-    one.forget()
-    assert (one.payload, one.fill) == ((), None)
-
-
-def test_the_time_in_which_payload_is_away() -> None:
-    one = ready()
-    first, second, bare = queued(
-        one, request("a", payload_bytes=8), request("b", payload_bytes=8), request("c")
-    )
-    one._uplink.is_limited = True
-    assert names(one, 10.0) == ["a", "b", "c"]
-    assert one.sending_s(11.0) == 1.0
-    one.receive(first.seq)
-    one.look(12.0)
-    assert one.sending_s(12.0) == 2.0
-    one.receive(second.seq)
-    one.look(13.0)
-    assert one.sending_s(20.0) == 3.0, "a request without payload does not count"
-    one.answer(bare.seq)
-    one.look(21.0)
-    queued(one, request("d", payload_bytes=8))
-    assert names(one, 30.0) == ["d"]
-    assert one.sending_s(30.5) == 3.5
-    one.abandon()
-    one.look(31.0)
-    assert one.sending_s(40.0) == 3.0, "nobody knows whether it arrived"
 
 
 def test_payload_that_a_server_reads_in_place_is_not_under_way() -> None:

@@ -95,15 +95,6 @@ def ends(steps: Steps, answers: Sequence[Packet]) -> bool:
     return False
 
 
-def test_keys_of_one_chunk_are_read_by_one_request() -> None:
-    steps, sinks = reading(new_store(), "a", "b", after=2)
-    step = next(steps)
-    assert pulls(step) == [Pull(1, True, (Ask(0, 5, 2, 0),))]
-    assert isinstance(step, list)
-    assert ends(steps, [answer(step[0], 3)])
-    assert [sink.tolist() for sink in sinks] == [[3, 3], [3, 3, 3]]
-
-
 @pytest.mark.parametrize("wanted", [None, Views.VIEWS, Views.HELD])
 def test_keys_that_travel_in_two_forms_are_read_by_two_requests(wanted: Views | None) -> None:
     one = new_store()
@@ -146,41 +137,6 @@ def test_unwanted_answer_is_not_written() -> None:
 
 
 class TestTorn:
-    def test_the_lagging_part_is_read_again_at_the_version_of_the_other(self) -> None:
-        steps, (sink,) = reading(new_store(), "big", after=1)
-        step = next(steps)
-        assert isinstance(step, list)
-        again = steps.send([answer(step[0], 5), answer(step[1], 4)])
-        assert isinstance(again, LaggingReads)
-        assert [one.server for one in again] == [1]
-        assert pulls(again) == [Pull(1, True, (Ask(0, 4, 1, 5),))]
-        assert ends(steps, [answer(again[0], 5)])
-        assert sink.tolist() == [5] * 8
-
-    def test_until_none_was_overtaken(self) -> None:
-        steps, (sink,) = reading(new_store(), "big")
-        step = next(steps)
-        assert isinstance(step, list)
-        again = steps.send([answer(step[0], 5), answer(step[1], 4)])
-        assert isinstance(again, LaggingReads)
-        more = steps.send([answer(again[0], 7)])
-        assert isinstance(more, LaggingReads)
-        assert [one.server for one in more] == [0]
-        assert pulls(more) == [Pull(2, True, (Ask(0, 4, 0, 7),))]
-        assert ends(steps, [answer(more[0], 7)])
-        assert sink.tolist() == [7] * 8
-
-    def test_other_keys_are_left_as_they_are(self) -> None:
-        steps, sinks = reading(new_store(), "a", "big", "b")
-        step = next(steps)
-        assert isinstance(step, list)
-        assert [(one.server, one.lane) for one in step] == [(0, 1), (1, 1), (0, 2)]
-        again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
-        assert isinstance(again, LaggingReads)
-        assert [(one.server, one.lane) for one in again] == [(1, 1)]
-        assert ends(steps, [answer(again[0], 3)])
-        assert [sink.tolist() for sink in sinks] == [[9] * 2, [3] * 8, [9] * 3]
-
     def test_a_lost_worker_is_not_waited_for_where_pushes_are_applied_one_by_one(self) -> None:
         one = new_store("async")
         steps, (sink,) = reading(one, "big")
@@ -191,14 +147,6 @@ class TestTorn:
         one.is_short = True
         assert ends(steps, [])
         assert sink.tolist() == [5] * 4 + [4] * 4
-
-    def test_but_it_is_where_rounds_wait_for_it_too(self) -> None:
-        one = new_store()
-        one.is_short = True
-        steps, _ = reading(one, "big")
-        step = next(steps)
-        assert isinstance(step, list)
-        assert isinstance(steps.send([answer(step[0], 5), answer(step[1], 4)]), LaggingReads)
 
     @given(st.data())
     def test_every_key_ends_at_one_version(self, data: st.DataObject) -> None:
@@ -232,31 +180,6 @@ class TestTorn:
 
 
 class TestWhatIsKnownToBeApplied:
-    @pytest.mark.parametrize(("mode", "applied"), [("sync", 6), ("async", 2)])
-    def test_is_the_version_or_this_ranks_own_pushes(self, mode: str, applied: int) -> None:
-        one = new_store(mode)
-        steps = read_versions(one, one.plan(("a", "b")), [0, 0], [0, 0])
-        step = next(steps)
-        assert pulls(step) == [Pull(1, False, (Ask(0, 5, 0, 0),))]
-        assert isinstance(step, list)
-        with pytest.raises(StopIteration) as end:
-            steps.send([answer(step[0], 6, owed=2)])
-        tally = end.value.value
-        assert [one.key(name).applied for name in "ab"] == [applied, applied]
-        assert [list(found.values()) for found in tally.by_key()] == [[(6, 2)], [(6, 2)]]
-
-    @pytest.mark.parametrize(("mode", "applied"), [("sync", 4), ("async", 2)])
-    def test_on_all_parts(self, mode: str, applied: int) -> None:
-        one = new_store(mode)
-        one.place([("nothing", spec(0), [])])
-        steps = read_versions(one, one.plan(("big", "nothing")), [0, 0], [0, 0])
-        step = next(steps)
-        assert isinstance(step, list)
-        with pytest.raises(StopIteration):
-            steps.send([answer(step[0], 5, owed=3), answer(step[1], 4, owed=2)])
-        assert one.key("big").applied == applied
-        assert one.key("nothing").applied == 0
-
     def test_never_less_than_before(self) -> None:
         one = new_store()
         one.key("a").applied = one.key("big").applied = 9
@@ -279,30 +202,12 @@ class TestAge:
         assert ends(steps, answers)
         return one.key(name).age
 
-    def test_begins_with_the_first_read_and_leaves_out_own_pushes(self) -> None:
-        one = new_store("async")
-        assert self.read(one, "a", (5, 2)) == 0
-        assert self.read(one, "a", (6, 3)) == 0
-        assert self.read(one, "a", (10, 4)) == 3
-        assert one.figures()["push_age"] == 3
-        assert self.read(one, "a", (11, 5)) == 0
-
-    def test_is_that_of_the_part_that_has_moved_most(self) -> None:
-        one = new_store("async")
-        assert self.read(one, "big", (5, 5), (5, 5)) == 0
-        assert self.read(one, "big", (7, 6), (9, 6)) == 3
-
     def test_is_not_changed_by_an_older_answer(self) -> None:
         one = new_store("async")
         self.read(one, "a", (5, 2))
         assert self.read(one, "a", (8, 2)) == 3
         assert self.read(one, "a", (7, 2)) == 3
         assert one.key("a").others == 6
-
-    def test_of_versions_alone_is_not_counted(self) -> None:
-        one = new_store("async")
-        read_versions_alone(one)
-        assert (one.key("a").others, one.key("big").others) == (None, None)
 
     def test_is_none_where_rounds_wait_for_all(self) -> None:
         one = new_store()
@@ -354,19 +259,6 @@ class TestViews:
             sink.write(share, torch.full((4,), float(share.server)))
         assert sink.views(plan.keys, PRIVATE)[0].tolist() == [0] * 4 + [1] * 4
 
-    def test_values_of_the_last_read_count(self) -> None:
-        one = new_store()
-        steps, sink = self.read(one, "a", "big", "b")
-        step = next(steps)
-        assert isinstance(step, list)
-        again = steps.send([answer(step[0], 9), answer(step[1], 2), answer(step[2], 3)])
-        assert isinstance(again, LaggingReads)
-        more = steps.send([answer(again[0], 4)])
-        assert isinstance(more, LaggingReads)
-        assert ends(steps, [answer(more[0], 4)])
-        views = sink.views(one.plan(("a", "big", "b")).keys, PRIVATE)
-        assert [view.tolist() for view in views] == [[9] * 2, [4] * 8, [9] * 3]
-
     def test_of_keys_without_elements(self) -> None:
         one = new_store()
         one.place([("nothing", Spec("int8", (0, 3)), [])])
@@ -412,15 +304,6 @@ class TestHeldValues:
         values += 1
         sink.copy_to(rows)
         assert rows[0].tolist() == [1, 2, 3]
-
-    def test_the_last_value_of_an_element_counts(self) -> None:
-        plan = new_store().plan(("a",))
-        sink = HeldValues(range(len(plan.keys)))
-        for value in (1.0, 2.0):
-            sink.write(plan.shares[0], torch.full((2,), value))
-        row = torch.zeros(2)
-        sink.copy_to([row])
-        assert row.tolist() == [2, 2]
 
 
 def test_an_answer_of_another_length_is_refused() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from kvps.compression.codecs import decode, encode
 from kvps.compression.policy import OFF, rules_of
-from kvps.compression.spec import BIT2, FP16, RANDOMK, CodecSpec, size
+from kvps.compression.spec import BIT2, FP16, RANDOMK, CodecSpec
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, ProtocolError
@@ -16,7 +16,7 @@ from kvps.protocol.membership import Error, Probe, Probed, Welcome
 from kvps.protocol.stores import Declare, Declared, Piece, Place
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand, Steps
 from kvps.tensors import from_frame
-from tests.support.worker_harness import Bench, Readable
+from tests.support.worker_harness import Bench
 
 TWO = CodecSpec(BIT2, 0.5)
 ALL = {"type": "2bit", "min_bytes": 0}
@@ -84,17 +84,6 @@ def test_a_push_is_written_once_however_often_it_is_sent() -> None:
     again, (same,), _ = last(one, Push)
     assert (again, same.tolist()) == (message, octets.tolist())
     one.server(0, Ack((Receipt(seq, 1),)))
-    assert torch.equal(residuals(one)["a"], residual)
-
-
-def test_the_rest_goes_with_the_next_push() -> None:
-    one = bench(ALL)
-    residual = torch.zeros(20)
-    for seed in range(3):
-        push(one, "a", seed=seed)
-        _, (octets,), seq = last(one, Push)
-        assert torch.equal(octets, encode(TWO, residual, random(seed)))
-        one.server(0, Ack((Receipt(seq, 1),)))
     assert torch.equal(residuals(one)["a"], residual)
 
 
@@ -222,16 +211,6 @@ def test_a_push_that_may_be_refused_is_not_compressed() -> None:
     assert message.code == TWO
 
 
-def test_unencoded_push_is_void_when_the_servers_returned() -> None:
-    one = bench(ALL, ready=False)
-    one.call(calls.PushValues("kv", ("a",), (torch.full((20,), 0.6),), None, 0, False))
-    feedback = one.core.stores["kv"].feedback
-    assert feedback._unencoded
-    feedback.begin_anew()
-    assert not feedback._unencoded
-    assert feedback.residuals == {}
-
-
 def test_rests_are_given_and_taken() -> None:
     one = bench(ALL)
     ticket = one.call(calls.LoadResiduals("kv", {"a": torch.full((20,), 0.4)}))
@@ -241,29 +220,6 @@ def test_rests_are_given_and_taken() -> None:
     assert decode(TWO, octets, torch.empty(20)).tolist() == [0.5] * 20
     one.server(0, Ack((Receipt(seq, 1),)))
     assert residuals(one)["a"].tolist() == pytest.approx([0.1] * 20)
-
-
-def test_octets_lie_where_the_server_reads_them() -> None:
-    memory = Readable("server 0")
-    one = bench(ALL, memory=memory)
-    push(one, "a")
-    (frame,) = one.sends(Push)[-1].packet.payload
-    assert any(block.data_ptr() == from_frame(frame, "uint8").data_ptr() for block in memory.blocks)
-
-
-def test_switched_off_it_keeps_what_is_owed() -> None:
-    one = bench(ALL)
-    push(one, "a", seed=1)
-    ack_all(one)
-    owed = residuals(one)["a"]
-    one.call(calls.Compress("kv", rules_of("none")))
-    push(one, "a", seed=2)
-    message, (octets,), _ = last(one, Push)
-    assert isinstance(message, Push)
-    assert message.code is None
-    assert torch.equal(octets, random(2).view(torch.uint8))
-    ack_all(one)
-    assert torch.equal(residuals(one)["a"], owed)
 
 
 # --- the way back -------------------------------------------------------------------------------------
@@ -352,17 +308,6 @@ def test_a_sum_may_come_as_it_is() -> None:
     assert torch.equal(sink, whole)
 
 
-def test_a_sum_is_what_the_step_says() -> None:
-    one = bench(BOTH_WAYS)
-    ticket, sink = pull(one)
-    octets = encode(TWO, random(6))
-    answer(one, 1, [(Steps(False, (TWO,)), octets)], adds=False)
-    assert one.is_done(ticket)
-    assert torch.equal(sink, decode(TWO, octets, torch.empty(20)))
-    pull(one)
-    assert one.sent(Pull)[-1].held == (-1,)  # nothing is kept of it
-
-
 def test_pulls_ask_piece_by_piece() -> None:
     """Also where one run of a pull would be two keys."""
     one = Bench(servers=1)
@@ -449,25 +394,6 @@ def test_steps_of_other_pieces() -> None:
         one.server(0, message, torch.zeros(20))
 
 
-def test_answer_without_a_waiter_is_not_read() -> None:
-    one = bench(BOTH_WAYS)
-    sink = torch.zeros(20)
-    ticket = one.call(calls.PushValues("kv", ("a",), (random(1),), (sink,), 0, False), 5.0)
-    one.wait(6.0)
-    assert one.finish(ticket) is not None
-    answer(one, 1, [(Steps(False, (TWO,)), encode(TWO, random(1)))], adds=False)
-    assert sink.tolist() == [0.0] * 20
-
-
-def test_a_refused_push_is_an_error() -> None:
-    one = bench(ALL)
-    push(one, "a", eager=False)
-    ticket = push(one, "a", pull=True, eager=False)
-    for seq in one.seqs(Push):
-        one.server(0, Error(seq, 10, "no"), seq=0)
-    assert "no" in str(one.error(ticket))
-
-
 def test_groups_are_made_once_for_a_list_of_keys_and_anew_for_other_rules() -> None:
     one = bench(ALL)
     store = one.core.stores["kv"]
@@ -480,12 +406,3 @@ def test_groups_are_made_once_for_a_list_of_keys_and_anew_for_other_rules() -> N
     assert apart.groups[1].picked([3, 4]) == [4]
     store.compress(OFF)
     assert store.plan(("a", "b")).groups == ()
-
-
-def test_sizes_agree_with_the_wire() -> None:
-    one = bench(ALL)
-    push(one, "a", "b")
-    for send in one.sends(Push):
-        (octets,) = send.packet.message.payload_sizes()
-        assert octets == sum(size(TWO, run.size) for run in send.packet.message.runs)  # type: ignore[attr-defined]
-        assert send.packet.payload[0].nbytes == octets

@@ -28,24 +28,6 @@ def lost(node: Node, for_s: float = 0.0, state: str = "lost", **more: object) ->
     return member(node, state, lost_for_s=for_s, **more)
 
 
-def test_nobody_is_lost() -> None:
-    losses = learn(FailurePolicy(), member(S0), member(W0), member(W1, "left"), member(S1, "empty"))
-    assert losses.error(new_store(), 1e9) is None
-    assert losses.error(None, 1e9) is None
-    assert losses.deadline(new_store()) is None
-
-
-def test_a_replacement_is_remembered() -> None:
-    losses = learn(FailurePolicy(), member(S0), member(W0), member(W1, "empty", incarnation=0))
-    learn(losses, member(S0), member(W0), member(W1))
-    learn(losses, member(S0), member(W0), lost(W1))
-    learn(losses, member(S0, incarnation=98), member(W0), member(W1))
-    assert not losses.was_replaced, "it came, and came back; a server is another matter"
-    learn(losses, member(S0), member(W0), member(W1, incarnation=99))
-    assert losses.was_replaced
-    assert learn(losses, member(S0), member(W0), member(W1, incarnation=99)).was_replaced
-
-
 class TestServer:
     @pytest.mark.parametrize("state", ["lost", "gone", "left"])
     def test_lost_server_ends_all_stores(self, state: str) -> None:
@@ -63,11 +45,6 @@ class TestServer:
         error = losses.error(None, 100.0)
         assert "server 0 (host-server-0 tcp://s0:1) has replaced" in str(error)
 
-    def test_returned_server_is_no_loss(self) -> None:
-        losses = learn(FailurePolicy(), lost(S0), lost(S1))
-        assert "server 0" in str(losses.error(new_store(), 100.0))
-        assert learn(losses, member(S0), member(S1)).error(new_store(), 101.0) is None
-
 
 class TestWorker:
     def test_is_waited_for_until_its_grace_is_over(self) -> None:
@@ -82,27 +59,9 @@ class TestWorker:
             "or create the store with on_worker_lost='shrink' to continue without it"
         )
 
-    def test_is_not_waited_for_with_fail(self) -> None:
-        one = new_store(on_worker_lost="fail")
-        losses = learn(FailurePolicy(), lost(W1))
-        assert losses.deadline(one) == 100.0
-        assert "on_worker_lost='fail' does not wait" in str(losses.error(one, 100.0))
-
     def test_nor_when_none_can_come(self) -> None:
         error = learn(FailurePolicy(), lost(W1, state="gone")).error(new_store(), 100.0)
         assert "no replacement can come. Earlier pushes are kept. Start the job again" in str(error)
-
-    @pytest.mark.parametrize("options", [{"on_worker_lost": "shrink"}, {"mode": "async"}, {"mode": "ssp"}])
-    def test_is_not_missed_where_nobody_waits_for_it(self, options: dict[str, str]) -> None:
-        losses = learn(FailurePolicy(), lost(W1, state="gone"))
-        assert losses.error(new_store(**options), 1e9) is None
-        assert losses.deadline(new_store(**options)) is None
-
-    def test_ends_the_calls_of_a_store_without_rounds_if_that_is_to_fail(self) -> None:
-        one = new_store(mode="async", on_worker_lost="fail")
-        error = learn(FailurePolicy(), lost(W1)).error(one, 100.0)
-        assert isinstance(error, WorkerLost)
-        assert "Calls of store 'kv' need it, and on_worker_lost='fail' does not wait" in str(error)
 
     def test_has_been_lost_since_the_first_word_of_it(self) -> None:
         losses = learn(FailurePolicy(), lost(W1, 5.0), now=100.0)

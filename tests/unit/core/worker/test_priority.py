@@ -10,8 +10,8 @@ from kvps.core.worker import connection
 from kvps.core.worker.plan import Key, PieceLocation, make
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError
-from kvps.protocol.values import Pull, Push
-from tests.support.worker_harness import Bench, pull, push
+from kvps.protocol.values import Push
+from tests.support.worker_harness import Bench, push
 
 BIG = 400
 """Elements of a key that is cut: a part of 800 octets on each server."""
@@ -47,15 +47,6 @@ def chunks(bench: Bench, name: str) -> set[int]:
     return {piece.chunk for piece in store.keys[name].pieces}
 
 
-def test_a_later_push_of_a_higher_priority_overtakes_what_has_not_left(bench: Bench) -> None:
-    bench.call(push({"first": torch.ones(BIG), "second": torch.ones(BIG)}))
-    bench.call(push({"third": torch.ones(BIG)}, priority=1))
-    let_go(bench)
-    sent = order(bench)
-    assert len(sent) == 6
-    assert set(sent[1:3]) == chunks(bench, "third"), "one chunk was on its way already"
-
-
 def test_each_key_of_a_call_may_have_its_own(bench: Bench) -> None:
     values = {name: torch.ones(BIG) for name in ("first", "second", "third")}
     bench.call(push(values, priority=(0, 2, 1)))
@@ -66,14 +57,6 @@ def test_each_key_of_a_call_may_have_its_own(bench: Bench) -> None:
     ]
 
 
-def test_pulls_too(bench: Bench) -> None:
-    sinks = {name: torch.zeros(BIG) for name in ("first", "second", "third")}
-    bench.call(pull(sinks, priority=(0, 2, 1)))  # type: ignore[arg-type]
-    sent = [message.chunk for message in bench.sent(Pull)]
-    assert set(sent[:2]) == chunks(bench, "second")
-    assert set(sent[4:]) == chunks(bench, "first")
-
-
 def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
     bench.call(push({"first": torch.ones(BIG)}))
     bench.call(push({"first": torch.ones(BIG)}, priority=5))
@@ -81,14 +64,6 @@ def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
     for chunk in chunks(bench, "first"):
         numbers = [one.runs[0].number for one in bench.sent(Push) if one.chunk == chunk]
         assert numbers == [0, 1]
-
-
-def test_a_chunk_has_the_highest_priority_of_its_keys() -> None:
-    keys = [
-        Key(name, Spec("float32", (4,)), (PieceLocation(0, 1, 4 * i, 4, 0),)) for i, name in enumerate("ab")
-    ]
-    (share,) = make(keys).shares
-    assert (share.highest(3), share.highest((1, 2)), share.highest((-1, -2))) == (3, 2, -1)
 
 
 def test_every_worker_begins_with_another_server() -> None:

@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from kvps.core.embedding.spec import recipe_of
-from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.gate import DeferredCall
 from kvps.core.worker.plan import PieceLocation as Piece
-from kvps.core.worker.quiesce import FREE_STAND_MAX_S, PATIENCE_S, SILENCE_MAX_S, STAND_MAX_S, Quiesce
+from kvps.core.worker.quiesce import FREE_STAND_MAX_S, SILENCE_MAX_S, STAND_MAX_S, Quiesce
 from kvps.core.worker.store import WorkerStore
 from kvps.protocol.checkpoint import Halt, Proceed
 from tests.support.worker_harness import opened, pull, push, spec
 
 ROW = torch.zeros(4)
-SET = calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1}))
 
 
 def stores_of(rank: int = 0, mode: str = "sync", **numbers: int) -> dict[str, WorkerStore]:
@@ -36,36 +34,6 @@ def halted(known: dict[str, WorkerStore], cut: int = 1, **least: int) -> Quiesce
 
 def holds(one: Quiesce, known: dict[str, WorkerStore], *names: str) -> bool:
     return one.holds(known["kv"], push(dict.fromkeys(names, ROW)))
-
-
-def test_nothing_is_held_before() -> None:
-    known = stores_of(a=3)
-    one = Quiesce(known)
-    assert not one.is_shut
-    assert not one.is_impatient(100.0, 1e9)
-
-
-@pytest.mark.spec("R130")
-def test_between_two_steps_it_stands_and_begins_no_other() -> None:
-    known = stores_of(a=3, b=3)
-    one = halted(known)
-    assert one.stands(False)
-    assert one.numbers() == {"kv": 3}
-    assert holds(one, known, "a")
-    assert holds(one, known, "a", "b")
-    assert not one.holds(known["kv"], pull({"a": ROW}))
-
-
-@pytest.mark.spec("R130", "R131")
-def test_in_a_step_it_goes_on_to_its_end() -> None:
-    known = stores_of(a=4, b=3)
-    one = halted(known)
-    assert not one.stands(False)
-    assert one.numbers() == {"kv": 4}
-    assert holds(one, known, "a")
-    assert not holds(one, known, "b")
-    known["kv"].keys["b"].number = 4
-    assert one.stands(False)
 
 
 @pytest.mark.spec("R130", "R131")
@@ -95,27 +63,6 @@ def test_joined_worker_stands_however_far_the_others_go() -> None:
     assert one.numbers() == {}
 
 
-def test_keys_of_other_paces_do_not_matter() -> None:
-    known = stores_of(a=10, seldom=5)
-    assert halted(known).stands(False)
-
-
-@pytest.mark.spec("R132")
-def test_halted_worker_goes_on_to_where_another_is() -> None:
-    known = stores_of(a=3)
-    one = halted(known)
-    one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-    (held,) = one.halt(Halt(1, {"kv": 4}), 100.0)
-    assert held.ticket == 7
-    assert not holds(one, known, "a")
-    assert not one.stands(False)
-    known["kv"].keys["a"].number = 4
-    assert one.stands(False)
-    assert holds(one, known, "a")
-    one.halt(Halt(1, {"kv": 2}), 100.0)  # a limit never goes back
-    assert one.stands(False)
-
-
 @pytest.mark.spec("R132")
 def test_an_order_of_a_cut_that_is_over_is_none() -> None:
     known = stores_of(a=3)
@@ -135,29 +82,6 @@ def test_where_pushes_are_applied_one_by_one_any_moment_will_do() -> None:
     assert one.stands(False)
     assert one.numbers() == {}
     assert holds(one, known, "b")
-
-
-@pytest.mark.spec("R130")
-def test_other_changes_of_rank_0_are_held_too() -> None:
-    for known, is_held in (
-        (stores_of(0, a=3), True),
-        (stores_of(1, a=3), False),
-        (stores_of(0, a=3, b=2), False),
-        (stores_of(0, mode="async", a=3, b=2), True),
-    ):
-        one = halted(known)
-        assert one.holds(known["kv"], SET) is is_held
-        assert one.holds(known["kv"], calls.RestoreCheckpoint("kv", "")) is is_held
-
-
-@pytest.mark.spec("R130")
-@pytest.mark.spec("R130")
-def test_so_are_the_keys_that_another_rank_creates() -> None:
-    for rank, creator, is_held in ((1, 1, True), (1, 0, False), (0, 1, False), (0, 0, True)):
-        known = stores_of(rank, mode="async", a=1)
-        one = halted(known)
-        init = calls.Init("kv", (("new", spec(4)),), (ROW,), creator)
-        assert one.holds(known["kv"], init) is is_held
 
 
 def test_an_init_of_what_is_there_changes_nothing_and_goes_on() -> None:
@@ -208,30 +132,8 @@ class TestPatience:
         one = halted(stores_of(a=3))
         assert one.deadline(101.0) == 101.0 + SILENCE_MAX_S
 
-    def test_ends_before_that_of_a_caller(self) -> None:
-        one = halted(stores_of(a=3))
-        one.held.append(DeferredCall(7, push({"a": ROW}), 102.0))
-        assert one.deadline(100.0) == 102.0 - PATIENCE_S
-
 
 class TestProceed:
-    @pytest.mark.spec("R133")
-    def test_says_whether_it_stood(self) -> None:
-        known = stores_of(a=3)
-        one = halted(known)
-        one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-        stood, held = one.proceed(Proceed(1))
-        assert (stood, [each.ticket for each in held]) == (True, [7])
-        assert one.proceed(Proceed(1)) == (True, [])
-        assert not one.is_shut
-
-    @pytest.mark.spec("R133")
-    def test_worker_that_broke_off_did_not_stand(self) -> None:
-        one = halted(stores_of(a=3))
-        one.held.append(DeferredCall(7, push({"a": ROW}), 200.0))
-        assert [each.ticket for each in one.break_off()] == [7]
-        assert one.proceed(Proceed(1)) == (False, [])
-
     @pytest.mark.spec("R133")
     def test_nor_did_one_that_never_heard_of_the_cut(self) -> None:
         one = halted(stores_of(a=3))

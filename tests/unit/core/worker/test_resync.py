@@ -10,11 +10,11 @@ from kvps.core.optim.hyperparams import resolve
 from kvps.core.placement import parts
 from kvps.core.worker import calls
 from kvps.core.worker.gate import StoreResync, epoch_changed
-from kvps.core.worker.store import Made, WorkerStore
+from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
-from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout, WorkerLost
+from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Barrier, Done, Error, Hello, History, HistoryIs, Probe, Released, Welcome
+from kvps.protocol.membership import Barrier, Done, Error, Hello, History, HistoryIs, Released, Welcome
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Open, Optimize, Piece, Place
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand
 from tests.support.worker_harness import Bench, member, opened, pull, push, sends, spec
@@ -138,18 +138,6 @@ def test_script_that_ends_during_the_return_is_not_told() -> None:
     assert changed_at(one, one.call(pull({"w": torch.zeros(4)}))).after == {"w": 0}
 
 
-@pytest.mark.spec("R461")
-def test_push_to_an_async_store_counts_as_lost() -> None:
-    one = Bench(servers=1)
-    one.open(mode="async")
-    one.init({"w": torch.zeros(4)})
-    one.call(push({"w": ONES}))
-    one.server(0, Ack((Receipt(one.seqs(Push)[-1], 1),)))
-    begin(one)
-    rejoin(one, version=7)
-    assert changed_at(one, one.call(calls.Flush("kv"))).after == {"w": 7}
-
-
 @pytest.mark.spec("R144")
 @pytest.mark.parametrize(("calls_known", "is_set"), [((1, 1), True), ((0, 1), False)])
 def test_an_optimizer_that_rank_0_is_setting_again_is_there_when_all_servers_have_it(
@@ -180,24 +168,6 @@ def test_an_optimizer_that_rank_0_is_setting_again_is_there_when_all_servers_hav
     assert one.sent(Optimize)[-1].call == 1, "the one that rank 0 makes"
 
 
-@pytest.mark.spec("R144")
-def test_all_calls_under_way_are_told_of_one_change() -> None:
-    one = trained()
-    tickets = [
-        one.call(push({"w": ONES})),
-        one.call(pull({"w": torch.zeros(4)}, least=9)),
-        one.call(calls.StandAtBarrier("kv", None)),
-        one.call(calls.SetRate("kv", 0.5)),
-    ]
-    begin(one)
-    tickets.append(one.call(push({"w": ONES})))
-    assert not one.sent(Push)[5:], "it waits until it is known where the keys are"
-    rejoin(one)
-    assert len({id(one.error(ticket)) for ticket in tickets}) == 1
-    assert isinstance(one.error(tickets[0]), EpochChanged)
-    assert one.finish(one.call(push({"w": ONES}))) is None
-
-
 def test_barrier_is_not_released_by_an_answer_of_the_past() -> None:
     one = trained()
     ticket = one.call(calls.StandAtBarrier("kv", None))
@@ -222,17 +192,6 @@ def test_a_store_that_knew_no_key_has_nothing_to_tell() -> None:
     assert len(one.sent(Declare)) == 2, "it is made again"
     one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(CHUNK, 0, 4),)),)))
     assert one.is_done(init)
-
-
-@pytest.mark.spec("R144")
-def test_keys_that_came_after_the_cut_are_absent() -> None:
-    one = trained()
-    begin(one)
-    rejoin(one, version=-1)
-    error = changed_at(one, one.call(calls.AskStatus("kv")))
-    assert (error.before, error.after) == ({"w": 3}, {})
-    assert "'w' 3 -> absent" in str(error)
-    assert not one.core.stores["kv"].keys
 
 
 def test_a_broadcast_key_keeps_its_count() -> None:
@@ -283,16 +242,6 @@ def test_a_second_epoch_before_the_user_was_told_of_the_first() -> None:
     assert one.finish(one.call(calls.AskStatus("kv"))) is None
 
 
-def test_a_server_that_was_not_replaced_keeps_its_connection() -> None:
-    one = trained()
-    effects = begin(one, 1, member(S0))
-    assert not [effect for effect in effects if isinstance(effect, Connect)]
-    assert len(sends(effects, Hello)) == 1
-    one.wait(3.0)
-    assert len(one.sends(Hello, 0)) >= 4, "it says HELLO until somebody serves"
-    assert not one.sends(Probe)
-
-
 def test_a_seat_that_is_empty_still_is_connected_to_when_it_is_taken() -> None:
     one = trained()
     effects = begin(one, 1, member(S0, "lost"))
@@ -311,14 +260,6 @@ def test_call_times_out_and_the_store_resyncs_all_the_same() -> None:
     assert isinstance(one.error(ticket), Timeout)
     rejoin(one)
     changed_at(one, one.call(calls.AskStatus("kv")))
-
-
-def test_the_timeout_of_one_who_waits_for_the_return_says_so() -> None:
-    one = trained()
-    one.view(REPLACED, phase="returning", reason="the servers return", epoch=1, since=2, cut=7)
-    ticket = one.call(push({"w": ONES}), timeout_s=5.0)
-    one.wait(5.0)
-    assert "the servers return" in str(one.error(ticket))
 
 
 def test_a_store_that_is_refused_tells_why_to_those_who_wait() -> None:
@@ -366,18 +307,6 @@ class TestLost:
             assert "no cut is complete" in str(one.error(each))
         one.wait(10.0)
 
-    def test_a_worker_that_is_lost_meanwhile_does_not_end_the_search_for_the_keys(self) -> None:
-        one = trained(worker_grace_s=10.0)
-        begin(one)
-        ticket = one.call(push({"w": ONES}))
-        one.view(member(W1, "lost"), REPLACED, epoch=1, since=2, cut=7)
-        one.wait(10.0)
-        assert isinstance(one.error(ticket), WorkerLost)
-        one.view(REPLACED, epoch=1, since=2, cut=7)
-        rejoin(one)
-        changed_at(one, one.call(push({"w": ONES})))
-        assert one.core.stores["kv"].key("w").number == 2
-
 
 def test_the_text_names_some_keys_and_counts_the_others() -> None:
     before = dict.fromkeys("abcde", 9)
@@ -386,13 +315,3 @@ def test_the_text_names_some_keys_and_counts_the_others() -> None:
     assert "('a' 9 -> 7, 'b' 9 -> 7, 'c' 9 -> 7 and 2 more)" in str(error)
     assert "(epoch 4)" in str(error)
     assert set(error.before) == set("abcde")
-
-
-@pytest.mark.parametrize(
-    ("rank", "is_resumed", "known"), [(0, False, 3), (0, True, 3), (1, False, 3), (1, True, 1)]
-)
-def test_a_replacement_knows_only_that_there_is_an_optimizer(rank: int, is_resumed: bool, known: int) -> None:
-    store = WorkerStore(opened(), rank, 1, 1.0, is_resumed=is_resumed)
-    assert store.optimizer_calls == 0
-    store.optimized = Made(3)
-    assert store.optimizer_calls == known

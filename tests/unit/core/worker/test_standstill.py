@@ -7,13 +7,12 @@ import torch
 
 from kvps.core.effects import Finish
 from kvps.core.worker import calls
-from kvps.core.worker.timeout_report import ASK_SCRIPT, FAR_S
+from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.errors import Mismatch
-from kvps.protocol.checkpoint import Halt
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Barrier, Beat, Pending, Probed, Released
-from kvps.protocol.values import Pull, Pulled, Push, Stand
-from tests.support.worker_harness import Bench, member, pull, push
+from kvps.protocol.values import Pull, Pulled, Stand
+from tests.support.worker_harness import Bench, member, pull
 from tests.support.worker_with_key import FLOAT
 from tests.unit.core.worker.host_aggregation.test_host_group import bench, seq_of
 
@@ -51,35 +50,6 @@ def still(one: Bench, *tickets: int) -> int:
 
 
 @pytest.mark.spec("R435")
-def test_standstill_has_a_number_that_changes_with_each_call() -> None:
-    one, ticket = standing()
-    assert beats(one, ticket) == 0, "nobody has said that the request waits"
-    assert still(one, ticket) == 1
-    assert still_again(one, ticket) == 1
-    second = one.call(calls.StandAtBarrier("kv", "other"))
-    assert one.core.member.waits_in == "barrier()"
-    assert beats(one, ticket) == 0, "a call has begun"
-    first, last = sorted(set(one.seqs(Barrier)))
-    both = Probed((), (Pending(first, WHY), Pending(last, WHY)), (first, last))
-    one.scheduler(both)
-    beats(one, ticket, second)
-    one.scheduler(both)
-    assert beats(one, ticket, second) == 2
-
-
-def still_again(one: Bench, ticket: int) -> int:
-    confirm(one)
-    return beats(one, ticket)
-
-
-@pytest.mark.spec("R435")
-def test_a_word_of_a_peer_counts_for_3_s() -> None:
-    one, ticket = standing()
-    assert still(one, ticket) == 1
-    assert [beats(one, ticket) for _ in range(4)][-1] == 0
-
-
-@pytest.mark.spec("R435")
 @pytest.mark.parametrize("tickets", [(), (0,)])
 def test_a_script_that_does_not_wait_everywhere_may_go_on(tickets: tuple[int, ...]) -> None:
     one, ticket = standing()
@@ -89,41 +59,6 @@ def test_a_script_that_does_not_wait_everywhere_may_go_on(tickets: tuple[int, ..
     confirm(one)
     assert beats(one, *tickets) == 0
     assert still(one, ticket) == 2
-
-
-@pytest.mark.spec("R435")
-@pytest.mark.parametrize("quorum", [0, 1])
-def test_neither_a_quorum_nor_a_short_timeout_is_a_standstill(quorum: int) -> None:
-    one, ticket = standing(300.0 if quorum else FAR_S, quorum=quorum)
-    assert still(one, ticket) == 0
-
-
-@pytest.mark.spec("R435")
-def test_nor_is_a_lost_member_or_a_cut() -> None:
-    one, ticket = standing()
-    one.view(member(Node(Role.WORKER, 1), "lost"))
-    assert still(one, ticket) == 0
-    one, ticket = standing()
-    one.scheduler(Halt(1, {}))
-    assert still(one, ticket) == 0
-
-
-@pytest.mark.spec("R435")
-def test_nor_are_pushes_under_way() -> None:
-    one, ticket = standing()
-    one.init({"w": torch.zeros(4)})
-    one.call(push({"w": torch.ones(4)}, sinks=(torch.zeros(4),), eager=False))
-    assert still(one, ticket) == 0
-    (seq,) = one.seqs(Push)
-    waits = Probed((), (Pending(seq, "round 0 waits for rank 1"),), (seq,))
-    one.server(0, Probed((), (Pending(seq, "round 0 waits for the norms of other servers"),)))
-    assert still(one, ticket) == 0, "it waits for servers"
-    one.server(0, waits)
-    confirm(one)
-    beats(one, ticket)
-    one.server(0, waits)
-    confirm(one)
-    assert beats(one, ticket) == 1
 
 
 @pytest.mark.spec("R435")
@@ -184,34 +119,6 @@ def test_standstill_ends_with_mismatch() -> None:
         f"worker 0: barrier() of store 'kv' cannot end ({WHY}): every worker waits"
     )
     one.scheduler(Beat(2, "every worker waits", standstill=number))
-
-
-@pytest.mark.spec("R437")
-def test_a_call_since_then_has_ended_it() -> None:
-    one, ticket = standing()
-    number = still(one, ticket)
-    one.call(calls.StandAtBarrier("kv", "other"))
-    one.scheduler(Beat(2, "every worker waits", standstill=number))
-    assert one.finish(ticket) is None
-
-
-@pytest.mark.spec("R437")
-def test_standstill_is_told_also_where_the_word_of_a_peer_is_late() -> None:
-    one, ticket = standing()
-    number = still(one, ticket)
-    assert [beats(one, ticket) for _ in range(4)][-1] == 0
-    one.scheduler(Beat(2, "every worker waits", standstill=number))
-    assert isinstance(one.error(ticket), Mismatch)
-
-
-@pytest.mark.spec("R437")
-def test_standstill_is_told_also_where_a_member_is_lost_by_then() -> None:
-    one, ticket = standing()
-    number = still(one, ticket)
-    one.view(member(Node(Role.WORKER, 1), "lost"))
-    assert still(one, ticket) == 0
-    one.scheduler(Beat(2, "every worker waits", standstill=number))
-    assert isinstance(one.error(ticket), Mismatch)
 
 
 @pytest.mark.spec("R435")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvps.core.worker.plan import PieceLocation
-from kvps.core.worker.store import NONE, Made, WorkerStore, of_beat
+from kvps.core.worker.store import Made, WorkerStore, of_beat
 from kvps.errors import KeyNotFound
 from tests.support.worker_harness import opened, spec
 
@@ -52,15 +52,6 @@ def test_a_plan_is_made_once() -> None:
     assert one.plan(("a", "b")) is not plan
 
 
-def test_until_keys_move() -> None:
-    one = new_store()
-    place(one, "a")
-    plan = one.plan(("a",))
-    place(one, "a", chunk=2)
-    assert plan.shares[0].chunk == 1
-    assert one.plan(("a",)).shares[0].chunk == 2
-
-
 def test_plans_do_not_grow_without_end() -> None:
     one = new_store()
     names = [f"k{index}" for index in range(10)]
@@ -88,11 +79,6 @@ def test_an_unknown_key_is_named() -> None:
         new_store().plan(("w",))
 
 
-def test_large_keys_are_cut() -> None:
-    assert [part.server for part in new_store().parts("w", spec(31))] in ([0], [1])
-    assert [part.server for part in new_store().parts("w", spec(32))] == [0, 1]
-
-
 def test_versions_are_rounds_or_those_that_servers_told() -> None:
     """Where push numbers are rounds, what is applied is the version; else the servers have told it."""
     one, free = new_store(), new_store(mode="async")
@@ -101,20 +87,6 @@ def test_versions_are_rounds_or_those_that_servers_told() -> None:
         each.keys["a"].applied, each.keys["a"].version = 3, 7
     assert one.versions() == {"a": 3}
     assert free.versions() == {"a": 7}
-
-
-def test_forget_drops_all_counts() -> None:
-    one = new_store()
-    place(one, "a")
-    plan = one.plan(("a",))
-    one.barriers["x"], one.optimized, one.rated, one.broadcasts = 4, Made(3), Made(2), 1
-    one.joins, one.is_away, one.is_resumed = 5, True, True
-    one.forget()
-    assert (one.keys, one.barriers) == ({}, {})
-    assert (one.optimized, one.rated, one.broadcasts) == (NONE, NONE, 0)
-    assert (one.joins, one.is_away, one.is_resumed) == (0, False, False)
-    place(one, "a", chunk=2)
-    assert one.plan(("a",)) is not plan
 
 
 @pytest.mark.spec("R252")

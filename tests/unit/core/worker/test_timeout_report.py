@@ -5,9 +5,9 @@ import torch
 from kvps.core.worker import calls
 from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.protocol.membership import Error, Pending, Probe, Probed, Welcome
-from kvps.protocol.values import Pull, Pulled, Push, Stand
-from tests.support.worker_harness import Bench, opened, pull, push, sends
-from tests.support.worker_with_key import FLOAT, answer, small
+from kvps.protocol.values import Pull, Push
+from tests.support.worker_harness import Bench, opened, pull, push
+from tests.support.worker_with_key import answer, small
 
 
 class TestTimeout:
@@ -26,26 +26,6 @@ class TestTimeout:
             "again, or give a longer timeout="
         )
 
-    def test_of_a_push_cancels_nothing(self) -> None:
-        one = small()
-        sink = torch.zeros(4)
-        ticket = one.call(push({"w": torch.ones(4)}, sinks=(sink,), eager=False), 5.0)
-        one.wait(5.0)
-        assert "push() of store 'kv' is not done: server 0 (tcp://s0:1) has not answered, " in str(
-            one.error(ticket)
-        )
-        assert "Nothing was cancelled: it is still under way, and is done at most once" in str(
-            one.error(ticket)
-        )
-        effects = one.server(0, Probed(tuple(one.seqs(Push)), ()))
-        assert sends(effects, Push) == one.sends(Push)[:1], "it is still sent again"
-        answer(one, one.seqs(Push)[0], 3.0)
-        assert sink.tolist() == [0, 0, 0, 0], "the caller's memory is his own again"
-        assert one.core.stores["kv"].key("w").applied == 1, "and the next push knows"
-        assert not one.sent(Probe)[3:]
-        one.wait(10.0)
-        assert len(one.sent(Probe)) <= 3
-
     def test_of_a_pull_gives_it_up(self) -> None:
         one = small()
         one.core.table.links[0].ready = False
@@ -62,26 +42,6 @@ class TestTimeout:
         probes = len(one.sent(Probe))
         one.wait(10.0)
         assert len(one.sent(Probe)) == probes, "nobody asks after it"
-
-    def test_of_a_resume_does_not_number_behind_its_callers_back(self) -> None:
-        one = small()
-        ticket = one.call(calls.ResumeKeys("kv", ("w",)), 5.0)
-        one.wait(5.0)
-        assert isinstance(one.error(ticket), Timeout)
-        one.call(push({"w": torch.ones(4)}))
-        one.server(0, Pulled(one.seqs(Pull)[0], 1, FLOAT, False, (Stand(0, 4, 0, 0),)))
-        assert one.core.stores["kv"].key("w").number == 1
-
-    def test_of_a_flush_names_who_has_not_acknowledged(self) -> None:
-        one = small()
-        one.call(push({"w": torch.ones(4)}))
-        ticket = one.call(calls.Flush("kv"), 5.0)
-        one.wait(5.0)
-        assert (
-            "worker 0: the flush of earlier pushes of store 'kv' is not done: server 0 "
-            "(tcp://s0:1) has not answered, and was last heard from 5.0 s ago"
-        ) in str(one.error(ticket))
-        one.ack(0, *one.seqs(Push))
 
     def test_tells_of_a_server_that_does_not_answer_hello(self) -> None:
         one = Bench(servers=1, ready=False)

@@ -8,19 +8,14 @@ import pytest
 import torch
 
 from kvps.core.effects import Connect, Exit
-from kvps.core.membership_client import Identity
-from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAG_MAX_S
-from kvps.core.worker.worker import Worker
-from kvps.errors import ConfigError, KvpsError, SchedulerLost, ServerLost, Timeout, WorkerLost
+from kvps.errors import ConfigError, KvpsError, SchedulerLost, Timeout, WorkerLost
 from kvps.protocol.checkpoint import Halt, Halted, Proceed, Proceeding
 from kvps.protocol.envelope import MESSAGES, WINDOW, Answer, Node, Role
 from kvps.protocol.membership import (
     Barrier,
     Beat,
-    Done,
-    Error,
     Hello,
     Leave,
     Left,
@@ -34,10 +29,9 @@ from kvps.protocol.membership import (
     View,
     Welcome,
 )
-from kvps.protocol.stores import Optimize
-from kvps.protocol.values import Ack, Pull, Pulled, Push, Stand
+from kvps.protocol.values import Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, member, opened, pull, push
-from tests.support.worker_with_key import FLOAT, answer, small, step
+from tests.support.worker_with_key import FLOAT, small, step
 
 W1 = Node(Role.WORKER, 1)
 
@@ -46,15 +40,6 @@ W1 = Node(Role.WORKER, 1)
 
 
 class TestJoin:
-    def test_ends_when_the_cluster_is_complete(self) -> None:
-        one = Bench(join=False)
-        ticket = one.join()
-        one.scheduler(Welcome(0, 21, 2, 2))
-        assert one.finish(ticket) is None
-        one.view()
-        assert one.is_done(ticket)
-        assert one.is_done(one.join())
-
     @pytest.mark.spec("R1", "R17")
     def test_connects_to_every_server_and_says_hello_each_second(self) -> None:
         one = Bench(ready=False)
@@ -97,13 +82,6 @@ class TestJoin:
         assert isinstance(one.error(ticket), SchedulerLost)
         assert [exit.code for exit in one.exits()] == [75]
 
-    def test_ends_when_it_is_refused(self) -> None:
-        one = Bench(join=False)
-        ticket = one.join()
-        one.scheduler(Error(0, ConfigError.code, "the job already has 2 workers"))
-        assert isinstance(one.error(ticket), ConfigError)
-        assert [exit.code for exit in one.exits()] == [78]
-
     def test_ends_when_the_job_cannot_begin(self) -> None:
         one = Bench(join=False)
         ticket = one.join()
@@ -111,13 +89,6 @@ class TestJoin:
         one.view(phase="ending", reason="worker 1 is gone")
         assert isinstance(one.error(ticket), WorkerLost)
         assert "the job cannot continue: worker 1 is gone" in str(one.error(ticket))
-
-    def test_ends_when_the_job_is_over(self) -> None:
-        one = Bench(join=False)
-        ticket = one.join()
-        one.scheduler(Stop(1, "given up"))
-        assert isinstance(one.error(ticket), SchedulerLost)
-        assert one.exits() == [Exit(1, "given up")]
 
     def test_a_call_before_that_is_an_error(self) -> None:
         one = Bench(join=False)
@@ -130,14 +101,6 @@ class TestJoin:
         error = one.error(one.call(calls.OpenStore("kv", opened(), 1.0)))
         assert isinstance(error, ConfigError)
         assert "this job has no servers. Start kvps-launch with -s 1" in str(error)
-
-    def test_a_view_that_overtakes_the_welcome_waits_for_the_next(self) -> None:
-        one = Bench(join=False)
-        one.view()
-        assert not one.sent(Hello, 0)
-        one.scheduler(Welcome(0, 21, 2, 2))
-        one.view()
-        assert one.sent(Hello, 0)
 
 
 # --- cuts -----------------------------------------------------------------------------------------
@@ -174,18 +137,6 @@ class TestHalting:
         one.scheduler(Proceed(3))
         assert one.sent(Halted) == one.sent(Proceeding) == []
 
-    @pytest.mark.spec("R131")
-    def test_worker_stands_when_all_its_pushes_are_acknowledged(self) -> None:
-        one = two_keys()
-        step(one, "b")
-        one.call(push({"a": torch.ones(4)}))
-        one.scheduler(Halt(3, {}))
-        assert one.sent(Halted) == [Halted(3, {"kv": 1}, False)]
-        one.ack(0, one.seqs(Push)[-1])
-        assert one.sent(Halted)[1:] == [Halted(3, {"kv": 1}, True)]
-        one.scheduler(Halt(3, {}))  # the answer may be lost
-        assert one.sent(Halted)[2:] == [Halted(3, {"kv": 1}, True)]
-
     @pytest.mark.spec("R91", "R131")
     def test_worker_probes_whether_its_pushes_are_in(self) -> None:
         """Values of an ssp store may wait for the push of one that stands already."""
@@ -215,22 +166,6 @@ class TestHalting:
         step(one, "b")
         assert one.sent(Halted)[-1] == Halted(3, {"kv": 1}, True)
         assert one.finish(behind) is None
-
-    def test_worker_in_the_middle_of_a_step_stands_at_its_end(self) -> None:
-        one = two_keys()
-        step(one, "a")
-        one.scheduler(Halt(3, {}))
-        step(one, "b")
-        assert one.sent(Halted) == [Halted(3, {"kv": 1}, False), Halted(3, {"kv": 1}, True)]
-
-    def test_creation_by_rank_0_ends_before_it_stands(self) -> None:
-        one = small()
-        ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
-        one.scheduler(Halt(3, {}))
-        assert [said.stands for said in one.sent(Halted)] == [False]
-        one.server(0, Done(one.seqs(Optimize)[-1]))
-        assert one.is_done(ticket)
-        assert [said.stands for said in one.sent(Halted)] == [False, True]
 
     def test_a_push_that_waits_for_room_is_no_standing(self) -> None:
         one = small()
@@ -301,18 +236,6 @@ class TestHalting:
 
 
 class TestLosses:
-    def test_a_lost_server_ends_pending_and_later_calls(self) -> None:
-        one = Bench()
-        one.open()
-        one.open("async", mode="async")
-        tickets = [one.call(calls.AskStatus("kv")), one.call(calls.StandAtBarrier("async", None))]
-        one.view(member(Node(Role.SERVER, 1), "lost"))
-        tickets.append(one.call(calls.AskStatus("kv")))
-        tickets.append(one.join())
-        assert {type(one.error(ticket)) for ticket in tickets} == {ServerLost}
-        one.wait(5.0)
-        assert len(one.sent(Barrier)) == 1, "nobody stands there any more"
-
     def test_a_lost_worker_ends_calls_when_its_grace_is_over(self) -> None:
         one = small(worker_grace_s=10.0)
         ticket = one.call(calls.StandAtBarrier("kv", None))
@@ -327,15 +250,6 @@ class TestLosses:
         assert [message.number for message in one.sent(Barrier)][-1] == 0
         one.scheduler(Released(one.seqs(Barrier)[-1]))
         assert one.is_done(again)
-
-    def test_pushes_that_were_made_stand(self) -> None:
-        one = small(on_worker_lost="fail")
-        one.call(push({"w": torch.ones(4)}))
-        one.view(member(W1, "lost"))
-        one.wait(3.0)
-        one.server(0, Probed(tuple(one.seqs(Push)), ()))
-        assert len(one.sends(Push)) == 2
-        one.ack(0, one.seqs(Push)[0])
 
     def test_where_pushes_are_applied_one_by_one_nobody_waits_for_its_last(self) -> None:
         """It died with one part of its push sent; the other part may never come."""
@@ -396,18 +310,6 @@ class TestLosses:
 
 
 class TestScheduler:
-    def test_a_late_barrier_says_how_the_job_stands(self) -> None:
-        one = small()
-        ticket = one.call(calls.StandAtBarrier("kv", "epoch"), 5.0)
-        one.wait(4.9)
-        one.scheduler(Beat(0, "worker 1 is lost (exit code 9)"))
-        one.wait(0.1)
-        assert str(one.error(ticket)) == (
-            "worker 0: barrier() of store 'kv' is not done: not every worker has reached number 0 of "
-            "'epoch' (worker 1 is lost (exit code 9)). It still stands. Call it again "
-            "to wait on, or give a longer timeout="
-        )
-
     @pytest.mark.spec("R127")
     def test_a_late_barrier_names_who_is_missing(self) -> None:
         one = small()
@@ -455,20 +357,6 @@ class TestScheduler:
         one.wait(11.9)
         assert one.sends(Hello) == []
 
-    def test_silence_of_the_scheduler_does_not_end_a_pull(self) -> None:
-        one = small()
-        ticket = one.call(pull({"w": torch.zeros(4)}))
-        one.wait(100.0)
-        answer(one, one.seqs(Pull)[0], 1.0)
-        assert one.is_done(ticket)
-
-    def test_a_stop_ends_all(self) -> None:
-        one = small()
-        ticket = one.call(pull({"w": torch.zeros(4)}))
-        one.scheduler(Stop(1, "given up"))
-        assert "the job is over: given up" in str(one.error(ticket))
-        assert one.exits() == [Exit(1, "given up")]
-
     @pytest.mark.spec("R28")
     def test_an_old_view_changes_nothing(self) -> None:
         one = small()
@@ -492,45 +380,6 @@ class TestScheduler:
     def test_a_broken_connection_is_no_news(self) -> None:
         one = small()
         assert one.take(one.core.on_drop("server 0", one.now)) == []
-
-    def test_packets_of_other_workers_are_not_for_here(self) -> None:
-        one = small()
-        core = one.core
-        packet = core.member.packet(Ack(()))
-        assert one.take(core.on_packet("server 0", packet, one.now)) == []
-
-
-def test_progress_is_what_the_user_asks_for() -> None:
-    one = small()
-    before = one.core.member.progress
-    one.call(calls.AskStatus("kv"))
-    one.wait(1.0)
-    assert one.sent(Beat)[-1].progress == before + 1
-
-
-@pytest.mark.spec("R29")
-def test_waiting_or_computing_worker_beats_on_and_says_which() -> None:
-    one = small()
-    one.effects.clear()
-    ticket = one.call(push({"w": torch.ones(4)}), timeout_s=600.0)
-    one.wait(60.0)
-    waiting = one.sent(Beat)
-    assert len(waiting) >= 59
-    assert {beat.reason for beat in waiting[1:]} == {"push()"}
-    one.ack(0, one.seqs(Push)[-1])
-    assert one.is_done(ticket)
-    one.effects.clear()
-    one.wait(60.0)  # a long backward pass
-    computing = one.sent(Beat)
-    assert len(computing) >= 59
-    assert {(beat.progress, beat.reason) for beat in computing} == {(waiting[-1].progress, "")}
-
-
-def test_nothing_is_due_for_one_that_has_left_and_waits_for_nothing() -> None:
-    one = Bench(servers=1)
-    one.scheduler(Left())
-    assert one.core.deadline() is None
-    assert Worker(Identity(Role.WORKER, "tcp://s:1", "h", 1, "kvps"), 5.0).deadline() == 5.0
 
 
 def test_every_answer_of_a_server_is_known_as_one() -> None:

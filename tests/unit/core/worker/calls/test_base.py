@@ -15,10 +15,9 @@ from kvps.core.worker.calls import Call, OnTimeout
 from kvps.core.worker.plan import Key
 from kvps.core.worker.store import WorkerStore
 from kvps.errors import ConfigError, Timeout
-from kvps.protocol.membership import Done, Error
-from kvps.protocol.stores import Optimize
-from kvps.protocol.values import Ask, Pull, Push, Run
-from tests.support.worker_harness import Bench, opened, pull, push, spec, values_of
+from kvps.protocol.membership import Error
+from kvps.protocol.values import Ask, Pull, Push
+from tests.support.worker_harness import Bench, opened, push, spec, values_of
 from tests.support.worker_with_key import HOT, chunk, ready, stood
 
 CONTINUE, RETRY, RESUME = OnTimeout.CONTINUE, OnTimeout.RETRY, OnTimeout.RESUME
@@ -108,12 +107,6 @@ def test_each_has_an_operation_that_reads_its_tensors(call: Call, title: str, on
     operation.close()
 
 
-def test_a_creator_may_be_another_rank() -> None:
-    for call in (calls.Init("kv", (), (), 2), calls.MakeTable("kv", "t", TABLE, 2)):
-        assert call.is_creating(2)
-        assert not call.is_creating(0)
-
-
 def test_existing_key_is_not_created_again() -> None:
     store = new_store()
     row = torch.zeros(1)
@@ -125,40 +118,8 @@ def test_existing_key_is_not_created_again() -> None:
     assert not calls.LoadState("kv", {}).is_redundant(store)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("eager", [True, False])
-def test_a_push_returns_early_unless_it_may_be_refused(mode: str, eager: bool) -> None:
-    store = WorkerStore(opened(mode=mode), 0, 1, 240.0)
-    dense = calls.PushValues("kv", (), (), None, 0, eager)
-    rows = calls.PushKeyRows("kv", (), (), 0, eager)
-    table = calls.PushTableRows("kv", ("t",), eager, (), (), ())
-    assert dense.returns_early(store) == rows.returns_early(store) == (eager and mode == "sync")
-    assert table.returns_early(store) == eager, "a table has an optimizer of its own"
-    assert not calls.Flush("kv").returns_early(store)
-
-
 class TestWindow:
     """64 rounds of a key may be under way; the next push waits."""
-
-    def test_of_rounds(self) -> None:
-        one = ready()
-        for _ in range(64):
-            assert one.is_copied(one.call(push({"w": HOT})))
-        values = HOT.clone()
-        ticket = one.call(push({"w": values}))
-        assert len(one.sent(Push, 0)) == 64
-        assert not one.is_copied(ticket)
-        assert one.sent(Pull) == [
-            Pull(chunk(one, 0), False, (Ask(0, 16, 0, 1),)),
-            Pull(chunk(one, 1), False, (Ask(0, 24, 0, 1),)),
-        ]
-        for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 1)
-        assert one.is_copied(ticket)
-        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 64),)
-        next_one = one.call(push({"w": HOT}))
-        assert not one.is_copied(next_one)
-        assert one.sent(Pull)[-1].runs[0].least == 2
 
     def test_is_counted_from_what_is_known_to_be_applied(self) -> None:
         one = ready()
@@ -201,19 +162,6 @@ class TestOptimizerNeeded:
     """Where each push is applied by itself, the call that pushes without an optimizer fails."""
 
     @pytest.mark.spec("R227")
-    @pytest.mark.parametrize("mode", ["async", "ssp"])
-    def test_a_push_that_may_be_refused_waits_for_the_answer(self, mode: str) -> None:
-        one = ready(mode=mode)
-        ticket = one.call(push({"w": HOT}))
-        assert len(one.sent(Push)) == 2
-        assert not one.is_copied(ticket)
-        one.ack(0, one.seqs(Push, 0)[0])
-        assert not one.is_copied(ticket)
-        one.server(1, Error(one.seqs(Push, 1)[0], ConfigError.code, "no optimizer"))
-        assert not one.is_copied(ticket)
-        assert isinstance(one.error(ticket), ConfigError)
-
-    @pytest.mark.spec("R227")
     def test_behind_one_that_was_taken_in_they_do_not_wait(self) -> None:
         """Another rank has set the optimizer."""
         one = ready(mode="async")
@@ -221,19 +169,6 @@ class TestOptimizerNeeded:
         one.ack(0, one.seqs(Push, 0)[0])
         one.ack(1, one.seqs(Push, 1)[0])
         assert one.is_done(ticket)
-        assert one.is_copied(one.call(push({"w": HOT})))
-
-    @pytest.mark.spec("R227")
-    def test_behind_an_optimizer_they_do_not_wait(self) -> None:
-        one = ready(mode="async")
-        ticket = one.call(calls.SetOptimizer("kv", resolve("sgd", {"lr": 0.1})))
-        for server in (0, 1):
-            one.server(server, Done(one.seqs(Optimize, server)[0]))
-        assert one.is_done(ticket)
-        assert one.is_copied(one.call(push({"w": HOT})))
-
-    def test_rounds_need_none(self) -> None:
-        one = ready(mode="sync")
         assert one.is_copied(one.call(push({"w": HOT})))
 
 
@@ -272,11 +207,3 @@ class TestRefused:
             for server in (0, 1):
                 stood(one, one.seqs(Pull, server)[at], server, 0)
         assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 0, 1]
-
-    def test_a_pull_does_not_wait_for_it(self) -> None:
-        one = ready(mode="async")
-        self.refuse(one)
-        one.call(pull({"w": torch.zeros(40)}))
-        for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 0)
-        assert one.sent(Pull)[-1] == Pull(chunk(one, 1), True, (Ask(0, 24, 0, 0),))

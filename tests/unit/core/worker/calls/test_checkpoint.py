@@ -36,22 +36,6 @@ def told(seq: int, restored: int = 0) -> HistoryIs:
 
 
 class TestCheckpoint:
-    @pytest.mark.spec("R146")
-    def test_all_pushes_are_in_and_all_ranks_have_met_before_it_is_asked_for(self) -> None:
-        one = bench(servers=1)
-        one.init({"w": torch.zeros(4)})
-        one.call(push({"w": torch.ones(4)}))
-        ticket = one.call(TAKE)
-        assert not one.sent(Barrier)
-        one.ack(0, *one.seqs(Push))
-        assert one.sent(Barrier) == [Barrier("kv", "kvps.checkpoint", 0, after=1, what="checkpoint('best')")]
-        assert not one.sent(Checkpoint)
-        meet(one)
-        assert one.sent(Checkpoint) == [Checkpoint("kv", "best", 1)]
-        one.scheduler(Checkpointed(one.seqs(Checkpoint)[-1], 12))
-        assert one.is_done(ticket)
-        assert one.finish(ticket).value == 12  # type: ignore[union-attr]
-
     def test_checkpoint_is_requested_until_complete_and_answered_once(self) -> None:
         one = bench()
         ticket = one.call(TAKE)
@@ -63,16 +47,6 @@ class TestCheckpoint:
         one.scheduler(Checkpointed(asked[0], 12))
         one.scheduler(Checkpointed(asked[0], 12))
         assert one.is_done(ticket)
-
-    def test_a_refusal_ends_it_and_the_next_one_is_another(self) -> None:
-        one = bench()
-        ticket = one.call(TAKE)
-        meet(one)
-        one.scheduler(Error(one.seqs(Checkpoint)[-1], StorageError.code, "server 0: disk full"))
-        assert isinstance(one.error(ticket), StorageError)
-        one.call(TAKE)
-        meet(one)
-        assert [message.number for message in one.sent(Checkpoint)] == [1, 2]
 
     def test_made_again_after_a_timeout_it_is_the_same_one(self) -> None:
         one = bench()

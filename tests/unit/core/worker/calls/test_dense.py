@@ -10,27 +10,14 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls.dense import unshare
 from kvps.errors import KeyNotFound, NonFinite, Timeout
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
-from kvps.protocol.values import Ask, Dropped, Pull, Pulled, Push, Run, Stand
+from kvps.protocol.values import Dropped, Pull, Pulled, Push, Stand
 from tests.support.worker_harness import Bench, Readable, pull, push, values_of
-from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready, resumed, stood
+from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready
 
 VIEWS = calls.Views.VIEWS
 
 
 class TestPush:
-    def test_push_sends_a_message_for_each_chunk(self) -> None:
-        one = ready()
-        ticket = one.call(push({"w": HOT}))
-        assert one.sent(Push) == [
-            Push(chunk(one, 0), FLOAT, (0,), 1.0, False, (Run(0, 16, 0),)),
-            Push(chunk(one, 1), FLOAT, (0,), 1.0, False, (Run(0, 24, 0),)),
-        ]
-        assert [values_of(send) for send in one.sends(Push)] == [[*range(16)], [*range(16, 40)]]
-        one.ack(0, *one.seqs(Push, 0))
-        assert one.finish(ticket) is None
-        one.ack(1, *one.seqs(Push, 1))
-        assert one.is_done(ticket)
-
     def test_is_numbered_key_by_key(self) -> None:
         one = ready()
         for _ in range(3):
@@ -54,29 +41,6 @@ class TestPush:
         assert [len(one.sent(Push)), len(one.sent(Pull))] == [2, 2]
         assert {len(message.runs) for message in one.sent(Push)} == {1}
 
-    def test_with_sinks_it_reads_what_comes_of_it(self) -> None:
-        one = ready()
-        sink = torch.zeros(40)
-        ticket = one.call(push({"w": HOT}, sinks=(sink,), eager=False))
-        assert {message.pull for message in one.sent(Push)} == {True}
-        for server in (0, 1):
-            one.ack(server, *one.seqs(Push, server))
-            assert one.finish(ticket) is None
-            pulled(one, one.seqs(Push, server)[0], server, 1, 5.0)
-        assert one.is_done(ticket)
-        assert sink.tolist() == [5.0] * 40
-
-    def test_and_reads_again_what_lags(self) -> None:
-        one = ready()
-        sink = torch.zeros(40)
-        ticket = one.call(push({"w": HOT}, sinks=(sink,), eager=False))
-        pulled(one, one.seqs(Push, 0)[0], 0, 2, 5.0)
-        pulled(one, one.seqs(Push, 1)[0], 1, 1, 4.0)
-        assert one.sent(Pull) == [Pull(chunk(one, 1), True, (Ask(0, 24, 1, 2),))]
-        pulled(one, one.seqs(Pull, 1)[0], 1, 2, 5.0)
-        assert one.is_done(ticket)
-        assert sink.tolist() == [5.0] * 40
-
     def test_an_unknown_key_is_an_error(self) -> None:
         one = bench()
         assert isinstance(one.error(one.call(push({"w": HOT}))), KeyNotFound)
@@ -94,17 +58,6 @@ class TestNothing:
 
 
 class TestAllocate:
-    def test_gives_tensors_like_the_keys(self) -> None:
-        one = ready()
-        one.init({"b": torch.zeros(2, 3, dtype=torch.int16), "nothing": torch.zeros(0)})
-        end = one.finish(one.call(calls.Allocate("kv", ("b", "w", "nothing"))))
-        assert end is not None
-        assert [(row.dtype, tuple(row.shape)) for row in end.value] == [  # type: ignore[attr-defined]
-            (torch.int16, (2, 3)),
-            (torch.float32, (40,)),
-            (torch.float32, (0,)),
-        ]
-
     def test_a_push_of_them_copies_nothing(self) -> None:
         memory = Readable("server 0", "server 1")
         one = ready(memory=memory)
@@ -131,14 +84,6 @@ class TestAllocate:
         assert (w is not None) == (len(routes) == 2)
         assert (b is not None) == (f"server {home}" in routes)
 
-    def test_where_rounds_close_without_late_ranks_a_push_may_be_read_after_its_call(self) -> None:
-        one = ready(memory=Readable("server 0", "server 1"))
-        store = one.core.stores["kv"]
-        store.skips_rounds = True
-        end = one.finish(one.call(calls.Allocate("kv", ("w",), is_lent=True)))
-        assert end is not None
-        assert end.value == [None]
-
     def test_of_an_unknown_key_is_an_error(self) -> None:
         one = bench()
         assert isinstance(one.error(one.call(calls.Allocate("kv", ("w",)))), KeyNotFound)
@@ -156,28 +101,6 @@ def test_keys_are_located_by_the_chunks_of_their_pieces() -> None:
 
 
 class TestViews:
-    def test_of_a_pull(self) -> None:
-        one = ready()
-        ticket = one.call(pull({"w": HOT}, views=True))
-        for server in (0, 1):
-            assert one.finish(ticket) is None
-            pulled(one, one.seqs(Pull, server)[0], server, 1, 5.0 + server)
-        end = one.finish(ticket)
-        assert end is not None
-        (view,) = end.value  # type: ignore[misc]
-        assert view.tolist() == [5.0] * 16 + [6.0] * 24
-
-    def test_held_values_are_those_of_a_push_and_pull(self) -> None:
-        one = ready()
-        ticket = one.call(push({"w": HOT}, sinks=calls.Views.HELD, eager=False))
-        for server in (0, 1):
-            pulled(one, one.seqs(Push, server)[0], server, 1, 5.0 + server)
-        end = one.finish(ticket)
-        assert end is not None
-        row = torch.zeros(40)
-        end.value.copy_to([row])  # type: ignore[attr-defined]
-        assert row.tolist() == [5.0] * 16 + [6.0] * 24
-
     def test_of_a_push_and_pull_with_what_lags_read_again(self) -> None:
         one = ready()
         ticket = one.call(push({"w": HOT}, sinks=VIEWS, eager=False))
@@ -188,15 +111,6 @@ class TestViews:
         assert end is not None
         (view,) = end.value  # type: ignore[misc]
         assert view.tolist() == [5.0] * 40
-
-    def test_without_them_a_call_ends_with_nothing(self) -> None:
-        one = ready()
-        ticket = one.call(pull({"w": torch.zeros(40)}))
-        for server in (0, 1):
-            pulled(one, one.seqs(Pull, server)[0], server, 1, 5.0)
-        end = one.finish(ticket)
-        assert end is not None
-        assert end.value is None
 
     @pytest.mark.parametrize("first", [(), (0,), (1,)])
     def test_views_of_a_timed_out_push_are_dropped(self, first: tuple[int, ...]) -> None:
@@ -211,28 +125,6 @@ class TestViews:
             pulled(one, one.seqs(Push, server)[0], server, 1)
         assert one.core.stores["kv"].key("w").applied == 1
         assert not one.core.table.pending
-
-
-class TestPull:
-    def test_is_of_what_this_rank_pushed_at_least(self) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        sink = torch.zeros(40)
-        ticket = one.call(pull({"w": sink}, least=7))
-        assert one.sent(Pull, 1) == [Pull(chunk(one, 1), True, (Ask(0, 24, 1, 7),))]
-        for server in (0, 1):
-            pulled(one, one.seqs(Pull, server)[0], server, 7, 3.0)
-        assert one.is_done(ticket)
-        assert sink.tolist() == [3.0] * 40
-
-    def test_versions_are_those_of_the_part_that_is_behind(self) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        ticket = one.call(calls.Versions("kv", ("w",)))
-        assert one.sent(Pull, 1) == [Pull(chunk(one, 1), False, (Ask(0, 24, 1, 0),))]
-        stood(one, one.seqs(Pull, 0)[0], 0, 9)
-        stood(one, one.seqs(Pull, 1)[0], 1, 8)
-        assert one.finish(ticket).value == [8]  # type: ignore[union-attr]
 
 
 def told(one: Bench, seq: int, server: int, version: int, *rounds: int, owed: int | None = None) -> None:
@@ -262,44 +154,6 @@ class TestDropped:
                 assert one.is_done(ticket)
             assert sink.unique().tolist() == [5.0]  # what was kept is there all the same
         assert one.core.stores["kv"].key("w").is_refused is False
-
-    @pytest.mark.spec("R107")
-    def test_a_pull_that_nobody_waits_for_any_more_tells_nobody(self) -> None:
-        one = ready()
-        first = one.call(push({"w": HOT}, sinks=(torch.zeros(40),)), timeout_s=3.0)
-        told(one, one.seqs(Push, 0)[-1], 0, 1, 0)
-        one.wait(4.0)
-        assert isinstance(one.error(first), Timeout)
-        told(one, one.seqs(Push, 1)[-1], 1, 1, 0)
-        for is_new in (True, False):
-            ticket = one.call(pull({"w": torch.zeros(40)}))
-            for server in (0, 1):
-                told(one, one.seqs(Pull, server)[-1], server, 1, 0)
-            assert isinstance(one.error(ticket), NonFinite) if is_new else one.is_done(ticket)
-
-    @pytest.mark.spec("R107")
-    def test_of_what_was_dropped_before_a_replacement_came_it_is_not_told(self) -> None:
-        one = ready()
-        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
-        for server, owed in enumerate((4, 5)):
-            stood(one, one.seqs(Pull, server)[-1], server, 4, owed)
-        resumed(one, replaced=False)
-        assert one.is_done(ticket)
-        for number in (3, 4):
-            ticket = one.call(pull({"w": torch.zeros(40)}))
-            for server in (0, 1):
-                told(one, one.seqs(Pull, server)[-1], server, 5, number)
-            assert isinstance(one.error(ticket), NonFinite) if number == 4 else one.is_done(ticket)
-
-    @pytest.mark.spec("R107")
-    def test_parts_that_lag_behind_may_be_the_first_to_tell(self) -> None:
-        one = ready()
-        ticket = one.call(pull({"w": torch.zeros(40)}))
-        told(one, one.seqs(Pull, 0)[-1], 0, 1, owed=0)
-        told(one, one.seqs(Pull, 1)[-1], 1, 2, owed=0)
-        told(one, one.seqs(Pull, 0)[-1], 0, 3, 2, owed=0)
-        told(one, one.seqs(Pull, 1)[-1], 1, 3, 2, owed=0)
-        assert "round 2 of key 'w'" in str(one.error(ticket))
 
     def test_parts_that_wait_for_this_very_rank_are_taken_as_they_are(self) -> None:
         one = ready()  # its predecessor has pushed to the second server only

@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.compression.policy import rules_of
 from kvps.core.placement import home
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, Timeout
-from kvps.protocol.envelope import ENTRIES_MAX
 from kvps.protocol.membership import Barrier, Done, Error, Released
-from kvps.protocol.stores import Declare, Declared, Entry, Find, Found, FoundAll, Open, Piece, Place
-from kvps.protocol.values import Load, Pull, Pulled, Push, Run, Stand
-from tests.support.worker_harness import Bench, opened, part_servers, pull, push, server_of, spec, values_of
-from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, ready, stood
+from kvps.protocol.stores import Declare, Declared, Open, Piece, Place
+from kvps.protocol.values import Load, Pull, Pulled, Push, Stand
+from tests.support.worker_harness import Bench, opened, pull, push, server_of, spec
+from tests.support.worker_with_key import HOT, bench, chunk, pulled, ready
 
 
 class TestOpen:
@@ -29,54 +27,8 @@ class TestOpen:
         one.server(2, Done(1))
         assert one.is_done(ticket)
 
-    def test_again_keeps_what_was_counted(self) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        one.open(worker_grace_s=5.0)
-        assert one.core.stores["kv"].key("w").number == 1
-        assert one.core.stores["kv"].worker_grace_s == 5.0
-
-    def test_refused_options_do_not_stick(self) -> None:
-        one = bench()
-        ticket = one.call(calls.OpenStore("kv", opened(mode="async"), 60.0))
-        one.server(0, Error(one.seqs(Open, 0)[-1], Mismatch.code, "mode differs"))
-        assert isinstance(one.error(ticket), Mismatch)
-        assert one.core.stores["kv"].ordered
-
 
 class TestInit:
-    def test_rank_0_declares_and_loads(self) -> None:
-        one = bench()
-        home = part_servers("b", 2)[0]
-        values = {"w": HOT, "b": torch.tensor([7.0, 8.0])}
-        keys = (("w", spec(40)), ("b", spec(2)))
-        ticket = one.call(calls.Init("kv", keys, tuple(values.values())))
-        entries = [[Entry("w", FLOAT, (40,), 0, 16)], [Entry("w", FLOAT, (40,), 16, 24)]]
-        entries[home].append(Entry("b", FLOAT, (2,), 0, 2))
-        for server in (0, 1):
-            assert one.sent(Declare, server) == [Declare("kv", True, 0, tuple(entries[server]))]
-        for server in (0, 1):
-            size = (16, 24)[server]
-            places = [Place(True, (Piece(5, 0, 8), Piece(6, 0, size - 8)))]
-            places += [Place(True, (Piece(6, size - 8, 2),))] * (server == home)
-            one.server(server, Declared(one.seqs(Declare, server)[0], tuple(places)))
-        loads = one.sends(Load)
-        assert {(server_of(it), it.packet.message.chunk) for it in loads} == {  # type: ignore[attr-defined]
-            (0, 5),
-            (1, 5),
-            (0, 6),
-            (1, 6),
-        }
-        (last,) = [it for it in loads if it.packet.message.chunk == 6 and server_of(it) == home]  # type: ignore[attr-defined]
-        size = (16, 24)[home] - 8
-        assert last.packet.message == Load(6, FLOAT, (Run(0, size + 2, 0),))
-        begin = (8, 24)[home]
-        assert values_of(last) == [*range(begin, begin + size), 7, 8]
-        for server in (0, 1):
-            assert one.finish(ticket) is None
-            one.ack(server, *one.seqs(Load, server))
-        assert one.is_done(ticket)
-
     def test_a_key_is_not_known_before_its_value_is_in(self) -> None:
         """Else an init that is made again after a Timeout would be done too soon."""
         one = bench()
@@ -90,29 +42,6 @@ class TestInit:
         assert len(one.sent(Declare)) == 4
         assert one.finish(again) is None
 
-    def test_others_wait_until_it_is_there(self) -> None:
-        one = bench(rank=1)
-        ticket = one.call(calls.Init("kv", (("w", spec(40)),), (HOT,)))
-        assert {message.create for message in one.sent(Declare)} == {False}
-        for server in (0, 1):
-            place = Place(False, (Piece(1, 0, (16, 24)[server]),))
-            one.server(server, Declared(one.seqs(Declare, server)[0], (place,)))
-        assert one.is_done(ticket)
-        assert not one.sent(Load)
-
-    def test_another_rank_creates_if_the_call_names_it(self) -> None:
-        keys = (("b", spec(2)),)
-        home = part_servers("b", 2)[0]
-        maker, other = bench(rank=1), bench(rank=0)
-        for one, is_maker in ((maker, True), (other, False)):
-            ticket = one.call(calls.Init("kv", keys, (torch.ones(2),), 1))
-            entry = Entry("b", FLOAT, (2,), 0, 2)
-            assert one.sent(Declare, home) == [Declare("kv", is_maker, 0, (entry,), 1)]
-            place = Place(is_maker, (Piece(5, 0, 2),))
-            one.server(home, Declared(one.seqs(Declare, home)[0], (place,)))
-            assert len(one.sent(Load)) == is_maker
-            assert one.is_done(ticket) is not is_maker, "the maker waits for the ACK of its LOAD"
-
     def test_a_known_key_is_left_alone(self) -> None:
         one = ready()
         before = len(one.effects)
@@ -122,25 +51,6 @@ class TestInit:
         assert "is float32[40] and cannot be initialised as float32[9]" in str(one.error(other))
         assert len(one.effects) == before + 2
 
-    def test_new_keys_go_with_their_own_values(self) -> None:
-        one = ready()
-        ticket = one.call(calls.Init("kv", (("w", spec(40)), ("v", spec(2))), (HOT, torch.ones(2))))
-        home = part_servers("v", 2)[0]
-        place = Place(True, (Piece(9, 0, 2),))
-        one.server(home, Declared(one.seqs(Declare, home)[-1], (place,)))
-        (load,) = one.sends(Load)
-        assert values_of(load) == [1, 1]
-        one.ack(home, *one.seqs(Load))
-        assert one.is_done(ticket)
-
-    def test_many_keys_are_declared_in_batches(self) -> None:
-        one = Bench(servers=1)
-        one.open()
-        keys = {f"k{index}": torch.zeros(1) for index in range(ENTRIES_MAX + 1)}
-        one.init(keys)
-        assert [len(message.entries) for message in one.sent(Declare)] == [ENTRIES_MAX, 1]
-        assert len(one.core.stores["kv"].keys) == ENTRIES_MAX + 1
-
     def test_a_key_without_elements_is_declared_too(self) -> None:
         one = bench()
         one.init({"nothing": torch.zeros(0)})
@@ -148,36 +58,6 @@ class TestInit:
         assert one.is_done(one.call(pull({"nothing": torch.zeros(0)})))
         versions = one.call(calls.Versions("kv", ("nothing",)))
         assert one.finish(versions).value == [0]  # type: ignore[union-attr]
-
-
-class TestLookup:
-    def test_finds_what_others_initialised(self) -> None:
-        one = bench(rank=1)
-        names = ("w", "b", "c")
-        ticket = one.call(calls.Lookup("kv", names))
-        shapes = {"w": (40,), "b": (2,)}
-        for send in one.sends(Find):
-            keys = send.packet.message.keys  # type: ignore[attr-defined]
-            found = tuple(Found(FLOAT, shapes[name]) if name in shapes else Found(0, ()) for name in keys)
-            one.server(server_of(send), FoundAll(send.packet.envelope.seq, found))
-        for send in one.sends(Declare):
-            message = send.packet.message
-            assert isinstance(message, Declare)
-            assert not message.create
-            places = tuple(Place(False, (Piece(1, 0, it.size),)) for it in message.entries)
-            one.server(server_of(send), Declared(send.packet.envelope.seq, places))
-        assert one.finish(ticket).value == {  # type: ignore[union-attr]
-            "w": spec(40),
-            "b": spec(2),
-            "c": None,
-        }
-        assert len(one.core.stores["kv"].key("w").pieces) == 2
-
-    def test_does_not_ask_for_what_it_knows(self) -> None:
-        one = ready()
-        ticket = one.call(calls.Lookup("kv", ("w",)))
-        assert one.finish(ticket).value == {"w": spec(40)}  # type: ignore[union-attr]
-        assert not one.sent(Find)
 
 
 class TestBroadcast:
@@ -228,17 +108,6 @@ class TestBroadcast:
         at = home("w", 2)
         assert sizes == {at: [2], 1 - at: [0] if rank == 0 else []}
 
-    def test_waits_for_the_rounds_that_this_rank_has_pushed(self) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        self.call(one, HOT, torch.zeros(40))
-        assert one.sent(Pull)[0].runs[0].after == 1
-        assert not one.sent(Barrier)
-        for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 1)
-            one.ack(server, *one.seqs(Push, server))
-        assert len(one.sent(Barrier)) == 1
-
     def test_a_new_shape_begins_the_key_anew(self) -> None:
         one = ready(rank=1)
         one.call(push({"w": HOT}))
@@ -283,12 +152,6 @@ class TestBroadcast:
             one.wait(5.0)
             assert isinstance(one.error(ticket), Timeout)
         assert one.core.stores["kv"].broadcasts == 0
-
-    def test_creates_a_key(self) -> None:
-        one = bench()
-        self.call(one, HOT, torch.zeros(40))
-        self.meet(one)
-        assert [message.call for message in one.sent(Declare)] == [1, 1]
 
 
 class TestRelay:
@@ -385,9 +248,3 @@ class TestRelay:
         self.answer(one, 0, add=7.0)
         assert one.is_done(ticket)
         assert sink[0] == 7
-
-    def test_values_that_may_come_by_steps_are_read_at_the_end(self) -> None:
-        one = bench(rank=1)
-        one.core.stores["kv"].feedback.use(rules_of("fp16"))
-        self.begin(one)
-        assert [message.early for message in one.sent(Declare)] == [False, False]

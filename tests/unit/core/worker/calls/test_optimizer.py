@@ -7,13 +7,9 @@ import torch
 
 from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
-from kvps.errors import Mismatch
-from kvps.protocol.envelope import Message
-from kvps.protocol.membership import Done, Error
+from kvps.protocol.membership import Done
 from kvps.protocol.stores import Field, GetState, Optimize, Rate, SetState, StateIs
-from kvps.protocol.values import Ask, Pull, Push
-from tests.support.worker_harness import push
-from tests.support.worker_with_key import FLOAT, HOT, answer_all, chunk, ready, stood
+from tests.support.worker_with_key import FLOAT, HOT, answer_all, chunk, ready
 
 
 class TestOptimizer:
@@ -31,42 +27,6 @@ class TestOptimizer:
         assert one.is_done(ticket)
         one.call(calls.SetRate("kv", 0.25))
         assert one.sent(Rate) == [Rate("kv", 1, rank == 0, 0.25)] * 2
-
-    @pytest.mark.parametrize(
-        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
-    )
-    def test_waits_for_this_ranks_own_rounds(self, call: calls.Call, cls: type[Message]) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        one.call(call)
-        assert one.sent(Pull)[0] == Pull(chunk(one, 0), False, (Ask(0, 16, 1, 0),))
-        assert not one.sent(cls)
-        for server in (0, 1):
-            stood(one, one.seqs(Pull, server)[0], server, 1)
-        assert len(one.sent(cls)) == 2
-
-    @pytest.mark.parametrize(
-        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
-    )
-    def test_or_for_its_pushes_to_be_taken_in(self, call: calls.Call, cls: type[Message]) -> None:
-        one = ready(mode="async")
-        one.call(push({"w": HOT}))
-        one.call(call)
-        one.ack(0, *one.seqs(Push, 0))
-        assert not one.sent(cls)
-        one.ack(1, *one.seqs(Push, 1))
-        assert len(one.sent(cls)) == 2
-
-    @pytest.mark.parametrize(
-        ("call", "cls"), [(calls.SetOptimizer("kv", HYPER), Optimize), (calls.SetRate("kv", 0.1), Rate)]
-    )
-    def test_a_refused_one_is_not_counted(self, call: calls.Call, cls: type[Message]) -> None:
-        one = ready(rank=1)
-        ticket = one.call(call)
-        one.server(1, Error(one.seqs(cls, 1)[0], Mismatch.code, "rank 0 set another"))
-        assert str(one.error(ticket)) == "rank 0 set another"
-        one.call(call)
-        assert [message.call for message in one.sent(cls, 1)] == [1, 1]  # type: ignore[attr-defined]
 
 
 class TestState:

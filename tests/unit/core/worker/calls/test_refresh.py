@@ -95,13 +95,6 @@ def test_each_server_is_asked_what_changed() -> None:
     assert (fresh.mark.version, fresh.whole, one.keys["t"].applied) == (4, None, 4)
 
 
-def test_unchanged_table_needs_no_rows() -> None:
-    steps = refreshing_of(new_store(), "t")
-    first, second = next(steps)
-    (fresh,) = end(steps, [reply(first, [], 3), reply(second, [], 3)])
-    assert (fresh.patches, fresh.whole) == ((), None)
-
-
 @pytest.mark.parametrize("sink", [True, False])
 def test_a_copy_of_which_nothing_is_known_is_read_whole(sink: bool) -> None:
     steps = refreshing_of(new_store(), "t", since=None, sink=sink)
@@ -173,13 +166,6 @@ def test_whole_parts_of_several_versions_leave_no_mark() -> None:
     assert isinstance(steps.send(packets), LaggingReads)
     (fresh,) = end(steps, [])
     assert fresh.mark is None
-
-
-def test_an_answer_that_nobody_waits_for_is_not_kept() -> None:
-    steps = refreshing_of(new_store(), "t")
-    first, second = next(steps)
-    (fresh,) = end(steps, [reply(first, [0], 4, wanted=False), reply(second, [7], 4, wanted=False)])
-    assert fresh.patches == ()
 
 
 @pytest.mark.parametrize("wrong", [{"width": 3}, {"dtype": 2}])

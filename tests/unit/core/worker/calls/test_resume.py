@@ -9,7 +9,7 @@ from kvps.core.worker import calls
 from kvps.protocol.checkpoint import Checkpoint, Checkpointed, Revive
 from kvps.protocol.membership import Barrier, Beat, Done, HistoryIs, Join, Joined, Released, Resume, Return
 from kvps.protocol.stores import Find, Found, FoundAll, Optimize, Rate
-from kvps.protocol.values import Pull, Push, Run
+from kvps.protocol.values import Pull
 from tests.support.worker_harness import Bench, push, server_of
 from tests.support.worker_with_key import HOT, ready, resumed, stood
 
@@ -29,13 +29,6 @@ def replay(
     assert finish is not None
     assert isinstance(finish.value, calls.Place)
     return finish.value
-
-
-def test_a_new_worker_has_nothing_to_replay() -> None:
-    one = ready()
-    assert replay(one, replaced=False) == calls.Place(4, 4)
-    one.call(calls.StandAtBarrier("kv", None))
-    assert one.sent(Barrier)
 
 
 @pytest.mark.spec("R394")
@@ -67,14 +60,6 @@ def test_beats_say_how_many_steps_were_passed_over() -> None:
         one.wait(1.0)
         said.append(one.sent(Beat)[-1].replayed)
     assert said == [1, 2, 0]
-
-
-@pytest.mark.parametrize(("rate_calls", "rate_after", "optimize_after"), [(0, 0, 0), (2, 4, 0), (2, 3, 4)])
-def test_the_rate_of_the_round_before_may_not_be_known(
-    rate_calls: int, rate_after: int, optimize_after: int
-) -> None:
-    told = HistoryIs(0, 1, optimize_after, rate_calls, rate_after, 0.5, 0, False)
-    assert replay(ready(1), told, told).rate is None
 
 
 @pytest.mark.spec("R394")
@@ -127,25 +112,6 @@ def test_the_values_of_a_job_that_goes_on_are_not_those_of_a_checkpoint_again() 
 
 
 class TestResume:
-    def test_numbers_from_the_lowest_that_is_owed_on_any_part(self) -> None:
-        one = ready()
-        ticket = one.call(calls.ResumeKeys("kv", ("w",)))
-        stood(one, one.seqs(Pull, 0)[0], 0, 3, owed=5)
-        stood(one, one.seqs(Pull, 1)[0], 1, 3, owed=4)
-        resumed(one, replaced=False)
-        assert one.finish(ticket).value == 4  # type: ignore[union-attr]
-        one.call(push({"w": HOT}))
-        assert one.sent(Push, 0)[-1].runs == (Run(0, 16, 4),)
-
-    def test_waits_for_this_ranks_own_pushes(self) -> None:
-        one = ready()
-        one.call(push({"w": HOT}))
-        one.call(calls.ResumeKeys("kv", ("w",)))
-        assert not one.sent(Pull)
-        for server in (0, 1):
-            one.ack(server, *one.seqs(Push, server))
-        assert len(one.sent(Pull)) == 2
-
     def test_all_is_owed_of_a_key_that_is_not_there(self) -> None:
         one = ready()
         ticket = one.call(calls.ResumeKeys("kv", ("w", "new")))
@@ -221,15 +187,6 @@ class TestResume:
         self.begin(one, *[HistoryIs(0, 1, 0, 2, 0, 0.5, 0, False)] * 2)
         one.call(calls.SetRate("kv", 0.25))
         assert one.sent(Rate)[-1] == Rate("kv", 3, True, 0.25, 1, resumed=False)
-
-    @pytest.mark.spec("R126")
-    def test_another_rank_says_that_it_does_not_know_the_number(self) -> None:
-        one = ready(1)
-        self.begin(one, *[HistoryIs(0, 1, 0, 2, 4, 0.5, 0, False)] * 2)
-        one.call(calls.SetRate("kv", 0.25))
-        assert one.sent(Rate)[-1] == Rate("kv", 2, False, 0.25, 4, resumed=True)
-        one.call(calls.SetOptimizer("kv", resolve("test", {})))
-        assert one.sent(Optimize)[-1].resumed
 
     @pytest.mark.spec("R122", "R123")
     def test_resumed_worker_is_away_if_its_predecessor_was(self) -> None:

@@ -10,7 +10,6 @@ import torch
 from kvps import protocol as messages
 from kvps.core.worker import calls
 from kvps.core.worker.connection import Request
-from kvps.core.worker.consistent_read import LaggingReads
 from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import Spec
@@ -268,41 +267,11 @@ def test_only_those_who_have_rows_are_asked() -> None:
 
 
 @pytest.mark.spec("R176")
-def test_lagging_servers_are_asked_again() -> None:
-    steps = pulling(new_store(), 0, 1, 7)
-    first, second = next(steps)
-    again = steps.send([reply(first, 3), reply(second, 4, 5)])
-    assert isinstance(again, LaggingReads)
-    assert [(each.server, each.message.least) for each in again] == [(0, 5), (1, 5)]
-    (more,) = steps.send([reply(again[0], 6), reply(again[1], 5)])
-    assert (more.server, more.message.least) == (1, 6)
-    (found,) = end(steps, [reply(more, 6)])
-    assert found[:, 0].tolist() == [607.0, 601.0, 600.0]
-
-
-@pytest.mark.spec("R176")
 def test_a_push_that_this_rank_owes_to_some_is_not_waited_for() -> None:
     steps = pulling(new_store(), 0, 7)
     first, second = next(steps)
     (found,) = end(steps, [reply(first, 3, owed=3), reply(second, 4, owed=4)])
     assert found[:, 0].tolist() == [407.0, 300.0]
-
-
-@pytest.mark.spec("R176")
-@pytest.mark.parametrize("is_short", [False, True])
-def test_where_there_are_no_rounds_nobody_waits_while_a_worker_is_lost(is_short: bool) -> None:
-    one = new_store("async")
-    steps = pulling(one, 0, 7)
-    first, second = next(steps)
-    one.is_short = is_short
-    answers = [reply(first, 3, owed=2), reply(second, 4, owed=2)]
-    if is_short:
-        (found,) = end(steps, answers)
-    else:
-        assert isinstance(steps.send(answers), LaggingReads)
-        (found,) = end(steps, [])
-    assert found[:, 0].tolist() == [407.0, 300.0]
-    assert (one.keys["t"].applied, one.keys["t"].version) == (2, 4)
 
 
 def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> None:
@@ -385,11 +354,3 @@ def test_an_answer_of_other_rows_is_refused(wrong: dict[str, int]) -> None:
     answer = PulledRows(1, lowest=0, highest=0, owed=0, **fields)
     with pytest.raises(ProtocolError, match=r"server 1 answered (\d )?rows of .*key 't'"):
         request.on_reply(Packet(ENVELOPE, answer), True)
-
-
-def test_rows_that_nobody_wants_any_more_are_not_taken() -> None:
-    steps = pulling(new_store(), 7)
-    (request,) = next(steps)
-    answer = PulledRows(1, 1, 2, 1, 3, 3, 0)
-    request.on_reply(Packet(ENVELOPE, answer, (to_frame(torch.ones(2)),)), False)
-    assert request.on_reply.told is answer

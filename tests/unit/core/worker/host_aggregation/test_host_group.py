@@ -105,25 +105,6 @@ class TestMeeting:
             Connect("worker 0", near_door("a" * 40), is_near=True)
         ]
 
-    def test_says_hello_until_it_is_answered(self) -> None:
-        one = Bench(2, 1, machines=(2, 2))
-        one.wait(2.5)
-        assert [type(it) for it in said(one.effects, "worker 1")] == [Hello] * 3
-        one.leader(1, WELCOME)
-        one.wait(2.5)
-        assert len(said(one.effects, "worker 1")) == 3
-
-    @pytest.mark.parametrize(
-        "machines", [(0, 0, 0), (1, 1, 1), (2, 3, 4)], ids=["unknown", "beside the server", "apart"]
-    )
-    def test_worker_without_neighbours_connects_to_no_worker(self, machines: tuple[int, ...]) -> None:
-        one = Bench(3, 1, machines=machines)
-        assert not [it for it in one.effects if isinstance(it, Connect) and it.to == "worker 1"]
-        one.open(bundles=True)
-        one.init({"a": torch.zeros(4)})
-        one.call(push({"a": ONES}))
-        assert [message.ranks for message in pushes(one)] == [(0,)]
-
     def test_meets_a_new_life_under_its_new_name(self) -> None:
         one = bench()
         effects = one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
@@ -137,47 +118,10 @@ class TestMeeting:
         one.leader(1, WELCOME, incarnation=40)
         assert len(pushes(one, "worker 1")) == 1
 
-    def test_message_of_a_worker_of_another_machine_is_ignored(self) -> None:
-        one = bench(machines=(2, 2, 3))
-        assert one.leader(2, WELCOME) == []
-
 
 @pytest.mark.spec("R94")
 class TestLeader:
     """Of a chunk: the neighbour whose turn it is by the chunk's number, or the next."""
-
-    @pytest.mark.parametrize(
-        ("machines", "states", "leaders"),
-        [
-            ((2, 2, 2), {}, [1, 2, 0]),
-            ((2, 3, 2), {}, [2, 0, 2]),
-            ((2, 2, 2), {1: "lost"}, [2, 2, 0]),
-            ((2, 2, 2), {2: "left"}, [1, 0, 0]),
-            ((2, 2, 2, 2), {3: "gone"}, [1, 2, 0]),
-            ((2, 2, 2, 2), {1: "lost", 2: "lost"}, [3, 3, 3]),
-        ],
-    )
-    def test_is_found_by_all_in_the_same_way(
-        self, machines: tuple[int, ...], states: dict[int, str], leaders: list[int]
-    ) -> None:
-        for rank in (0, len(machines) - 1):
-            if rank in states or machines[rank] != machines[0]:
-                continue
-            one = bench(rank, machines, on_worker_lost="shrink")
-            lost = [one.seat(Node(Role.WORKER, it), state) for it, state in states.items()]
-            one.view(*lost)
-            one.effects.clear()
-            one.call(push(dict.fromkeys(KEYS, ONES)))
-            expected = {
-                other: [
-                    chunk for chunk, leader in zip(KEYS.values(), leaders, strict=True) if leader == other
-                ]
-                for other in range(len(machines))
-            }
-            for other, chunks in expected.items():
-                found = [message.chunk for message in pushes(one, f"worker {other}")]
-                assert found == (chunks if other != rank else [])
-            assert pushes(one) == [], "the leader waits for the others"
 
     def test_is_not_needed_by_the_last_of_a_machine(self) -> None:
         one = bench()
@@ -197,29 +141,6 @@ class TestLeader:
 
 
 class TestFollower:
-    def test_pushes_and_pulls_as_from_a_server(self) -> None:
-        one = bench()
-        sink = torch.zeros(4)
-        ticket = one.call(push({"a": ONES}, sinks=(sink,), eager=False))
-        assert said(one.effects) == [Push(1, FLOAT, (0,), 1.0, True, (Run(0, 4, 0),))]
-        one.leader(1, Ack((Receipt(1, 0),)))
-        assert not one.is_done(ticket)
-        one.leader(1, Pulled(1, 1, FLOAT, True, (Stand(0, 4, 1, 0),)), torch.full((4,), 5.0))
-        assert one.is_done(ticket)
-        assert sink.tolist() == [5.0] * 4
-        ticket = one.call(pull({"a": sink}))
-        assert said(one.effects, "worker 1")[-1] == Pull(1, True, (Ask(0, 4, 1, 0),))
-
-    def test_asks_only_for_values_there(self) -> None:
-        one = bench()
-        one.call(calls.Versions("kv", ("a",)))
-        assert [type(message) for message in said(one.effects, "server 0")] == [Pull]
-
-    def test_not_in_a_store_without_bundles(self) -> None:
-        one = bench(bundles=False)
-        one.call(push({"a": ONES}))
-        assert len(pushes(one)) == 1
-
     @pytest.mark.spec("R96")
     def test_asks_the_server_itself_when_the_leader_is_lost(self) -> None:
         one = bench()
@@ -255,23 +176,6 @@ class TestFollower:
         one.leader(1, Pulled(new, 3, FLOAT, True, (Stand(0, 4, 0, 0),)), torch.full((4,), 8.0))
         assert one.is_done(other)
         assert sink.tolist() == [8.0] * 4
-
-    def test_asks_after_what_a_leader_does_not_answer(self) -> None:
-        one = bench()
-        one.call(push({"a": ONES}))
-        one.effects.clear()
-        one.wait(2.0)
-        assert said(one.effects, "worker 1") == [Probe((1,))]
-        effects = one.leader(1, Probed((1,), ()))
-        assert [type(message) for message in said(effects, "worker 1")] == [Push]
-
-    def test_is_told_why_it_waits(self) -> None:
-        one = bench()
-        ticket = one.call(pull({"a": ONES.clone()}), 5.0)
-        one.wait(4.9)
-        one.leader(1, Probed((), (Pending(1, "round 0 waits for rank 2"),)))
-        one.wait(0.1)
-        assert "round 0 waits for rank 2" in str(one.error(ticket))
 
     @pytest.mark.spec("R95")
     def test_stops_where_a_newer_life_has_its_rank(self) -> None:
@@ -319,10 +223,6 @@ class TestRefuses:
         assert (error.seq, error.code) == (1, ProtocolError.code)
         assert "worker 0 expects HELLO first" in error.text
 
-    def test_neighbour_without_hello_is_refused(self) -> None:
-        one = bench(knows=False)
-        assert "worker 0 expects HELLO first" in self.refusal(one, 1, ASKED, seq=1).text
-
     def test_another_protocol(self) -> None:
         one = bench()
         hello = Hello(9, 1, "2.0", 0, 2, 1, "here", 7)
@@ -350,11 +250,6 @@ class TestRefuses:
 
 
 class TestLeading:
-    def test_welcomes_a_neighbour(self) -> None:
-        one = bench(knows=False)
-        assert said(one.neighbour(1, HELLO), b"from 1") == [Welcome(1, 22, 3, 1)]
-        assert said(one.neighbour(1, HELLO), b"from 1") == [Welcome(1, 22, 3, 1)]
-
     def test_answers_along_the_newest_connection_of_a_life(self) -> None:
         one = bench()
         one.neighbour(1, WANTED, seq=5)
@@ -362,22 +257,6 @@ class TestLeading:
         one.take(one.core.on_packet(b"new", Packet(envelope, HELLO), one.now))
         effects = pulled(one, Pull)
         assert [type(message) for message in said(effects, b"new")] == [Pulled]
-
-    @pytest.mark.spec("R96", "R97")
-    def test_pushes_for_all_and_tells_them_when_the_server_has_it(self) -> None:
-        one = bench()
-        ticket = one.call(push({"c": torch.full((4,), 100.0)}, eager=False))
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), 10 * ONES, seq=9)
-        assert said(one.effects) == []
-        assert said(one.neighbour(1, ASKED, ONES, seq=5)) == [
-            Push(3, FLOAT, (0, 1, 2), 3.0, False, (Run(0, 4, 0),))
-        ]
-        assert values_of(one.sends(Push)[-1]) == [111.0] * 4
-        assert not one.is_done(ticket)
-        effects = one.ack(0, seq_of(one, Push))
-        assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
-        assert said(effects, b"from 2") == [Ack((Receipt(9, 0),))]
-        assert one.is_done(ticket)
 
     @pytest.mark.spec("R96")
     def test_gives_values_to_who_asked_for_them(self) -> None:
@@ -473,16 +352,6 @@ class TestLeading:
 class TestAway:
     """One that has joined pushes nothing: merged requests go without it, until all are back."""
 
-    @pytest.mark.spec("R97")
-    def test_bundles_do_not_wait_for_one_that_has_joined(self) -> None:
-        one = bench()
-        one.call(push({"c": ONES}))
-        one.neighbour(1, ASKED, ONES, seq=1)
-        assert not pushes(one)
-        one.neighbour(2, Join("kv", 1, False))
-        assert [message.ranks for message in pushes(one)] == [(0, 1)]
-        one.server(0, Ack((Receipt(seq_of(one, Push), 0),)))
-
     def test_all_are_back_when_this_worker_is(self) -> None:
         one = bench()
         one.neighbour(2, Join("kv", 1, False))
@@ -540,21 +409,6 @@ class TestAskedAfter:
         assert said(one.neighbour(1, Probe((4, 5, 6)))) == [Probed((4, 6), ())]
         assert said(one.neighbour(1, Probe((5,)))) == [Probed((), ())], "it is heard"
 
-    def test_lets_a_bundle_go(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        one.neighbour(1, Probe((5,)))
-        one.wait(HURRY_S - 0.01)
-        assert pushes(one) == []
-        one.wait(0.01)
-        assert [message.ranks for message in pushes(one)] == [(1,)]
-
-    def test_lets_it_go_after_a_while_in_any_case(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        one.wait(WAIT_MAX_S)
-        assert [message.ranks for message in pushes(one)] == [(1,)]
-
     def test_tells_why_it_waits_once_the_server_has_said_so(self) -> None:
         one = bench()
         one.neighbour(1, WANTED, seq=5)
@@ -590,23 +444,6 @@ class TestAskedAfter:
         effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 0"),)))
         assert said(effects, b"from 1") == [Probed((), (Pending(5, "round 0 waits for rank 0"),))]
         assert said(effects, b"from 2") == [], "it wants no values"
-
-    def test_leaders_own_call_names_the_reason(self) -> None:
-        one = bench()
-        ticket = one.call(pull({"c": ONES.clone()}), 5.0)
-        one.wait(4.9)
-        assert said(one.effects, "server 0")[-1] == Probe((seq_of(one, Pull),))
-        one.server(0, Probed((), (Pending(seq_of(one, Pull), "round 0 waits for rank 4"),)))
-        one.wait(0.1)
-        assert "round 0 waits for rank 4" in str(one.error(ticket))
-
-    def test_leaders_own_flush_sends_the_merged_push(self) -> None:
-        one = bench()
-        one.call(push({"c": ONES}))
-        ticket = one.call(calls.Flush("kv"))
-        one.wait(HURRY_S)
-        one.ack(0, seq_of(one, Push))
-        assert one.is_done(ticket)
 
 
 def at_once(one: Bench) -> None:
@@ -673,14 +510,6 @@ class TestNewLife:
         assert values_of(one.sends(Push)[-1]) == [32.0] * 4
 
 
-def test_a_lost_neighbour_is_not_waited_for() -> None:
-    one = bench()
-    one.neighbour(1, ASKED, ONES, seq=5)
-    one.call(push({"c": ONES}))
-    one.view(one.seat(Node(Role.WORKER, 2), "lost"))
-    assert [message.ranks for message in pushes(one)] == [(0, 1)]
-
-
 # --- what must not go wrong -----------------------------------------------------------------------
 
 
@@ -696,15 +525,6 @@ def test_push_of_a_leader_alone_is_a_copy_of_the_users_memory() -> None:
 
 
 class TestALeaderThatIsHeldAndDoesNotSpeak:
-    def test_is_not_waited_for(self) -> None:
-        one = bench(knows=False)
-        one.neighbour(1, HELLO)
-        one.call(push({"a": ONES}))
-        one.wait(MUTE_AFTER_S - 0.1)
-        assert pushes(one) == []
-        one.wait(0.2 + 1.0)
-        assert [message.ranks for message in pushes(one)] == [(0,)]
-
     def test_leads_again_when_it_speaks(self) -> None:
         one = bench()
         one.call(push({"a": ONES}))
@@ -724,14 +544,6 @@ class TestALeaderThatIsHeldAndDoesNotSpeak:
         one.call(push({"a": ONES}))
         assert [message.runs[0].number for message in pushes(one, "worker 1")] == [0]
         assert [message.runs[0].number for message in pushes(one, "worker 2")] == [1]
-
-    def test_but_one_that_answers_probes_is(self) -> None:
-        one = bench()
-        one.call(push({"a": ONES}))
-        for _ in range(10):
-            one.wait(2.0)
-            one.leader(1, Probed((), ()))
-        assert pushes(one) == []
 
 
 def test_a_leader_that_came_back_on_another_machine_is_no_leader() -> None:
@@ -793,20 +605,3 @@ class TestEpoch:
         assert said(one.neighbour(1, Probe((51,)))) == [Probed((51,), ())]
         one.neighbour(1, ASKED, ONES, seq=51)
         assert said(one.neighbour(1, Probe((51,))))[0] == Probed((), ()), "it is taken in"
-
-    def test_request_to_a_leader_is_not_repeated(self) -> None:
-        one = bench()
-        ticket = one.call(push({"a": ONES}))
-        assert len(pushes(one, "worker 1")) == 1
-        seq = seq_of(one, Push, "worker 1")
-        self.begin(one)
-        one.leader(1, Ack((Receipt(seq, 0),)))
-        one.wait(10.0)
-        assert pushes(one, "worker 1") == []
-        assert pushes(one) == []
-        assert one.finish(ticket) is None, "its store finds its keys first"
-
-    def test_worker_without_neighbours_has_nothing_to_forget(self) -> None:
-        one = bench(machines=(1, 1, 1))
-        self.begin(one)
-        assert not [it for it in one.effects if isinstance(it, Listen)]

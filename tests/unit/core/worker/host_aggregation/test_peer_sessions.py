@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.core.worker.host_aggregation.peer_sessions import PeerSessions
-from kvps.errors import Fenced, Mismatch, ProtocolError
+from kvps.errors import Fenced, ProtocolError
 from kvps.protocol.envelope import PROTOCOL, Envelope, Role
 from kvps.protocol.membership import Hello, Probe
 
@@ -35,15 +33,6 @@ def test_worker_without_hello_is_refused(sessions: PeerSessions) -> None:
         sessions.of(b"x", from_peer(incarnation=6))
 
 
-def test_the_session_goes_on_along_another_connection(sessions: PeerSessions) -> None:
-    assert sessions.begin(b"x", from_peer(), HELLO)
-    peer = sessions.of(b"x", from_peer())
-    assert not sessions.begin(b"y", from_peer(), HELLO)
-    assert peer.route == b"y"
-    assert sessions.of(b"z", from_peer()) is peer
-    assert peer.route == b"z"
-
-
 def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None:
     sessions.begin(b"x", from_peer(), HELLO)
     sessions.learn({1: 6})
@@ -53,25 +42,3 @@ def test_a_new_incarnation_fences_the_one_before(sessions: PeerSessions) -> None
     assert sessions.admit(from_peer(incarnation=6), Probe)
     with pytest.raises(Fenced, match="incarnation 5 was replaced by incarnation 6"):
         sessions.admit(from_peer(), Probe)
-
-
-@pytest.mark.spec("R241")
-def test_an_incarnation_that_the_view_does_not_name_yet_is_not_served(sessions: PeerSessions) -> None:
-    sessions.learn({1: 5})
-    assert not sessions.admit(from_peer(incarnation=6), Hello)
-    assert sessions.admit(from_peer(), Hello)
-    with pytest.raises(ProtocolError, match="expects HELLO first"):
-        sessions.admit(from_peer(), Probe)
-
-
-@pytest.mark.parametrize("more", [{"job": bytes([1] * 16)}, {"rank": 2}, {"role": Role.SERVER}])
-def test_others_are_no_neighbours(sessions: PeerSessions, more: dict[str, object]) -> None:
-    sessions.learn({0: 4, 1: 5})
-    with pytest.raises(Mismatch, match="is not a neighbour of worker 0"):
-        sessions.admit(from_peer(**more), Hello)
-
-
-def test_another_version_of_the_protocol_is_refused(sessions: PeerSessions) -> None:
-    with pytest.raises(ProtocolError, match="install one version everywhere"):
-        sessions.begin(b"x", from_peer(), replace(HELLO, major=PROTOCOL[0] + 1))
-    assert list(sessions) == []
