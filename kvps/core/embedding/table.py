@@ -161,7 +161,7 @@ class EmbeddingRows:
 
         Args:
             ids: each named once.
-            gradients: [len(ids), dim], contiguous, of the type :attr:`summed_in`. They are used up.
+            gradients: [len(ids), dim], contiguous, of the type :attr:`summed_in`; they are only read.
             version: what the table's version is by this; 1 or more.
             step: how many updates the table has had, this one included.
         """
@@ -212,7 +212,7 @@ class EmbeddingRows:
     def _update(self, slots: Slots, gradients: torch.Tensor, step: int) -> None:
         placed = self._arenas.places_to_write(slots)
         terms = Terms(step, *self._hyper.for_key(""))
-        update_placed(placed.pop(WEIGHT), placed, gradients, self.updater, terms)
+        update_placed(placed.pop(WEIGHT), placed, gradients, self.updater, terms, is_read=True)
 
     # --- rows that go -----------------------------------------------------------------------------
 

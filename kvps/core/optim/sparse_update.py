@@ -80,9 +80,18 @@ def update_rows(
 
 
 def update_placed(
-    weights: Placed, state: dict[str, Placed], rows: Tensor, updater: Updater, terms: Terms
+    weights: Placed,
+    state: dict[str, Placed],
+    rows: Tensor,
+    updater: Updater,
+    terms: Terms,
+    *,
+    is_read: bool = False,
 ) -> None:
-    """Update rows of a table in place, as :func:`update_rows` does, where each column has them elsewhere."""
+    """Update rows of a table in place, as :func:`update_rows` does, where each column has them elsewhere.
+
+    With ``is_read``, gradients are only read.
+    """
     tensor, ids = weights
     at_once = max(1, BLOCK_COUNT // max(1, tensor.shape[1]))
     for begin in range(0, len(ids), at_once):
@@ -92,7 +101,7 @@ def update_placed(
         shape = weight.shape if updater.is_by_row else (-1,)
         updater.apply(
             weight.view(shape),
-            rows[some].view(shape),
+            (rows[some].clone() if is_read else rows[some]).view(shape),
             states if updater.is_by_row else {name: part.view(-1) for name, part in states.items()},
             terms,
         )

@@ -322,7 +322,7 @@ class Table(Rule):
 
     def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
         """Update the rows of a table; the element becomes their number."""
-        rows, total = embedding_of(self.chunk), due.sum.gathered()
+        rows, total = embedding_of(self.chunk), due.sum.gathered(is_read=True)
         before = len(rows)
         span.step += 1
         rows.push(total.ids.numpy(), total.rows, version=span.version + 1, step=span.step)

@@ -56,6 +56,10 @@ def test_held_arenas_keep_their_values(small: Arenas) -> None:
     mine = [one.columns["weight"].data_ptr() for one in small]
     theirs = [one.columns["weight"].data_ptr() for one in kept]
     assert [a == b for a, b in zip(mine, theirs, strict=True)] == [False, True, True]
+    both = np.array([1, 14])  # in an arena that is ours by now, and in one that is held
+    small.write(both, {"weight": torch.full((2, 2), 7.0), "sum": torch.zeros(2, 2).half()})
+    assert small.weights(both).tolist() == [[7.0, 7.0]] * 2
+    assert kept[2].columns["weight"][6].tolist() == [28.0, 29.0]
     release()
     small.write(np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()})
     assert second[1].columns["weight"][1].tolist() == [10.0, 11.0]

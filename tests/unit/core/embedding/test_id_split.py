@@ -21,18 +21,18 @@ CASES = {
     "repeated, of 64 bits": WIDE,
     "the widest that are sorted with their positions": np.array([2**61 - 1, 2**61 - 1, 0]),
     "the narrowest that are not": np.array([2**61, 2**61, 0]),
-    "the widest that are sorted with one of three servers": np.array([2**59 - 1, 2**59 - 1, 0]),
-    "the narrowest that are not sorted so": np.array([2**59, 2**59, 0]),
 }
 
 
-TABLES = [*CASES, "one table of them all"]
+TABLES = [*CASES, "one table of them all", "tables of few bits"]
 
 
 @pytest.fixture(params=TABLES)
 def given_ids(request: pytest.FixtureRequest) -> list[Ids]:
     if request.param in CASES:
         return [CASES[request.param]]
+    if request.param == "tables of few bits":
+        return [NARROW, NARROW[:0], GENERATOR.permutation(500), NARROW[:7]]
     return [*CASES.values(), NARROW]
 
 
