@@ -17,7 +17,8 @@ Ids are Zipf-distributed, and clicks are drawn from a planted function of them. 
 Each turn starts every way anew, in another order: two workers, for kvps two servers, and one thread of torch
 in each process. All ways begin with the same rows and weights, and see the same examples. The losses of
 ``kvps sync``, ``ddp gloo`` and ``torchrec`` agree in each step within ``EXACT``. In the other ways of kvps
-their mean over the last half agrees within ``STALE`` of it. Otherwise the exit code is 1.
+their mean over the last half agrees within ``STALE`` of it. Otherwise the exit code is 1. With Adagrad means
+are compared in all ways: the sign of a gradient that is nearly 0 decides about its first step.
 
 Printed are medians of the slower rank in ms, for a step and its phases: the lookup of rows; forward and
 backward of the dense part, in which DDP exchanges gradients; backward of the tables, which pushes; and the
@@ -57,30 +58,34 @@ else:
     from click_model_worker import PHASES, RATES, STORES, Task, first_values
 
 WORKERS, SERVERS = 2, 2
-EXACT, STALE = 1e-4, 0.003
+EXACT, STALE = 1e-5, 0.001
 WAYS = ("kvps sync", "kvps async", "kvps hybrid", "ddp gloo", "torchrec", "alone")
 EXACT_WAYS = ("kvps sync", "kvps apart", "ddp gloo", "torchrec")
 STALE_WAYS = ("kvps async", "kvps hybrid")
 WORKER = Path(__file__).with_name("click_model_worker.py")
 
 
-def demand(losses: dict[str, list[list[float]]]) -> list[str]:
+def demand(losses: dict[str, list[list[float]]], optimizer: str = "sgd") -> list[str]:
     """Check that all ways learned the same; return the differences, in words.
 
     Args:
         losses: way -> rank -> loss of each step.
+        optimizer: of the tables.
 
     Raises:
         ValueError: if two ways differ by more than they may.
     """
     exact = [way for way in EXACT_WAYS if way in losses]
+    stale = [way for way in STALE_WAYS if way in losses]
+    if optimizer == "adagrad":
+        exact, stale = exact[:1], [*exact[1:], *stale]
     told = []
     for way in exact[1:]:
         most = np.abs(np.subtract(losses[way], losses[exact[0]])).max()  # which is NaN where any is
         told.append(f"{way} and {exact[0]} differ by {most:.1e}")
         if not most <= EXACT:
             raise ValueError(f"{told[-1]} in the loss of a step; {EXACT} is allowed")
-    for way in [way for way in STALE_WAYS if way in losses]:
+    for way in stale:
         if exact:
             share = abs(late(losses[way]) / late(losses[exact[0]]) - 1)
             told.append(f"{way} and {exact[0]} by {share:.2%} at the end")
@@ -150,7 +155,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=1024, help="examples of a worker in a step")
     parser.add_argument("--steps", type=int, default=40, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--optimizer", choices=RATES, default="adagrad", help="of the tables")
+    parser.add_argument("--optimizer", choices=RATES, default="sgd", help="of the tables")
     parser.add_argument("--torchrec-python", metavar="PATH", help="a Python that has torchrec")
     parser.add_argument("--ways", nargs="*", choices=[*WAYS, "kvps apart"], default=WAYS)
     parser.add_argument("--json", type=Path, help="write all reports to this file")
@@ -183,7 +188,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for turn in range(given.turns):
             losses = {way: [report["losses"] for report in found[way][turn]] for way in found}
-            print(f"losses of turn {turn + 1}: {'; '.join(demand(losses)) or 'nothing to compare'}")
+            compared = "; ".join(demand(losses, given.optimizer)) or "nothing to compare"
+            print(f"losses of turn {turn + 1}: {compared}")
     except ValueError as error:
         print(f"not the same model: {error}", file=sys.stderr)
         return 1

@@ -30,8 +30,8 @@ SEED = 7
 ZIPF = 1.05
 BOUND = 0.25
 """First values of rows are uniform between this and its negative."""
-RATES = {"sgd": 20.0, "adagrad": 0.2}
-"""Optimizer of the tables -> its learning rate. A row is in few examples of a mean, so sgd's is large."""
+RATES = {"sgd": 1.0, "adagrad": 0.2}
+"""Optimizer of the tables -> its learning rate; that of sgd is for a sum over the examples of a worker."""
 DENSE_RATE = 0.1
 WARM_UP = 5
 PHASES = ("lookup", "dense", "push", "step")
@@ -53,6 +53,11 @@ class Task(NamedTuple):
     """Timed steps; WARM_UP come before."""
     optimizer: str
     """Of the tables: a name of RATES. The dense part has sgd."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the tables, for means."""
+        return RATES[self.optimizer] * (self.batch if self.optimizer == "sgd" else 1)
 
     @property
     def all_steps(self) -> int:
@@ -146,7 +151,7 @@ def with_kvps(way: str, task: Task, tower: nn.Module) -> tuple[Lookup, nn.Module
     tables, dense = STORES[way]
     kv = kvps.create(tables, name="tables")
     rates = {kind: 1.0 if kind == "dist_sync" else 1 / kv.num_workers for kind in (tables, dense)}
-    rate = RATES[task.optimizer] * rates[tables]  # without rounds each worker's mean is a step of its own
+    rate = task.rate * rates[tables]  # without rounds each worker's mean is a step of its own
     hyper = {"init": ("uniform", BOUND), "optimizer": task.optimizer, "lr": rate}
     names = [name_of(table) for table in range(task.tables)]
     modules = {name: kvps.torch.Embedding(kv.embedding(name, task.dim, **hyper)) for name in names}
@@ -219,7 +224,7 @@ def with_ddp(task: Task, tower: nn.Module, first: Any) -> tuple[Lookup, nn.Modul
     torch.sparse.check_sparse_tensor_invariants.disable()  # as they are, without a warning
     bags = nn.parallel.DistributedDataParallel(Bags(task, first))
     kind = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[task.optimizer]
-    optimizer = kind(bags.parameters(), lr=RATES[task.optimizer])
+    optimizer = kind(bags.parameters(), lr=task.rate)
 
     def finish() -> None:
         optimizer.step()
@@ -247,7 +252,7 @@ def with_torchrec(task: Task, tower: nn.Module, first: Any) -> tuple[Lookup, nn.
         for name in names
     ]
     kind = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ADAGRAD}[task.optimizer]
-    fused = {"optimizer": kind, "learning_rate": RATES[task.optimizer], "eps": 1e-10}
+    fused = {"optimizer": kind, "learning_rate": task.rate, "eps": 1e-10}
     sharders: Any = [EmbeddingBagCollectionSharder(fused_params=fused)]
     collection = torchrec.EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
     size = torch.distributed.get_world_size()
