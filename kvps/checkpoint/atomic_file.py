@@ -82,8 +82,11 @@ def replacing(path: Path, aside: Path | None = None) -> Iterator[Path]:
 
     Raises:
         OSError: if it cannot be put there. Nothing is left under the other name. If only the folder
-            could not be forced to disk, ``path`` is there already, whole.
+            could not be forced to disk, ``path`` is there already, whole. What is there and no file, such as
+            a device, is not replaced.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "there is something that is not a file", str(path))
     if aside is None:
         aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
     try:

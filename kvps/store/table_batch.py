@@ -13,6 +13,7 @@ from itertools import groupby, pairwise
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvps.core.embedding.id_split import SplitIds
@@ -168,9 +169,13 @@ def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
     """
     if isinstance(ids, torch.Tensor):
         tensor = ids.detach()
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise Mismatch(f"{what} are a dense tensor with values, got {tensor.layout} on {tensor.device}")
     else:
         try:
             array = np.asarray(ids)
+            if array.dtype == np.float64 and not isinstance(ids, np.ndarray):
+                array = _unsigned(ids, array)
             if array.dtype == np.uint64:
                 array = array.view(np.int64)
             tensor = torch.from_numpy(array.astype(np.int64) if array.size == 0 else array.copy())
@@ -179,6 +184,12 @@ def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise Mismatch(f"{what} are whole numbers, got {tensor.dtype}")
     return tensor.to(torch.int64)
+
+
+def _unsigned(ids: object, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return unsigned ids in lists, some of them above 2**63, of which numpy makes floats; or ``array``."""
+    objects = np.asarray(ids, dtype=object)
+    return array if any(type(one) is not int for one in objects.flat) else objects.astype(np.uint64)
 
 
 def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:

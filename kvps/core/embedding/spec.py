@@ -144,12 +144,21 @@ class EmbeddingSpec:
             )
         return self
 
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The arguments of ``kv.embedding`` by name, defaults filled in."""
+        first = [self.dim, self.dtype, tuple(self.first), self.seed, self.admit, self.max_age, self.max_rows]
+        names = ("dim", "dtype", "init", "seed", "admit", "evict age", "evict rows")
+        return {
+            **dict(zip(names, first, strict=True)),
+            "optimizer": self.hyper.name,
+            **self.hyper.values,
+        }
+
     def difference(self, other: EmbeddingSpec) -> str:
-        """Return the name of the first field in which two specifications differ; "" if they agree."""
-        for name in ("dim", "dtype", "first", "seed", "admit", "max_age", "max_rows", "hyper"):
-            if getattr(self, name) != getattr(other, name):
-                return name
-        return ""
+        """Return the first argument in which two specifications differ; "" if they agree."""
+        theirs = other.arguments
+        return next((name for name, value in self.arguments.items() if theirs.get(name) != value), "")
 
 
 def columns_of(recipe: EmbeddingSpec) -> dict[str, tuple[torch.dtype, int]]:
@@ -225,9 +234,9 @@ def recipe_of(
 
 
 def _whole(name: str, value: object, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name}={value!r:.40}: give a whole number, {least} or more")
-    return value
+    return int(value)
 
 
 def message_of(store: str, key: str, recipe: EmbeddingSpec) -> Embed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,34 @@ def test_halves_are_summed_wide(kv: Any) -> None:
     assert table.dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("ids", ["one", [1.5], [True], [[1], [2, 3]], [2**64], None, [object()]])
+@pytest.mark.parametrize(
+    "ids", ["one", [1.5], [True], [[1], [2, 3]], [2**64], None, [object()], [2**63, -1], [2**63, 1.0]]
+)
 def test_ids_that_are_none_are_refused(table: kvps.EmbeddingTable, ids: object) -> None:
     with pytest.raises(Mismatch, match="ids are whole numbers"):
         table.pull(ids)
+
+
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([0, 1]).to_sparse(), torch.empty(2, dtype=torch.int64, device="meta")]
+)
+def test_tensors_that_are_not_read_by_index_are_refused(
+    table: kvps.EmbeddingTable, ids: torch.Tensor
+) -> None:
+    with pytest.raises(Mismatch, match=r"ids are a dense tensor with values, got torch\.s"):
+        table.pull(ids)
+
+
+def test_unsigned_ids_of_a_list_may_lie_on_both_sides_of_the_sign(table: kvps.EmbeddingTable) -> None:
+    """numpy makes floats of such a list, which merge ids."""
+    hashes = [2**64 - 1, 7, 2**63, 2**63 + 1]
+    table.push(hashes, torch.arange(8.0).view(4, 2))
+    assert table.pull([[2**63 + 1], [7]]).tolist() == [[[-6.0, -7.0]], [[-2.0, -3.0]]]
+    assert torch.equal(table.pull(torch.tensor(hashes, dtype=torch.uint64)), table.pull(hashes))
+
+
+def test_arguments_may_be_numbers_of_numpy(kv: Any) -> None:
+    assert kv.embedding("n", np.int64(3), admit=np.uint8(2), evict={"rows": np.int32(9)}).dim == 3
 
 
 @pytest.mark.parametrize(
@@ -80,8 +105,18 @@ def test_a_table_is_asked_for_again_with_the_same_arguments(kv: Any, table: kvps
     assert kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=1.0) is table
     with pytest.raises(Mismatch, match="another dim"):
         kv.embedding("t", 3, init="zeros", optimizer="sgd", lr=1.0)
-    with pytest.raises(Mismatch, match="another hyper"):
+    with pytest.raises(Mismatch, match="another lr"):
         kv.embedding("t", 2, init="zeros", optimizer="sgd", lr=2.0)
+
+
+def test_an_export_replaces_files_alone(table: kvps.EmbeddingTable, tmp_path: Path) -> None:
+    """By root, a device such as /dev/null would otherwise become a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(StorageError, match="not a file"):
+        table.export(pipe)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
 
 
 @pytest.mark.parametrize("name", ["", "x" * 250, 5, "a\nb", "kvps.embedding:x"])
@@ -190,6 +225,6 @@ def test_checkpoints_have_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert torch.equal(table.pull(ids), expected)
     with kvps.create("local") as kv:
         other = kv.embedding("t", 2, init="zeros")
-        with pytest.raises(Mismatch, match="another first"):
+        with pytest.raises(Mismatch, match="another init"):
             kv.restore()
         assert len(other) == 0

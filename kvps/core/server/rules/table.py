@@ -88,7 +88,7 @@ def embed(store: ServerStore, key: str, recipe: EmbeddingSpec, server: int, serv
     if difference := there.difference(recipe):
         raise Mismatch(
             f"table {name_of(key)!r} of store {store.name!r} has {difference} "
-            f"{getattr(there, difference)!s:.100}, but {getattr(recipe, difference)!s:.100} "
+            f"{there.arguments[difference]}, but {recipe.arguments.get(difference)} "
             f"was requested; give the same arguments on every worker"
         )
     return piece

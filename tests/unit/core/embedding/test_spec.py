@@ -69,5 +69,6 @@ def test_recipes_differ_in_something_that_has_a_name() -> None:
     recipe = made()
     assert recipe.difference(made()) == ""
     assert recipe.difference(made(seed=1)) == "seed"
-    assert recipe.difference(made(lr=3.0)) == "hyper"
+    assert recipe.difference(made(lr=3.0)) == "lr"
+    assert recipe.difference(made(optimizer="adam")) == "optimizer"
     assert recipe.difference(replace(recipe, dim=5)) == "dim"

@@ -114,8 +114,8 @@ def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
     ("message", "match"),
     [
         (embed(dim=3), "Mismatch: table 'words'.*has dim 2, but 3 was requested"),
-        (embed(lr=2.0), "Mismatch: table 'words'.*has hyper"),
-        (embed(init="normal"), "Mismatch: .*has first"),
+        (embed(lr=2.0), "Mismatch: table 'words'.*has lr 1.0, but 2.0 was requested"),
+        (embed(init="normal"), r"Mismatch: .*has init \('zeros', 0.0\), but \('normal', 0.01\) was"),
         (Embed("kv", "words", 1, 2, "zeros", 0.0, 9, 1, 0, 0, "sgd", {}), "ProtocolError: .*begins"),
         (Embed("kv", KEY, 1, 2, "ones", 0.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init='ones'"),
         (Embed("kv", KEY, 1, 2, "normal", -1.0, 9, 1, 0, 0, "sgd", {}), "ConfigError: init 'normal'"),

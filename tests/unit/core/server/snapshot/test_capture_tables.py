@@ -181,7 +181,7 @@ def test_a_store_goes_back_to_what_it_was() -> None:
 def test_another_table_of_this_name_is_refused() -> None:
     one = trained()
     before = one.rows()
-    with pytest.raises(Mismatch, match="table 't' of store 'kv' has another hyper in the"):
+    with pytest.raises(Mismatch, match="table 't' of store 'kv' has another lr in the"):
         one.stage.revive(trained(lr=2.0).image())
     assert one.rows() == before
 
