@@ -189,7 +189,7 @@ def ids_of(ids: object, what: str = "ids") -> torch.Tensor:
 def _unsigned(ids: object, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return unsigned ids in lists, some of them above 2**63, of which numpy makes floats; or ``array``."""
     objects = np.asarray(ids, dtype=object)
-    return array if any(type(one) is not int for one in objects.flat) else objects.astype(np.uint64)
+    return array if any(type(each) is not int for each in objects.flat) else objects.astype(np.uint64)
 
 
 def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Tensor:
