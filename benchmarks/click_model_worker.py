@@ -30,7 +30,7 @@ SEED = 7
 ZIPF = 1.05
 BOUND = 0.25
 """First values of rows are uniform between this and its negative."""
-RATES = {"sgd": 1.0, "adagrad": 0.2}
+RATES = {"sgd": 0.3, "adagrad": 0.2}
 """Optimizer of the tables -> its learning rate; that of sgd is for a sum over the examples of a worker."""
 DENSE_RATE = 0.1
 WARM_UP = 5
