@@ -10,19 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from kvps.errors import KvpsError
 from kvps.protocol.envelope import Envelope, Message, Packet
-
-T = TypeVar("T", bound=tuple[Any, ...])
-
-
-def maker(kind: type[T]) -> Callable[[tuple[Any, ...]], T]:
-    """Return what makes a named tuple of the tuple of all its fields, without a Python call."""
-    return partial(tuple.__new__, kind)
-
 
 Route = str | bytes
 """A way to a peer: the name of a connection that we opened (``"scheduler"``, ``"server 1"``), or

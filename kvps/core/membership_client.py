@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send, maker
+from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, Unauthorized, from_code
-from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role, maker
 
 SCHEDULER: Route = "scheduler"
 _envelope = maker(Envelope)

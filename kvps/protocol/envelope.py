@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, TypeVar, dataclass_transform
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
 
 PROTOCOL = (1, 0)
 """Major and minor number of the protocol; another major number is refused at HELLO."""
@@ -49,6 +50,14 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         return "scheduler" if self.role is Role.SCHEDULER else f"{self.role} {self.rank}"
+
+
+T = TypeVar("T", bound=tuple[Any, ...])
+
+
+def maker(kind: type[T]) -> Callable[[tuple[Any, ...]], T]:
+    """Return what makes a named tuple of the tuple of all its fields, without a Python call."""
+    return partial(tuple.__new__, kind)
 
 
 class Envelope(NamedTuple):

@@ -33,7 +33,6 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from functools import partial
 from itertools import starmap
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -54,6 +53,7 @@ from kvps.protocol.envelope import (
     Message,
     Packet,
     Role,
+    maker,
 )
 from kvps.protocol.membership import View
 from kvps.protocol.stores import Entry
@@ -99,9 +99,7 @@ _ROLES: dict[int, Role] = {role.value: role for role in Role}
 _unpack_head = struct.Struct(HEAD.format.replace("x", "B")).unpack_from
 """Reads the reserved octet, too."""
 _size: Callable[[Loan], int] = attrgetter("size")
-_tuple: Callable[..., Any] = tuple.__new__
-"""Makes a named tuple, without the function in Python that its class has."""
-_loan: Callable[[Iterable[int]], Loan] = partial(_tuple, Loan)
+_envelope, _loan, _packet = maker(Envelope), maker(Loan), maker(Packet)
 
 _Z85 = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
@@ -187,7 +185,7 @@ def read_envelope(frames: Sequence[memoryview]) -> Unread:
         raise ProtocolError(f"no role has number {number}")
     if incarnation > _INT_MAX or seq > _INT_MAX:
         raise ProtocolError(f"incarnation {incarnation} or seq {seq} is over 2^63-1")
-    return _tuple(Envelope, (job, view, role, rank, incarnation, seq)), kind, head, payload, lent
+    return _envelope((job, view, role, rank, incarnation, seq)), kind, head, payload, lent
 
 
 def read_body(unread: Unread) -> Packet:
@@ -203,7 +201,26 @@ def read_body(unread: Unread) -> Packet:
         if not bytes(numbers[::8]).isascii():  # the first octet of each number
             raise ProtocolError("a number in a loan is over 2^63-1")
         loans = tuple(map(_loan, LOAN.iter_unpack(numbers)))
-    values, (declared, required) = _unpack(head[at:]), _FIELDS[kind]
+    try:
+        values = msgpack.unpackb(
+            head[at:],
+            use_list=False,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_no_twins,
+            max_array_len=ARRAY_MAX,
+            max_map_len=ARRAY_MAX,
+            max_str_len=TEXT_MAX,
+            max_bin_len=0,
+            max_ext_len=0,
+        )
+    except KvpsError:
+        raise
+    except Exception as error:  # msgpack raises a dozen classes; all mean the same here
+        raise ProtocolError(f"the fields are not msgpack: {type(error).__name__}") from error
+    if type(values) is not tuple:
+        raise ProtocolError(f"the fields are not an array but {type(values).__name__}")
+    declared, required = _FIELDS[kind]
     if not required <= len(values) <= len(declared):
         raise ProtocolError(f"{kind.__name__} has {required} to {len(declared)} fields, got {len(values)}")
     message = kind(*_checked(declared, values))
@@ -220,8 +237,7 @@ def read_body(unread: Unread) -> Packet:
             )
         if max(got) > FRAME_BYTES_MAX:
             raise ProtocolError(f"a payload frame is over {FRAME_BYTES_MAX} octets: {got!s:.60}")
-    packet: Packet = _tuple(Packet, (envelope, message, payload, loans))
-    return packet
+    return _packet((envelope, message, payload, loans))
 
 
 def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
@@ -246,29 +262,6 @@ def _sum(message: Load | Push, sizes: tuple[int, ...]) -> int:
     if any(size % itemsize for size in sizes):
         raise ProtocolError(f"a loan of {sizes!s:.60} octets ends within an element of {itemsize}")
     return sum(sizes)
-
-
-def _unpack(body: memoryview) -> tuple[object, ...]:
-    try:
-        values = msgpack.unpackb(
-            body,
-            use_list=False,
-            raw=False,
-            strict_map_key=True,
-            object_pairs_hook=_no_twins,
-            max_array_len=ARRAY_MAX,
-            max_map_len=ARRAY_MAX,
-            max_str_len=TEXT_MAX,
-            max_bin_len=0,
-            max_ext_len=0,
-        )
-    except KvpsError:
-        raise
-    except Exception as error:  # msgpack raises a dozen classes; all mean the same here
-        raise ProtocolError(f"the fields are not msgpack: {type(error).__name__}") from error
-    if type(values) is not tuple:
-        raise ProtocolError(f"the fields are not an array but {type(values).__name__}")
-    return values
 
 
 def _no_twins(pairs: list[tuple[object, object]]) -> dict[object, object]:

@@ -21,7 +21,6 @@ from itertools import pairwise
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import maker
 from kvps.core.server.chunks.rounds import Span
 from kvps.core.server.chunks.slab import Buffer, Chunk, Chunks
 from kvps.core.server.context import RequestContext, StoreQuorum
@@ -32,6 +31,7 @@ from kvps.core.server.store import ServerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, ProtocolError
 from kvps.phrases import ranks_in_words
+from kvps.protocol.envelope import maker
 from kvps.tensors import to_frame
 
 _stand = maker(p.Stand)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvps.core.effects import Effect, Hold, Route, Send, maker
+from kvps.core.effects import Effect, Hold, Route, Send
 from kvps.core.limits import Limits, remedy
 from kvps.core.liveness import quiet_in_words
 from kvps.core.membership_client import MembershipClient, Quorum
@@ -22,7 +22,7 @@ from kvps.core.server.meter import Meter
 from kvps.core.server.sessions import WATCHED_MAX, Describe, Link, PendingRead, PendingRequest, Session
 from kvps.core.server.store import ServerStore
 from kvps.errors import Fenced, KvpsError, Mismatch, Overload, ProtocolError, Unauthorized
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Envelope, Message, Packet, Role, maker
 from kvps.protocol.membership import Error, Ping, Pong, Return, View
 from kvps.protocol.stores import Declare, SetState
 from kvps.protocol.values import Push, PushRows, PushTables

@@ -26,7 +26,6 @@ import torch
 from kvps import protocol as p
 from kvps.compression import spec
 from kvps.compression.codecs import decode
-from kvps.core.effects import maker
 from kvps.core.gradients import DenseGradient, GradientSum
 from kvps.core.server.answer import Answers, check_held
 from kvps.core.server.chunks.rounds import PendingUpdate, Span, Verdict
@@ -38,7 +37,7 @@ from kvps.core.server.rules.table import TableRows
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import ConfigError, Mismatch, ProtocolError
-from kvps.protocol.envelope import Packet
+from kvps.protocol.envelope import Packet, maker
 
 
 class Ingest:

@@ -25,7 +25,7 @@ from itertools import chain, count
 import torch
 
 from kvps import protocol as p
-from kvps.core.effects import Copied, Finish, Note, Outbox, Send, maker
+from kvps.core.effects import Copied, Finish, Note, Outbox, Send
 from kvps.core.membership_client import SCHEDULER, MembershipClient
 from kvps.core.placement import JOIN_SERVER
 from kvps.core.worker.calls import Call, OnTimeout
@@ -38,7 +38,7 @@ from kvps.core.worker.host_aggregation.merge_queue import MergedRequest
 from kvps.core.worker.store import WorkerStore
 from kvps.core.worker.timeout_report import timeout_error
 from kvps.errors import KvpsError, from_code
-from kvps.protocol.envelope import Packet
+from kvps.protocol.envelope import Packet, maker
 from kvps.tensors import Memory, to_frame
 
 LAG_MAX_S = 10.0

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from kvps.compression.policy import KeyCompression
-from kvps.core.effects import maker
 from kvps.dtypes import BY_NAME, Spec
+from kvps.protocol.envelope import maker
 from kvps.protocol.values import Ask, Run, StepPart
 from kvps.tensors import Memory, unowned
 

@@ -34,15 +34,16 @@ class Lent:
     """The memory of this process that one peer may be reading."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
+        """How many leases were given."""
         self.open: dict[int, tuple[object, Hold | None]] = {}
         """By number, in order: what must stay alive, and what must stay unchanged."""
 
     def give(self, keep: object, hold: Hold | None) -> int:
         """Return the number of a new lease."""
-        self._count += 1
-        self.open[self._count] = (keep, hold)
-        return self._count
+        self.count += 1
+        self.open[self.count] = (keep, hold)
+        return self.count
 
     def release(self, message: Release) -> None:
         """The peer has returned leases."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 
 import torch
 
@@ -31,12 +32,14 @@ from kvps.net.shm.leases import Borrowed, Lent, PostingsOfPeer
 from kvps.net.shm.page_remap import PageRemapper
 from kvps.net.shm.segment import Mapping, Segment, Unshared
 from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals, Transport, Unserved
-from kvps.protocol.envelope import Envelope, Loan, Message, Packet
+from kvps.protocol.envelope import Envelope, Loan, Message, Packet, maker
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken
 from kvps.tensors import TORCH, keep_frame
 
 log = logging.getLogger("kvps")
+_nbytes: Callable[[memoryview], int] = attrgetter("nbytes")
+_packet, _loan = maker(Packet), maker(Loan)
 
 LOANS_MAX = 255
 """In how many places the payload of one packet may lie: a byte counts them."""
@@ -158,7 +161,7 @@ class SharingTransport:
             reader = self._readers.get(route)
             loans = None if reader is None else self._lend(reader, packet.payload, hold)
             if loans is not None:
-                packet, hold = Packet(envelope, message, (), loans), None
+                packet, hold = _packet((envelope, message, (), loans)), None
             elif len(packet.payload) > 1:
                 packet = _framed(packet)
         elif type(message) is Welcome:
@@ -186,11 +189,11 @@ class SharingTransport:
         arrivals = self._inner.poll(0.0 if owes else timeout_s)
         is_first = True
         for route, packet in arrivals:
-            if is_first:
-                self._take_back(self._peers.values())
+            if is_first or route in self._by_route:  # what it returned before it sent this
+                for peer in self._peers.values() if is_first else (self._by_route[route],):
+                    if peer.posts and peer.given.open:
+                        peer.given.release_below(peer.posted.before())
                 is_first = False
-            elif route in self._by_route:
-                self._take_back((self._by_route[route],))  # what it returned before it sent this
             try:
                 passed = self._take_in(route, packet)
             except KvpsError:
@@ -203,7 +206,9 @@ class SharingTransport:
                 yield route, passed
                 del passed
         if is_first:
-            self._take_back(self._peers.values())
+            for peer in self._peers.values():
+                if peer.posts and peer.given.open:
+                    peer.given.release_below(peer.posted.before())
             if owes:
                 self._owes(1)
         for peer in self._peers.values():
@@ -230,28 +235,26 @@ class SharingTransport:
         """Lend ``payload``; None if it is small, or does not lie in our segment."""
         segment = self._segment
         assert segment is not None, "nobody reads what there is not"
-        offsets, size_bytes = [], 0
+        if sum(map(_nbytes, payload)) < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
+            return None
+        lent, lease = [], peer.given.count + 1
         for frame in payload:
             offset = segment.offset_of(frame)
             if offset is None:
                 return None
-            offsets.append(offset)
-            size_bytes += frame.nbytes
-        if size_bytes < SHARE_MIN_BYTES or len(payload) > LOANS_MAX:
-            return None
-        lease, loans = peer.given.give(payload, hold), []
-        for offset, frame in zip(offsets, payload, strict=True):
-            loans.append(Loan(segment.nonce, lease, offset, frame.nbytes))
-        return tuple(loans)
+            lent.append(_loan((segment.nonce, lease, offset, frame.nbytes)))
+        peer.given.give(payload, hold)
+        return tuple(lent)
 
-    def _borrow(self, peer: Peer | None, packet: Packet) -> Packet:
+    @staticmethod
+    def _borrow(peer: Peer | None, packet: Packet) -> Packet:
         """Return ``packet`` with its payload where it lies in its sender's memory.
 
         Raises:
             ProtocolError: if that is not mapped here, or it comes too late.
         """
-        nonce, number = packet.loans[0].nonce, packet.loans[0].lease
-        sender, loans = packet.envelope, packet.loans
+        sender, message, _, loans = packet
+        nonce, number, _, _ = loans[0]
         if peer is None or peer.mapping.offer.nonce != nonce:
             raise ProtocolError(f"{sender.node} lends memory that is not mapped here")
         for loan in loans:
@@ -260,9 +263,12 @@ class SharingTransport:
         lease = peer.taken.take(number)
         if lease is None:
             raise ProtocolError(f"lease {number} of {sender.node} was already returned")
-        read = peer.mapping.read
-        payload = tuple([read(loan.offset, loan.size, lease).data for loan in loans])
-        return Packet(sender, packet.message, payload, loans)
+        payload = []
+        for _, _, offset, size_bytes in loans:
+            payload.append(
+                peer.mapping.read(offset, size_bytes, lease).data
+            )  # a comprehension is a call more
+        return _packet((sender, message, tuple(payload), loans))
 
     # --- receiving -------------------------------------------------------------------------------
 
@@ -397,12 +403,6 @@ class SharingTransport:
             log.warning("values travel in frames, not in shared memory: %s", reason)
 
     # --- giving back -----------------------------------------------------------------------------
-
-    def _take_back(self, peers: Iterable[Peer]) -> None:
-        """Write again where peers have posted that they read no more."""
-        for peer in peers:
-            if peer.posts and peer.given.open:
-                peer.given.release_below(peer.posted.before())
 
     def _owes(self, least: int) -> bool:
         """Give leases back: post it where that says everything; else by a RELEASE, where they are
