@@ -19,9 +19,15 @@ from kvps.errors import Mismatch
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 """A value from the user: a torch tensor on any device, or a numpy array."""
+Array1: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 
 TORCH: dict[str, torch.dtype] = {dtype.name: getattr(torch, dtype.name) for dtype in DTYPES}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
+
+
+SMALL_BYTES = 256 << 10
+"""Bytes up to which values are copied and added up without torch: with cold caches its first function takes
+some 50 us, and each other 20."""
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:

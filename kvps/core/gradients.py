@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat
 
+import numpy as np
 import torch
 
 from kvps.core.row_gradients import RowGradient, added
 from kvps.dtypes import BY_ID
-from kvps.tensors import accumulator, from_frame
+from kvps.tensors import NAMES, SMALL_BYTES, TORCH, Array1, accumulator, from_frame
 
 HALF = torch.float16, torch.bfloat16
 
@@ -27,22 +28,33 @@ HALF = torch.float16, torch.bfloat16
 class DenseGradient:
     """Flat tensors of one type, end to end. They are only read."""
 
-    __slots__ = ("_pieces", "edges")
+    __slots__ = ("_pieces", "dtype", "edges", "frame")
 
-    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+    def __init__(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> None:
         self._pieces = tuple(pieces)
+        self.frame: memoryview | None = None
+        """All elements, if they are few and no halves, and nobody has asked for tensors of them."""
+        self.dtype = dtype or self._pieces[0].dtype
+        """The type of its elements."""
         self.edges = tuple(accumulate(map(torch.Tensor.numel, pieces)))
         """The element at which each piece ends."""
 
     @classmethod
     def of(cls, payload: Sequence[memoryview], dtype: int) -> DenseGradient:
         """Return the elements that came in ``payload``: one frame, or loans of several places."""
-        return cls([*map(from_frame, payload, repeat(BY_ID[dtype].name))])
+        kind, frame = BY_ID[dtype], payload[0]
+        if len(payload) > 1 or kind.kind == "half" or not 0 < frame.nbytes <= SMALL_BYTES:
+            return cls([*map(from_frame, payload, repeat(kind.name))])
+        made = cls((), TORCH[kind.name])
+        made.frame, made.edges = frame, (frame.nbytes // kind.itemsize,)
+        return made
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The type of its elements."""
-        return self._pieces[0].dtype
+    def pieces(self) -> tuple[torch.Tensor, ...]:
+        """The tensors. They may be a copy of the frame, and may be written to."""
+        if self.frame is not None:
+            self._pieces, self.frame = (from_frame(self.frame, NAMES[self.dtype]),), None
+        return self._pieces
 
     def __len__(self) -> int:
         return self.edges[-1]
@@ -50,7 +62,7 @@ class DenseGradient:
     def within(self, start: int, stop: int) -> torch.Tensor:
         """Return the elements from ``start`` to ``stop``, which lie in one piece."""
         index = bisect_right(self.edges, start)
-        piece = self._pieces[index]
+        piece = self.pieces[index]
         begin = self.edges[index - 1] if index else 0
         if start == begin and stop == self.edges[index]:
             return piece
@@ -65,13 +77,13 @@ class DenseGradient:
 
     def to_sum(self) -> DenseGradient:
         """Return all elements in one piece, of the type in which sums are taken; itself if it is so."""
-        if len(self._pieces) == 1 and self._pieces[0].dtype not in HALF:
+        if len(self.edges) == 1 and self.dtype not in HALF:
             return self
         return DenseGradient([accumulator(self.joined())])
 
     def joined(self) -> torch.Tensor:
         """Return all elements in one piece; a copy if there were several."""
-        return self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
 
 Part = DenseGradient | RowGradient
@@ -133,6 +145,25 @@ class GradientSum:
             part.add_to(out, start, stop)
         if self.divisor != 1:
             out.div_(self.divisor)
+
+    def into_array(self, out: Array1) -> bool:
+        """Write the sum into ``out``; return whether that was done: if it is small, and no mean."""
+        if self.divisor != 1:
+            return False
+        arrays: list[Array1] = []
+        for part in self.parts:
+            frame = None if isinstance(part, RowGradient) else part.frame
+            if frame is None or frame.nbytes != out.nbytes or TORCH[out.dtype.name] != part.dtype:
+                return False
+            arrays.append(np.frombuffer(frame, out.dtype))
+        first, *others = arrays
+        if others:
+            np.add(first, others.pop(0), out=out)
+        else:
+            out[:] = first
+        for array in others:
+            np.add(out, array, out=out)
+        return True
 
     def whole(self) -> torch.Tensor:
         """Return the sum in memory of its own."""

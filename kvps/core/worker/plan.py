@@ -7,6 +7,7 @@ elements. From there on, no code on the path of a gradient knows of keys.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,12 +18,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.graph import increment_version
 
 from kvps.compression.policy import KeyCompression
 from kvps.dtypes import BY_NAME, Spec
 from kvps.protocol.envelope import maker
 from kvps.protocol.values import Ask, Run, StepPart
-from kvps.tensors import Memory, unowned
+from kvps.tensors import SMALL_BYTES, Memory, unowned
 
 HERE = ""
 """The route of values that do not leave this process."""
@@ -142,6 +144,8 @@ class ChunkSlice:
     """Shape of each segment: the key's if it is all of it, else its size."""
     _is_flat: bool = True
     """Every segment is one-dimensional, so that no tensor has to be viewed in another shape."""
+    octets: type[ctypes.Array[ctypes.c_ubyte]] | None = None
+    """The type of its bytes, if it is one segment that is copied without torch."""
     _windows: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     """Address of this share's elements -> a tensor for each segment."""
 
@@ -161,6 +165,8 @@ class ChunkSlice:
             self._is_flat = self._is_flat and len(self._shapes[-1]) == 1
             self.size += size
         self.payload_bytes = self.size * BY_NAME[self.dtype].itemsize
+        if len(self.segments) == 1 and 0 < self.payload_bytes <= SMALL_BYTES:
+            self.octets = ctypes.c_ubyte * self.payload_bytes
         if all(cut is None for _, cut in self._cuts):
             order = [index for index, _ in self._cuts]
             stop = order[0] + len(order)
@@ -226,7 +232,9 @@ class ChunkSlice:
             if len(pieces) <= PIECES_MAX and memory.lends(route, pieces):
                 return tuple(pieces)
         out = memory.empty(self.size, self.dtype)
-        if len(parts) == 1:
+        if self.octets is not None and parts[0].is_cpu and not parts[0].is_neg():
+            ctypes.memmove(out.data_ptr(), parts[0].data_ptr(), self.payload_bytes)
+        elif len(parts) == 1:
             out.copy_(parts[0] if self._is_flat else parts[0].view(-1))
         elif self._is_flat:
             torch.cat(parts, out=out)  # faster than many copies
@@ -241,6 +249,13 @@ class ChunkSlice:
             (parts[0] if self._is_flat else parts[0].view(-1)).copy_(values)
         else:
             torch._foreach_copy_(parts, self._windows_of(values))
+
+    def paste(self, frame: memoryview, rows: Rows) -> None:
+        """Copy this share's elements back from a frame without torch, if it has ``octets``."""
+        assert self.octets is not None
+        (row,) = self._pick(rows) if self._pick is not None else self._parts(rows)
+        memoryview(self.octets.from_address(row.data_ptr())).cast("B")[:] = frame
+        increment_version(row)
 
     def copy_out(self, values: torch.Tensor, rows: Rows) -> None:
         """Copy this share's elements back into ``rows``, as :meth:`scatter`; any thread may call this."""

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.gradients import DenseGradient, GradientSum
+from kvps.core.row_gradients import RowGradient
+from kvps.dtypes import DTYPES, DType
+from kvps.tensors import SMALL_BYTES, TORCH, to_frame
 
 
 def strip(*pieces: list[float], dtype: torch.dtype = torch.float32) -> DenseGradient:
@@ -69,3 +72,42 @@ def test_where_the_edges_are_makes_no_difference(cuts: list[list[int]], data: st
     assert (len(left), len(right)) == (at, 20 - at)
     assert left.whole().tolist() + right.whole().tolist() == expected.tolist()
     assert all(row.equal(torch.arange(20) * 10**index) for index, row in enumerate(rows))
+
+
+def received(*tensors: torch.Tensor, dtype: DType) -> list[DenseGradient]:
+    return [DenseGradient.of([memoryview(bytes(to_frame(tensor)))], dtype.id) for tensor in tensors]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(
+    "dtype", [dtype for dtype in DTYPES if dtype.kind != "half"], ids=lambda dtype: dtype.name
+)
+def test_small_sums_have_the_bits_of_torch(dtype: DType, count: int) -> None:
+    made = torch.Generator().manual_seed(count)
+    tensors = [(100 * torch.randn(7, generator=made)).to(TORCH[dtype.name]) for _ in range(count)]
+    expected, out = torch.empty_like(tensors[0]), torch.empty_like(tensors[0])
+    GradientSum(tuple([DenseGradient([tensor]) for tensor in tensors])).into(expected, 0, 7)
+    assert GradientSum(tuple(received(*tensors, dtype=dtype))).into_array(out.numpy())
+    assert torch.equal(out, expected)
+
+
+def test_other_sums_are_left_to_torch() -> None:
+    floats = DTYPES[0]
+    tensor, out = torch.randn(6), torch.zeros(6)
+    (one,) = received(tensor, dtype=floats)
+    assert not GradientSum((one,), divisor=2).into_array(out.numpy())
+    assert not GradientSum((one, DenseGradient([tensor]))).into_array(out.numpy())
+    assert not GradientSum((one,)).into_array(torch.zeros(3, dtype=torch.float64).numpy()), "another type"
+    assert not GradientSum((RowGradient(torch.tensor([1]), torch.ones(1, 2), 6),)).into_array(out.numpy())
+    assert one.part(0, 6) is one
+    assert one.joined().equal(tensor)
+    assert not GradientSum((one,)).into_array(out.numpy()), "its tensor may have been written to"
+    assert out.tolist() == [0] * 6
+
+
+def test_large_gradients_and_halves_are_tensors_at_once() -> None:
+    large = torch.randn(SMALL_BYTES // 4 + 1)
+    for tensor, dtype in ((large, DTYPES[0]), (torch.randn(4).half(), DTYPES[2]), (large[:0], DTYPES[0])):
+        (one,) = received(tensor, dtype=dtype)
+        assert one.frame is None
+        assert one.joined().equal(tensor)

@@ -188,6 +188,8 @@ class Assign(Rule):
             rows.assign(self.chunk, span, total.gathered())
             return
         target = self.chunk.overwritable(first, last)
+        if target.array is not None and total.into_array(target.array[first:last]):
+            return
         is_half = BY_NAME[self.chunk.dtype].kind == "half"
         for start in range(first, last, self.shop.block_count):
             stop = min(start + self.shop.block_count, last)
