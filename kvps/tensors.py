@@ -19,7 +19,6 @@ from kvps.errors import Mismatch
 
 Array: TypeAlias = "torch.Tensor | np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 """A value from the user: a torch tensor on any device, or a numpy array."""
-Array1: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
 
 TORCH: dict[str, torch.dtype] = {dtype.name: getattr(torch, dtype.name) for dtype in DTYPES}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH.items()}
@@ -138,7 +137,13 @@ class Private:
 
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""
-        return torch.empty(count, dtype=TORCH[dtype], device="cpu")
+        size_bytes = count * BY_NAME[dtype].itemsize
+        if not 0 < size_bytes <= SMALL_BYTES:
+            return torch.empty(count, dtype=TORCH[dtype], device="cpu")
+        octets = bytearray(size_bytes)
+        tensor = torch.frombuffer(octets, dtype=TORCH[dtype])
+        keep_frame(tensor, memoryview(octets))
+        return tensor
 
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Nobody else can read anything here."""

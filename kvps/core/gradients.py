@@ -20,7 +20,7 @@ import torch
 
 from kvps.core.row_gradients import RowGradient, added
 from kvps.dtypes import BY_ID
-from kvps.tensors import NAMES, SMALL_BYTES, TORCH, Array1, accumulator, from_frame
+from kvps.tensors import NAMES, SMALL_BYTES, TORCH, accumulator, from_frame
 
 HALF = torch.float16, torch.bfloat16
 
@@ -146,23 +146,23 @@ class GradientSum:
         if self.divisor != 1:
             out.div_(self.divisor)
 
-    def into_array(self, out: Array1) -> bool:
-        """Write the sum into ``out``; return whether that was done: if it is small, and no mean."""
+    def into_frame(self, out: memoryview, dtype: str) -> bool:
+        """Write the sum into ``out``, of type ``dtype``; return whether it was: it is small, and no mean."""
         if self.divisor != 1:
             return False
-        arrays: list[Array1] = []
+        frames: list[memoryview] = []
         for part in self.parts:
             frame = None if isinstance(part, RowGradient) else part.frame
-            if frame is None or frame.nbytes != out.nbytes or TORCH[out.dtype.name] != part.dtype:
+            if frame is None or frame.nbytes != out.nbytes or TORCH[dtype] != part.dtype:
                 return False
-            arrays.append(np.frombuffer(frame, out.dtype))
-        first, *others = arrays
-        if others:
-            np.add(first, others.pop(0), out=out)
-        else:
-            out[:] = first
-        for array in others:
-            np.add(out, array, out=out)
+            frames.append(frame)
+        if len(frames) == 1:
+            out[:] = frames[0]
+            return True
+        total = np.frombuffer(out, dtype)
+        np.add(np.frombuffer(frames[0], dtype), np.frombuffer(frames[1], dtype), out=total)
+        for frame in frames[2:]:
+            np.add(total, np.frombuffer(frame, dtype), out=total)
         return True
 
     def whole(self) -> torch.Tensor:

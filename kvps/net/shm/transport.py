@@ -35,7 +35,7 @@ from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, maker
 from kvps.protocol.membership import Welcome
 from kvps.protocol.shared_memory import Offer, Release, Taken
-from kvps.tensors import TORCH, keep_frame
+from kvps.tensors import PRIVATE, TORCH, keep_frame
 
 log = logging.getLogger("kvps")
 _nbytes: Callable[[memoryview], int] = attrgetter("nbytes")
@@ -462,7 +462,7 @@ class SharedMemory:
                 tensor = torch.frombuffer(block, dtype=TORCH[dtype])
                 keep_frame(tensor, block.data)
                 return tensor
-        return torch.empty(count, dtype=TORCH[dtype], device="cpu")
+        return PRIVATE.empty(count, dtype)
 
     def lends(self, route: str | bytes, pieces: Sequence[torch.Tensor]) -> bool:
         """Whether the peer along ``route`` would read ``pieces`` where they lie."""

@@ -87,7 +87,7 @@ def test_small_sums_have_the_bits_of_torch(dtype: DType, count: int) -> None:
     tensors = [(100 * torch.randn(7, generator=made)).to(TORCH[dtype.name]) for _ in range(count)]
     expected, out = torch.empty_like(tensors[0]), torch.empty_like(tensors[0])
     GradientSum(tuple([DenseGradient([tensor]) for tensor in tensors])).into(expected, 0, 7)
-    assert GradientSum(tuple(received(*tensors, dtype=dtype))).into_array(out.numpy())
+    assert GradientSum(tuple(received(*tensors, dtype=dtype))).into_frame(to_frame(out), dtype.name)
     assert torch.equal(out, expected)
 
 
@@ -95,13 +95,15 @@ def test_other_sums_are_left_to_torch() -> None:
     floats = DTYPES[0]
     tensor, out = torch.randn(6), torch.zeros(6)
     (one,) = received(tensor, dtype=floats)
-    assert not GradientSum((one,), divisor=2).into_array(out.numpy())
-    assert not GradientSum((one, DenseGradient([tensor]))).into_array(out.numpy())
-    assert not GradientSum((one,)).into_array(torch.zeros(3, dtype=torch.float64).numpy()), "another type"
-    assert not GradientSum((RowGradient(torch.tensor([1]), torch.ones(1, 2), 6),)).into_array(out.numpy())
+    assert not GradientSum((one,), divisor=2).into_frame(to_frame(out), "float32")
+    assert not GradientSum((one, DenseGradient([tensor]))).into_frame(to_frame(out), "float32")
+    assert not GradientSum((one,)).into_frame(to_frame(out), "int32"), "another type"
+    assert not GradientSum((RowGradient(torch.tensor([1]), torch.ones(1, 2), 6),)).into_frame(
+        to_frame(out), "float32"
+    )
     assert one.part(0, 6) is one
     assert one.joined().equal(tensor)
-    assert not GradientSum((one,)).into_array(out.numpy()), "its tensor may have been written to"
+    assert not GradientSum((one,)).into_frame(to_frame(out), "float32"), "its tensor may have been written to"
     assert out.tolist() == [0] * 6
 
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from kvps.core.embedding.table import EmbeddingRows, TableState
-from kvps.core.gradients import HALF
 from kvps.core.optim.torch_rules import State
 from kvps.core.placement import whole
 from kvps.core.server.chunks.history import NONE, ChangeLog, CompressedHistory
@@ -51,14 +50,12 @@ PARTS_MAX = 256
 class Buffer:
     """Memory with a count of its readers."""
 
-    __slots__ = ("_parts", "array", "holds", "octets", "tensor")
+    __slots__ = ("_parts", "holds", "octets", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.octets = to_frame(tensor)
         """Its bytes."""
-        self.array = None if tensor.dtype in HALF else tensor.numpy()
-        """Its elements; None for halves."""
         self.holds = 0
         self._parts: dict[tuple[int, int], torch.Tensor] = {}
 

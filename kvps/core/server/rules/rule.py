@@ -188,7 +188,8 @@ class Assign(Rule):
             rows.assign(self.chunk, span, total.gathered())
             return
         target = self.chunk.overwritable(first, last)
-        if target.array is not None and total.into_array(target.array[first:last]):
+        width = BY_NAME[self.chunk.dtype].itemsize
+        if total.into_frame(target.octets[first * width : last * width], self.chunk.dtype):
             return
         is_half = BY_NAME[self.chunk.dtype].kind == "half"
         for start in range(first, last, self.shop.block_count):
