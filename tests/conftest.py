@@ -110,8 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         rest = {*thorough, *pairwise.repeats(everyday)}
         config.hook.pytest_deselected(items=list(rest))
         items[:] = [item for item in items if item not in rest]
-    if hasattr(config, "workerinput"):
-        tiers.longest_first(items)
+    if worker := getattr(config, "workerinput", None):
+        tiers.spread(items, worker["workercount"])
     wanted = config.getoption("markexpr")
     for item in items:
         if not any(map(item.path.is_relative_to, COVERING)):

@@ -1,6 +1,6 @@
 """The end of a run in lines: how many tests of each folder passed, and why tests were skipped.
 
-Tests of the folders run side by side, longest files first, so that only the end can say it.
+Tests of the folders run side by side, so that only the end can say it.
 """
 
 from __future__ import annotations

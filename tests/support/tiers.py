@@ -106,11 +106,29 @@ def plays_all() -> bool:
     return os.environ.get("KVPS_ALL") == "1"
 
 
-def longest_first(items: list[pytest.Item]) -> None:
-    """Sort tests by how long those of their file took: what runs last is short, and no process waits for it."""
+def spread(items: list[pytest.Item], processes: int) -> None:
+    """Sort tests so that half of the processes that run them begin with the longest files, the others with quick tests.
+
+    Long tests wait for processes and timers, quick ones compute: side by side they leave no processor idle. Each
+    process gets a part of the list, as long as every other, and takes from the end of another part when it is done.
+    What runs last is short.
+    """
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     took = {file: row["took_s"] for file, row in record.items()}
-    items.sort(key=lambda item: -took.get(item.nodeid.partition("::")[0], 0.0))
+    quick: list[pytest.Item] = []
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        file = item.nodeid.partition("::")[0]
+        (files.setdefault(file, []) if file in took else quick).append(item)
+    parts: list[list[pytest.Item]] = [[] for _ in range(processes)]
+    for index, file in enumerate(sorted(files, key=lambda file: -took[file])):
+        parts[2 * index % (processes + processes % 2)].extend(files[file])
+    share = -(-len(items) // processes)
+    for part in parts:
+        room = max(0, share - len(part))
+        part += quick[:room]
+        del quick[:room]
+    items[:] = [item for part in parts for item in part] + quick
 
 
 class Costs:

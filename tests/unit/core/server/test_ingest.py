@@ -461,7 +461,7 @@ def test_nobody_waits_for_one_who_is_not_there(state: str) -> None:
 @pytest.mark.parametrize("order", ["forwards", "backwards", "one wide pull"])
 def test_many_keys_pushed_one_by_one_each_with_a_pull(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each element that a pull waits for is looked at a few times, however many keys there are."""
-    keys = 1024
+    keys = 256
     one = ServerStage(2)
     one.open()
     rows = torch.zeros(keys)
