@@ -92,7 +92,7 @@ def test_gpt_fails_above_the_loss_that_is_asked_for(capsys: pytest.CaptureFixtur
     assert "above 0.01" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("store", ["dist_async", "dist_sync"])
+@pytest.mark.parametrize("store", ["dist_async", pytest.param("dist_sync", marks=pytest.mark.thorough)])
 def test_recommender_counts_steps_and_compares(
     store: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

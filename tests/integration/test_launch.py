@@ -73,7 +73,7 @@ def test_all_of_it_in_one(processes: Processes) -> None:
     processes.check_nothing_left(0.5)
 
 
-@pytest.mark.parametrize("servers", [0, 1])
+@pytest.mark.parametrize("servers", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_command_that_needs_no_cluster(processes: Processes, servers: int) -> None:
     """It ends before the servers have joined, and that is no fault of theirs; that it used none is said."""
     launched = processes.kvps("launch", "-n", 2, "-s", servers, "--", "echo", "hello")
@@ -363,7 +363,9 @@ def test_ctrl_c_before_everything_is_there(processes: Processes) -> None:
     processes.check_nothing_left()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.thorough)]
+)
 def test_ctrl_c_after_a_signal_kills_at_once(processes: Processes, number: signal.Signals, code: int) -> None:
     """Though the command has a minute after the first signal."""
     script = processes.script(
@@ -448,7 +450,7 @@ print("exact", kv.version("w"), kv.version("big"))
 """
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_a_worker_that_is_started_again_resumes(processes: Processes, rank: int) -> None:
     script = processes.script(RESUMING)
     argv = (sys.executable, script, rank)

@@ -157,7 +157,7 @@ def test_a_server_that_is_stopped_before_the_job_begins_is_replaced(processes: P
     finish(cluster, cluster.server())
 
 
-@pytest.mark.parametrize("is_flag", [True, False])
+@pytest.mark.parametrize("is_flag", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_the_operator_decides_when_the_silent_are_lost(processes: Processes, is_flag: bool) -> None:
     flags, env = ["--silence-max", "3"], {"KVPS_SILENCE_MAX": "3"}
     cluster = processes.scheduler(1, 1, *(flags if is_flag else []), **({} if is_flag else env))

@@ -196,7 +196,7 @@ def test_another_user_gets_frames_and_one_warning(processes: Processes) -> None:
 
 @needs_root
 @pytest.mark.spec("R90")
-@pytest.mark.parametrize("insists", ["server", "worker"])
+@pytest.mark.parametrize("insists", ["server", pytest.param("worker", marks=pytest.mark.thorough)])
 def test_a_worker_that_insists_on_another_users_memory_ends(processes: Processes, insists: str) -> None:
     cluster = processes.scheduler(1, 1)
     server = cluster.server(KVPS_TRANSPORT="shm" if insists == "server" else "auto")

@@ -27,8 +27,8 @@ print("sum", kv.pushpull("w", torch.full((4,), kv.rank + 1.0)).tolist(), flush=T
     [
         ("pass", 0),
         ("import sys; sys.exit(3)", 3),
-        ("raise ValueError", 1),
-        ("import os; os._exit(200)", 200),
+        pytest.param("raise ValueError", 1, marks=pytest.mark.thorough),
+        pytest.param("import os; os._exit(200)", 200, marks=pytest.mark.thorough),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )

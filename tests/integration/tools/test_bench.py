@@ -78,7 +78,9 @@ def test_a_sweep(processes: Processes, tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "sweep-keys.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough), signal.SIGKILL]
+)
 def test_a_signal_ends_everything(processes: Processes, number: int) -> None:
     bench = called(processes, "bench", "--workloads", "small", "--rounds", "100000", "--no-limits")
     until(lambda: len(processes.pids("kvps.tools.bench.worker")) >= 2, "workers")
