@@ -199,18 +199,19 @@ class Answers:
         """Answer a request for rows, or let it wait at the first piece that lacks something."""
         store, session = self._context.stores[reading.store], reading.session
         quorum = self._context.quorum(store)
+        spans, pieces = reading.target.spans(self._chunks), reading.target.pieces
         while reading.index < len(reading.asks):
-            ask, piece = reading.asks[reading.index], reading.target.pieces[reading.index]
-            reading.chunk, reading.at = piece.chunk, piece.start
-            if why_unreadable(store, self._chunks.span_at(piece), ask, reading, quorum):
-                self._chunks.by_number[piece.chunk].wait(reading)
-                return
+            ask, span = reading.asks[reading.index], spans[reading.index]
+            if not store.ordered or span.version < ask.after or span.version < ask.least:
+                reading.chunk, reading.at = pieces[reading.index].chunk, pieces[reading.index].start
+                if why_unreadable(store, span, ask, reading, quorum):
+                    self._chunks.by_number[reading.chunk].wait(reading)
+                    return
             reading.index += 1
         del session.pending[reading.seq]
         answer, frames = read_rows(store, self._chunks, reading)
-        self._meter.on_rows(reading.target.pieces[0], frames)
-        for piece in () if store.ordered else reading.target.pieces:
-            span = self._chunks.span_at(piece)
+        self._meter.on_rows(pieces[0], frames)
+        for span, piece in () if store.ordered else zip(spans, pieces, strict=True):
             self._meter.read(session.rank, piece.chunk, span.start, span.version)
         self._context.send(session, answer, tuple([to_frame(frame) for frame in frames]))
 
@@ -352,7 +353,7 @@ def read_rows(
     if isinstance(target, TableRows):
         assert ids is not None
         return target.read(chunks.memory, reading.seq, rank, ids, is_ordered=store.ordered)
-    spans = [chunks.span_at(piece) for piece in target.pieces]
+    spans = target.spans(chunks)
     versions = [span.version for span in spans]
     owed = min([span.owed(rank, store.ordered) for span in spans])
     seq, dtype, width = reading.seq, BY_NAME[target.dtype].id, target.width

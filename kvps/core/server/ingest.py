@@ -162,8 +162,7 @@ class Ingest:
             store.budget.demand_growth(judged.ranges[0].rule.chunk.keys[0])
         if self.apply(judged, packet.payload, now):
             self._meter.on_rows(target.pieces[0], packet.payload)
-            spans = [self._chunks.span_at(piece) for piece in target.pieces]
-            self._acknowledge(session, seq, min([span.version for span in spans]))
+            self._acknowledge(session, seq, min([span.version for span in target.spans(self._chunks)]))
 
     # --- judging ----------------------------------------------------------------------------
 

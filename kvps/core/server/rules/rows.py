@@ -112,6 +112,10 @@ class KeyRows:
         """The pieces of the key that lie here."""
         return self.shard.pieces
 
+    def spans(self, chunks: Chunks) -> list[Span]:
+        """Return the span of each piece."""
+        return [chunks.span_at(piece) for piece in self.pieces]
+
     @property
     def dtype(self) -> str:
         """The type of its elements."""

@@ -145,6 +145,10 @@ class TableRows:
 
     chunks: tuple[Chunk, ...]
     """The chunk of each table."""
+    tables: tuple[EmbeddingRows, ...]
+    """The rows of each table."""
+    pieces: tuple[Piece, ...]
+    """The element of each table, which counts for all of its rows here."""
     parts: tuple[TablePart, ...]
     edges: tuple[int, ...]
     """Where the ids of each part begin among those of the request, and how many these are."""
@@ -158,32 +162,23 @@ class TableRows:
         Raises:
             ProtocolError: if there is no such chunk, it holds keys, or the tables are of several stores.
         """
-        found = []
-        for part in parts:
-            chunk = chunks.by_number.get(part.chunk)
-            if chunk is None or chunk.embedding is None:
-                embedding_of(chunks.at(part.chunk))
-            else:
-                found.append(chunk)
+        known = chunks.by_number
+        found = [known[part.chunk] if part.chunk in known else chunks.at(part.chunk) for part in parts]
+        tables = [embedding_of(chunk) if chunk.embedding is None else chunk.embedding for chunk in found]
         if len({chunk.store for chunk in found}) != 1:
             raise ProtocolError(f"a request names {len(parts)} tables, and it needs some of one store")
         edges = tuple(accumulate([part.size for part in parts], initial=0))
-        return cls(tuple(found), parts, edges, chunks.server, chunks.servers)
+        pieces = tuple([_record(Piece, (part.chunk, 0, 1)) for part in parts])
+        return cls(tuple(found), tuple(tables), pieces, parts, edges, chunks.server, chunks.servers)
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """The element of each table, which counts for all of its rows here."""
-        return [_record(Piece, (part.chunk, 0, 1)) for part in self.parts]
-
-    @property
-    def spans(self) -> list[Span]:
-        """The span of each table."""
+    def spans(self, chunks: Chunks) -> list[Span]:
+        """Return the span of each table."""
         return [chunk.spans[0] for chunk in self.chunks]
 
     @property
     def recipes(self) -> list[EmbeddingSpec]:
         """The recipe of each table."""
-        return [embedding_of(chunk).recipe for chunk in self.chunks]
+        return [table.recipe for table in self.tables]
 
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
@@ -296,14 +291,15 @@ class TableRows:
             if begin < end:
                 values = memory.empty((end - begin) * dim, dtype)
                 rows = values.view(end - begin, dim)
-                for chunk, (low, high) in zip(
-                    self.chunks[first:stop], pairwise(edges[first : stop + 1]), strict=True
+                for table, (low, high) in zip(
+                    self.tables[first:stop], pairwise(edges[first : stop + 1]), strict=True
                 ):
                     if low < high:
-                        embedding_of(chunk).pull(numbers[low:high], rows[low - begin : high - begin])
+                        table.pull(numbers[low:high], rows[low - begin : high - begin])
                 frames.append(values)
             first = stop
-        stands = [_record(TableStand, (span.version, span.owed(rank, is_ordered))) for span in self.spans]
+        spans = [chunk.spans[0] for chunk in self.chunks]
+        stands = [_record(TableStand, (span.version, span.owed(rank, is_ordered))) for span in spans]
         return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
     def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:

@@ -85,6 +85,7 @@ def test_parts_of_a_push_move_their_tables_and_one_pull_reads_them(mode: str) ->
     assert answer.groups == (TableGroup(BY_NAME["float32"].id, 2, 2), TableGroup(BY_NAME["float64"].id, 1, 1))
     version = 1 if mode == "sync" else 2
     assert answer.stands == (TableStand(version, 1),) * 3
+    assert rows_of(tables.pull(1, a=(1, [5]), b=(1, []), c=(1, []))) == [[[-2.0, -2.0]], []]
     assert tables.rows(1)["b"] == [[0.0, 0.0]]
 
 

@@ -61,8 +61,10 @@ def pushing(ids: np.ndarray = IDS, servers: int = 2) -> calls.PushTableRows:  # 
     return calls.PushTableRows("kv", (KEY,), True, GROUPS, shares, (torch.ones(len(ids), 2),))
 
 
-def pulling(ids: np.ndarray = IDS, servers: int = 2) -> calls.PullTableRows:  # type: ignore[type-arg]
-    return calls.PullTableRows("kv", (KEY,), GROUPS, SplitIds([ids], servers, is_by_table=True).shares)
+def pulling(  # type: ignore[type-arg]
+    ids: np.ndarray = IDS, servers: int = 2, *, is_by_table: bool = True
+) -> calls.PullTableRows:
+    return calls.PullTableRows("kv", (KEY,), GROUPS, SplitIds([ids], servers, is_by_table=is_by_table).shares)
 
 
 @pytest.mark.spec("R188")
@@ -118,9 +120,10 @@ def test_so_many_pushes_are_under_way_and_no_more() -> None:
     assert one.is_done(ticket)
 
 
-def test_rows_come_in_the_order_of_their_ids() -> None:
+@pytest.mark.parametrize("is_by_table", [True, False])
+def test_rows_come_in_the_order_of_their_ids_or_by_server(is_by_table: bool) -> None:
     one = bench()
-    ticket = one.call(pulling())
+    ticket = one.call(pulling(is_by_table=is_by_table))
     for send in one.sends(PullTables):
         server, seq = server_of(send), send.packet.envelope.seq
         assert server is not None
@@ -130,7 +133,8 @@ def test_rows_come_in_the_order_of_their_ids() -> None:
     end = one.finish(ticket)
     assert end is not None
     assert isinstance(end.value, list)
-    assert end.value[0].tolist() == [[float(row), -float(row)] for row in IDS]
+    order = IDS if is_by_table else [*IDS[servers_of(IDS, 2) == 0], *IDS[servers_of(IDS, 2) == 1]]
+    assert end.value[0].tolist() == [[float(row), -float(row)] for row in order]
     key = one.core.stores["kv"].keys[KEY]
     assert (key.applied, key.version) == (4, 4)
 
