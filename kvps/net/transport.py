@@ -1,7 +1,7 @@
 """The interface of a transport: the methods by which packets travel, and the errors by which it
 reports others' faults.
 
-:mod:`kvps.net.zeromq`, :mod:`kvps.net.shm.transport` and :mod:`kvps.net.loopback` implement it.
+:mod:`kvps.net.zeromq` and :mod:`kvps.net.shm.transport` implement it.
 """
 
 from __future__ import annotations

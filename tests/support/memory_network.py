@@ -1,4 +1,4 @@
-"""Packets within one process: a transport without sockets, for tests.
+"""Packets within one process: a transport without sockets.
 
 Packets are encoded and decoded as they would be on the wire, and payload is copied once, as a
 network would: no end sees memory that another still writes to. The network counts what it

@@ -10,11 +10,11 @@ import torch
 from kvps.core.effects import Connect
 from kvps.core.server.chunks.slab import Buffer
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.loopback import MemoryNetwork, MemoryTransport
 from kvps.net.transport import DROPPED, Disconnected
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done
 from kvps.protocol.values import Push, Run
+from tests.support.memory_network import MemoryNetwork, MemoryTransport
 
 
 def packet(message: Message, *payload: memoryview) -> Packet:

@@ -16,7 +16,6 @@ import torch
 from kvps import protocol as m
 from kvps.core.effects import Connect, Hold, Route
 from kvps.errors import ConfigError, ProtocolError
-from kvps.net.loopback import MemoryNetwork
 from kvps.net.shm import leases, transport
 from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 from kvps.net.shm.transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
@@ -24,6 +23,7 @@ from kvps.net.transport import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, Role
 from kvps.protocol.shared_memory import Offer
 from kvps.tensors import to_frame
+from tests.support.memory_network import MemoryNetwork
 from tests.support.server_harness import ServerStage, opening, refusal
 
 MIB = 1 << 20
