@@ -26,7 +26,6 @@ from kvps.protocol.membership import (
 from tests.support.worker_harness import JOB, M, member, sends
 from tests.vectors.packets import KEY
 
-NEXT_JOB = bytes(reversed(range(16)))
 WORKERS = [Node(Role.WORKER, rank) for rank in range(5)]
 
 
@@ -117,12 +116,6 @@ class TestLiving:
         talk.hear(view(5, "ending"))
         assert (talk.member.number, talk.member.running) == (5, False)
         assert talk.member.envelope().view == 5
-
-    def test_the_next_jobs_views_begin_anew(self) -> None:
-        talk = joined()
-        talk.hear(view(4))
-        talk.hear(view(2), NEXT_JOB)
-        assert (talk.member.number, talk.member.job) == (2, NEXT_JOB)
 
     def test_a_view_before_the_welcome_is_not_for_us_yet(self) -> None:
         """It overtook the WELCOME, and comes again: our beats say which view we know."""
@@ -221,15 +214,6 @@ class TestKeys:
         effects = one.hear(Welcome(3, 5, 4, 2))
         assert self.connects(effects) == [True]
         assert isinstance(effects[-1], Send), "and says at once that it is there"
-        assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
-
-    @pytest.mark.spec("R247")
-    def test_a_command_speaks_by_the_key_that_its_guardian_has_enrolled(self) -> None:
-        one = self.talk(public_key=KEY, is_enrolled=True, rank=3, incarnation=5, job=JOB)
-        assert self.connects(one.effects) == [True]
-        (hello,) = sends(one.effects, Hello)
-        assert (hello.packet.envelope.rank, hello.packet.envelope.incarnation) == (3, 5)
-        assert not sends(one.effects, Enrol)
         assert self.connects(one.hear(Welcome(3, 5, 4, 2))) == []
 
     def test_keys_of_the_view_belong_to_their_members(self) -> None:

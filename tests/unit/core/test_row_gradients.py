@@ -108,13 +108,3 @@ def test_duplicates_are_summed_and_rows_are_sorted(given_rows: list[tuple[int, i
     assert unique.tolist() == sorted({one for one, _ in given_rows})
     for row, value in zip(unique.tolist(), summed.tolist(), strict=True):
         assert value == [sum(value for one, value in given_rows if one == row)]
-
-
-def test_rows_that_are_there_once_are_left_where_they_are() -> None:
-    ids, rows = torch.tensor([1, 0]), torch.tensor([[1.0], [0.0]])
-    unique, places, found = coalesce(ids, rows)
-    assert (unique.tolist(), found[places].tolist()) == ([0, 1], [[0.0], [1.0]])
-    assert found is rows
-
-
-# --- sums of parts ------------------------------------------------------------------------------

@@ -178,10 +178,3 @@ class TestTheJobIsOver:
         stage.hear(view("left", incarnation=6))
         stage.hear(Stop(1, "worker 0 is gone"))
         assert Finish(ASK, signal.SIGTERM) in stage.wait(1000)
-
-    def test_every_worker_left(self) -> None:
-        stage = running()
-        stage.hear(Stop(0, "every worker left"))
-        assert stage.wait(1000) == []
-        assert not leaves(effects := stage.end(0))
-        assert exits(effects) == [Exit(0, "it ended")]

@@ -11,12 +11,6 @@ def test_a_name_on_one_worker_only_is_told_with_its_value() -> None:
     assert found == "worker 0 has parameter 'w' (float32[2]), and worker 3 does not"
 
 
-def test_some_of_many_differences_are_told() -> None:
-    found = differences(0, {f"w{index}": "a" for index in range(9)}, 1, {"w0": "a"})
-    assert found.count("worker 0 has") == 5
-    assert found.endswith(" and 3 more")
-
-
 def test_a_large_model_ends_with_a_digest_of_the_whole() -> None:
     model = {f"w{index:05}": "float32[2]" for index in range(TRAITS_MAX + 5)}
     traits = traits_of(model)

@@ -53,12 +53,6 @@ def test_message_without_a_seat_is_refused(said: Envelope, error: type[KvpsError
     assert all("stranger" not in seat.links for seat in one.scheduler.job.seats.by_node.values())
 
 
-def test_ended_job_admits_every_question() -> None:
-    one = stage()
-    one.scheduler.on_stop(one.now)
-    assert one.scheduler.admit("stranger", envelope(NOBODY, 9, 0), Beat)
-
-
 @pytest.mark.spec("R242")
 def test_strangers_are_not_told_the_name_of_the_job() -> None:
     one = stage()

@@ -25,33 +25,11 @@ def require(barriers: Barriers, *required: int, **gone: str) -> list[RoutedMessa
 
 
 @pytest.mark.spec("R33")
-def test_released_when_every_required_rank_stands_there() -> None:
-    barriers = Barriers(range(3))
-    assert stand(barriers, 0, seq=4) == []
-    assert stand(barriers, 2, seq=5) == []
-    assert stand(barriers, 1, seq=6) == [
-        RoutedMessage("w0", Released(4)),
-        RoutedMessage("w2", Released(5)),
-        RoutedMessage("w1", Released(6)),
-    ]
-    assert not barriers.open
-
-
-@pytest.mark.spec("R33")
 def test_a_rank_counts_once_and_its_last_request_is_answered() -> None:
     barriers = Barriers(range(2))
     for seq in (1, 2, 3):
         assert stand(barriers, 0, seq=seq) == []
     assert stand(barriers, 1, seq=9) == [RoutedMessage("w0", Released(3)), RoutedMessage("w1", Released(9))]
-
-
-@pytest.mark.spec("R34")
-def test_released_barrier_is_passed_at_once() -> None:
-    barriers = Barriers([0])
-    stand(barriers, 0, number=4)
-    for number in range(5):
-        assert stand(barriers, 1, number, seq=7) == [RoutedMessage("w1", Released(7))]
-    assert barriers.released == {("kv", "b"): 4}
 
 
 def test_releases_when_a_rank_is_required_no_more() -> None:
@@ -120,15 +98,6 @@ class TestWithoutWaiting:
         self.lose(barriers, r2="exit code 1")
         assert self.stand(barriers, 0) == []
         assert [one.route for one in self.stand(barriers, 1)] == ["w0", "w1"]
-
-    def test_the_next_job_begins_anew(self) -> None:
-        barriers = Barriers(range(3))
-        self.lose(barriers, 2)
-        self.stand(barriers, 0)
-        barriers.clear(range(3))
-        barriers.check(set())
-        self.lose(barriers, 2)
-        assert stand(barriers, 0) == stand(barriers, 1) == []
 
 
 class TestResuming:

@@ -116,15 +116,6 @@ def errors(answers: list[RoutedMessage]) -> list[tuple[object, str]]:
 
 
 class TestByTheClock:
-    def test_servers_are_asked_once_all_are_there_and_again_until_they_answer(self) -> None:
-        desk = Desk(shelves=False)
-        assert desk.core.due == desk.now
-        assert desk.wait(0.0) == [(S0, Recall(0)), (S1, Recall(0))]
-        desk.hear((S1, Shelf(0, True, EVERY_S, (), 0)))
-        assert desk.wait(AGAIN_S) == [(S0, Recall(0))]
-        assert desk.hear((S0, Shelf(0, True, EVERY_S, (), 0))) == []
-        assert desk.core.due == desk.now + EVERY_S
-
     @pytest.mark.spec("R139")
     def test_a_cut_begins_when_it_is_time_with_a_number_that_nobody_has(self) -> None:
         desk = Desk(shelves=False)
@@ -146,20 +137,6 @@ class TestByTheClock:
         desk.core.pushed(desk.now)
         assert desk.outgoing() == []
 
-    @pytest.mark.spec("R413")
-    def test_workers_get_one_that_they_ask_for_before_they_push(self) -> None:
-        desk = Desk(has_pushed=False)
-        desk.ask(0)
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
-
-    @pytest.mark.spec("R138")
-    def test_unanswered_halt_is_repeated(self) -> None:
-        desk = Desk()
-        begun = desk.wait(EVERY_S)
-        assert desk.core.due == desk.now + AGAIN_S
-        assert desk.wait(AGAIN_S - 0.1) == []
-        assert desk.wait(0.1) == begun
-
 
 # --- the last -------------------------------------------------------------------------------------
 
@@ -179,29 +156,6 @@ class TestTheLast:
         assert desk.wait(EVERY_S) == []
         assert desk.notes() == []
 
-    @pytest.mark.parametrize("every_s", [0.0, EVERY_S])
-    def test_last_cut_begins_at_once_and_none_follows(self, every_s: float) -> None:
-        desk = Desk(every_s=every_s)
-        desk.core.conclude(desk.now)
-        assert desk.outgoing() == [(W0, Halt(1, {})), (W1, Halt(1, {}))]
-        desk.take(until="kept")
-        assert desk.core.concluded is None
-        desk.hear((S0, Committed(1)), (S1, Committed(1)))
-        assert desk.core.concluded == 1
-        assert desk.core.due is None
-        assert desk.wait(10 * EVERY_S) == []
-
-    def test_cut_begun_before_the_end_is_not_the_last(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        desk.core.conclude(desk.now)
-        desk.take(until="kept")
-        said = desk.hear((S0, Committed(1)), (S1, Committed(1)))
-        assert said == [(W0, Halt(2, {})), (W1, Halt(2, {}))]
-        assert desk.core.concluded is None
-        desk.take(2)
-        assert desk.core.concluded == 2
-
 
 # --- by request ----------------------------------------------------------------------------------------
 
@@ -219,16 +173,6 @@ class TestByWish:
         desk.ask(0, number=2)
         assert desk.answers() == []
         assert desk.outgoing()[-1] == (W1, Halt(2, {}))
-
-    @pytest.mark.spec("R146")
-    def test_cut_begun_before_the_request_does_not_answer_it(self) -> None:
-        desk = Desk()
-        desk.wait(EVERY_S)
-        desk.ask(0)
-        desk.take()
-        assert desk.answers() == []
-        desk.take(2)
-        assert desk.answers() == [(b"w0", Checkpointed(9, 2))]
 
     @pytest.mark.spec("R244")
     def test_so_many_in_a_minute_and_the_next_waits(self) -> None:

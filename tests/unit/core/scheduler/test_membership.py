@@ -98,14 +98,6 @@ class TestDoubt:
         table.doubt("y", NEW, hello(1), 4.0)
         assert self.asked(table)["b"] > first["b"], "the first one is older than this newcomer"
 
-    def test_nobody_is_asked_for_a_seat_that_is_free_or_given_no_more(self) -> None:
-        table = self.both()
-        table.by_node[W1].leave(Leave(True, 0, True, ""), 2.0)
-        assert table.doubt("x", NEW, hello(1), 2.0) == ""
-        table.by_node[W0].lose("silent", 2.0)
-        assert table.doubt("x", NEW, hello(), 2.0) == ""
-        assert self.asked(table) == {}
-
 
 class TestAttach:
     def guarded(self) -> Membership:
@@ -179,9 +171,3 @@ class TestLoss:
         assert [seat.reason for seat in table.expire(12.0)] == ["silent for 12 s"]
         assert table.expire(99.0) == []
         table.check()
-
-    def test_silence_may_end_before_the_grace_does(self) -> None:
-        table = seats()
-        table.take("a", hello(0), 0.0)
-        table.drop("a", 11.5)
-        assert [seat.reason for seat in table.expire(12.0)] == ["silent for 12 s"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.scheduler.seat import SEATS_MAX, Seat, SeatLink, Settings
+from kvps.core.scheduler.seat import SEATS_MAX, Seat, Settings
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Hello, Leave
@@ -53,22 +53,6 @@ def test_lost_member_may_still_say_how_it_ended() -> None:
     assert seat.leave(Leave(False, 1, False, ""), 24.0)
     assert seat.member(32.0).lost_for_s == 10.0
     assert not seat.leave(Leave(True, 0, True, ""), 25.0)
-
-
-def test_seat_is_free_for_its_holder_and_after_a_loss() -> None:
-    seat = Seat(Node(Role.WORKER, 0))
-    assert seat.is_free_for(hello())
-    seat = held()
-    seat.links["r"] = SeatLink("a", 7, None, 10.0)
-    assert seat.last_word("r") == 10.0
-    assert not seat.is_free_for(hello())
-    seat.links.clear()
-    assert seat.is_free_for(hello())
-    assert not seat.is_free_for(hello(pid=8))
-    assert seat.preference(hello()) < Seat(Node(Role.WORKER, 0)).preference(hello())
-    seat.lose("silent", 22.0)
-    assert seat.is_free_for(hello(pid=8))
-    assert seat.preference(hello()) > Seat(Node(Role.WORKER, 9)).preference(hello())
 
 
 def test_how_a_holder_stands_in_words() -> None:

@@ -7,10 +7,10 @@ import torch
 
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import Probe, Probed
-from kvps.protocol.stores import Declare, Entry, Piece
-from kvps.protocol.values import Ask, Pull, PulledRows, PullRows, Push, PushRows, Run
+from kvps.protocol.stores import Piece
+from kvps.protocol.values import Ask, Pull, PulledRows, PullRows, PushRows
 from kvps.tensors import from_frame
-from tests.support.server_harness import Said, ServerStage, heard, refusal
+from tests.support.server_harness import Said, ServerStage, heard
 from tests.unit.core.server.rules.test_rows import MANY, WIDTH, push, push_whole, stage
 
 
@@ -48,33 +48,6 @@ def test_rows_come_when_the_round_of_ones_own_push_is_closed(count: int) -> None
     assert list(answers(said).values()) == [[0.0, 3.0]]
     (answer,) = heard(said, PulledRows)
     assert (answer.lowest, answer.highest, answer.owed, answer.width) == (1, 1, 1, WIDTH)
-
-
-@pytest.mark.spec("R175")
-def test_all_pieces_of_the_key_are_waited_for() -> None:
-    one = stage(MANY)
-    for piece in one.pieces["t"][:-1]:
-        for rank in (0, 1):
-            push_piece(one, rank, piece)
-    assert pull(one, 0, [0], after=1) == [], "the last piece has had no push"
-    assert pull(one, 1, [0], least=0) != [], "what asks for no push has it"
-    push_piece(one, 0, one.pieces["t"][-1])
-    said = push_piece(one, 1, one.pieces["t"][-1])
-    assert list(answers(said).values()) == [[2.0]]
-
-
-def push_piece(one: ServerStage, rank: int, piece: Piece) -> list[Said]:
-    message = Push(piece.chunk, 1, (rank,), 1.0, False, (Run(piece.start, piece.size, 0),))
-    return one.say(rank, message, torch.ones(piece.size))
-
-
-def test_a_key_that_is_replaced_takes_its_readers_along() -> None:
-    one = stage(MANY)
-    assert pull(one, 1, [0], after=1) == []
-    entry = Entry("t", 1, (5, 2), 0, 10)
-    said = one.say(0, Declare("kv", True, 1, (entry,)))
-    to_reader = [answer for answer in said if answer.to == b"w1"]
-    assert "key 't' was replaced by another shape" in refusal(to_reader)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from kvps.core.effects import Note
-from kvps.core.membership_client import Identity
 from kvps.core.server.checkpointer import Checkpointer
-from kvps.core.server.server import Server
 from kvps.core.server.snapshot.model import Snapshot
 from kvps.core.server.snapshot.storage import (
     Complete,
@@ -39,11 +37,10 @@ from kvps.protocol.checkpoint import (
     StoreSum,
     TakeImage,
 )
-from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Beat, Error
 from kvps.protocol.stores import Status
 from kvps.protocol.values import Ack, Ask, Pull, Pulled, Push, Run
-from tests.support.effects import taken
 from tests.support.server_harness import JOB, Said, Seat, ServerStage, acked, heard, pulled
 
 SHA256 = "ab" * 32
@@ -128,16 +125,6 @@ class TestTakeImage:
         done(one, SnapshotWritten(5, 900, SHA256))
         assert order(one, TakeImage(5)) == [kept()]
         assert len(one.orders()) == 1
-
-    def test_a_key_counts_where_it_begins(self) -> None:
-        one = ServerStage(servers=2, rank=1, every_s=0.0)
-        one.open(bigarray_bound=4)
-        one.declare("big", torch.zeros(4), start=4, shape=(8,))
-        one.load("big", torch.zeros(4))
-        one.init("nothing", [])
-        order(one, TakeImage(5))
-        (written,) = done(one, SnapshotWritten(5, 900, SHA256))
-        assert written == kept(begins=1)
 
     @pytest.mark.spec("R137")
     def test_a_full_disk_is_told(self) -> None:
@@ -359,12 +346,6 @@ class TestServing:
         one.job = bytes(reversed(JOB))
         assert order(one, TakeImage(5)) == []
         assert one.orders() == []
-
-    def test_nor_is_one_before_the_server_was_welcomed(self) -> None:
-        server = Server(Identity(Role.SERVER, "tcp://s:1", "host", 7, "kvps"), 0.0)
-        packet = Packet(Envelope(JOB, 0, Role.SCHEDULER, 0, 0, 0), Recall(0))
-        (note,) = taken(server, server.on_packet("scheduler", packet, 0.0))
-        assert note == Note("debug", "unexpected Recall from the scheduler")
 
 
 def test_message_that_is_no_order_is_a_bug() -> None:

@@ -98,14 +98,6 @@ def test_a_wrong_shape_is_told_to_who_asked_for_it_and_to_nobody_else(stage: Ser
     assert heard(stage.say(1, Probe((50,))), Probed) == [Probed((50,), ())]
 
 
-def test_a_key_without_elements_is_there_at_once(stage: ServerStage) -> None:
-    empty = Entry("nothing", 1, (0,), 0, 0)
-    assert stage.say(1, Declare("kv", False, 0, (empty,)), seq=50) == []
-    said = stage.say(0, Declare("kv", True, 0, (empty,)), seq=60)
-    assert to(said, 0) == [Declared(60, (Place(True, ()),))]
-    assert to(said, 1) == [Declared(50, (Place(False, ()),), 1)]
-
-
 @pytest.mark.spec("R15")
 def test_a_full_server_changes_nothing() -> None:
     stage = ServerStage(1, memory_limit=30)
@@ -198,18 +190,6 @@ def test_parts_of_two_lives_of_rank_0_are_never_one_answer(stage: ServerStage) -
     assert pulled(said) == {50: [3.0] * 4}
 
 
-@pytest.mark.spec("R225")
-def test_waiter_for_parts_of_a_replaced_key_gets_an_error(stage: ServerStage) -> None:
-    stage.init("a", [1.0] * 4)
-    stage.init("b", [1.0])
-    assert early_pull(stage, 0, 4, 50) == []
-    assert early_pull(stage, 1, 4, 51) == []
-    said = stage.declare("a", torch.zeros(5), call=1)
-    assert [one.seq for one in heard(said, Error)] == [50, 51]
-    said = early_pull(stage, 2, 1, 52)
-    assert "holds a key that was replaced" in refusal(said)
-
-
 @pytest.mark.spec("R45", "R54")
 def test_a_replaced_key_is_gone(stage: ServerStage) -> None:
     stage.init("a", [1.0, 1.0])
@@ -279,20 +259,6 @@ def test_a_pushpull_that_comes_again_is_answered_once(stage: ServerStage) -> Non
     assert [type(one) for one in to(stage.push(1, "a", [2, 2], 0), 0)] == [Pulled]
     said = stage.push(0, "a", [1, 1], 0, pull=True, seq=50)  # the answer was lost
     assert pulled(said) == {50: [3, 3]}
-
-
-def test_a_pull_that_comes_again_is_answered_once(stage: ServerStage) -> None:
-    stage.init("a", [0.0, 0.0])
-    for _ in range(3):
-        assert stage.pull(0, "a", after=1, seq=50) == []
-    stage.push(0, "a", [1, 1], 0)
-    assert len(heard(stage.push(1, "a", [1, 1], 0), Pulled)) == 1
-
-
-def test_a_key_without_a_value_can_be_neither_pushed_nor_pulled(stage: ServerStage) -> None:
-    stage.declare("a", torch.zeros(2))
-    for said in (stage.push(0, "a", [1, 1], 0), stage.pull(0, "a")):
-        assert "KeyNotFound: key 'a' of store 'kv' has no value yet" in refusal(said)
 
 
 # --- the optimizer ----------------------------------------------------------------------------------

@@ -286,15 +286,6 @@ def test_update_by_blocks_equals_the_update_of_the_whole(
 # --- the optimizer ----------------------------------------------------------------------------------
 
 
-def test_an_optimizer_is_applied_once_per_round() -> None:
-    one = stage(2, optimizer="test")
-    for number in range(3):
-        one.push(0, "a", [1, 2], number)
-        one.push(1, "a", [10, 20], number)
-        assert one.values("a") == [11 * (number + 1), 22 * (number + 1)]
-    assert (one.span("a").version, one.span("a").step) == (3, 3)
-
-
 @pytest.mark.spec("R58")
 def test_or_once_per_push() -> None:
     one = stage(2, "async", "test")

@@ -17,7 +17,7 @@ from kvps.core.server.chunks.slab import Chunks
 from kvps.core.server.meter import Meter
 from kvps.core.server.server import Server
 from kvps.protocol.envelope import Envelope, Role
-from kvps.protocol.membership import Measure, Measured, OldRound, StoreFigures
+from kvps.protocol.membership import Measure, Measured, OldRound
 from kvps.protocol.stores import Piece
 from kvps.protocol.values import Ask, Pull, PullRows, Push, PushRows, Run
 from tests.support.effects import taken
@@ -81,18 +81,6 @@ def test_counts_by_key_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     found.stale((0,), 1, 0, 2)
     assert found.durations()[STALENESS].total_s == 1.0
     assert found.hot(Chunks()) == ()  # its chunk is not there any more
-
-
-def test_a_job_that_begins_anew_forgets_keys_and_keeps_counters() -> None:
-    stage = ServerStage(1)
-    stage.open()
-    stage.init("a", [0.0])
-    stage.push(0, "a", [1.0], 0)
-    assert measure(stage).stores == (StoreFigures("kv", "sync", 1, 1),)
-    stage.server._reset({})
-    answer = measure(stage)
-    assert (answer.stores, answer.traffic) == ((), ())
-    assert counted(stage, "kvps_worker_pushes_total") == {"0": 1}
 
 
 @pytest.mark.spec("R270")

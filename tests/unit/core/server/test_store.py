@@ -87,21 +87,6 @@ def test_all_must_mean_the_same_store(name: str, value: object) -> None:
 # --- keys -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("R44", "R48")
-def test_a_key_is_there_when_all_its_pieces_are_loaded() -> None:
-    store = make()
-    big = entry("w", 3, 2**18)
-    assert store.find(big, 0) is None
-    (place,) = create(store, big)
-    assert place.fresh
-    assert len(place.pieces) == 3
-    assert not load(store, "w", 1.0, pieces=slice(0, 2))
-    assert store.find(big, 0) is None
-    assert load(store, "w", 1.0, pieces=slice(2, 3))
-    assert store.find(big, 0) == Place(False, place.pieces)
-    assert create(store, big) == [Place(False, place.pieces)]
-
-
 @pytest.mark.spec("R45")
 def test_a_key_of_another_type_or_shape() -> None:
     store = make()
@@ -131,15 +116,6 @@ def test_all_keys_of_a_declare_or_none() -> None:
             create(store, *entries)
         assert list(store.shards) == ["a"]
         assert weight_bytes(store._chunks) == 40
-
-
-def test_a_scalar_and_a_key_without_elements() -> None:
-    store = make()
-    places = create(store, entry("scalar"), entry("nothing", 0, 5))
-    assert [len(one.pieces) for one in places] == [1, 0]
-    assert not store.shards["scalar"].ready
-    assert store.shards["nothing"].ready
-    assert store.find(entry("nothing", 0, 5), 0) == Place(False, ())
 
 
 def test_the_memory_limit_counts_all_that_keys_take() -> None:
@@ -187,22 +163,6 @@ def test_a_value_that_nobody_declared() -> None:
 
 
 # --- broadcasts -------------------------------------------------------------------------------------
-
-
-def test_a_broadcast_gives_a_key_its_next_value() -> None:
-    store = make()
-    w = entry("w", 4)
-    create(store, w)
-    load(store, "w", 1.0)
-    (place,) = create(store, w, call=1)
-    assert place.fresh
-    assert store.find(w, 0) is not None  # it still has the value of its init
-    assert store.find(w, 1) is None
-    assert load(store, "w", 2.0, call=1)
-    assert store.find(w, 1) == Place(False, place.pieces)
-    assert create(store, w, call=1) == [Place(False, place.pieces)]
-    assert create(store, w, call=0) == [Place(False, place.pieces)]
-    assert value(store, "w") == {2.0}
 
 
 @pytest.mark.spec("R45")
@@ -256,34 +216,6 @@ def test_a_value_may_come_in_parts_from_its_beginning_on() -> None:
     assert store.lacks(chunk, 0, 10, 1) is None
 
 
-@pytest.mark.spec("R223")
-def test_another_life_of_the_creator_begins_the_parts_anew() -> None:
-    store = make()
-    w = entry("w", 10)
-    create(store, w, call=1)
-    first = store.stamp([w])
-    part(store, 0, 4, 2.0)
-    create(store, w, call=1)
-    assert store.stamp([w]) == first, "the same DECLARE again"
-    create(store, w, call=1, life=(0, 11))
-    assert store.stamp([w]) > first
-    assert store.lacks(store._chunks.by_number[1], 0, 10, 1) == 0
-    assert part(store, 4, 10, 3.0) is None
-    assert part(store, 0, 10, 3.0) is True
-    assert value(store, "w") == {3.0}
-
-
-@pytest.mark.spec("R224")
-def test_where_a_key_lies_is_known_before_its_value() -> None:
-    store = make()
-    w = entry("w", 4)
-    assert store.find(w, 1, early=True) is None
-    (place,) = create(store, w, call=1)
-    assert store.find(w, 1, early=True) == Place(False, place.pieces)
-    assert store.find(w, 2, early=True) is None
-    assert store.find(w, 1) is None
-
-
 # --- the optimizer ----------------------------------------------------------------------------------
 
 
@@ -301,13 +233,6 @@ def trained(name: str, **numbers: object) -> ServerStore:
         tensor.fill_(7)
     chunk.spans[0].step = 3
     return store
-
-
-def test_another_rule_begins_anew() -> None:
-    store = trained("sgd", momentum=0.9)
-    store.optimize(resolve("adam", {}))
-    chunk = store._chunks.by_number[1]
-    assert (chunk.state, chunk.spans[0].step) == (None, 0)
 
 
 @pytest.mark.parametrize("rule", ["test", "sgd"])

@@ -21,12 +21,6 @@ def texts(stalls: StragglerLog, *oldest: Stall) -> list[str]:
     return [note.text for note in stalls.look(oldest)]
 
 
-def test_stall_is_reported_again_when_it_is_twice_as_old() -> None:
-    stalls = StragglerLog()
-    told = [age_s for age_s in range(100) if texts(stalls, stall("kv", age_s))]
-    assert told == [10, 20, 40, 80]
-
-
 def test_not_every_rank_of_a_thousand_is_named() -> None:
     (text,) = texts(StragglerLog(), stall("kv", 10, *range(1000)))
     assert text.endswith("18, 19 and 980 more")

@@ -7,7 +7,7 @@ import torch
 
 from kvps.core.effects import Copied, Effect, Exit
 from kvps.core.optim.hyperparams import resolve
-from kvps.core.worker import calls, connection
+from kvps.core.worker import calls
 from kvps.core.worker.call_table import LATE_MAX
 from kvps.errors import ConfigError, Fenced, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.protocol.envelope import WINDOW, Node, Role
@@ -97,19 +97,6 @@ class TestLent:
         one.open()
         one.init({"w": torch.zeros(count)})
         return one, memory.empty(count, "float32")
-
-    def test_takes_nothing_of_the_window(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(connection, "WINDOW_BYTES", 16)
-        monkeypatch.setattr(connection, "UPLINK_BYTES", 16)
-        one, row = self.lent()
-        for _ in range(10):
-            one.call(push({"w": row}))
-        assert len(one.sent(Push)) == 10
-        one, _ = self.lent()
-        one.core._memory.routes = ()  # type: ignore[attr-defined]
-        for _ in range(10):
-            one.call(push({"w": row}))
-        assert len(one.sent(Push)) == 1, "and what has to be sent does"
 
     def test_may_be_where_the_values_go(self) -> None:
         """They come when the push has been read."""
@@ -242,16 +229,6 @@ class TestProbes:
         answer(one, seq, 8.0)
         one.ack(0, seq)
         assert sink.tolist() == [7] * 4, "a second answer is none"
-
-    def test_a_barrier_is_asked_for_again_every_two_seconds(self) -> None:
-        one = small()
-        one.call(calls.StandAtBarrier("kv", None))
-        one.wait(5.0)
-        assert one.seqs(Barrier) == [1, 1, 1]
-        one.scheduler(Released(1))
-        one.scheduler(Released(1))
-        one.wait(5.0)
-        assert len(one.sent(Barrier)) == 3
 
 
 class TestRefusals:

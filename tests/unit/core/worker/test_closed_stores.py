@@ -8,9 +8,8 @@ import torch
 from kvps.core.worker import calls, closed_stores
 from kvps.core.worker.closed_stores import AGAIN_S, ClosedStores
 from kvps.errors import ConfigError, Timeout
-from kvps.protocol.checkpoint import Halt, Proceed
 from kvps.protocol.membership import Barrier, Done, Released
-from kvps.protocol.stores import Close, Closed, Open, Opened, StoreLife
+from kvps.protocol.stores import Close, Closed, Open, StoreLife
 from kvps.protocol.values import Push
 from tests.support.worker_harness import Bench, opened, pull, push
 
@@ -74,19 +73,6 @@ def test_a_store_that_is_created_again_is_in_its_next_life() -> None:
     assert routes(one)[-2:] == ["server 0", "server 1"]
 
 
-@pytest.mark.spec("R416")
-def test_a_replacement_learns_in_which_life_the_store_is() -> None:
-    one = Bench()
-    ticket = one.call(calls.OpenStore("kv", opened(), 240.0))
-    one.server(0, Opened(one.seqs(Open, 0)[-1], 2))
-    one.server(1, Opened(one.seqs(Open, 1)[-1], 2))
-    end = one.finish(ticket)
-    assert end is not None
-    assert end.value == 2
-    close(one)
-    assert one.sent(Close)[-1] == Close((StoreLife("kv", 2),))
-
-
 def test_store_is_closed_when_the_calls_of_the_user_are_over() -> None:
     one = bench()
     ticket = one.call(pull({"w": torch.zeros(4)}))
@@ -142,19 +128,6 @@ def test_not_more_is_remembered_than_there_is_room_for(monkeypatch: pytest.Monke
         known.close(name, 0, 0)
     assert list(known.lives) == ["b", "c"]
     assert [len(message.stores) for _, message in known.letters(0.0)] == [2, 1]
-
-
-def test_a_call_that_a_cut_holds_back_is_made_before_the_store_is_closed() -> None:
-    one = bench()
-    one.scheduler(Halt(1, {"kv": 0}))
-    ticket = one.call(push({"w": torch.ones(4)}))
-    assert one.finish(ticket) is None
-    close(one)
-    one.call(calls.OpenStore("kv", opened(), 240.0))
-    assert not one.sent(Close)
-    one.scheduler(Proceed(1))
-    assert one.sent(Push)
-    assert one.sent(Close)
 
 
 def test_a_server_that_has_not_said_welcome_is_told_later() -> None:

@@ -61,33 +61,7 @@ def queued(link: Connection, *requests: Request) -> list[Request]:
     return list(requests)
 
 
-def test_nothing_is_sent_before_the_server_has_answered_hello() -> None:
-    one = Connection("server 0")
-    queued(one, request("a"))
-    assert names(one) == []
-    one.ready = True
-    assert names(one) == ["a"]
-    assert names(one) == []
-
-
 class TestPriority:
-    def test_the_higher_goes_first_and_equals_keep_their_order(self) -> None:
-        one = ready()
-        queued(
-            one,
-            request("a"),
-            request("b", lane=2, priority=1),
-            request("c", lane=3, priority=2),
-            request("d", lane=4, priority=1),
-        )
-        assert names(one) == ["c", "b", "d", "a"]
-
-    def test_requests_for_one_chunk_keep_their_order(self) -> None:
-        one = ready()
-        queued(one, request("a", lane=1, priority=2), request("b", lane=1, priority=1))
-        queued(one, request("c", lane=1, priority=2))
-        assert names(one) == ["a", "b", "c"]
-
     @given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2))))
     def test_against_a_model(self, given: list[tuple[int, int]]) -> None:
         """Each time the highest goes, after all that its lane has before it."""
@@ -117,12 +91,6 @@ def two(payload_bytes: int) -> tuple[SendScheduler, Connection, Connection]:
 
 
 class TestUplink:
-    def test_keeps_the_order_over_all_links(self) -> None:
-        uplink, _, second = two(1)
-        second.queue(request("high", priority=1))
-        assert sent(uplink) == [(1, "high"), (0, "a0"), (1, "b0"), (0, "a1"), (1, "b1"), *LAST]
-        assert sent(uplink) == []
-
     def test_does_not_count_what_a_silent_server_has_not_taken_in(self) -> None:
         """Nor what it is sent besides."""
         uplink, _, second = two(UPLINK_BYTES)

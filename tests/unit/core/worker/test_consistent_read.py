@@ -30,7 +30,7 @@ from kvps.errors import ProtocolError
 from kvps.protocol.envelope import Packet
 from kvps.protocol.values import Ask, Pull, Pulled, Stand
 from kvps.tensors import PRIVATE, to_frame
-from tests.support.worker_harness import Readable, opened, spec
+from tests.support.worker_harness import opened, spec
 
 ENVELOPE: Any = None
 """Nobody here reads it."""
@@ -126,14 +126,6 @@ def test_keys_may_stand_at_different_versions() -> None:
     assert ends(steps, [answer(step[0], 1, 5)])
     assert [sink.tolist() for sink in sinks] == [[1, 1], [5, 5, 5]]
     assert [key.applied for key in plan.keys] == [1, 5]
-
-
-def test_unwanted_answer_is_not_written() -> None:
-    steps, sinks = reading(new_store(), "a")
-    step = next(steps)
-    assert isinstance(step, list)
-    assert ends(steps, [answer(step[0], 3, wanted=False)])
-    assert sinks[0].tolist() == [-1, -1]
 
 
 class TestTorn:
@@ -236,20 +228,6 @@ class TestViews:
         b, m = sink.views(one.plan(("b", "m")).keys, PRIVATE)
         assert (b.tolist(), m.tolist()) == ([0, 1, 2], [[3, 4], [5, 6]])
         assert b.data_ptr() == values.data_ptr()
-
-    @pytest.mark.parametrize("shares", [False, True])
-    def test_of_a_key_that_is_cut_are_put_side_by_side(self, shares: bool) -> None:
-        one, memory = new_store(), Readable(shares=shares)
-        seen: list[list[list[float]]] = []
-        beside = memory.side_by_side
-        memory.side_by_side = lambda parts: seen.append([p.tolist() for p in parts]) or beside(parts)  # type: ignore[method-assign,func-returns-value]
-        steps, sink = self.read(one, "big", "a")
-        step = next(steps)
-        assert isinstance(step, list)
-        assert ends(steps, [answer(request, 7) for request in step])
-        big, a = sink.views(one.plan(("big", "a")).keys, memory)
-        assert (big.tolist(), a.tolist()) == ([7] * 8, [7] * 2)
-        assert seen == [[[7] * 4, [7] * 4]]
 
     def test_the_order_of_answers_does_not_matter(self) -> None:
         one = new_store()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvps.compression.codecs import decode, encode
-from kvps.compression.policy import OFF, rules_of
+from kvps.compression.policy import rules_of
 from kvps.compression.spec import BIT2, FP16, RANDOMK, CodecSpec
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
@@ -392,17 +392,3 @@ def test_steps_of_other_pieces() -> None:
     message = Pulled(seq, asked.chunk, 1, True, stands(one, (0, 10), (10, 10)), (), (WHOLE, WHOLE), True)
     with pytest.raises(ProtocolError, match="other pieces than requested"):
         one.server(0, message, torch.zeros(20))
-
-
-def test_groups_are_made_once_for_a_list_of_keys_and_anew_for_other_rules() -> None:
-    one = bench(ALL)
-    store = one.core.stores["kv"]
-    plan = store.plan(("a", "b"))
-    assert store.plan(("a", "b")).groups is plan.groups
-    assert [group.setting is None for group in plan.groups] == [False]
-    store.compress(rules_of({"rules": [{"pattern": "b", "type": "fp16", "min_bytes": 0}]}))
-    apart = store.plan(("a", "b"))
-    assert [(group.indices, group.setting is None) for group in apart.groups] == [((0,), True), ((1,), False)]
-    assert apart.groups[1].picked([3, 4]) == [4]
-    store.compress(OFF)
-    assert store.plan(("a", "b")).groups == ()

@@ -7,8 +7,6 @@ import torch
 
 import kvps
 from kvps.core.worker import connection
-from kvps.core.worker.plan import Key, PieceLocation, make
-from kvps.dtypes import Spec
 from kvps.errors import ConfigError
 from kvps.protocol.values import Push
 from tests.support.worker_harness import Bench, push
@@ -47,16 +45,6 @@ def chunks(bench: Bench, name: str) -> set[int]:
     return {piece.chunk for piece in store.keys[name].pieces}
 
 
-def test_each_key_of_a_call_may_have_its_own(bench: Bench) -> None:
-    values = {name: torch.ones(BIG) for name in ("first", "second", "third")}
-    bench.call(push(values, priority=(0, 2, 1)))
-    let_go(bench)
-    sent = order(bench)
-    assert [set(sent[:2]), set(sent[2:4]), set(sent[4:])] == [
-        chunks(bench, name) for name in ("second", "third", "first")
-    ]
-
-
 def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
     bench.call(push({"first": torch.ones(BIG)}))
     bench.call(push({"first": torch.ones(BIG)}, priority=5))
@@ -64,13 +52,6 @@ def test_two_pushes_of_one_key_keep_their_order(bench: Bench) -> None:
     for chunk in chunks(bench, "first"):
         numbers = [one.runs[0].number for one in bench.sent(Push) if one.chunk == chunk]
         assert numbers == [0, 1]
-
-
-def test_every_worker_begins_with_another_server() -> None:
-    pieces = tuple(PieceLocation(server, 1, 0, 4, 4 * server) for server in range(3))
-    key = Key("a", Spec("float32", (12,)), pieces)
-    firsts = [[share.server for share in make([key], rank).shares] for rank in range(4)]
-    assert firsts == [[0, 1, 2], [1, 2, 0], [2, 0, 1], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("bad", ["1", 1.0, True, [1], [1, 2.0], None])

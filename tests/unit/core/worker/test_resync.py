@@ -14,7 +14,7 @@ from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_NAME
 from kvps.errors import EpochChanged, Mismatch, ServerLost, Timeout
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Barrier, Done, Error, Hello, History, HistoryIs, Released, Welcome
+from kvps.protocol.membership import Done, Error, Hello, History, HistoryIs, Welcome
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Open, Optimize, Piece, Place
 from kvps.protocol.values import Ack, Pull, Pulled, Push, Receipt, Stand
 from tests.support.worker_harness import Bench, member, opened, pull, push, sends, spec
@@ -168,18 +168,6 @@ def test_an_optimizer_that_rank_0_is_setting_again_is_there_when_all_servers_hav
     assert one.sent(Optimize)[-1].call == 1, "the one that rank 0 makes"
 
 
-def test_barrier_is_not_released_by_an_answer_of_the_past() -> None:
-    one = trained()
-    ticket = one.call(calls.StandAtBarrier("kv", None))
-    begin(one)
-    one.scheduler(Released(one.seqs(Barrier)[-1]))
-    assert one.finish(ticket) is None
-    rejoin(one)
-    changed_at(one, ticket)
-    one.call(calls.StandAtBarrier("kv", None))
-    assert one.sent(Barrier)[-1].number == 0, "barriers are counted anew"
-
-
 @pytest.mark.spec("R144")
 def test_a_store_that_knew_no_key_has_nothing_to_tell() -> None:
     one = Bench(servers=1)
@@ -192,13 +180,6 @@ def test_a_store_that_knew_no_key_has_nothing_to_tell() -> None:
     assert len(one.sent(Declare)) == 2, "it is made again"
     one.server(0, Declared(one.seqs(Declare)[-1], (Place(False, (Piece(CHUNK, 0, 4),)),)))
     assert one.is_done(init)
-
-
-def test_a_broadcast_key_keeps_its_count() -> None:
-    one = trained()
-    begin(one)
-    rejoin(one, call=4)
-    assert one.core.stores["kv"].key("w").broadcasts == 4
 
 
 @pytest.mark.spec("R141")
@@ -214,32 +195,6 @@ def test_answers_of_the_epoch_before_are_not_heard() -> None:
     assert len(one.sends(Open)) == 1, "there is no server yet that serves"
     rejoin(one)
     changed_at(one, ticket)
-
-
-@pytest.mark.spec("R144")
-def test_a_second_epoch_before_the_first_is_known() -> None:
-    one = trained()
-    ticket = one.call(push({"w": ONES}))
-    begin(one)
-    one.server(0, Welcome(0, 21, 2, 1))
-    one.server(0, Done(one.seqs(Open)[-1]))
-    begin(one, 2, member(S0, incarnation=111))
-    rejoin(one, version=1)
-    error = changed_at(one, ticket)
-    assert (error.before, error.after) == ({"w": 3}, {"w": 1})
-    assert "epoch 2" in str(error)
-
-
-@pytest.mark.spec("R144")
-def test_a_second_epoch_before_the_user_was_told_of_the_first() -> None:
-    one = trained()
-    begin(one)
-    rejoin(one, version=2)
-    begin(one, 2, member(S0, incarnation=111))
-    rejoin(one, version=1)
-    error = changed_at(one, one.call(calls.AskStatus("kv")))
-    assert (error.before, error.after) == ({"w": 3}, {"w": 1})
-    assert one.finish(one.call(calls.AskStatus("kv"))) is None
 
 
 def test_a_seat_that_is_empty_still_is_connected_to_when_it_is_taken() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvps.core.effects import Send
 from kvps.core.membership_client import BeatFigures
-from kvps.core.scheduler.figures.status import TOLD_MAX_S, StatusReport, figures, sights
+from kvps.core.scheduler.figures.status import TOLD_MAX_S, StatusReport, figures
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
 from kvps.core.scheduler.seat import Seat, State
 from kvps.protocol.envelope import Envelope, Node, Packet, Role
@@ -23,7 +23,6 @@ from kvps.protocol.membership import (
     Ping,
     Pong,
     Seen,
-    Sight,
 )
 from tests.support.effects import taken
 from tests.support.scheduler_harness import Stage, sent
@@ -72,15 +71,6 @@ def test_a_server_that_is_silent_or_lost_tells_nothing() -> None:
     assert not picture.rounds(seats, 100.1 + TOLD_MAX_S)
     seats[Node(Role.SERVER, 0)].lose("its connection broke", 100.0)
     assert not picture.rounds(seats, 100.0)
-
-
-def test_every_seat_is_shown_the_workers_first() -> None:
-    worker = Seat(Node(Role.WORKER, 0))
-    server = Seat(Node(Role.SERVER, 1), State.HELD, 3, "gpu", 7, "tcp://gpu:1", heard_at=99.5)
-    assert sights([server, worker], 100.0) == (
-        Sight(2, 0, 0, "empty", "", 0, "", 0.0, "not joined yet"),
-        Sight(1, 1, 3, "held", "gpu", 7, "", 0.5, "alive"),
-    )
 
 
 @pytest.mark.spec("R128")

@@ -65,25 +65,6 @@ def test_steps_lead_from_a_version_to_the_newest() -> None:
     assert one.lead(-1) is None
 
 
-@pytest.mark.spec("R156")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nonfinite_values_are_not_written(bad: float) -> None:
-    one = Piece()
-    found = one.move(eight(bad, 0.2))
-    assert str(found[0]) == str(bad)
-    assert found[1:] == pytest.approx([0.2] + [0.0] * 6)
-    assert one.rest() == eight(0.0)
-    assert one.lead(0) is None
-
-
-def test_a_change_of_what_steps_mean_begins_anew() -> None:
-    one = Piece()
-    one.move(eight(0.6), adds=False)
-    one.move(eight(0.6), adds=True)
-    assert one.lead(0) is None
-    assert len(one.lead(1) or ()) == 1
-
-
 def test_an_image_keeps_the_rests_it_saw() -> None:
     one = Piece()
     one.move(eight(0.75))

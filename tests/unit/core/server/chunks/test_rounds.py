@@ -32,12 +32,6 @@ def push(one: Span, rank: int, number: int, gradient: torch.Tensor | None = None
 # --- judging ----------------------------------------------------------------------------------------
 
 
-def test_a_rank_pushes_its_numbers_in_order_each_once() -> None:
-    one = span(r0=2)
-    verdicts = [one.judge((0,), number, ordered=True) for number in (0, 1, 2, 3)]
-    assert verdicts == [Verdict.DUPLICATE, Verdict.DUPLICATE, Verdict.COUNTED, Verdict.EARLY]
-
-
 def test_at_most_64_rounds_are_open() -> None:
     one = span()
     for number in range(WINDOW):
@@ -195,27 +189,3 @@ def test_halves_move_apart() -> None:
     assert left.pushed == {0: 1}
     assert left.rounds[0].sum().whole().tolist() == [1] * 4
     assert right.rounds[0].sum().whole().tolist() == [2] * 6
-
-
-def test_neighbours_that_differ_do_not() -> None:
-    def halves(**changes: object) -> tuple[Span, Span]:
-        left = span(r0=1)
-        right = left.cut(4)
-        for name, value in changes.items():
-            setattr(right, name, value)
-        return left, right
-
-    for change in (
-        {"version": 1},
-        {"step": 1},
-        {"pushed": {0: 2}},
-        {"head_start": {0: 1}},
-        {"clock_from": {0: 1}},
-        {"start": 5},
-    ):
-        left, right = halves(**change)
-        assert not left.may_join(right), change
-    left, right = halves()
-    left.due.append(PendingUpdate(0, (0,), GradientSum((DenseGradient([ones(4)]),))))
-    assert not left.may_join(right)
-    assert not right.may_join(left)

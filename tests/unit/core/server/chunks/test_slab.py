@@ -59,13 +59,6 @@ def test_a_chunk_whose_keys_are_all_replaced_is_free() -> None:
 # --- keys and spans ---------------------------------------------------------------------------------
 
 
-def test_a_new_key_does_not_join_one_that_has_moved() -> None:
-    one = chunk(10)
-    one.spans[0].version = 1
-    one.append("late", 10)
-    assert shape(one) == [(0, 10), (10, 20)]
-
-
 def test_a_narrow_push_cuts_and_a_wide_one_joins() -> None:
     one = chunk(10, 20, 30)
     (middle,) = one.cut(10, 30)
@@ -131,13 +124,6 @@ def test_a_retired_piece_is_gone_for_ever(index: int) -> None:
     for other in {0, 1, 2} - {index}:
         one.validate([Run(starts[other], starts[other + 1] - starts[other], 0)])
     assert list(one.spans_in(start, stop)) == []
-
-
-def test_retiring_a_key_without_a_value() -> None:
-    one = chunk(10, 20, filled=False)
-    one.retire(Piece(1, 0, 10))
-    with pytest.raises(ProtocolError, match="replaced"):
-        one.validate([Run(0, 10, 0)], are_filled=True)
 
 
 # --- readers and writers ----------------------------------------------------------------------------
@@ -222,12 +208,6 @@ def test_releasing_too_often_is_a_bug() -> None:
 # --- places -----------------------------------------------------------------------------------------
 
 
-def test_a_key_without_elements_needs_no_place() -> None:
-    chunks = Chunks()
-    assert Slab("kv", "int8", chunks, CHUNK_BYTES).place("nothing", 0) == ()
-    assert chunks.by_number == {}
-
-
 def test_a_chunk_has_no_more_keys_than_a_message_has_runs() -> None:
     chunks = Chunks()
     slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
@@ -260,16 +240,6 @@ def test_a_key_of_more_than_half_a_chunk_has_one_without_room() -> None:
     assert capacities == [CHUNK_BYTES, *[CHUNK_BYTES // 2 + 1] * 2 * OPEN_CHUNKS, CHUNK_BYTES]
 
 
-def test_expected_bytes_get_room_and_no_more() -> None:
-    chunks = Chunks()
-    slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
-    size = CHUNK_BYTES // 5 * 2
-    slab.expect(3 * size)
-    for name in "abc":
-        slab.place(name, size)
-    assert [one.capacity for one in chunks.by_number.values()] == [CHUNK_BYTES, size]
-
-
 def test_keys_that_come_one_by_one_find_as_much_room_as_there_were_before() -> None:
     chunks = Chunks()
     slab = Slab("kv", "uint8", chunks, CHUNK_BYTES)
@@ -291,21 +261,6 @@ def test_whole_pages_lie_among_whole_pages() -> None:
     whole, rest = places[::2], places[1::2]
     assert [(one.chunk, one.start) for one in whole] == [(1, 0), (1, page), (1, 4 * page)]
     assert [(one.chunk, one.start) for one in rest] == [(2, 0), (2, 7)]
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "float32", "float64"])
-@pytest.mark.parametrize("beyond", [1, 15, 16, 1000])
-@pytest.mark.parametrize("times", [1, 2, 3, 7])
-def test_a_large_key_gets_chunks_of_its_own(dtype: str, beyond: int, times: int) -> None:
-    chunks = Chunks()
-    most = CHUNK_BYTES // {"uint8": 1, "float32": 4, "float64": 8}[dtype]
-    for count in (times * most + beyond, times * most + most - 1):
-        pieces = Slab("kv", dtype, chunks, CHUNK_BYTES).place("big", count)
-        assert sum(one.size for one in pieces) == count
-        assert len({one.chunk for one in pieces}) == len(pieces) == times + 1
-        assert all(0 < one.size <= most and one.start == 0 for one in pieces)
-        itemsize = CHUNK_BYTES // most
-        assert all(one.size * itemsize % PAGE_BYTES == 0 for one in pieces[:-1])
 
 
 def test_a_chunk_without_keys_is_freed_and_its_number_never_used_again() -> None:

@@ -187,14 +187,6 @@ def test_sums_and_factors_that_cannot_be_are_refused() -> None:
     assert "was not opened" in refusal(second.other(0, StepNorm("none", 7, 0, 1.0)))
 
 
-def test_nothing_is_told_before_the_first_view() -> None:
-    second = server(1, b=[0.0])
-    view, second.server.member.view = second.server.member.view, None
-    second.server.rules._say(0, norm())
-    assert second.server._outbox == []
-    second.server.member.view = view
-
-
 # --- what is refused -------------------------------------------------------------------------------
 
 

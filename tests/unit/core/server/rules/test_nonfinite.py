@@ -261,17 +261,6 @@ def test_64_pushes_may_wait_and_no_more() -> None:
     assert acked(push_piece(one, 0, 64, 1))
 
 
-def test_a_key_is_left_in_peace_by_what_was_dropped_of_another_in_its_place() -> None:
-    one = cut()
-    for index in range(3):
-        push_piece(one, index, 0, NAN)
-    one.push(0, "small", [NAN, 0, 0], 0)
-    one.declare("small", torch.zeros(2), call=1)
-    one.load("small", torch.zeros(2), call=1)
-    assert dropped(one, 0, "small") == []
-    assert len(one.server.context.stores["kv"].shards) == 2
-
-
 # --- to tell ------------------------------------------------------------------------------------------
 
 

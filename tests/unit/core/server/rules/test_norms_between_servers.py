@@ -198,19 +198,6 @@ def test_another_rule_does_not_wait_for_the_norms_of_the_old_one(mode: str) -> N
     assert cluster.versions() == [3, 0]
 
 
-def test_a_replaced_key_takes_its_norms_along() -> None:
-    cluster = Cluster(2, workers=1)
-    stage = cluster.stages[0]
-    cluster.push(0, 0, 0)
-    assert stage.server.rules.norms.open
-    row = torch.zeros(7)
-    stage.declare("w", row, call=1, shape=(14,))
-    stage.load("w", row, call=1)
-    assert not stage.server.rules.norms.open
-    cluster.tick()
-    assert len(cluster.post) == 1
-
-
 def test_the_memory_of_norms_is_bounded() -> None:
     cluster = Cluster(2, workers=1)
     for number in range(70):

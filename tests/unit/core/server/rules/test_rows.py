@@ -146,12 +146,6 @@ def test_wrong_gradient_of_the_table_changes_nothing(more: dict[str, object], sa
     assert one.snapshot() == before
 
 
-def test_a_key_that_is_declared_and_not_loaded_has_no_rows() -> None:
-    one = stage()
-    one.declare("late", torch.zeros(6), shape=(2, 3))
-    assert refusal(push(one, 0, [1], key="late")).startswith("KeyNotFound: key 'late'")
-
-
 def test_a_table_whose_rows_are_larger_than_a_chunk_is_no_table() -> None:
     one = stage()
     one.init("wide", torch.zeros(2 * CHUNK_BYTES), shape=(2, CHUNK_BYTES))
@@ -233,15 +227,6 @@ def test_only_the_rows_that_were_named_are_updated(rule: str) -> None:
     for step, gradient in enumerate([2.0, 1.0, 2.0], start=1):
         updater.apply(weight, torch.tensor([gradient]), state, Terms(step=step, lr=0.5, weight_decay=0.25))
     assert [after[row] for row in ids] == pytest.approx([weight.item()] * len(ids))
-
-
-@pytest.mark.spec("R173")
-def test_factors_of_one_key_hold_for_its_rows() -> None:
-    one = stage()
-    one.optimizer("sgd", lr=1.0, lr_mult={"t": 0.5})
-    for rank in (0, 1):
-        push(one, rank, [1])
-    assert rows(one) == [0.0, -1.0, 0.0, 0.0]
 
 
 @pytest.mark.spec("R173")
@@ -398,14 +383,6 @@ def test_with_half_of_the_rows_to_tell_all_may_as_well_be_read() -> None:
     assert changed(one, 0) is None
 
 
-@pytest.mark.spec("R178")
-def test_more_than_a_message_holds_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = optimized()
-    round_of(one, 0, [1, 2, 3], [])
-    monkeypatch.setattr("kvps.protocol.values.IDS_FRAME_BYTES", 16)
-    assert changed(one, 0) is None
-
-
 @pytest.mark.spec("R156", "R178")
 def test_values_that_were_owed_something_change_as_a_whole() -> None:
     """The way back was compressed: an update by rows first makes up for what that left out."""
@@ -421,23 +398,6 @@ def test_values_that_were_owed_something_change_as_a_whole() -> None:
     assert rows(one)[:4] == [-2.0, -3.0, -2.0, -3.0]
     round_of(one, 2, [1], [])
     assert changed(one, 2) == {1: -4.0}
-
-
-def test_changes_of_a_replaced_key_are_forgotten() -> None:
-    one = optimized()
-    round_of(one, 0, [1], [3])
-    chunk = one.chunk(one.pieces["t"][0].chunk)
-    chunk.retire(one.pieces["t"][0])
-    chunk.check()
-    assert not chunk._changes
-
-
-@pytest.mark.spec("R171")
-@pytest.mark.parametrize("key", ["v", "none"])
-def test_pull_changed_of_a_key_without_rows_is_refused(key: str) -> None:
-    one = stage()
-    said = one.say(0, PullChanged("kv", key, 0, 0, 0))
-    assert refusal(said).startswith(("ProtocolError: key 'v'", "KeyNotFound: key 'none'"))
 
 
 def two_tables() -> ServerStage:

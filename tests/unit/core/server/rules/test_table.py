@@ -17,7 +17,7 @@ from kvps.core.server.rules import table as embedding_rows
 from kvps.dtypes import BY_NAME
 from kvps.protocol.envelope import Message
 from kvps.protocol.membership import Done
-from kvps.protocol.stores import Declare, Declared, Entry, Find, Found, FoundAll, Place
+from kvps.protocol.stores import Declare, Declared, Entry
 from kvps.protocol.values import (
     Ask,
     Embed,
@@ -98,15 +98,6 @@ def values(said: Said) -> list[list[float]]:
 
 
 # --- making ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("R185")
-def test_a_table_is_made_once_in_a_chunk_of_its_own() -> None:
-    table = Tabled()
-    table.stage.init("small", torch.zeros(1, dtype=torch.int64))
-    assert table.stage.pieces["small"][0].chunk != table.piece.chunk
-    (answer,) = heard(table.stage.say(1, embed()), Declared)
-    assert answer.places == (Place(False, (table.piece,)),)
 
 
 @pytest.mark.spec("R185")
@@ -192,15 +183,6 @@ def test_ids_that_were_checked_stay_as_they_were() -> None:
     ids.fill_(7)
     table.push(1, [], 0)
     assert table.rows(1, 2, 3, 7) == [[-1.0, -1.0]] * 3 + [[0.0, 0.0]]
-
-
-def test_a_table_is_found_as_a_key_is() -> None:
-    table = Tabled()
-    (found,) = heard(table.stage.say(1, Find("kv", (KEY,))), FoundAll)
-    assert found.found == (Found(BY_NAME["int64"].id, (1,), 0),)
-    entry = Entry(KEY, BY_NAME["int64"].id, (1,), 0, 1)
-    (answer,) = heard(table.stage.say(1, Declare("kv", False, 0, (entry,), 0)), Declared)
-    assert answer.places == (Place(False, (table.piece,)),)
 
 
 # --- ids -----------------------------------------------------------------------------------------

@@ -121,12 +121,6 @@ def test_existing_key_is_not_created_again() -> None:
 class TestWindow:
     """64 rounds of a key may be under way; the next push waits."""
 
-    def test_is_counted_from_what_is_known_to_be_applied(self) -> None:
-        one = ready()
-        one.core.stores["kv"].key("w").applied = 1
-        for _ in range(65):
-            assert one.is_copied(one.call(push({"w": HOT})))
-
     def test_of_pushes_that_are_applied_one_by_one(self) -> None:
         """Versions say nothing here: other ranks move them too."""
         one = ready(mode="async")

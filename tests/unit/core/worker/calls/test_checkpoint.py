@@ -36,18 +36,6 @@ def told(seq: int, restored: int = 0) -> HistoryIs:
 
 
 class TestCheckpoint:
-    def test_checkpoint_is_requested_until_complete_and_answered_once(self) -> None:
-        one = bench()
-        ticket = one.call(TAKE)
-        meet(one)
-        one.wait(5.0)
-        asked = one.seqs(Checkpoint)
-        assert len(asked) >= 2
-        assert len(set(asked)) == 1
-        one.scheduler(Checkpointed(asked[0], 12))
-        one.scheduler(Checkpointed(asked[0], 12))
-        assert one.is_done(ticket)
-
     def test_made_again_after_a_timeout_it_is_the_same_one(self) -> None:
         one = bench()
         ticket = one.call(TAKE, timeout_s=5.0)

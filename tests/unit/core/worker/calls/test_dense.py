@@ -18,12 +18,6 @@ VIEWS = calls.Views.VIEWS
 
 
 class TestPush:
-    def test_is_numbered_key_by_key(self) -> None:
-        one = ready()
-        for _ in range(3):
-            one.call(push({"w": HOT}))
-        assert [message.runs[0].number for message in one.sent(Push, 0)] == [0, 1, 2]
-
     def test_a_thousand_keys_are_a_handful_of_messages(self) -> None:
         one = bench()
         names = [f"k{index}" for index in range(1000)]
@@ -44,17 +38,6 @@ class TestPush:
     def test_an_unknown_key_is_an_error(self) -> None:
         one = bench()
         assert isinstance(one.error(one.call(push({"w": HOT}))), KeyNotFound)
-
-
-class TestNothing:
-    def test_a_call_without_keys_is_done_at_once(self) -> None:
-        one = ready()
-        for call in (push({}), pull({}), push({}, sinks=VIEWS), pull({}, views=True)):
-            assert one.is_done(one.call(call))
-        assert one.finish(one.call(calls.Allocate("kv", ()))).value == []  # type: ignore[union-attr]
-        assert one.finish(one.call(calls.Versions("kv", ()))).value == []  # type: ignore[union-attr]
-        assert not one.sent(Push)
-        assert not one.sent(Pull)
 
 
 class TestAllocate:

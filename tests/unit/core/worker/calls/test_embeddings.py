@@ -161,15 +161,6 @@ def test_an_answer_that_is_none_to_the_question_is_not_believed(size: int, dim: 
         one.server(0, message, torch.zeros(size * dim))
 
 
-def test_an_answer_that_nobody_waits_for_is_not_written() -> None:
-    one = bench(servers=1)
-    ticket = one.call(pulling(servers=1), 5.0)
-    seq = one.seqs(PullTables)[0]
-    one.wait(6.0)
-    assert "pull() of rows" in str(one.error(ticket))
-    one.server(0, pulled_table(seq, 1, 2, 8, 4, 4), torch.zeros(16))
-
-
 @pytest.mark.spec("R196")
 def test_a_rate_is_set_when_all_pushes_so_far_are_applied() -> None:
     one = bench(servers=1)

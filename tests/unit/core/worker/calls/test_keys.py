@@ -9,23 +9,11 @@ from kvps.core.placement import home
 from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, Timeout
-from kvps.protocol.membership import Barrier, Done, Error, Released
-from kvps.protocol.stores import Declare, Declared, Open, Piece, Place
-from kvps.protocol.values import Load, Pull, Pulled, Push, Stand
-from tests.support.worker_harness import Bench, opened, pull, push, server_of, spec
+from kvps.protocol.membership import Barrier, Error, Released
+from kvps.protocol.stores import Declare, Declared, Piece, Place
+from kvps.protocol.values import Load, Pull, Pulled, Stand
+from tests.support.worker_harness import Bench, pull, push, server_of, spec
 from tests.support.worker_with_key import HOT, bench, chunk, pulled, ready
-
-
-class TestOpen:
-    def test_tells_every_server(self) -> None:
-        one = Bench(servers=3)
-        ticket = one.call(calls.OpenStore("kv", opened(), 60.0))
-        assert one.sent(Open) == [opened()] * 3
-        one.server(0, Done(1))
-        one.server(1, Done(1))
-        assert one.finish(ticket) is None
-        one.server(2, Done(1))
-        assert one.is_done(ticket)
 
 
 class TestInit:
@@ -107,20 +95,6 @@ class TestBroadcast:
         }
         at = home("w", 2)
         assert sizes == {at: [2], 1 - at: [0] if rank == 0 else []}
-
-    def test_a_new_shape_begins_the_key_anew(self) -> None:
-        one = ready(rank=1)
-        one.call(push({"w": HOT}))
-        for server in (0, 1):
-            one.ack(server, *one.seqs(Push, server))
-        one.core.stores["kv"].key("w").applied = 1
-        self.call(one, torch.zeros(50), torch.zeros(50))
-        self.meet(one)
-        for server in (0, 1):
-            place = Place(False, (Piece(77, 0, (16, 34)[server]),))
-            one.server(server, Declared(one.seqs(Declare, server)[-1], (place,)))
-        key = one.core.stores["kv"].key("w")
-        assert (key.number, key.spec) == (0, spec(50))
 
     def test_failed_broadcast_may_be_made_again(self) -> None:
         one = ready()

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from kvps.core.optim.hyperparams import resolve
 from kvps.core.worker import calls
 from kvps.protocol.membership import Done
-from kvps.protocol.stores import Field, GetState, Optimize, Rate, SetState, StateIs
-from tests.support.worker_with_key import FLOAT, HOT, answer_all, chunk, ready
-
-
-class TestOptimizer:
-    HYPER = resolve("sgd", {"lr": 0.5, "lr_mult": {"w": 2.0}, "wd_mult": {"w": 3.0}})
-
-    @pytest.mark.parametrize("rank", [0, 1])
-    def test_reaches_every_server_and_rank_0_sets_it(self, rank: int) -> None:
-        one = ready(rank)
-        ticket = one.call(calls.SetOptimizer("kv", self.HYPER))
-        (first, second) = one.sent(Optimize)
-        assert first == second
-        assert (first.store, first.call, first.create, first.name) == ("kv", 1, rank == 0, "sgd")
-        assert (first.numbers["lr"], first.lr_mult, first.wd_mult) == (0.5, {"w": 2}, {"w": 3})
-        answer_all(one, Optimize, Done)
-        assert one.is_done(ticket)
-        one.call(calls.SetRate("kv", 0.25))
-        assert one.sent(Rate) == [Rate("kv", 1, rank == 0, 0.25)] * 2
+from kvps.protocol.stores import Field, GetState, SetState, StateIs
+from tests.support.worker_with_key import FLOAT, HOT, chunk, ready
 
 
 class TestState:

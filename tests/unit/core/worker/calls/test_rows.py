@@ -109,15 +109,6 @@ def test_each_server_gets_its_rows_in_order_and_its_push_also_if_it_has_none() -
     assert one.keys["t"].number == 2
 
 
-def test_rows_of_all_servers_are_pushed_in_frames_that_hold_whole_rows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("kvps.protocol.values.ROWS_FRAME_BYTES", 16)
-    (_, second) = next(pushing(new_store(), (3, 4, 5, 6, 7)))
-    assert sent(second) == ([3, 4, 5, 6, 7], [3.0, 4.0, 5.0, 6.0, 7.0])
-    assert [each.nbytes for each in second.payload] == [40, 16, 16, 8]
-
-
 def test_more_rows_than_a_message_holds_are_refused_and_no_number_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -291,20 +282,6 @@ def test_rows_of_a_key_that_does_not_lie_by_rows_are_taken_from_the_whole() -> N
     assert steps.send(packets) == []
     (found,) = end(steps, [])
     assert found.tolist() == [[6.0, 7.0, 10.0, 11.0, 12.0, 13.0]]
-
-
-def test_updates_that_were_dropped_are_told_once() -> None:
-    one = new_store()
-    drop = Dropped(6, 2, 1, (1,))
-    for is_first in (True, False):
-        steps = pulling(one, 7)
-        (request,) = next(steps)
-        packet = reply(request, 3, dropped=(drop,))
-        if is_first:
-            with pytest.raises(NonFinite, match="round 2 of key 't' was dropped"):
-                steps.send([packet])
-        else:
-            end(steps, [packet])
 
 
 def test_a_dropped_update_is_told_by_the_next_read_if_nobody_waits_for_this() -> None:

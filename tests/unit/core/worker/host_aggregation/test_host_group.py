@@ -85,18 +85,6 @@ def answers(effects: list[Effect], rank: int) -> list[tuple[int, list[float]]]:
 
 
 class TestMeeting:
-    @pytest.mark.spec("R95")
-    def test_listens_once_under_a_name_that_the_others_know(self) -> None:
-        one = Bench(3, 1, 1, machines=(2, 2, 2))
-        one.view()
-        names = [near_door(f"{JOB.hex()}-{rank}-{21 + rank}") for rank in range(3)]
-        assert [it for it in one.effects if isinstance(it, Listen)] == [Listen(names[1])]
-        assert [it for it in one.effects if isinstance(it, Connect)][2:] == [
-            Connect("worker 0", names[0], is_near=True),
-            Connect("worker 2", names[2], is_near=True),
-        ]
-        assert not [name for name in names if JOB.hex() in name], "who lists it knows the job"
-
     @pytest.mark.spec("R95", "R248")
     def test_where_there_are_keys_nobody_else_can_foresee_the_name(self) -> None:
         one = Bench(2, 1, 1, machines=(2, 2), keys=("s" * 40, "a" * 40, "b" * 40))
@@ -104,19 +92,6 @@ class TestMeeting:
         assert [it for it in one.effects if isinstance(it, Connect)][2:] == [
             Connect("worker 0", near_door("a" * 40), is_near=True)
         ]
-
-    def test_meets_a_new_life_under_its_new_name(self) -> None:
-        one = bench()
-        effects = one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
-        assert [it for it in effects if isinstance(it, Connect)] == [
-            Connect("worker 1", near_door(f"{JOB.hex()}-1-40"), is_near=True)
-        ]
-        one.call(push({"a": ONES}))
-        assert pushes(one, "worker 1") == [], "it has not answered HELLO"
-        one.leader(1, WELCOME)
-        assert pushes(one, "worker 1") == [], "that was the old life"
-        one.leader(1, WELCOME, incarnation=40)
-        assert len(pushes(one, "worker 1")) == 1
 
 
 @pytest.mark.spec("R94")
@@ -310,23 +285,6 @@ class TestLeading:
         assert values_of(one.sends(Push)[-1]) == [3.0] * 4
 
     @pytest.mark.spec("R98")
-    def test_pulls_once_for_all(self) -> None:
-        one = bench()
-        one.neighbour(1, WANTED, seq=5)
-        one.neighbour(2, WANTED, seq=6)
-        assert said(one.effects) == [WANTED]
-        effects = pulled(one, Pull)
-        assert answers(effects, 1) == [(5, [7.0] * 4)]
-        assert answers(effects, 2) == [(6, [7.0] * 4)]
-        # Who has pulled before is likely to come.
-        one.neighbour(1, Pull(3, True, (Ask(0, 4, 2, 0),)), seq=7)
-        pulled(one, Pull, 8.0, version=2)
-        one.effects.clear()
-        effects = one.neighbour(2, Pull(3, True, (Ask(0, 4, 2, 0),)), seq=8)
-        assert answers(effects, 2) == [(8, [8.0] * 4)]
-        assert one.sent(Pull) == []
-
-    @pytest.mark.spec("R98")
     def test_leaders_own_pull_takes_the_answer_that_is_there(self) -> None:
         one = bench()
         sink = torch.zeros(4)
@@ -403,24 +361,6 @@ class TestRefusal:
 
 @pytest.mark.spec("R97")
 class TestAskedAfter:
-    def test_names_what_did_not_arrive(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        assert said(one.neighbour(1, Probe((4, 5, 6)))) == [Probed((4, 6), ())]
-        assert said(one.neighbour(1, Probe((5,)))) == [Probed((), ())], "it is heard"
-
-    def test_tells_why_it_waits_once_the_server_has_said_so(self) -> None:
-        one = bench()
-        one.neighbour(1, WANTED, seq=5)
-        one.neighbour(2, WANTED, seq=6)
-        at = seq_of(one, Pull)
-        assert said(one.server(0, Probed((), (Pending(at, "why"),)))) == [], "nobody asked"
-        assert said(one.neighbour(1, Probe((5,))), "server 0") == [Probe((at,))]
-        effects = one.server(0, Probed((), (Pending(at, "round 0 waits for rank 4"),)))
-        expected = "round 0 waits for rank 4"
-        assert said(effects, b"from 1") == [Probed((), (Pending(5, expected),))]
-        assert said(effects, b"from 2") == [Probed((), (Pending(6, expected),))]
-
     @pytest.mark.spec("R460")
     @pytest.mark.parametrize("is_for_workers", [False, True])
     def test_tells_whether_it_waits_for_calls_of_workers(self, is_for_workers: bool) -> None:
@@ -498,16 +438,6 @@ class TestNewLife:
         effects = one.ack(0, seq_of(one, Push))
         assert said(effects, b"new") == []
         assert said(effects, b"from 1") == [Ack((Receipt(5, 0),))]
-
-    def test_push_of_a_new_life_takes_the_place_of_the_old_push(self) -> None:
-        one = bench()
-        one.neighbour(1, ASKED, ONES, seq=5)
-        one.view(one.seat(Node(Role.WORKER, 1), incarnation=40))
-        one.neighbour(1, HELLO, incarnation=40)
-        one.neighbour(1, ASKED, 30 * ONES, seq=5, incarnation=40)
-        one.call(push({"c": ONES}))
-        one.neighbour(2, Push(3, FLOAT, (2,), 1.0, False, (Run(0, 4, 0),)), ONES, seq=1)
-        assert values_of(one.sends(Push)[-1]) == [32.0] * 4
 
 
 # --- what must not go wrong -----------------------------------------------------------------------

@@ -104,14 +104,6 @@ def answer(
 
 @pytest.mark.spec("R97")
 class TestGoes:
-    def test_when_every_neighbour_is_in_it(self) -> None:
-        one = leading()
-        assert one.push(push(6), 0.0) == []
-        assert one.push(push(4), 0.0) == []
-        assert ranks(one.push(push(5), 0.0)) == [(4, 5, 6)]
-        assert one.deadline() is None
-        one.check()
-
     def test_at_once_if_all_others_have_pushed_a_later_number(self) -> None:
         """They pushed this one along another way, and do not push it again."""
         one = leading()
@@ -186,25 +178,6 @@ class TestPush:
         assert request.payload_bytes == 16
         assert values_in(request).tolist() == [big + 2] * 4
 
-    def test_of_a_new_life_takes_the_place_of_the_old(self) -> None:
-        one = leading(frozenset({4, 5}))
-        one.push(push(4, 0, 1.0), 0.0)
-        one.push(push(4, 0, 2.0), 0.0)
-        (request,) = one.push(push(5, 0, 10.0), 0.0)
-        assert pushed(request).ranks == (4, 5)
-        assert values_in(request).tolist() == [12.0] * 4
-
-    def test_is_told_to_all_once(self) -> None:
-        one = leading(frozenset({4, 5}))
-        participants = [push(4), push(5)]
-        one.push(participants[0], 0.0)
-        (request,) = one.push(participants[1], 0.0)
-        assert one.taken_in(merged_of(request)) == participants
-        assert all(participant.gradient is None for participant in participants), (
-            "its memory is the sender's again"
-        )
-        assert one.taken_in(merged_of(request)) == []
-
 
 @pytest.mark.spec("R99")
 class TestRefused:
@@ -229,15 +202,6 @@ class TestRefused:
 
 @pytest.mark.spec("R98")
 class TestPull:
-    def test_goes_at_once_and_takes_in_who_asks_for_the_same(self) -> None:
-        one = leading()
-        request = asked(one, pull(4, after=1))
-        assert request.message == Pull(CHUNK, True, (Ask(0, 4, 1, 0),))
-        assert request.payload_bytes == 0, "it may be dropped"
-        assert one.pull(pull(6, after=1)) is None
-        assert list(merged_of(request).participants) == [4, 6]
-        one.check()
-
     def test_of_the_same_rank_again_is_asked_again(self) -> None:
         """It gave the first up; what others ask for goes with the second."""
         one = leading()
@@ -248,16 +212,6 @@ class TestPull:
         answer(one, first, 1.0)
         assert isinstance(one.pull(pull(5)), Reply)
         assert one.pull(pull(5)) is None, "the second has no answer yet"
-
-    def test_is_answered_to_who_comes_later_once(self) -> None:
-        one = leading()
-        answer(one, asked(one, pull(6)), 1.0, version=1)
-        answer(one, asked(one, pull(4)), 2.0, version=2)
-        # Rank 6 has pulled before: it is likely to come.
-        found = one.pull(pull(6, after=2))
-        assert isinstance(found, Reply)
-        assert found.values.tolist() == [2.0] * 4
-        assert isinstance(one.pull(pull(6, after=2)), Request), "twice may mean that it waits"
 
     def test_is_not_kept_for_who_never_pulled(self) -> None:
         one = leading()
