@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from kvps.core.server.chunks.slab import OPEN_CHUNKS, PAGE_BYTES, Buffer, Chunk, Chunks, Slab
+from kvps.core.server.chunks.slab import OPEN_CHUNKS, PAGE_BYTES, PARTS_MAX, Buffer, Chunk, Chunks, Slab
 from kvps.core.server.sessions import PendingRead, Session
 from kvps.errors import KeyNotFound, ProtocolError
 from kvps.protocol.envelope import RUNS_MAX
@@ -169,6 +169,16 @@ def test_the_buffer_before_this_one_is_not_taken_while_it_is_read() -> None:
     one.buffer.hold()
     assert one.writable() is second.tensor
     assert second.tensor[:10].tolist() == [3] * 10
+
+
+def test_a_buffer_keeps_a_limited_number_of_parts() -> None:
+    values = torch.randn(PARTS_MAX + 2)
+    one = Buffer(values)
+    first = one.part(0, 1)
+    assert one.part(0, 1) is first
+    for start in range(1, PARTS_MAX + 1):
+        assert one.part(start, start + 1).equal(values[start : start + 1])
+    assert one.part(0, 1) is not first
 
 
 def test_only_what_will_not_be_replaced_is_copied() -> None:
