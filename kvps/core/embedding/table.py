@@ -39,6 +39,8 @@ AGE_STEPS = 16
 """Old rows are looked for so many times per ``max_age``: a row may outlive it by 1 / AGE_STEPS of it."""
 FIRST_COUNT = 16 << 10
 """Elements whose first values are computed at once: what is between stays in a core's cache."""
+PULLED_MAX = 1 << 17
+"""Maximum ids of pulls whose slots are kept, 16 bytes each, until they are pushed to."""
 STAMP_MAX = 2**31 - 1
 """Largest version of 32 bits."""
 EVICTED = 8
@@ -91,6 +93,11 @@ class EmbeddingRows:
         """By slot, the version that the last push to it made; 0 where there is no row. Of 64 bits from the
         version on that needs them."""
         self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
+        self._pulled: dict[tuple[int, int, int], tuple[Ids, Slots]] = {}
+        """What pulls have found that no push has followed yet, oldest first: by number of ids, first and last
+        id, the ids and their slots."""
+        self._pulled_count = 0
+        """Number of ids in it."""
 
     def __len__(self) -> int:
         return len(self._index)
@@ -146,11 +153,10 @@ class EmbeddingRows:
         if out is None:
             out = torch.empty((len(ids), self.recipe.dim), dtype=TORCH[self.recipe.dtype])
         slots = self._index.find(ids)
+        self._note(ids, slots)
         (absent,) = (slots < 0).nonzero()
         if len(absent) < len(ids):
-            slots[absent] = (
-                slots.max()
-            )  # one pass for all, and what is there in the wrong places is written over
+            slots[absent] = slots.max()  # rows of absent ids are written over below
             self._arenas.weights(slots, out)
         if len(absent):
             out.index_copy_(0, torch.from_numpy(absent), self._first(ids.take(absent)))
@@ -165,12 +171,38 @@ class EmbeddingRows:
             version: what the table's version is by this; 1 or more.
             step: how many updates the table has had, this one included.
         """
-        slots = self._index.find(ids)
-        slots, taken = self._admit(ids, slots)
+        slots, taken = self._admit(ids, self._found(ids))
         if len(slots):
             self._update(slots, gradients if taken is None else gradients.index_select(0, taken), step)
             self._stamp(slots, version, version)
         self._evict(version)
+
+    def _note(self, ids: Ids, slots: Slots) -> None:
+        """Keep what a pull has found, for the push of its gradients."""
+        if not 0 < len(ids) <= PULLED_MAX:
+            return
+        what = len(ids), int(ids[0]), int(ids[-1])
+        if what in self._pulled:
+            self._forget(what)
+        self._pulled[what] = ids, slots.copy()
+        self._pulled_count += len(ids)
+        while self._pulled_count > PULLED_MAX:
+            self._forget(next(iter(self._pulled)))
+
+    def _forget(self, what: tuple[int, int, int]) -> None:
+        self._pulled_count -= len(self._pulled.pop(what)[0])
+
+    def _found(self, ids: Ids) -> Slots:
+        """Return the slots of the ids of a push: those that a pull has found, if it had the same ids."""
+        what = (len(ids), int(ids[0]), int(ids[-1])) if len(ids) else (0, 0, 0)
+        if what not in self._pulled or not np.array_equal(self._pulled[what][0], ids):
+            return self._index.find(ids)
+        _, slots = self._pulled[what]
+        self._forget(what)
+        (absent,) = (slots < 0).nonzero()
+        if len(absent):  # another push may have made their rows since
+            slots[absent] = self._index.find(ids.take(absent))
+        return slots
 
     def _admit(self, ids: Ids, slots: Slots) -> tuple[Slots, torch.Tensor | None]:
         """Give rows to ids that may have one; return the slots of all that have, and which ids
@@ -235,6 +267,8 @@ class EmbeddingRows:
     def _drop(self, slots: Slots) -> None:
         self._stamps[slots] = 0
         self._index.drop(slots)
+        self._pulled.clear()
+        self._pulled_count = 0
 
     # --- exports and images -----------------------------------------------------------------------
 

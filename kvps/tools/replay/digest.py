@@ -132,7 +132,10 @@ class _Walk:
                 return [value._ids[: value.used], *_attributes(value, {"_ids"})]
             case "kvps.core.embedding.table.EmbeddingRows":
                 slots = value._stamps[: value._index.used].nonzero()[0]
-                return [value._arenas.read(slots), *_attributes(value, {"_arenas"})]
+                return [
+                    value._arenas.read(slots),
+                    *_attributes(value, {"_arenas", "_pulled", "_pulled_count"}),
+                ]
             case _:
                 return _attributes(value)
 

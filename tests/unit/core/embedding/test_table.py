@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from kvps.core.embedding import table as module
+from kvps.core.embedding.arena import Slots
+from kvps.core.embedding.id_hash import Ids
+from kvps.core.embedding.id_index import IdIndex
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EmbeddingRows
 
@@ -121,6 +125,46 @@ def test_versions_may_need_more_than_32_bits() -> None:
     assert other.block(0, 9).stamps.tolist() == block.stamps.tolist()
     other.put(block.ids[:0], block.stamps[:0], {name: rows[:0] for name, rows in block.columns.items()})
     assert other.keep()[0].stamps.tolist() == block.stamps.tolist()
+
+
+def test_a_push_takes_the_slots_that_a_pull_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(init="zeros", evict={"rows": 8})
+    looked: list[list[int]] = []
+    find = IdIndex.find
+
+    def found(index: IdIndex, ids: Ids) -> Slots:
+        looked.append(ids.tolist())
+        return find(index, ids)
+
+    monkeypatch.setattr(IdIndex, "find", found)
+    monkeypatch.setattr(EmbeddingRows, "check", lambda table: None)
+
+    def looks_of(*ids: int) -> list[list[int]]:
+        looked.clear()
+        driven.push(*ids)
+        return looked
+
+    driven.push(1, 2)
+    driven.rows(1, 2, 5)
+    driven.push(5)
+    assert looks_of(1, 2, 5) == [[5]], "the pull found no row of 5, and a push has made one since"
+    assert looks_of(1, 2, 5) == [[1, 2, 5]], "what a pull has found serves one push"
+    assert driven.rows(1, 3, 5) == [[-3.0, -3.0], [0.0, 0.0], [-3.0, -3.0]]
+    assert looks_of(1, 4, 5) == [[1, 4, 5]]
+    driven.rows(1, 2)
+    driven.push(*range(20, 30))  # evicts rows, whose slots others get
+    assert looks_of(1, 2) == [[1, 2]]
+    assert driven.rows(1, 2) == [[-1.0, -1.0], [-1.0, -1.0]]
+    assert looks_of() == [[]]
+    monkeypatch.setattr(module, "PULLED_MAX", 3)
+    driven.rows(1, 2)
+    driven.rows(1, 2, 27, 28)
+    driven.rows(2, 27, 28)
+    driven.rows(2, 29, 28)
+    driven.rows(2, 28)
+    assert looks_of(2, 28) == []
+    assert looks_of(1, 2) == [[1, 2]]
+    assert looks_of(1, 2, 27, 28) == [[1, 2, 27, 28]]
 
 
 def test_counts_are_taken_in_where_there_are_some() -> None:
