@@ -94,8 +94,7 @@ class EmbeddingRows:
         version on that needs them."""
         self._admission = Admission(recipe.admit) if recipe.admit > 1 else None
         self._pulled: dict[tuple[int, int, int], tuple[Ids, Slots]] = {}
-        """What pulls have found that no push has followed yet, oldest first: by number of ids, first and last
-        id, the ids and their slots."""
+        """By (number of ids, first id, last id), oldest first: ids and slots that pulls have found."""
         self._pulled_count = 0
         """Number of ids in it."""
 
