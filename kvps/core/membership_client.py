@@ -282,6 +282,11 @@ class MembershipClient:
                 if is_new and self.welcome is not None:
                     self.view = message
                     self.job = packet.envelope.job
+            case p.ViewChanges():
+                # One whose base is lost waits for nothing: beats say which view is known.
+                known = self.view if packet.envelope.job == self.job else None
+                if known is not None and message.base <= known.number < message.number:
+                    self.view = message.applied(known)
             case p.Beat():
                 self.reason = message.reason or self.reason
             case p.Challenge():

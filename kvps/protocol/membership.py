@@ -84,6 +84,44 @@ class View(Message):
     it listens; empty for a member without a key. None at all in a job without keys."""
 
 
+@tag(14)
+class ViewChanges(Message):
+    """Scheduler to members, in place of VIEW: the seats that are not as view ``base`` shows them."""
+
+    number: int
+    base: int
+    phase: str
+    """This and what follows as in a VIEW of this number."""
+    reason: str
+    members: tuple[Member, ...]
+    """The seats that have changed since view ``base``, each as it is."""
+    epoch: int = 0
+    since: int = 0
+    cut: int = 0
+    keys: tuple[str, ...] = ()
+
+    def applied(self, view: View) -> View:
+        """Return the view that a member has whose newest was ``view``, not older than ``base``."""
+        keys = view.keys or ("",) * len(view.members)
+        changed = {(member.role, member.rank): member for member in self.members}
+        new_keys = {
+            (member.role, member.rank): key for member, key in zip(self.members, self.keys, strict=False)
+        }
+        nodes = [(member.role, member.rank) for member in view.members]
+        return View(
+            self.number,
+            self.phase,
+            self.reason,
+            tuple([changed.get(node, member) for node, member in zip(nodes, view.members, strict=True)]),
+            self.epoch,
+            self.since,
+            self.cut,
+            tuple([new_keys.get(node, key) for node, key in zip(nodes, keys, strict=False)])
+            if view.keys or self.keys
+            else (),
+        )
+
+
 @tag(4)
 class Beat(Message):
     """Member to scheduler and back: I live; the counter moves when the application does."""

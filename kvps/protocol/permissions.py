@@ -56,9 +56,19 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},
     Place.TO_SCHEDULER: {
         Role.SCHEDULER: frozenset(
-            {p.Done, p.Welcome, p.View, p.Beat, p.Left, p.Stop, p.Error, p.Challenge, p.Seen, p.Pong}
+            {p.Done, p.Welcome, p.View, p.ViewChanges, p.Beat, p.Left, p.Stop, p.Error, p.Challenge, p.Seen}
         )
-        | {p.Released, p.Resumed, p.Checkpointed, p.Probed, p.Halt, p.Proceed, p.RendezvousIs, p.Closed}
+        | {
+            p.Pong,
+            p.Released,
+            p.Resumed,
+            p.Checkpointed,
+            p.Probed,
+            p.Halt,
+            p.Proceed,
+            p.RendezvousIs,
+            p.Closed,
+        }
         | {p.TakeImage, p.Commit, p.GiveUp, p.Recall, p.Restore, p.Measure, p.AskClock, p.Tracing, p.Part}
     },
     Place.TO_SERVER: {
@@ -84,7 +94,7 @@ HEAD_BYTES = 64 << 10
 """Octets of the head of a message that is not in :data:`LONG`."""
 LONG = frozenset(
     {
-        *(p.View, p.Seen, p.Measured, p.Halt, p.Halted, p.ImageKept, p.Commit, p.Shelf),
+        *(p.View, p.ViewChanges, p.Seen, p.Measured, p.Halt, p.Halted, p.ImageKept, p.Commit, p.Shelf),
         *(p.Declare, p.Declared, p.Find, p.FoundAll, p.Optimize, p.Probe, p.Probed, p.Release),
         *(p.Push, p.Pull, p.Pulled, p.Load, p.Ack, p.StatusIs, p.Resumed, p.Revived, p.StateIs, p.SetState),
     }

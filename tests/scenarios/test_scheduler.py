@@ -32,7 +32,7 @@ import pytest
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
 from kvps.protocol.envelope import MESSAGES, Message, Node, Role
-from kvps.protocol.membership import Beat, Error, Member, View, Welcome
+from kvps.protocol.membership import Beat, Error, Member, View, ViewChanges, Welcome
 from tests.scenarios.plays import check, performed, plays, words_of
 from tests.support.scheduler_harness import Stage
 
@@ -125,6 +125,9 @@ def spoken(message: Message) -> Iterator[str]:
             yield ", ".join(member_of(one) for one in message.members)
             if message.epoch or message.cut:
                 yield f"epoch={message.epoch} since={message.since} cut={message.cut}"
+        case ViewChanges():
+            yield f"{message.number} after {message.base} {message.phase}:"
+            yield ", ".join(member_of(one) for one in message.members)
         case Welcome():
             yield f"rank={message.rank} incarnation={message.incarnation}"
             yield f"local={message.local_rank}/{message.local_size} master={message.master!r}"

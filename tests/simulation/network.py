@@ -37,7 +37,7 @@ from kvps.net.doorman import Doorman
 from kvps.net.transport import Refused
 from kvps.protocol import wire
 from kvps.protocol.envelope import Loan, Packet, Role
-from kvps.protocol.membership import View
+from kvps.protocol.membership import View, ViewChanges
 from tests.simulation.keys import Frame, ProcessKeys, doorman_of
 
 T = TypeVar("T")
@@ -414,7 +414,7 @@ class Network:
             packet = self._spend(target, lambda: self._judged(target, route, received))
             if packet is None:
                 return
-        if isinstance(packet.message, View):
+        if isinstance(packet.message, View | ViewChanges):
             self._view = frames[0], packet
         if self.faults.lent and packet.payload:
             loans = tuple(Loan(1, 1, 0, len(one)) for one in packet.payload)

@@ -29,12 +29,14 @@ import pytest
 import torch
 
 from kvps.core.effects import Send
-from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_PER_S
+from kvps.core.scheduler import seat
+from kvps.core.scheduler.rate_limits import AHEAD_S, ROWS_OF_A_MESSAGE, ROWS_PER_S
 from kvps.core.scheduler.scheduler import Scheduler, Settings
+from kvps.core.scheduler.seat import SeatLink
 from kvps.core.server import options
 from kvps.protocol import wire
 from kvps.protocol.envelope import PROTOCOL, Envelope, Packet, Role
-from kvps.protocol.membership import Barrier, Beat, Hello, Leave, View
+from kvps.protocol.membership import Barrier, Beat, Hello, Leave, View, ViewChanges
 from tests.simulation.cluster import JOB, Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.support.effects import taken
@@ -139,7 +141,7 @@ def in_rounds(one: Seen) -> None:
     assert one.per_round("Pulled") == pushes
     assert one.per_round(*OF_A_ROUND) <= 3 * pushes  # an ACK each, but for the last of a round
     assert one.per_round(*OF_THE_SCHEDULER) <= 2 + 2 / ROUNDS  # some begin before others heard
-    assert one.in_rounds["View"] == 0
+    assert one.in_rounds["View"] == one.in_rounds["ViewChanges"] == 0
     assert one.in_rounds["Hello"] == 0
 
 
@@ -149,7 +151,7 @@ def around_them(one: Seen) -> None:
     # A HELLO to each server, one to the scheduler, and perhaps another while it waits.
     assert one.carried["Hello"] <= members * one.servers + 2 * members
     # One when all are here, and what the pace allows while all leave at once.
-    assert one.carried["View"] <= (25 if members < 1_000 else 4) * members
+    assert one.carried["View"] + one.carried["ViewChanges"] <= 25 * members
     assert one.carried["Leave"] == one.carried["Left"] == one.workers
 
 
@@ -158,7 +160,7 @@ def line(one: Seen) -> str:
     figures = [
         *(one.per_round(name) for name in ("Push", "Ack", "Pulled")),
         one.per_round(*OF_THE_SCHEDULER),
-        one.carried["View"] / members,
+        (one.carried["View"] + one.carried["ViewChanges"]) / members,
         one.carried["Hello"] / members,
         one.virtual_s,
         *(one.spent_us[role] for role in ("worker", "server", "scheduler")),
@@ -223,6 +225,27 @@ class Full:
         return self.say(f"{Role.WORKER} {rank} 1", self.of(rank, seq), message)
 
 
+def taken_at_once(workers: int, servers: int) -> Full:
+    """A scheduler whose seats are all taken; thousands join one by one only in minutes."""
+    one = Full(1, 0)
+    one.settings = Settings(workers, servers)
+    one.core = Scheduler(one.settings, JOB, one.now)
+    seats = one.core.job.seats
+    *others, last = seats.by_node.values()
+    for number, other in enumerate(others, start=1):
+        role, rank = other.node
+        hello = Hello(*PROTOCOL, "kvps", 0, role, rank, f"host-{rank}", 1, f"tcp://h:{1 + rank}")
+        route = f"{role} {rank} 1".encode()
+        other.begin(number, hello, one.now)
+        other.links[route] = SeatLink(hello.host, 1, False, one.now)
+        seats.routes[route], seats.issued = other, number
+        one.lives[f"{role} {rank}"] = number
+    one.join(last.node.role, last.node.rank)
+    one.now += 200  # for so long no view follows one of all seats to so many
+    one.core.check()
+    return one
+
+
 @cache
 def full(workers: int, servers: int) -> Full:
     return Full(workers, servers)
@@ -259,7 +282,7 @@ def test_a_loss_and_a_join_cost_a_message_and_the_same_work_for_each_member() ->
             lost = one.worker(3, Leave(False, 9, True, "killed"))
             one.now += 5
             joined = one.join(Role.WORKER, 3, pid=2)
-        assert sum(isinstance(send.packet.message, View) for send in lost) == members
+        assert sum(isinstance(send.packet.message, View | ViewChanges) for send in lost) == members
         assert len(lost) <= members + 1
         assert len(joined) <= members + 2
         work.append(steps.count / members)
@@ -275,19 +298,44 @@ def test_if_all_change_at_once_each_member_hears_of_it_a_few_times(what: str) ->
             said = one.worker(rank, Leave(what == "leave", 9, True, ""))
             if what == "join":
                 said += one.join(Role.WORKER, rank, pid=2)
-            views += sum(isinstance(send.packet.message, View) for send in said)
+            views += sum(isinstance(send.packet.message, View | ViewChanges) for send in said)
             one.now += 0.001
         while one.core.job.is_untold:
             due = one.core.deadline()
             assert due is not None
             one.now = max(one.now, due)
             effects = taken(one.core, one.core.on_timer(one.now))
-            views += sum(isinstance(o.packet.message, View) for o in effects if type(o) is Send)
+            views += sum(isinstance(o.packet.message, View | ViewChanges) for o in effects if type(o) is Send)
         one.core.check()
         assert not one.core.job.is_untold, "the last change is told to all"
         # What the pace allows, the one that goes beyond it, and those that come with a WELCOME.
-        allowed = ROWS_PER_S * (one.now - begun + AHEAD_S) / members**2 + 1.1
+        allowed = ROWS_PER_S * (one.now - begun + AHEAD_S) / (members * ROWS_OF_A_MESSAGE) + 1.1
         assert views <= allowed * members + (workers if what == "join" else 0)
+
+
+@pytest.mark.spec("R483")
+@pytest.mark.parametrize(("workers", "servers"), [SIZES[1], (9_744, 256)])
+def test_a_loss_costs_each_member_some_octets_however_many_there_are(
+    workers: int, servers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 seats do not fit into a job yet: the answer to a status query has to fit into a head."""
+    monkeypatch.setattr(seat, "SEATS_MAX", 10_000)
+    one, members = taken_at_once(workers, servers), workers + servers
+    for change in (Leave(False, -9, True, "killed by SIGKILL"), Leave(True, 0, True, "")):
+        said = one.worker(3 if change.exit_code else 4, change)
+        news = [
+            wire.encode(send.packet) for send in said if isinstance(send.packet.message, View | ViewChanges)
+        ]
+        assert len(news) == members
+        assert max(sum(map(len, frames)) for frames in news) <= 200
+        one.now += 5
+    joined = one.join(Role.WORKER, 3, pid=2)
+    views = [
+        wire.encode(send.packet) for send in joined if isinstance(send.packet.message, View | ViewChanges)
+    ]
+    sizes = sorted(sum(map(len, frames)) for frames in views)
+    assert sizes[-2] <= 200 < sizes[-1], "the newcomer alone is told of all seats"
+    sys.stdout.write(f"\na view of {members} seats: {sizes[-1]} octets; of one that joined: {sizes[0]}\n")
 
 
 def test_a_member_takes_the_same_octets_of_a_view_however_many_there_are() -> None:

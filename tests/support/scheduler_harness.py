@@ -6,14 +6,14 @@ mouth. No effect is performed: a step returns the list of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from kvps.core.effects import Effect, Exit, Note, Save, Send
 from kvps.core.scheduler.scheduler import Scheduler, Settings
 from kvps.protocol.checkpoint import Shelf
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Packet, Role
-from kvps.protocol.membership import Alive, Barrier, Beat, Challenge, Hello, Leave, View, Welcome
+from kvps.protocol.membership import Alive, Barrier, Beat, Challenge, Hello, Leave, View, ViewChanges, Welcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,6 +29,7 @@ class Peer:
     role: Role
     job: bytes = bytes(16)
     view: int = 0
+    known: View | None = None
     rank: int = 0
     incarnation: int = 0
     progress: int = 0
@@ -71,7 +72,7 @@ class Stage:
     def attach(self, route: str, to: str, **more: object) -> list[Effect]:
         """Say HELLO along ``route`` with the identity that peer ``to`` has."""
         one = self.peers[to]
-        self.peers[route] = Peer(one.role, one.job, 0, one.rank, one.incarnation)
+        self.peers[route] = Peer(one.role, one.job, 0, None, one.rank, one.incarnation)
         return self.hello(route, one.role.name, one.rank, **more)
 
     def beat(self, route: str, progress: int | None = None) -> list[Effect]:
@@ -143,14 +144,31 @@ class Stage:
 
     def take(self, door: None) -> list[Effect]:
         """Collect effects, let the peers learn from them, and check the scheduler."""
-        taken = self.scheduler.outbox.take()
-        for effect in taken:
+        taken: list[Effect] = []
+        for effect in self.scheduler.outbox.take():
             if isinstance(effect, Save):
                 self.saved = effect.state
             if isinstance(effect, Send):
+                effect = effect._replace(packet=self._whole(str(effect.to), effect.packet))
                 self._teach(str(effect.to), effect.packet)
+            taken.append(effect)
         self.scheduler.check()
         return taken
+
+    def _whole(self, route: str, packet: Packet) -> Packet:
+        """Return ``packet`` with the view that the peer has then, if it is VIEW-CHANGES that it can take in."""
+        message, known = packet.message, self.peers[route].known
+        if (
+            not isinstance(message, ViewChanges)
+            or known is None
+            or self.peers[route].job != packet.envelope.job
+        ):
+            return packet
+        if not message.base <= known.number < message.number:
+            return packet
+        view = self.scheduler.job.view(self.now)
+        assert _timeless(message.applied(known)) == _timeless(view), "a change was left out"
+        return packet._replace(message=view)
 
     def _teach(self, route: str, packet: Packet) -> None:
         peer, message = self.peers[route], packet.message
@@ -160,7 +178,7 @@ class Stage:
         if isinstance(message, Challenge):
             peer.challenge = message.number
         if isinstance(message, View):
-            peer.job, peer.view = packet.envelope.job, message.number
+            peer.job, peer.view, peer.known = packet.envelope.job, message.number, message
 
     # --- looking ----------------------------------------------------------------------------
 
@@ -183,6 +201,10 @@ class Stage:
         for rank in range(self.settings.workers):
             self.hello(f"w{rank}", rank=rank)
         assert self.phase == "running"
+
+
+def _timeless(view: View) -> View:
+    return replace(view, members=tuple([member._replace(lost_for_s=0.0) for member in view.members]))
 
 
 def is_sent(effect: Effect, cls: type[Message], route: str | None = None) -> bool:

@@ -13,7 +13,8 @@ Theory of operation
 :meth:`Job.apply_changes` is called after each change of a seat. It asks
 :func:`~kvps.core.scheduler.phase.assess` for the phase, asks the barriers which ranks may pass,
 and writes messages into an outbox. While a job runs, each change makes a new view, sent to all
-members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.rate_limits`);
+members (where many follow each other, the last of them; see :mod:`kvps.core.scheduler.rate_limits`),
+of which only the seats that changed are said (:mod:`kvps.core.scheduler.view_history`);
 while it forms, a member learns from the answers to its beats what is missing.
 
 :meth:`Job.flush` puts the state to be saved before anything that is said.
@@ -38,6 +39,7 @@ from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, SEATS, Seat, Settings, State
+from kvps.core.scheduler.view_history import ViewHistory
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
@@ -89,6 +91,11 @@ class Job:
         """The number of the newest view; 0 until all seats have been taken."""
         self.is_untold = False
         """The newest view was not sent to everybody yet."""
+        self.told = 0
+        """The view that was sent to everybody last: news that go to everybody build on it."""
+        self._newcomers: set[Route] = set()
+        """The routes that were welcomed since, and have no view."""
+        self._views = ViewHistory()
         self._pace = ViewRateLimiter()
         self.formed = False
         """All seats of this job have been taken once."""
@@ -353,6 +360,7 @@ class Job:
         self.seats.next_job()
         self.barriers.clear(range(self.settings.workers))
         self.checkpoints, self.since = self._coordinator(), 0
+        self._views = ViewHistory()
         self._is_concluded = False
         self.status_report, self.measurements = StatusReport(), ServerMeasurements()
         self.phase, self.reason = self.assess(now)
@@ -453,6 +461,7 @@ class Job:
             seat.is_welcomed = True
             for route in seat.links:
                 self.send(route, self.welcome(seat, places))
+                self._newcomers.add(route)
 
     def _announce(self, now: float) -> None:
         self.number += 1
@@ -465,9 +474,18 @@ class Job:
             return
         self.is_untold = False
         view = self.view(now)
+        self._views.note(view)
+        news, self.told = self._views.since(self.told, view), self.number
         for route in self.seats.routes:
-            self.send(route, view)
-        self._pace.spend(len(self.seats.routes) * len(self.seats.by_node), now)
+            self.send(route, view if route in self._newcomers else news)
+        self._newcomers.clear()
+        self._pace.spend(len(self.seats.routes), len(news.members), now)
+
+    def tell_since(self, route: Route, number: int, now: float) -> None:
+        """Send the newest view to a member that has missed it, and has view ``number``."""
+        view = self.view(now)
+        self._views.note(view)
+        self.send(route, self._views.since(number, view))
 
     def flush(self, outbox: Outbox) -> None:
         """Have performed what is to be done now, in this order."""

@@ -1,8 +1,8 @@
 """Rate limits: of views to all members, and of the work that strangers can cause.
 
-A view has a row for every seat and goes to every member, so that a thousand members that all leave at
-the end would make a billion rows. Few members are told of each change at once; of a large cluster,
-one that has changed again and again is told of it together, about once a second.
+A view goes to every member, so that a thousand members that all leave at the end would make a million
+messages. Few members are told of each change at once; of a large cluster, one that has changed again and
+again is told of it together, some times in a second.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 
 ROWS_PER_S = 1_000_000
 """Rows of views that are sent in a second, over all members: some 100 MB."""
+ROWS_OF_A_MESSAGE = 50
+"""Rows that cost as much as a message without any: 20,000 messages are sent in a second."""
 AHEAD_S = 0.1
 """So far ahead of that it may be: a view is sent at once unless others have just been."""
 
@@ -27,9 +29,10 @@ class ViewRateLimiter:
         """When the next view may be sent."""
         return self._paid_at - AHEAD_S
 
-    def spend(self, rows: int, now: float) -> None:
-        """Views of so many rows were sent."""
-        self._paid_at = max(self._paid_at, now) + rows / ROWS_PER_S
+    def spend(self, messages: int, rows: int, now: float) -> None:
+        """So many messages were sent, each with so many rows."""
+        cost = messages * (rows + ROWS_OF_A_MESSAGE)
+        self._paid_at = max(self._paid_at, now) + cost / ROWS_PER_S
 
 
 class RateLimit:

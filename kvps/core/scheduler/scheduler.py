@@ -301,7 +301,7 @@ class Scheduler:
             self.job.send(route, p.Beat(0, self.job.reason))
 
     def _on_beat(self, route: Route, envelope: Envelope, beat: p.Beat, now: float) -> None:
-        number = self.job.number
+        number, told = self.job.number, self.job.told
         seat = self._recognise(route, envelope, now)
         self.job.revive(seat, now)
         # A supervisor knows nothing of its command's calls. Along a link by which it said no
@@ -334,9 +334,10 @@ class Scheduler:
             is_behind = envelope.view < number
         else:  # only those who were members of the former job have something to learn
             is_behind = envelope.job not in (NOBODY, self.job.name)
+        known = envelope.view if envelope.job == self.job.name else 0
         is_told = self.job.number != number or self.job.is_untold  # just now, or soon
-        if is_behind and not is_told:
-            self.job.send(route, self.job.view(now))
+        if is_behind and not (is_told and known >= told):
+            self.job.tell_since(route, known, now)
 
     def _answer(self, seat: Seat, beat: p.Beat, now: float) -> p.Beat:
         """Return the answer to a beat: what the job waits for, or that the sender's standstill cannot end."""

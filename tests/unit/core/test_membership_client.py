@@ -21,6 +21,7 @@ from kvps.protocol.membership import (
     Left,
     Stop,
     View,
+    ViewChanges,
     Welcome,
 )
 from tests.support.worker_harness import JOB, M, member, sends
@@ -133,6 +134,33 @@ class TestLiving:
         servers = [member(Node(Role.SERVER, rank)) for rank in range(9)]
         talk.hear(View(1, "running", "", (*seats, *servers)))
         assert talk.member.quorum() == Quorum(frozenset({0, 4}), frozenset({1, 3}))
+
+    @pytest.mark.spec("R484")
+    def test_news_are_taken_in_by_those_who_have_their_base(self) -> None:
+        talk = joined()
+        lost = member(WORKERS[1], "lost")
+        talk.hear(ViewChanges(5, 4, "running", "lost", (lost,)))
+        assert talk.member.view is None, "a whole view comes before"
+        talk.hear(view(4))
+        for news in ((7, 5), (4, 3), (3, 2)):
+            talk.hear(ViewChanges(*news, "running", "lost", (lost,)))
+            assert talk.member.view == view(4)
+        talk.hear(ViewChanges(6, 3, "returning", "lost", (lost,), 1, 6, 2))
+        known = talk.member.view
+        assert known is not None
+        assert (known.number, known.phase, known.reason) == (6, "returning", "lost")
+        assert (known.epoch, known.since, known.cut, known.keys) == (1, 6, 2, ())
+        assert known.members == (*view(4).members[:1], lost, *view(4).members[2:])
+        assert talk.member.quorum().lost == {1}
+        talk.hear(ViewChanges(7, 6, "running", "", (), keys=()))
+        assert talk.member.number == 7
+
+    @pytest.mark.spec("R484")
+    def test_news_of_another_job_change_nothing(self) -> None:
+        talk = joined()
+        talk.hear(view(4))
+        talk.hear(ViewChanges(5, 4, "running", "", ()), job=bytes(16))
+        assert talk.member.number == 4
 
     def test_an_error_is_logged_unless_it_fences(self) -> None:
         talk = joined()

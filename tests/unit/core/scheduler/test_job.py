@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.effects import Effect, Exit, Finish, Save
+from kvps.core.effects import Effect, Exit, Finish, Save, Send
 from kvps.core.scheduler import rate_limits
 from kvps.core.scheduler.job import UNUSED, Job
 from kvps.core.scheduler.seat import GOES_ON, NAME_MAX, SEATS_MAX, Settings, State
-from kvps.protocol.envelope import Envelope, Node, Packet, Role
-from kvps.protocol.membership import Beat, Hello, Stop, View, Welcome
+from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
+from kvps.protocol.membership import Beat, Hello, Leave, Stop, View, ViewChanges, Welcome
 from kvps.protocol.wire import decode, encode
-from tests.support.scheduler_harness import JOB, Stage, exits, notes, sent, told
+from tests.support.scheduler_harness import JOB, Peer, Stage, exits, notes, sent, told
 
 WELL = Exit(0, "every worker left (2 of 2)")
 
@@ -34,8 +34,59 @@ def test_each_later_change_makes_a_view() -> None:
 
 def slowly(monkeypatch: pytest.MonkeyPatch) -> Stage:
     """A job of 4 seats to which a view may go once a second, as if it had a thousand."""
-    monkeypatch.setattr(rate_limits, "ROWS_PER_S", 16)
+    monkeypatch.setattr(rate_limits, "ROWS_PER_S", 4 * (4 + rate_limits.ROWS_OF_A_MESSAGE))
     return running(3)
+
+
+def raw(stage: Stage, route: str, message: Message, view: int) -> list[View | ViewChanges]:
+    """What the scheduler sends along ``route`` of views, as it sends it."""
+    envelope = stage.peers[route].envelope()._replace(view=view)
+    stage.scheduler.on_packet(route, Packet(envelope, message), stage.now)
+    effects = stage.scheduler.outbox.take()
+    stage.saved = next((effect.state for effect in effects if isinstance(effect, Save)), stage.saved)
+    said = [effect.packet.message for effect in effects if isinstance(effect, Send) and effect.to == route]
+    return [message for message in said if isinstance(message, View | ViewChanges)]
+
+
+@pytest.mark.spec("R27", "R485")
+def test_members_hear_of_what_has_changed_and_more_if_they_have_missed_some() -> None:
+    stage = running(5, 1, persist=True)
+    assert stage.scheduler.job.number == 1
+    for number, route in ((2, "w0"), (3, "w1")):
+        (news,) = raw(stage, route, Leave(False, 9, True, "killed"), 1)
+        assert isinstance(news, ViewChanges)
+        assert (news.number, news.base, [member.rank for member in news.members]) == (
+            number,
+            number - 1,
+            [number - 2],
+        )
+    assert raw(stage, "w2", Beat(0), 3) == []
+    (news,) = raw(stage, "w2", Beat(0), 1)
+    assert isinstance(news, ViewChanges)
+    assert (news.number, news.base, [member.rank for member in news.members]) == (3, 1, [0, 1])
+    (whole,) = raw(stage, "w2", Beat(0), 0)
+    assert isinstance(whole, View)
+    stage.restart()
+    (whole,) = raw(stage, "w2", Beat(0), 1)
+    assert isinstance(whole, View), "a restarted scheduler does not know what has changed since"
+
+
+@pytest.mark.spec("R485")
+def test_newcomer_is_told_of_all_seats_and_the_others_of_its_own() -> None:
+    stage = running(5, 1)
+    stage.leave("w1", done=False, code=9)
+    stage.peers["w9"] = Peer(Role.WORKER)
+    hello = Hello(*PROTOCOL, "kvps", 0, Role.WORKER, None, "host", 9)
+    stage.scheduler.on_packet("w9", Packet(stage.peers["w9"].envelope(), hello), stage.now)
+    said = {
+        one.to: one.packet.message
+        for one in stage.scheduler.outbox.take()
+        if isinstance(one, Send) and isinstance(one.packet.message, View | ViewChanges)
+    }
+    whole = said.pop("w9")
+    assert isinstance(whole, View)
+    assert set(said) == {"s0", "w0", "w2", "w3", "w4"}
+    assert all(isinstance(news, ViewChanges) and len(news.members) == 1 for news in said.values())
 
 
 @pytest.mark.spec("R27")
