@@ -65,6 +65,7 @@ BY_NAME = {
     "dim": sizes,
     "width": sizes,
     "count": sizes,
+    "counts": sizes,
     "exit_code": st.integers(-(2**63) + 1, 2**63 - 1),
     "numbers": st.integers(-(2**63) + 1, 2**63 - 1),
     "held": st.integers(-(2**63) + 1, 2**63 - 1),

@@ -207,7 +207,8 @@ def test_no_update_fails_by_numbers_that_were_let_in(name: str) -> None:
             for value in (FLOAT_MAX, 1e30, 1e5, 1e-30):
                 try:
                     rule = create(resolve(name, {parameter.name: value}))
-                    state = rule.new_state(torch.ones(3, dtype=dtype))
+                    shape = (1, 3) if rule.is_by_row else (3,)
+                    state = rule.new_state(torch.ones(shape, dtype=dtype))
                 except ConfigError:
                     continue
                 lr, weight_decay = rule.hyper.for_key("w")
@@ -215,8 +216,8 @@ def test_no_update_fails_by_numbers_that_were_let_in(name: str) -> None:
                 norms = torch.tensor([1e300, 1e-300], dtype=torch.float64)
                 for step in (1, 2, 3, 100, 10_000):
                     rule.apply(
-                        torch.full((3,), 3.0, dtype=dtype),
-                        torch.full((3,), -2.0, dtype=summed),
+                        torch.full(shape, 3.0, dtype=dtype),
+                        torch.full(shape, -2.0, dtype=summed),
                         state,
                         Terms(step=step, lr=lr, weight_decay=weight_decay, norms=norms),
                     )
