@@ -18,7 +18,7 @@ from kvps.compression.spec import TABLE, CodecSpec
 from kvps.dtypes import BY_ID, DTYPES
 from kvps.errors import ProtocolError
 from kvps.protocol.envelope import MESSAGES, Envelope, Message, Packet, Role
-from kvps.protocol.membership import View
+from kvps.protocol.membership import View, ViewChanges
 from kvps.protocol.stores import Entry, Found
 from kvps.protocol.values import Pulled, Steps
 from kvps.protocol.wire import HEAD, decode, encode
@@ -114,9 +114,11 @@ def messages_of(cls: type[Message]) -> st.SearchStrategy[Message]:
         one.name: values(hints[one.name], one.name)
         for one in dataclasses.fields(cls)  # type: ignore[arg-type]
     }
-    if cls is View:
+    if cls in (View, ViewChanges):
         fields["number"] = naturals_32
         fields["keys"] = st.lists(public_keys, max_size=5).map(tuple)
+    if cls is ViewChanges:
+        fields["base"] = naturals_32
     if cls is Pulled:
         fields["steps"] = st.just(())
         return st.builds(cls, **fields).flatmap(by_steps)
