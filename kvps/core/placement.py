@@ -208,15 +208,15 @@ def _owed(held: list[int], count: int, unit: int) -> dict[int, int]:
     """Return how much each server has to give to one more, the fullest first."""
     servers, owed = len(held) + 1, {}
     due = given = 0  # times the number of servers, and not
-    for server in sorted(range(len(held)), key=lambda server: (-held[server], server)):
+    fullest = iter(sorted(range(len(held)), key=lambda server: (-held[server], server)))
+    while due < count:  # the shares over the mean are as many
+        server = next(fullest)
         due = min(count, due + max(held[server] * servers - count, count // GIVERS_MAX))
         share = (2 * due + unit * servers) // (2 * unit * servers) * unit - given
         share = min(share, held[server] - unit)
         if share > 0:
             owed[server] = share
             given += share
-        if due == count:
-            break
     return owed
 
 
