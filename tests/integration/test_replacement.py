@@ -29,7 +29,7 @@ FRONTS = (
 @cache
 def undisturbed(front: str) -> list[float]:
     """Return the weights of a job that loses nobody."""
-    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
         first, second = cluster.run(lambda rank: train(front))
     assert first == second
     return first
@@ -88,7 +88,7 @@ def test_at_every_moment_of_a_script(
 def undisturbed_by_loader(front: str) -> tuple[list[float], list[list[str]]]:
     """Return the weights of a job that loses nobody, and the batches of each rank."""
     said: list[list[str]] = [[], []]
-    with kvps.LocalCluster(workers=2, servers=1) as cluster:
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
         first, second = cluster.run(lambda rank: train_by_loader(front, said[rank].append))
     assert first == second
     return first, said

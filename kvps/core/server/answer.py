@@ -256,11 +256,12 @@ def why_unreadable(
     quorum: StoreQuorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """Return why ``span`` cannot be read yet: a round, a push, or the staleness bound; empty if it can."""
+    """Return why ``span`` cannot be read yet: a round, a push, or the staleness bound; empty if it can.
+
+    A span of an ordered store is known to be behind: who asks has compared versions.
+    """
     rank = reading.session.rank
     if store.ordered:
-        if span.version >= max(ask.after, ask.least):
-            return ""
         if span.due:
             if span.due[0].step is not None:
                 return (

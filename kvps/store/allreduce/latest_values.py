@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from kvps.core.worker import calls
+from kvps.core.worker.plan import Priority
 from kvps.errors import ConfigError, KeyNotFound
 from kvps.phrases import never_initialised
 from kvps.runtime.cuda_staging import bring_back
@@ -162,9 +164,13 @@ class AllreduceRequests(Requests):
             reduced = [row.cpu() for row in reduced]
         return tuple(reduced)
 
-    def wanted(
-        self, keys: KeyList, out: object, copy: bool, plain: tuple[torch.Tensor, ...] | None = None
-    ) -> Outcome:
+    def plain_pushpull(
+        self, keys: KeyList, value: object, out: object, urgency: Priority
+    ) -> calls.PushValues | None:
+        """Return None: a collective knows no sinks, and its values are written when they are at this rank."""
+        return None
+
+    def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
         """Return the end of a pull: copies of the values that are at this rank, or these themselves."""
         if out is None:
 
@@ -177,7 +183,7 @@ class AllreduceRequests(Requests):
             return (), returned
         if not copy:
             raise ConfigError(COPY_FALSE)
-        targets: Sequence[torch.Tensor] | None = plain or keys.rows(out, as_sinks=True)
+        targets: Sequence[torch.Tensor] | None = keys.rows(out, as_sinks=True)
         if targets is not None:
             places = list(range(len(targets)))
         else:  # several of one key, or such as must be looked at

@@ -157,6 +157,8 @@ class _Replay:
         self._outcome = ReplayOutcome(core_of(record.header, ReplayedMemory(record.events)))
         self._expected: deque[Event] = deque()
         """The packets that are to leave because of the input that is replayed."""
+        self._is_unfinished = False
+        """The process was killed before it had sent all packets of the input that is replayed."""
         self._holds: dict[int, Hold] = {}
         self._released: set[int] = set()
         self._sent = 0
@@ -165,9 +167,11 @@ class _Replay:
     def run(self) -> ReplayOutcome:
         """Give the core all inputs."""
         events, found = self._record.events, self._outcome
+        last = max((at for at, one in enumerate(events) if one.what in {*_INPUTS, What.DIGEST}), default=0)
         for index, event in enumerate(events):
             if event.what in _INPUTS:
                 self._expected = _sent_after(events, index)
+                self._is_unfinished = index == last
                 try:
                     self._input(event)
                     self._take()
@@ -252,7 +256,7 @@ class _Replay:
     def _check(self, effect: Send) -> None:
         found = self._outcome
         if not self._expected:
-            if not self._record.is_cut and not found.difference:
+            if not self._is_unfinished and not self._record.is_cut and not found.difference:
                 found.difference = self._said(f"sends {_shown(effect)}, which is not in the record")
             return
         event = self._expected.popleft()

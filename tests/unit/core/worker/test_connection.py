@@ -206,6 +206,7 @@ class TestMiss:
         (lost, _) = queued(one, request("lost", payload_bytes=WINDOW_BYTES), request("next", payload_bytes=1))
         assert names(one) == ["lost"]
         assert one.miss(1) is lost
+        assert one.miss(1) is lost
         assert names(one) == ["next"]
         assert one.answer(1) is lost
         assert one.miss(1) is None

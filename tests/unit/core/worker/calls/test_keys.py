@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvps.core.placement import home
+from kvps.core.placement import Part, home
 from kvps.core.worker import calls
+from kvps.core.worker.calls.keys import _located
 from kvps.dtypes import Spec
 from kvps.errors import Mismatch, Timeout
 from kvps.protocol.membership import Barrier, Error, Released
@@ -222,3 +223,10 @@ class TestRelay:
         self.answer(one, 0, add=7.0)
         assert one.is_done(ticket)
         assert sink[0] == 7
+
+
+@pytest.mark.spec("R481")
+def test_pieces_of_a_server_lie_in_its_parts_one_after_the_other() -> None:
+    pieces = (Piece(5, 0, 4), Piece(6, 2, 6), Piece(7, 0, 3))
+    parts = (Part(1, 10, 10), Part(1, 50, 3))
+    assert [piece.offset for piece in _located(1, pieces, parts)] == [10, 14, 50]
