@@ -258,7 +258,7 @@ def why_unreadable(
 ) -> str:
     """Return why ``span`` cannot be read yet: a round, a push, or the staleness bound; empty if it can.
 
-    A span of an ordered store is known to be behind: who asks has compared versions.
+    A span of an ordered store is known to be behind: the caller has compared versions.
     """
     rank = reading.session.rank
     if store.ordered:

@@ -167,7 +167,7 @@ class _Replay:
     def run(self) -> ReplayOutcome:
         """Give the core all inputs."""
         events, found = self._record.events, self._outcome
-        last = max((at for at, one in enumerate(events) if one.what in {*_INPUTS, What.DIGEST}), default=0)
+        last = max((n for n, event in enumerate(events) if event.what in {*_INPUTS, What.DIGEST}), default=0)
         for index, event in enumerate(events):
             if event.what in _INPUTS:
                 self._expected = _sent_after(events, index)
