@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +87,27 @@ class Cluster:
         while self.post:
             said += self.deliver()
         return said
+
+    def push_in_any_order(
+        self, chance: random.Random, rounds: int, row: Callable[[int, int], torch.Tensor | None]
+    ) -> None:
+        """Push ``row(rank, number)`` of ranks 0 and 1 for some rounds; letters are lost, doubled and shuffled."""
+        left = [[(rank, number) for number in range(rounds) for rank in (0, 1)] for _ in self.stages]
+        while any(left):
+            server = chance.choice([index for index, some in enumerate(left) if some])
+            rank = chance.choice([rank for rank, _ in left[server]])
+            number = min(number for other, number in left[server] if other == rank)
+            left[server].remove((rank, number))
+            assert self.push(server, rank, number, row(rank, number))
+            while self.post and chance.random() < 0.7:
+                index, fate = chance.randrange(len(self.post)), chance.random()
+                if fate < 0.3:
+                    self.post.pop(index)
+                else:
+                    self.deliver(index, keep=fate < 0.5)
+        for _ in range(20):
+            self.tick()
+            self.deliver_all()
 
     def tick(self) -> None:
         """Let the second pass after which servers tell again."""

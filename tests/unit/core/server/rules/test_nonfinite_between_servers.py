@@ -75,24 +75,12 @@ def test_drops_agree_whatever_the_network_does(rule: str | None, seed: int) -> N
         for rank in (0, 1):
             push_everywhere(quiet, rank, index, gradient(rank, number))
         quiet.deliver_all()
-    left = [[(rank, number) for number in range(rounds) for rank in (0, 1)] for _ in range(3)]
-    while any(left):
-        server = chance.choice([index for index, some in enumerate(left) if some])
-        rank = chance.choice([rank for rank, _ in left[server]])
-        number = min(number for other, number in left[server] if other == rank)
-        left[server].remove((rank, number))
+
+    def row(rank: int, number: int) -> torch.Tensor:
         at = bad.get((number, rank))
-        row = gradient(rank, number) if at is None else spoiled(rank, number, at)
-        assert wild.push(server, rank, number, row)
-        while wild.post and chance.random() < 0.7:
-            index, fate = chance.randrange(len(wild.post)), chance.random()
-            if fate < 0.3:
-                wild.post.pop(index)
-            else:
-                wild.deliver(index, keep=fate < 0.5)
-    for _ in range(20):
-        wild.tick()
-        wild.deliver_all()
+        return gradient(rank, number) if at is None else spoiled(rank, number, at)
+
+    wild.push_in_any_order(chance, rounds, row)
     assert wild.versions() == [rounds] * 3
     assert torch.equal(wild.values(), quiet.values())
     for stage in wild.stages:
