@@ -19,7 +19,8 @@ from kvps.runtime.ticket import Ticket
 from kvps.store.table_batch import TableBatch, Tables
 
 AHEAD_MAX = 8
-"""Most batches that are asked for ahead; of more, the oldest are forgotten."""
+"""Most batches that are asked for ahead, and most pushes for which a batch is asked for again; of more, the
+oldest are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,8 +73,11 @@ class RowsAhead:
         return asked.batch, rows
 
     def pushed(self, pushed: TableBatch) -> None:
-        """Ask again for the rows of a push that was just made."""
-        for asked in self._asked:
+        """Ask again for the rows of a push that was just made, if a forward may still want them."""
+        for asked in [*self._asked]:
+            if len(asked.again) == AHEAD_MAX:
+                self._asked.remove(asked)
+                continue
             asked.pushes = [count + 1 for count in asked.pushes]
             ids, places = [], []
             edges = asked.batch.split.edges

@@ -53,12 +53,7 @@ class EmbeddingCollection(torch.nn.Module):
         (2, 4)
     """
 
-    def __init__(
-        self,
-        tables: Any,
-        mode: str = "sum",
-        op: str = "average",
-    ) -> None:
+    def __init__(self, tables: Any, mode: str = "sum", op: str = "average") -> None:
         super().__init__()
         if not isinstance(tables, Mapping) or not tables:
             raise ConfigError(f"tables: give a dict of at least one table by name, got {tables!r:.60}")

@@ -357,3 +357,13 @@ def test_rows_that_nobody_wants_are_forgotten(kv: Any, monkeypatch: pytest.Monke
     assert len(asked) == 1
     with pytest.raises(Mismatch, match="missing or unknown: 'y'"):
         module.prefetch({"x": torch.tensor([[0]])})
+
+
+def test_a_batch_that_no_forward_takes_is_forgotten_after_some_pushes(kv: Any) -> None:
+    """Each push to its rows asks for them again: for ever, a job that breaks off an epoch would ask."""
+    module = EmbeddingCollection({"x": tables_of(kv)["a"]})
+    module.prefetch({"x": torch.tensor([[1], [2]])})
+    for number in range(AHEAD_MAX + 1):
+        assert len(module._exchange._ahead._asked) == 1, number
+        module({"x": torch.tensor([[2], [3]])})["x"].sum().backward()
+    assert len(module._exchange._ahead._asked) == 0
