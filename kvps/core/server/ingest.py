@@ -181,7 +181,8 @@ class Ingest:
             ProtocolError, Mismatch, ConfigError, KeyNotFound: if it is refused.
         """
         store, runs, since, counts_late = rule.store, message.runs, message.since, rule.store.counts_late
-        form = (*runs[0][:2], message.dtype, message.ranks, message.weight) if len(runs) == 1 else None
+        is_small = len(runs) == len(message.ranks) == 1  # forms of many ranks would take much memory
+        form = (*runs[0][:2], message.dtype, message.ranks, message.weight) if is_small else None
         if form is None or form not in rule.known:
             rule.check(message)
             if form is not None and len(rule.known) < FORMS_MAX:

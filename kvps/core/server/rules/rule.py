@@ -96,7 +96,7 @@ class Rule(abc.ABC):
         self.cut: Callable[[int, int], list[Span]] = chunk.cut
         """Returns spans that tile a range of the chunk."""
         self.known: set[Form] = set()
-        """The forms of pushes of one run that :meth:`check` has let pass: others of them need no look."""
+        """The forms of pushes of one run and one rank that :meth:`check` has let pass: they pass again."""
 
     # --- judging: nothing is changed ----------------------------------------------------------
 

@@ -30,6 +30,7 @@ from kvps.core.server.rules.rule import Rule
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
+from kvps.protocol.envelope import maker
 from kvps.protocol.stores import Field, Piece
 from kvps.protocol.values import (
     Embed,
@@ -126,8 +127,7 @@ def embedding_of(chunk: Chunk) -> EmbeddingRows:
 
 ANSWER_BYTES = 64 << 20
 """Maximum bytes of the rows in one answer."""
-_record = tuple.__new__
-"""Makes a record of its fields; its class's own way is a function in Python, called for each table."""
+_piece, _stand = maker(Piece), maker(TableStand)
 
 
 class TableGradient(RowGradient):
@@ -168,7 +168,7 @@ class TableRows:
         if len({chunk.store for chunk in found}) != 1:
             raise ProtocolError(f"a request names {len(parts)} tables, and it needs some of one store")
         edges = tuple(accumulate([part.size for part in parts], initial=0))
-        pieces = tuple([_record(Piece, (part.chunk, 0, 1)) for part in parts])
+        pieces = tuple([_piece((part.chunk, 0, 1)) for part in parts])
         return cls(tuple(found), tuple(tables), pieces, parts, edges, chunks.server, chunks.servers)
 
     def spans(self, chunks: Chunks) -> list[Span]:
@@ -299,7 +299,7 @@ class TableRows:
                 frames.append(values)
             first = stop
         spans = [chunk.spans[0] for chunk in self.chunks]
-        stands = [_record(TableStand, (span.version, span.owed(rank, is_ordered))) for span in spans]
+        stands = [_stand((span.version, span.owed(rank, is_ordered))) for span in spans]
         return PulledTables(seq, tuple(groups), tuple(counts), tuple(stands)), tuple(frames)
 
     def cut(self, gradients: list[RowGradient]) -> Iterator[tuple[Piece, RowGradient]]:

@@ -39,7 +39,7 @@ from kvps.core.worker.plan import PieceLocation
 from kvps.core.worker.store import WorkerStore
 from kvps.dtypes import BY_ID, BY_NAME
 from kvps.errors import KvpsError, Mismatch, ProtocolError
-from kvps.protocol.envelope import Packet
+from kvps.protocol.envelope import Packet, maker
 from kvps.tensors import TORCH, Memory, from_frame
 
 PULL_BYTES = 4 << 20
@@ -50,8 +50,7 @@ TABLES_MAX = 1024
 GROUPS_MAX = 60
 """Most tables of one message, and most groups of them: each has a frame."""
 
-_record = tuple.__new__
-"""Makes a record of its fields; its class's own way is a function in Python, called for each table."""
+_part = maker(p.TablePart)
 
 
 class Group(NamedTuple):
@@ -128,7 +127,7 @@ def _named(
     cuts = [begin, *share.edges[first + 1 : stop], end]
     sizes = [high - low for low, high in pairwise(cuts)]
     fields = zip(chunks[first:stop], numbers[first:stop], sizes, strict=True)
-    parts = tuple([_record(p.TablePart, part) for part in fields])
+    parts = tuple(map(_part, fields))
     named, ranges = [], []
     for index, group in enumerate(groups):
         low, high = max(group.first, first), min(group.stop, stop)
@@ -247,10 +246,8 @@ def _fill(
     if not len(ids):
         return ()
     sizes = [len(places) * rows.shape[1] * rows.element_size() for rows, places in pieces]
-    begins = [
-        0,
-        *accumulate([-(-size // 8) * 8 for size in (ids.nbytes, *sizes)]),
-    ]  # whole numbers of 64 bits
+    ends = accumulate([-(-size // 8) * 8 for size in (ids.nbytes, *sizes)])  # whole numbers of 64 bits
+    begins = [0, *ends]
     block = memory.empty(begins[-1], "uint8")
     payload = [block[: ids.nbytes].view(torch.int64)]
     payload[0].copy_(torch.from_numpy(ids))
@@ -353,15 +350,9 @@ class PullTableRows(Call):
                 else:
                     rows[index].index_copy_(0, torch.from_numpy(places), values)
 
-        return Request(
-            server,
-            p.PullTables(parts),
-            lane=parts[0].chunk,
-            on_reply=take,
-            payload=(torch.from_numpy(share.ids[block.begin : block.end]),)
-            if block.begin < block.end
-            else (),
-        )
+        ids = share.ids[block.begin : block.end]
+        payload = (torch.from_numpy(ids),) if len(ids) else ()
+        return Request(server, p.PullTables(parts), lane=parts[0].chunk, on_reply=take, payload=payload)
 
 
 @frozen
