@@ -67,7 +67,7 @@ def test_rows_are_spread_over_servers_and_come_back(kind: str, monkeypatch: pyte
     assert torch.equal(local.pull(ids.view(3, 100)), one)
 
 
-@pytest.mark.parametrize("kind", [*DIST, "dist_sync_device"])
+@pytest.mark.parametrize("kind", [*DIST, *[f"{kind}_device" for kind in DIST]])
 def test_several_tables_are_pulled_and_pushed_together(kind: str) -> None:
     """Two workers push to three tables in one call each; all pushes are in the rows."""
     ids = torch.arange(-40, 60) * 2**40
