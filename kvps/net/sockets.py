@@ -58,9 +58,8 @@ class Sockets:
     def new(self, kind: int) -> zmq.Socket[bytes]:
         """Return a new socket."""
         made = self._context.socket(kind)
-        for option, value in _OPTIONS:
+        for option, value in (*_OPTIONS, (zmq.MAXMSGSIZE, self._frame_bytes_max)):
             made.setsockopt(option, value)
-        made.setsockopt(zmq.MAXMSGSIZE, self._frame_bytes_max)
         return made
 
     def router(self) -> zmq.Socket[bytes]:

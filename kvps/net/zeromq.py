@@ -237,6 +237,8 @@ class ZmqTransport:
                 except ProtocolError:
                     self._doorman.counts["bytes"] += 1
                     raise
+                except zmq.Again:
+                    break  # what was there is gone
                 if frames is None:
                     break  # so that the timers get their turn
                 if name is None:
@@ -296,10 +298,9 @@ class SocketReader:
             ProtocolError: at the start of a message that has too many frames.
         """
         if socket in self._surplus:
-            if not self._drop_surplus(socket):
-                return None
-            if self._surplus.pop(socket) > SURPLUS_MAX:
+            if self._drop_surplus(socket) and self._surplus.pop(socket) > SURPLUS_MAX:
                 give_back()
+            return None
         frames = [socket.recv(zmq.NOBLOCK, copy=False)]
         before = 1 if route is None else 0
         while frames[-1].more:
