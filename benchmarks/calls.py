@@ -36,7 +36,7 @@ import torch
 
 import kvps
 from kvps.cli import server as server_command
-from kvps.runtime import keys
+from kvps.runtime import key_files as keys
 
 EVICTED_BYTES = 64 << 20
 WARM_UP = 300

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from kvps.protocol.envelope import Role
 from kvps.tools.trace import chrome
-from kvps.tools.trace.merged import MergedTrace, Process
-from kvps.tools.trace.spans import SpanKind, TimeSpan
+from kvps.tools.trace.chrome import MergedTrace, Process
+from kvps.tools.trace.member import SpanKind, TimeSpan
 
 WIDTH, LEFT, ROW, GAP, TOP = 1000, 150, 24, 10, 34
 COLOURS = {

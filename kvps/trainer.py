@@ -50,7 +50,6 @@ from kvps.torch.sync.agreement import (
     positive,
 )
 from kvps.torch.sync.gradient_sync import Advice, GradientSync
-from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -62,7 +61,7 @@ from kvps.torch.sync.parameter_sync import (
 )
 from kvps.torch.sync.sparse_gradients import StepExchange
 from kvps.torch.sync.state_dict import StateInStore, in_words
-from kvps.torch.sync.steps import Resumable
+from kvps.torch.sync.steps import Described, OwnedSteps, Resumable
 
 Params: TypeAlias = "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]"
 ADVICE = Advice(

@@ -16,9 +16,9 @@ from benchmarks.compare.sweeps import SYSTEMS as COMPARED
 from benchmarks.compare.systems import NETWORKED, chosen, interpreters_of, version_of
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.tools.bench import plan
+from kvps.tools.bench import run as plan
 from kvps.tools.bench.figures import Case
-from kvps.tools.bench.plan import FULL_REPEAT, USUAL_COUNT, USUAL_WORKLOADS, Plan, count
+from kvps.tools.bench.run import FULL_REPEAT, USUAL_COUNT, USUAL_WORKLOADS, Plan, count
 from kvps.tools.bench.systems import System
 from kvps.tools.bench.workloads import FLOAT_BYTES
 

@@ -90,13 +90,13 @@ def _main(argv: Sequence[str]) -> int:
     folders = _folders(parsed.folders)
     number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)
     # This loads rich and torch, which --help does not wait for.
-    from kvps.checkpoint import commands
+    from kvps.checkpoint import reports
 
     if action == "list":
-        return commands.list_cuts(folders, sys.stdout)
+        return reports.list_cuts(folders, sys.stdout)
     if action == "verify":
-        return commands.verify(folders, number, parsed.tag, sys.stdout)
-    return commands.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
+        return reports.verify(folders, number, parsed.tag, sys.stdout)
+    return reports.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
 
 
 def _parser(action: str) -> flags.Parser:

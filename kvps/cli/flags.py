@@ -23,7 +23,7 @@ from kvps.errors import ConfigError, KvpsError, SchedulerLost, Unauthorized
 from kvps.net.zap import Keys
 from kvps.observe import logs
 from kvps.observe.place import Place, as_place
-from kvps.runtime.keys import load_if_any
+from kvps.runtime.key_files import load_if_any
 
 T = TypeVar("T")
 LEVELS = ("debug", "info", "warning", "error")
@@ -177,7 +177,7 @@ def keys_of(parsed: argparse.Namespace, role: str) -> Keys | None:
 
     Args:
         parsed: the flags.
-        role: the role of the process, as in :func:`kvps.runtime.keys.load`.
+        role: the role of the process, as in :func:`kvps.runtime.key_files.load`.
 
     Raises:
         ConfigError: if what was given cannot be used.

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvps.cli import flags
-from kvps.core.keys import ROLES
-from kvps.runtime.keys import PUBLIC, generate, retire, rotate, write
+from kvps.core.key_roles import ROLES
+from kvps.runtime.key_files import PUBLIC, generate, retire, rotate, write
 
 NAME = "kvps keygen"
 WHAT = """\

@@ -14,11 +14,10 @@ from kvps import annexes, config
 from kvps.cli import flags
 from kvps.cli.worker import demand_command
 from kvps.errors import ConfigError
-from kvps.launchers import hosts
-from kvps.launchers.launch import Launch, LaunchPlan
+from kvps.launchers.lifecycle import Launch, LaunchPlan
 from kvps.launchers.output import OutputMux
 from kvps.launchers.reaper import Reaper
-from kvps.launchers.remote import Remote, hostnames
+from kvps.launchers.remote import Placement, Remote, hostnames, of_slurm, parse_hosts
 from kvps.net import descriptors
 from kvps.net.zap import keys_can_be
 from kvps.observe.place import VARIABLE, WILDCARDS, Place
@@ -236,11 +235,9 @@ def _remote(parsed: argparse.Namespace, workers: int, servers: int) -> Remote | 
     if launcher == "local":
         return None
     given = (
-        hosts.of_slurm(config.variables("SLURM_"), hostnames)
-        if launcher == "slurm"
-        else hosts.parse(parsed.hosts)
+        of_slurm(config.variables("SLURM_"), hostnames) if launcher == "slurm" else parse_hosts(parsed.hosts)
     )
-    placement = hosts.Placement(given, workers, servers)
+    placement = Placement(given, workers, servers)
     rsh = shlex.split(parsed.rsh or ("srun" if launcher == "slurm" else "ssh"))
     return Remote(launcher, rsh, placement, parsed.python, _given(parsed.env))
 

@@ -27,7 +27,7 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.protocol.membership import Welcome
-from kvps.runtime.keys import SESSION, KeyMemory, Section
+from kvps.runtime.key_files import SESSION, KeyMemory, Section
 from kvps.runtime.member_process import on_stop, own_host, own_identity, report
 
 NAME = "kvps-worker"

@@ -54,7 +54,7 @@ class Trust:
     """From now on, these and no others are the session keys of members.
 
     Args:
-        keys: by public key, the name of its connections, as in :mod:`kvps.core.keys`.
+        keys: by public key, the name of its connections, as in :mod:`kvps.core.key_roles`.
     """
 
     keys: dict[str, str]

@@ -30,7 +30,7 @@ from kvps import __version__, config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.launchers.reaper import Reaper, kill
 from kvps.net.memory import share_bytes
-from kvps.runtime.keys import KeyMemory, parse
+from kvps.runtime.key_files import KeyMemory, parse
 
 READ_BYTES = 1 << 16
 MODULE = "kvps.launchers.agent"

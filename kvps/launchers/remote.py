@@ -1,4 +1,10 @@
-"""Command lines that start an agent on another host: by ssh, or by srun within an allocation."""
+"""Hosts of a job: their slots, the host of each process, and agents on them, by ssh or by srun.
+
+Hosts of a launch: their names and slots, and the host of each process.
+
+Workers fill the slots of the hosts in the order of the list, so that neighbouring ranks share a host.
+Servers take no slots, since their load is another one: they go round the hosts, one by one.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +13,162 @@ import re
 import shlex
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 from kvps import config
 from kvps.errors import ConfigError
 from kvps.launchers.agent import MODULE, StartOrder
 from kvps.launchers.children import start_there
-from kvps.launchers.hosts import Placement
 from kvps.launchers.reaper import Reaper
+
+_NAME = re.compile(r"(?:[A-Za-z0-9_.]+@)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+"""No name begins with a hyphen, which ssh would take for an option."""
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class Host(NamedTuple):
+    """A machine, and the number of workers that it takes."""
+
+    name: str
+    slots: int
+
+
+def parse_hosts(given: str) -> list[Host]:
+    """Return the hosts of a list ``a:4,b``, or of a file with lines ``a slots=4``.
+
+    Args:
+        given: the list, or the path of the file. A host without a number has one slot.
+
+    Raises:
+        ConfigError: naming the entry that is no host.
+    """
+    path = Path(given)
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        entries = [words for line in lines if (words := line.partition("#")[0].split())]
+        hosts = [_of_line(given, words) for words in entries]
+    else:
+        hosts = [_of_entry(entry) for entry in given.split(",")]
+    if not hosts:
+        raise ConfigError(f"-H {given}: the file names no host; write a line 'HOST slots=N' for each")
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"-H {given}: host {name} is there twice; add its slots up")
+    return hosts
+
+
+def _of_entry(entry: str) -> Host:
+    name, colon, slots = entry.strip().partition(":")
+    return _host(f"-H {entry!r}", name, slots if colon else "1")
+
+
+def _of_line(path: str, words: Sequence[str]) -> Host:
+    where = f"-H {path}: the line {' '.join(words)!r}"
+    name, *options = words
+    slots = "1"
+    for option in options:
+        key, equals, value = option.partition("=")
+        if key != "slots" or not equals:
+            raise ConfigError(f"{where} has {option!r}; write it as 'HOST slots=N'")
+        slots = value
+    return _host(where, name, slots)
+
+
+def _host(where: str, name: str, slots: str) -> Host:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: {name!r} is not the name or IPv4 address of a host")
+    if not slots.isdecimal() or not 1 <= int(slots) <= 10_000:
+        raise ConfigError(f"{where}: {slots!r} is no number of slots; use 1 or more")
+    return Host(name, int(slots))
+
+
+def of_slurm(env: Mapping[str, str], expand: Callable[[str], Sequence[str]]) -> list[Host]:
+    """Return the hosts of the Slurm allocation that this process runs in.
+
+    Args:
+        env: the environment.
+        expand: returns the names that a compressed list such as ``node[1-3]`` stands for.
+
+    Raises:
+        ConfigError: outside an allocation, or for half of one.
+    """
+    nodes, tasks = env.get("SLURM_JOB_NODELIST"), env.get("SLURM_TASKS_PER_NODE")
+    if "SLURM_JOB_ID" not in env or nodes is None:
+        raise ConfigError(
+            "--launcher slurm: this process is in no Slurm allocation (SLURM_JOB_ID and "
+            "SLURM_JOB_NODELIST are not set): run kvps-launch within sbatch or salloc"
+        )
+    names = list(expand(nodes))
+    if tasks is None:
+        raise ConfigError(
+            f"--launcher slurm: the allocation {env['SLURM_JOB_ID']} does not say how many tasks a node "
+            "takes (SLURM_TASKS_PER_NODE is not set): allocate with --ntasks or --ntasks-per-node"
+        )
+    slots = tasks_per_node(tasks)
+    if len(slots) != len(names):
+        raise ConfigError(
+            f"--launcher slurm: SLURM_JOB_NODELIST={nodes} has {len(names)} nodes, but "
+            f"SLURM_TASKS_PER_NODE={tasks} is of {len(slots)}: the two are not of one allocation"
+        )
+    return [_host("SLURM_JOB_NODELIST", *pair) for pair in zip(names, map(str, slots), strict=True)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the numbers that Slurm writes as ``2(x3),1``.
+
+    Raises:
+        ConfigError: for another text.
+    """
+    counts: list[int] = []
+    for entry in text.split(","):
+        found = _TASKS.fullmatch(entry)
+        if found is None:
+            raise ConfigError(f"SLURM_TASKS_PER_NODE={text}: {entry!r} is not like '2(x3)'")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+class Placement:
+    """The host of each process.
+
+    Args:
+        hosts: in the order of ranks.
+        workers: the number of workers.
+        servers: the number of servers.
+
+    Raises:
+        ConfigError: if the workers need more slots than there are.
+    """
+
+    def __init__(self, hosts: Sequence[Host], workers: int, servers: int) -> None:
+        slots = [host.name for host in hosts for _ in range(host.slots)]
+        if len(slots) < workers:
+            raise ConfigError(
+                f"-n {workers} needs {workers} slots, but the {len(hosts)} hosts have {len(slots)} "
+                f"({', '.join(f'{host.name}: {host.slots}' for host in hosts[:8])}): give more "
+                "slots, more hosts, or fewer workers"
+            )
+        names = [host.name for host in hosts]
+        self._of = {("worker", rank): slots[rank] for rank in range(workers)}
+        self._of |= {("server", rank): names[rank % len(names)] for rank in range(servers)}
+
+    def host_of(self, role: str, rank: int) -> str:
+        """Return the host of a worker or server."""
+        return self._of[role, rank]
+
+    def count_on(self, host: str, *roles: str) -> int:
+        """Return how many processes of these roles a host has."""
+        return sum(place == host and role in roles for (role, _), place in self._of.items())
+
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts that have a process, in the order of the list."""
+        return list(dict.fromkeys(self._of.values()))
+
 
 LOST_S = 10
 """Seconds after which ssh gives a host up that does not answer, at the start or later."""

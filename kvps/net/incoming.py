@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import zmq
 
 from kvps.core.effects import Route
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.errors import ConfigError
 from kvps.net import descriptors
 from kvps.net.doorman import Doorman

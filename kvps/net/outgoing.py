@@ -16,7 +16,7 @@ from collections import deque
 import zmq
 
 from kvps.core.effects import Connect, Route
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.errors import ConfigError, Unauthorized
 from kvps.net import descriptors
 from kvps.net.locality import is_kin

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 import zmq.utils.garbage  # its exit handler refuses sends without a copy: it must be known before ours
 
-from kvps.core.keys import Keyring
+from kvps.core.key_roles import Keyring
 from kvps.net.zap import DOMAIN, Keys, Porter
 from kvps.protocol.envelope import Role
 

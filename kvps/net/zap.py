@@ -1,8 +1,8 @@
 """The keys of a transport: its own keys, and the check of peers' keys for ZeroMQ (ZAP, RFC 27).
 
 libzmq asks before it serves a connection. The question comes along a socket of the same context, which the
-process's own loop reads; :mod:`kvps.core.keys` decides. No thread is needed for it, so none can die: where
-nothing answers, no connection is made.
+process's own loop reads; :mod:`kvps.core.key_roles` decides. No thread is needed for it, so none can die:
+where nothing answers, no connection is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from kvps.core.keys import Allow, Keyring, Refusal, RoleKey
+from kvps.core.key_roles import Allow, Keyring, Refusal, RoleKey
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Role
 

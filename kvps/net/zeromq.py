@@ -23,7 +23,7 @@ from operator import attrgetter
 import zmq
 
 from kvps.core.effects import Connect, Hold, Route
-from kvps.core.keys import RoleKey
+from kvps.core.key_roles import RoleKey
 from kvps.core.limits import Limits
 from kvps.errors import ConfigError, ProtocolError
 from kvps.net import descriptors

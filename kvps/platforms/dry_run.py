@@ -11,10 +11,8 @@ from pathlib import PurePosixPath
 from kvps import config
 from kvps.errors import ConfigError
 from kvps.platforms import sbatch
-from kvps.platforms.kubernetes.job import JobDescription, Resources
 from kvps.platforms.kubernetes.manifests import KINDS, manifests
-from kvps.platforms.kubernetes.pods import secret_files
-from kvps.platforms.kubernetes.yaml_text import document
+from kvps.platforms.kubernetes.pods import JobDescription, Resources, document, secret_files
 
 DEFAULT_NAME = "kvps"
 SLURM = "sbatch"

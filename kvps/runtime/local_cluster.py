@@ -33,7 +33,7 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime import current
-from kvps.runtime.keys import KeyMemory, Section, generate, of
+from kvps.runtime.key_files import KeyMemory, Section, generate, of
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.scheduler_process import THIS_PROCESS

@@ -19,7 +19,7 @@ from kvps.core.membership_client import EXIT_CONFIG, EXIT_TEMPORARY
 from kvps.errors import ConfigError, KvpsError, SchedulerLost
 from kvps.observe import logs
 from kvps.runtime.current import current
-from kvps.runtime.keys import load_if_any
+from kvps.runtime.key_files import load_if_any
 from kvps.runtime.open_stores import AtExit, OpenStores
 from kvps.runtime.preemption import leave_if_asked
 from kvps.runtime.ticket import TIMEOUT_S

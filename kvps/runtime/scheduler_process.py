@@ -32,7 +32,7 @@ from kvps.net import descriptors
 from kvps.net.driver import Inbox, Listener, drive
 from kvps.net.zap import Keys
 from kvps.net.zeromq import ZmqTransport
-from kvps.observe import scheduler_state
+from kvps.observe.document import state_of
 from kvps.observe.place import Place
 from kvps.observe.sampler import Sampler, network_values
 from kvps.protocol.envelope import Role
@@ -41,7 +41,7 @@ from kvps.runtime.member_process import on_stop, report, serving_if_asked
 log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
 Tell = Callable[[str, object], None]
-"""Told an event and its value, as :class:`kvps.launchers.launch.Launch` reads them."""
+"""Told an event and its value, as :class:`kvps.launchers.lifecycle.Launch` reads them."""
 _EVENTS = {CONCLUDED: "checkpoint", SEATS: "seats", GOES_ON: "goes-on"}
 THIS_PROCESS = ProcessInfo(__version__, time.time)
 """How often a name is looked up that is not known: its container may not be up yet."""
@@ -295,7 +295,7 @@ def _run_scheduler(
     timeline = lenses.Timeline(transport, config.text("KVPS_TIMELINE"), record)
     sampler = Sampler(
         inbox,
-        scheduler_state.state_of,
+        state_of,
         lambda core: core.job.counts,
         lambda: network_values(transport.refused),
         also=Scheduler.on_measure,

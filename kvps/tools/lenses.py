@@ -22,10 +22,9 @@ from kvps.net.driver import Inbox, Lens
 from kvps.net.transport import Encoding, Transport
 from kvps.protocol.envelope import Envelope, Role
 from kvps.tools.replay.recorder import Dumps, FullLens, RecordedMemory, RingLens
-from kvps.tools.trace.chrome import write
+from kvps.tools.trace.chrome import merge, write
 from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
 from kvps.tools.trace.member import TracedMember
-from kvps.tools.trace.merged import merge
 from kvps.tools.trace.tracer import Tracer
 
 log = logging.getLogger("kvps")

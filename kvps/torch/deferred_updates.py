@@ -40,8 +40,8 @@ from torch.utils._pytree import tree_leaves
 
 from kvps.errors import ConfigError, EpochChanged
 from kvps.torch.sync.in_flight import InFlight
-from kvps.torch.sync.owned_steps import plain_step
 from kvps.torch.sync.parameter_sync import ParameterSync
+from kvps.torch.sync.steps import plain_step
 
 _ATTRIBUTES = (
     "grad requires_grad is_leaf grad_fn shape ndim dtype device layout is_cpu is_cuda is_sparse is_meta"

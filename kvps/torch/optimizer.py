@@ -54,7 +54,6 @@ from kvps.torch.sync.agreement import (
     numbered,
 )
 from kvps.torch.sync.gradient_sync import OPTIMIZERS, Advice, GradientSync
-from kvps.torch.sync.owned_steps import Described, OwnedSteps
 from kvps.torch.sync.parameter_sync import (
     ParameterSync,
     check_free,
@@ -64,6 +63,7 @@ from kvps.torch.sync.parameter_sync import (
     store_of,
 )
 from kvps.torch.sync.state_dict import StateInStore, WrappedOptimizer, in_words
+from kvps.torch.sync.steps import Described, OwnedSteps
 
 log = logging.getLogger("kvps")
 Named: TypeAlias = "torch.nn.Module | Iterable[tuple[str, torch.Tensor]] | None"

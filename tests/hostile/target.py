@@ -19,7 +19,7 @@ from kvps import protocol as m
 from kvps.net.zap import KeyPair
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.runtime import keys as files
+from kvps.runtime import key_files as files
 from tests.integration.processes import Processes, until
 from tests.support import tiers
 from tests.support.scraping import HTTP, Samples, change, url_of

@@ -24,7 +24,7 @@ import zmq
 
 from kvps import protocol as m
 from kvps.compression.spec import CODECS, CodecSpec
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.core.limits import TABLE
 from kvps.errors import Overload
 from kvps.net.zap import new_pair

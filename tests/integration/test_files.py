@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import kvps
-from kvps.checkpoint import commands
+from kvps.checkpoint import reports
 from kvps.errors import StorageError
 
 COUNTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 100, 1001)
@@ -146,7 +146,7 @@ def test_images_and_what_is_exported_of_them_are_read(
     (image,) = folder.rglob("*.safetensors")
     assert load_file(image)
     out = tmp_path / "model.safetensors"
-    assert commands.export([str(folder)], str(out), None, "best", "model", io.StringIO()) == 0
+    assert reports.export([str(folder)], str(out), None, "best", "model", io.StringIO()) == 0
     found = load_file(out)
     assert found.keys() == KEYS.keys()
     assert all(torch.equal(found[name], value) for name, value in values.items())

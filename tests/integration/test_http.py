@@ -13,7 +13,7 @@ from kvps import protocol as m
 from kvps.errors import Unauthorized
 from kvps.inquiry import inquire
 from kvps.net.zap import Keys, new_pair
-from kvps.runtime import keys as files
+from kvps.runtime import key_files as files
 from tests.integration.processes import Processes, until
 from tests.support.scraping import HTTP, Samples, get, metrics, one_moves, url_of
 

@@ -19,7 +19,7 @@ import zmq
 import kvps
 from kvps import protocol as m
 from kvps.core.effects import Connect, Effect, Exit, Send
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.core.membership_client import Identity, MembershipClient
 from kvps.errors import Unauthorized
 from kvps.net import outgoing
@@ -27,7 +27,7 @@ from kvps.net.zap import KeyPair, Keys, new_pair
 from kvps.net.zeromq import ZmqTransport
 from kvps.protocol import wire
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
-from kvps.runtime import keys as files
+from kvps.runtime import key_files as files
 from tests.integration.processes import BIN, Cluster, Process, Processes, made, until
 from tests.support.scraping import HTTP, one_moves, url_of
 

@@ -1,6 +1,6 @@
 """The keys of simulated processes: which connections are made, and how the doorman of each end names them.
 
-The policy is the real one (:mod:`kvps.core.keys`), and so is the doorman that enforces it
+The policy is the real one (:mod:`kvps.core.key_roles`), and so is the doorman that enforces it
 (:mod:`kvps.net.doorman`). Only what libzmq does is played: the handshake, and the name that it gives to every
 frame of a connection.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from kvps.core.keys import KEY_CHARACTERS, Allow, Keyring, Refusal, RoleKey
+from kvps.core.key_roles import KEY_CHARACTERS, Allow, Keyring, Refusal, RoleKey
 from kvps.net.doorman import Doorman
 from kvps.protocol.envelope import Role
 

@@ -31,7 +31,7 @@ from kvps.core.effects import (
     Send,
     Trust,
 )
-from kvps.core.keys import Refusal
+from kvps.core.key_roles import Refusal
 from kvps.errors import ProtocolError
 from kvps.net.doorman import Doorman
 from kvps.net.transport import Refused

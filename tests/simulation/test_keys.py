@@ -15,7 +15,7 @@ import pytest
 
 from kvps import protocol as p
 from kvps.core.effects import Connect, CoreOutbox, Exit, Route, Send
-from kvps.core.keys import KEY_CHARACTERS
+from kvps.core.key_roles import KEY_CHARACTERS
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from tests.simulation.cluster import Cluster
 from tests.simulation.faults import drawn

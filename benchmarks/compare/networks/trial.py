@@ -19,7 +19,7 @@ from benchmarks.compare.networks.traffic import NetworkTrial, traffic_between
 from kvps import config
 from kvps.errors import KvpsError
 from kvps.launchers.reaper import Reaper
-from kvps.runtime.keys import KeyMemory, generate
+from kvps.runtime.key_files import KeyMemory, generate
 from kvps.tools.bench.figures import Case
 from kvps.tools.bench.local import (
     GLOO_WORKER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvps.compat.horovod.engine.context import Context, begin, current
-from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.engine.execution import Operation
 from kvps.compat.horovod.negotiation.request import ADD_SET, REMOVE_SET, CollectiveRequest
 
 

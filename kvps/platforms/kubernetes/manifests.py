@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.errors import ConfigError
-from kvps.platforms.kubernetes.job import JobDescription
-from kvps.platforms.kubernetes.pods import SCHEDULER_PORT, SERVER_PORT, labels, template
-from kvps.platforms.kubernetes.yaml_text import Data
+from kvps.platforms.kubernetes.pods import SCHEDULER_PORT, SERVER_PORT, Data, JobDescription, labels, template
 
 KINDS = ("jobset", "trainjob", "k8s")
 JOB_INDEX = "jobset.sigs.k8s.io/job-index"

@@ -1,13 +1,166 @@
-"""The pods of a job on Kubernetes: containers, keys, volumes and probes of each role."""
+"""Descriptions of jobs for Kubernetes, checked; the pods of a job; and YAML.
+
+The description of a job that a platform is to run, checked where it is made.
+
+YAML of plain data: block mappings and lists, and JSON for every scalar.
+
+PyYAML would be a dependency for one command, and its flags decide what the output looks like. A
+JSON scalar is a YAML scalar, so what has to be written here is the indentation alone. The tests
+read the result with PyYAML.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from kvps.core.keys import ROLES
+from kvps.core.key_roles import ROLES
 from kvps.core.supervisor import END_MAX_S
-from kvps.platforms.kubernetes.job import JobDescription, Resources
-from kvps.platforms.kubernetes.yaml_text import Data
+from kvps.errors import ConfigError
+
+Data: TypeAlias = "dict[str, Data] | list[Data] | str | int | bool"
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9./_-]*")
+"""Texts that need no quotes, unless YAML 1.1 reads them as another type."""
+_OTHER_TYPES = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+_FOREIGN = re.compile(r"[^ -~]")
+
+
+def document(data: Data) -> str:
+    """Return ``data`` as a YAML document; a mapping keeps its order."""
+    return "\n".join(_lines(data)) + "\n"
+
+
+def _lines(data: Data) -> Iterator[str]:
+    if isinstance(data, dict) and data:
+        for name, value in data.items():
+            is_nested = isinstance(value, dict | list) and value
+            first, *more = _lines(value)
+            if is_nested:
+                yield f"{_scalar(name)}:"
+                yield from (f"  {line}" for line in (first, *more))
+            else:
+                yield f"{_scalar(name)}: {first}"
+    elif isinstance(data, list) and data:
+        for value in data:
+            first, *more = _lines(value)
+            yield f"- {first}"
+            yield from (f"  {line}" for line in more)
+    else:
+        yield _scalar(data)
+
+
+def _scalar(data: Data) -> str:
+    is_plain = isinstance(data, str) and _PLAIN.fullmatch(data) and data.lower() not in _OTHER_TYPES
+    if is_plain:
+        return str(data)
+    # Not as JSON escapes them: half of a surrogate pair is no character to YAML.
+    return _FOREIGN.sub(lambda m: f"\\U{ord(m[0]):08x}", json.dumps(data, ensure_ascii=False))
+
+
+NAME_MAX = 40
+"""Characters of a name: Kubernetes appends a role, two numbers and five random letters, and allows
+63 in all."""
+NAMESPACE_MAX = 63
+OWN_VARIABLES = (
+    *("KVPS_SCHEDULER", "KVPS_BIND", "KVPS_WORKERS", "KVPS_SERVERS", "KVPS_RANK", "KVPS_KEYS"),
+    *("KVPS_STATE", "KVPS_CHECKPOINT_DIR", "KVPS_CHECKPOINT_EVERY", "KVPS_GRACE"),
+    *("KVPS_INSECURE", "KVPS_ADVERTISE"),
+)
+"""Variables that the manifests set, or that would contradict them."""
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_QUANTITY = re.compile(r"(0*[1-9][0-9]*(\.[0-9]+)?|0*\.[0-9]*[1-9][0-9]*)(m|[kMGTPE]i?)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """The resources that one process requests; the memory is its limit, too."""
+
+    cpu: str
+    memory: str
+    gpu: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobDescription:
+    """A job: its processes, their resources, and how often each is started again.
+
+    Raises:
+        ConfigError: for a value that the platform or a kvps process would refuse.
+    """
+
+    name: str
+    image: str
+    workers: int
+    servers: int
+    command: tuple[str, ...]
+    namespace: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of servers and workers."""
+    worker: Resources = Resources("1", "4Gi")
+    server: Resources = Resources("1", "4Gi")
+    scheduler: Resources = Resources("250m", "512Mi")
+    checkpoint_claim: str | None = None
+    """The PersistentVolumeClaim for checkpoints and for the state of the scheduler; None for neither."""
+    checkpoint_every: float = 0.0
+    max_restarts: int = 0
+    grace_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _demand_name("--name", self.name, NAME_MAX)
+        if self.namespace is not None:
+            _demand_name("--namespace", self.namespace, NAMESPACE_MAX)
+        if not self.image or self.image.startswith("-") or any(c.isspace() for c in self.image):
+            raise ConfigError(
+                f"--image {self.image!r} is not the name of an image: build it with 'docker build -f "
+                "deploy/Dockerfile -t REGISTRY/kvps .', push it, and give --image REGISTRY/kvps"
+            )
+        if self.workers < 1:
+            raise ConfigError(f"-n {self.workers}: use 1 or more workers")
+        if not self.command:
+            raise ConfigError("no command: put it after --, as in '-- python train.py'")
+        for flag, given in (
+            ("--cpu", self.worker.cpu),
+            ("--memory", self.worker.memory),
+            ("--server-cpu", self.server.cpu),
+            ("--server-memory", self.server.memory),
+        ):
+            if not _QUANTITY.fullmatch(given):
+                raise ConfigError(
+                    f"{flag} {given!r} is not a quantity of Kubernetes above 0: write it as 500m, 2 or 4Gi"
+                )
+        for name in self.env:
+            if not _VARIABLE.fullmatch(name):
+                raise ConfigError(f"--env {name!r} is not the name of a variable: use letters, digits and _")
+            if name in OWN_VARIABLES:
+                raise ConfigError(
+                    f"--env {name} contradicts the manifest, which sets the place of each process: omit it"
+                )
+        claim = self.checkpoint_claim
+        if claim is not None and not (_SUBDOMAIN.fullmatch(claim) and len(claim) <= 253):
+            raise ConfigError(
+                f"--checkpoint-claim {claim!r} is not the name of a PersistentVolumeClaim: use lower-case "
+                "letters, digits, '-' and '.'"
+            )
+        if self.checkpoint_every and claim is None:
+            raise ConfigError(
+                f"--checkpoint-every {self.checkpoint_every:g} has no volume to write to: give "
+                "--checkpoint-claim NAME with a PersistentVolumeClaim of the namespace"
+            )
+
+
+def _demand_name(flag: str, given: str, most: int) -> None:
+    if not _LABEL.fullmatch(given) or len(given) > most:
+        raise ConfigError(
+            f"{flag} {given!r} is not an RFC 1123 label that begins with a letter: use lower-case letters, "
+            f"digits and '-', {most} characters at most"
+        )
+
 
 USER = 10001
 """The user of deploy/Dockerfile."""

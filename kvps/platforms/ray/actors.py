@@ -28,7 +28,7 @@ from kvps.errors import ConfigError
 from kvps.net.zap import Keys
 from kvps.platforms.ray.plan import RESTART_MAX_S, demand_same_version
 from kvps.platforms.ray.state import KeptState
-from kvps.runtime.keys import of, parse
+from kvps.runtime.key_files import of, parse
 from kvps.runtime.member_process import let_threads_sleep
 
 log = logging.getLogger("kvps")

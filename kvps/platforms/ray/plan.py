@@ -14,7 +14,7 @@ from typing import Any
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.runtime.keys import Section
+from kvps.runtime.key_files import Section
 
 RAY_OLDEST = (2, 60)
 """The oldest Ray that the tests ran with. Replacing one worker alone needs Ray Train V2."""

@@ -19,7 +19,7 @@ from kvps.net.zap import keys_can_be
 from kvps.platforms.ray.actors import KvpsScheduler, KvpsServer, node_address
 from kvps.platforms.ray.plan import SLOW_MAX_S, RayPlan, actor_options, keys_text, shortage, too_slow
 from kvps.platforms.ray.state import StateMemory
-from kvps.runtime.keys import Section, generate
+from kvps.runtime.key_files import Section, generate
 
 log = logging.getLogger("kvps")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvps.errors import ConfigError
 from kvps.platforms.ray.plan import ServerPlace
-from kvps.runtime.keys import KeyMemory, parse
+from kvps.runtime.key_files import KeyMemory, parse
 
 
 @dataclass(slots=True)

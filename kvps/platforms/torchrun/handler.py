@@ -34,7 +34,7 @@ from kvps.net.zap import Keys
 from kvps.platforms.torchrun.holder import Doing, Holder, Meeting
 from kvps.protocol.envelope import KEY_MAX
 from kvps.protocol.membership import Rendezvous, RendezvousIs
-from kvps.runtime.keys import load_if_any
+from kvps.runtime.key_files import load_if_any
 from kvps.runtime.member_process import own_host
 
 log = logging.getLogger("kvps")

@@ -105,8 +105,7 @@ def _main(argv: Sequence[str]) -> int:
     flags.start_log(NAME, parsed)
     with measuring() as reaper:
         # These load rich and numpy, which --help does not wait for.
-        from kvps.tools.bench.plan import plan_of
-        from kvps.tools.bench.run import perform
+        from kvps.tools.bench.run import perform, plan_of
 
         perform(plan_of(parsed), reaper)
     return 0

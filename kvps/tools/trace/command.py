@@ -15,9 +15,8 @@ from kvps.inquiry import Inquirer
 from kvps.net.zap import Keys
 from kvps.protocol.tracing import Fetch, Part, Trace, Tracing
 from kvps.tools.trace import chrome
-from kvps.tools.trace.chrome import write
+from kvps.tools.trace.chrome import MergedTrace, merge, write
 from kvps.tools.trace.explain import explain
-from kvps.tools.trace.merged import MergedTrace, merge
 
 NAME = "kvps trace"
 TIMEOUT_S = 10.0

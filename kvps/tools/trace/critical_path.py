@@ -25,9 +25,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvps.protocol.envelope import Node, Role
-from kvps.tools.trace.chrome import RequestId, request_of
-from kvps.tools.trace.merged import MergedTrace, Process
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.chrome import MergedTrace, Process, RequestId, request_of
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan
 
 NEAR_NS = 300_000
 """Two spans of a loop with less between them follow from one another."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.chrome import MergedTrace
 from kvps.tools.trace.critical_path import Cause, CriticalPath, Stretch
-from kvps.tools.trace.merged import MergedTrace
-from kvps.tools.trace.spans import SpanKind, TimeSpan
+from kvps.tools.trace.member import SpanKind, TimeSpan
 
 SHOWN_MIN = 0.02
 """Causes below this share are added up as one line."""

@@ -16,8 +16,7 @@ from kvps.core.effects import Effect, Route, Send
 from kvps.net.driver import Perform
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Message, Packet, Role
-from kvps.tools.trace.member import TracedMember
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan, TracedMember
 
 GRADIENTS = (p.Push, p.PushRows, p.PushTables, p.Load)
 VALUES = (p.Pulled, p.PulledRows, p.PulledTables, p.Changed)

@@ -26,10 +26,9 @@ from kvps.dtypes import Spec
 from kvps.errors import ConfigError, WorkerLost
 from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
-from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.call_log import type_name
 from kvps.torch.distributed.host_tensor import HALF, Staged, blank, check, check_sparse, divide, fold, padded
-from kvps.torch.distributed.mailbox import KeySizes
+from kvps.torch.distributed.mailbox import Board, KeySizes
 from kvps.torch.distributed.ordered_executor import Steps
 
 POSTS_EXACT_MAX, LETTERS_EXACT_MAX = 16, 8

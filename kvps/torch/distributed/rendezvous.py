@@ -42,9 +42,9 @@ from kvps.runtime.member_process import own_host
 from kvps.runtime.worker_session import ending
 from kvps.store.create import create_dist
 from kvps.store.options import StoreOptions
-from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.call_checker import CallChecker, await_goodbyes, own_connection
 from kvps.torch.distributed.collectives import Collectives
+from kvps.torch.distributed.mailbox import Board
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.process_group import NAME, ProcessGroup
 

@@ -26,9 +26,9 @@ from kvps.runtime.ticket import Handle
 from kvps.store.server_store import DistStore
 from kvps.torch.sync.agreement import check_plain
 from kvps.torch.sync.in_flight import BUCKET_BYTES, Buckets
-from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_hooks import ParameterHooks, second_gradient
 from kvps.torch.sync.parameter_sync import ParameterSync, check_groups
+from kvps.torch.sync.steps import Described
 
 
 class RemoteOptimizer(ParameterSync):

@@ -27,9 +27,8 @@ from kvps.core.optim.torch_rules import NAdam, create
 from kvps.errors import ConfigError
 from kvps.store.base import Store
 from kvps.store.optimizer_state import States
-from kvps.torch.sync.owned_steps import Described
 from kvps.torch.sync.parameter_sync import ParameterSync
-from kvps.torch.sync.steps import Resumable
+from kvps.torch.sync.steps import Described, Resumable
 
 DERIVED = ("step", "mu_product")
 """Entries of a torch state that servers need not know."""

@@ -3,13 +3,28 @@
 A step is made, or, where this worker replaces a lost worker, passed over until the step of the others
 (:mod:`kvps.store.catch_up`). Which of the two is chosen at the beginning, and again when the
 replay is over: a worker that replaces nobody asks nothing in its steps.
+
+Steps of a torch optimizer that a front end makes: its hooks, its profiler mark, and its present numbers.
+
+Where servers update the weights, the optimizer's own ``step()`` never runs. The script still has
+that optimizer: its schedulers change it, its hooks count steps, and a ``step()`` by mistake would
+change this worker's weights alone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from kvps.core.optim.from_torch import describe
+from kvps.core.optim.hyperparams import HyperParams, resolve
+from kvps.errors import ConfigError
 from kvps.store.base import Store
 from kvps.store.kvstore import KVStore
 from kvps.store.server_store import DistStore
@@ -136,3 +151,170 @@ class Resumable:
             >>> for step in range(start, steps): ...  # doctest: +SKIP
         """
         return self._steps.resume()
+
+
+_GUARDS: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""Optimizer -> the handle of the hook that its present front end has there."""
+
+
+_HOOKED = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The code of a step that calls hooks, around another step."""
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Return the step of an optimizer's class that calls no hooks; it takes the optimizer."""
+    step: Any = type(optimizer).step
+    while getattr(step, "__code__", None) is _HOOKED:
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def hook_once(optimizer: torch.optim.Optimizer) -> None:
+    """Let each step of an optimizer's class call hooks once.
+
+    torch wraps the class when its first optimizer is made. Threads that make it at the same time wrap
+    the class twice, and each hook is called twice from then on.
+    """
+    kind: Any = type(optimizer)
+    while getattr(getattr(kind.step, "__wrapped__", None), "__code__", None) is _HOOKED:
+        kind.step = kind.step.__wrapped__
+        kind.step.hooked = True
+
+
+class OwnedSteps:
+    """The steps of a torch optimizer that a front end makes; others are refused.
+
+    It is a context manager: a step inside it is the front end's.
+
+    Args:
+        optimizer: the script's.
+        owner: the front end. After its end, or once another front end owns the optimizer, nothing
+            is refused for it.
+        reason: why another step is wrong, and what to call.
+        may_evaluate: a step with a closure is the script's business: the closure may sum gradients.
+
+    Example:
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        >>> _ = sgd.register_step_post_hook(lambda *_: print("stepped"))
+        >>> OwnedSteps(sgd, sgd, "call trainer.step()").run(lambda: None)
+        stepped
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, owner: object, reason: str, *, may_evaluate: bool = False
+    ) -> None:
+        self._optimizer = optimizer
+        self._may_evaluate = may_evaluate
+        self._owner = weakref.ref(owner)
+        self._reason = reason
+        self._is_own = False
+        self._may_pass = False
+        hook_once(optimizer)
+        before = _GUARDS.pop(optimizer, None)
+        if before is not None:
+            before.remove()
+        self._handle = _GUARDS[optimizer] = optimizer.register_step_pre_hook(self._check)
+
+    def __enter__(self) -> None:
+        self._is_own = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_own = self._may_pass = False
+
+    def run(self, update: Callable[..., Any], *closure: Any) -> Any:
+        """Return the result of ``update``, which is a step: hooks are called before and after it,
+        and a profile and schedulers see it.
+
+        Args:
+            update: makes the step; called with the closure, if there is one.
+            closure: of the step.
+        """
+        vars(self._optimizer)["_opt_called"] = True
+        hooked = torch.optim.Optimizer.profile_hook_step(lambda _, *given: update(*given))
+        with self:
+            return hooked(self._optimizer, *closure)
+
+    def let_pass(self) -> None:
+        """Allow one step of the script's own."""
+        self._may_pass = True
+
+    def close(self) -> None:
+        """Allow all steps from now on."""
+        self._handle.remove()
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether anybody else has a hook that is called before a step, and may read gradients."""
+        own = int(self._handle.id in self._optimizer._optimizer_step_pre_hooks)
+        hooks = len(self._optimizer._optimizer_step_pre_hooks) - own
+        return bool(hooks or torch_optimizer._global_optimizer_pre_hooks)
+
+    def _check(self, _: object, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        is_evaluating = self._may_evaluate and (len(args) > 1 or bool(options))
+        if self._is_own or self._may_pass or is_evaluating or self._owner() is None:
+            self._may_pass = False
+            return
+        raise ConfigError(self._reason)
+
+
+class Described:
+    """The hyper-parameters of a torch optimizer, described anew only when its groups have changed.
+
+    Args:
+        optimizer: one that servers can run.
+        params: name -> parameter, the keys of the store.
+        max_norm: the global norm to which the servers clip gradients; None for no limit.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Mapping[str, torch.Tensor],
+        max_norm: float | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._max_norm = max_norm
+        self._key_of = {param: name for name, param in params.items()}
+        self._seen: list[list[Any]] = []
+        self._hyper: HyperParams | None = None
+
+    def now(self) -> HyperParams:
+        """Return the present hyper-parameters.
+
+        Raises:
+            ConfigError: if servers cannot run the optimizer with these.
+        """
+        options = self._options()
+        if self._hyper is None or options != self._seen:
+            hyper = describe(self._optimizer, self._key_of)
+            clip = {"clip_global_norm": self._max_norm}
+            self._hyper = resolve(hyper.name, {**hyper.to_wire(), **clip})
+            self._seen = options
+        return self._hyper
+
+    def scaled_as(self, old: HyperParams) -> HyperParams:
+        """Return the present hyper-parameters with the factor of gradients of ``old``."""
+        factor = {"rescale_grad": old.number("rescale_grad")}
+        new = self.now()
+        return replace(new, values={**new.values, **factor})
+
+    def set_rate(self, hyper: HyperParams) -> None:
+        """Give the groups the learning rates of ``hyper``, which differs in these only."""
+        for group in self._optimizer.param_groups:
+            for param in group["params"][:1]:
+                rate, _ = hyper.for_key(self._key_of[param])
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+        self._hyper, self._seen = hyper, self._options()
+
+    def _options(self) -> list[list[Any]]:
+        return [
+            [
+                value.item() if isinstance(value, torch.Tensor) else value
+                for name, value in group.items()
+                if name not in ("params", "param_names")
+            ]
+            for group in self._optimizer.param_groups
+        ]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvps.platforms.kubernetes.job import JobDescription
 from kvps.platforms.kubernetes.manifests import manifests
-from kvps.runtime import keys
+from kvps.platforms.kubernetes.pods import JobDescription
+from kvps.runtime import key_files as keys
 from tests.integration.processes import BIN, Process, Processes, free_port, has_checkpoint, until
 
 SCRIPT = """

@@ -49,7 +49,7 @@ def left(processes: Processes) -> str:
 
 
 def keys(folder: Path) -> str:
-    from kvps.runtime import keys as files
+    from kvps.runtime import key_files as files
 
     files.write(folder, files.generate())
     return str(folder)

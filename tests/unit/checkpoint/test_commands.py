@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from kvps.checkpoint import commands
-from kvps.checkpoint.commands import all_cuts, choose
+from kvps.checkpoint import reports
 from kvps.checkpoint.directory import CheckpointDirectory
 from kvps.checkpoint.manifest import NAME, image_name
+from kvps.checkpoint.reports import all_cuts, choose
 from kvps.cli import checkpoint
 from kvps.core.placement import parts
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart, StoreSnapshot
@@ -184,8 +184,8 @@ def test_progress_is_shown_in_a_terminal(tmp_path: Path, monkeypatch: pytest.Mon
     snapshots.put(tmp_path, 1)
     out = StringIO()
     terminal = Console(file=out, force_terminal=True, width=100)
-    monkeypatch.setattr(commands, "_screen", lambda _: terminal)
-    assert commands.verify([str(tmp_path)], None, None, out) == 0
+    monkeypatch.setattr(reports, "_screen", lambda _: terminal)
+    assert reports.verify([str(tmp_path)], None, None, out) == 0
     assert "━━━━" in out.getvalue()
 
 

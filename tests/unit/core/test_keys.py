@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.core.keys import Allow, Keyring, Refusal, RoleKey, is_key
+from kvps.core.key_roles import Allow, Keyring, Refusal, RoleKey, is_key
 from tests.vectors.packets import KEY
 
 NULL, CURVE = "NULL", "CURVE"

@@ -11,7 +11,7 @@ import pytest
 
 from kvps import config
 from kvps.errors import ConfigError
-from kvps.launchers.foothold import Foothold
+from kvps.launchers.children import Foothold
 from kvps.launchers.reaper import Reaper
 from kvps.runtime.scheduler_process import STATE_FILE
 

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.launchers.hosts import Host, Placement, of_slurm, parse, tasks_per_node
+from kvps.launchers.remote import Host, Placement, of_slurm, parse_hosts, tasks_per_node
 
 ALLOCATED = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "3,1"}
 
 
 def test_a_list() -> None:
-    assert parse("a:4,user@b, 10.0.0.1:2") == [Host("a", 4), Host("user@b", 1), Host("10.0.0.1", 2)]
+    assert parse_hosts("a:4,user@b, 10.0.0.1:2") == [Host("a", 4), Host("user@b", 1), Host("10.0.0.1", 2)]
 
 
 def test_a_file(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\na slots=4\n\nb   # one slot\n")
-    assert parse(str(path)) == [Host("a", 4), Host("b", 1)]
+    assert parse_hosts(str(path)) == [Host("a", 4), Host("b", 1)]
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_file(tmp_path: Path) -> None:
 )
 def test_a_bad_list(given: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        parse(given)
+        parse_hosts(given)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_bad_file(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        parse(str(path))
+        parse_hosts(str(path))
 
 
 def test_an_allocation() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvps.launchers.tracebacks import HEADER, KEPT_MAX, LINES_MAX, MESSAGE_MAX, PAUSE_S, TracebackFolder, Who
+from kvps.launchers.output import HEADER, KEPT_MAX, LINES_MAX, MESSAGE_MAX, PAUSE_S, TracebackFolder, Who
 
 CALLS = [HEADER, b'  File "train.py", line 3, in <module>', b"    step()"]
 ONE = [*CALLS, b"ValueError: no"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvps.core.keys import Keyring, RoleKey
+from kvps.core.key_roles import Keyring, RoleKey
 from kvps.net import zap
 from kvps.net.zap import (
     DOMAIN,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvps.observe import scheduler_state
+from kvps.observe import document
 from kvps.observe.metrics import SCHEDULER, SERVER, of_role
 from kvps.protocol.membership import Beat
 from kvps.protocol.stores import Declare, Entry
@@ -64,7 +64,7 @@ def refusals(stage: ServerStage) -> dict[tuple[str, str], int]:
 
 def test_a_scheduler() -> None:
     stage = Stage(1, 1)
-    state = scheduler_state.state_of(stage.scheduler, stage.now)
+    state = document.state_of(stage.scheduler, stage.now)
     assert {name for name, _ in state.values} == gauges(SCHEDULER)
     assert state.values["kvps_members", "worker,empty"] == 1
     assert state.is_ready
@@ -79,7 +79,7 @@ def test_a_scheduler_shows_since_when_seats_are_held_and_what_happened() -> None
     stage.wait(5.0, ["s0", "w0"])
     stage.drop("w0")
     stage.wait(2.0, ["s0"])
-    status = scheduler_state.state_of(stage.scheduler, stage.now).status
+    status = document.state_of(stage.scheduler, stage.now).status
     found = json.loads(json.dumps(status))
     worker, server = found["members"]
     assert (server["held_s"], worker["held_s"]) == (7.0, None)
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_being_taken() -> None:
     stage.shelf("s0", keeps=True)
     stage.say("w0", Beat(1, rounds=1))
     stage.conclude()
-    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["checkpoints"]
+    found: Any = document.state_of(stage.scheduler, stage.now).status["checkpoints"]
     assert (found["stage"], found["begun"], found["kept"]) == ("halting", 1, 0)
 
 
@@ -108,7 +108,7 @@ def test_a_fault_that_is_over_shows_its_steps() -> None:
     stage.wait(2.0, ["s0", "w0"])
     stage.hello("w2", rank=1)
     stage.wait(3.0, ["s0", "w0", "w2"])
-    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["faults"]
+    found: Any = document.state_of(stage.scheduler, stage.now).status["faults"]
     (fault,) = found
     assert fault["is_over"]
     assert fault["lasted_s"] == fault["steps"][0]["after_s"] < fault["age_s"]
@@ -118,5 +118,5 @@ def test_members_of_a_restarted_scheduler_have_no_known_age() -> None:
     stage = Stage(1, 1, persist=True)
     stage.form()
     stage.restart()
-    found: Any = scheduler_state.state_of(stage.scheduler, stage.now).status["members"]
+    found: Any = document.state_of(stage.scheduler, stage.now).status["members"]
     assert [one["held_s"] for one in found] == [None, None]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvps.core.keys import ROLES, RoleKey
+from kvps.core.key_roles import ROLES, RoleKey
 from kvps.errors import ConfigError
-from kvps.runtime import keys as files
-from kvps.runtime.keys import PUBLIC, SESSION, KeyMemory, Section, generate, load, of, parse
+from kvps.runtime import key_files as files
+from kvps.runtime.key_files import PUBLIC, SESSION, KeyMemory, Section, generate, load, of, parse
 from tests.vectors.packets import KEY
 
 

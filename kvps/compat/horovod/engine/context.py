@@ -19,14 +19,14 @@ from itertools import count
 from kvps import config
 from kvps.compat.horovod.common.exceptions import HorovodInternalError
 from kvps.compat.horovod.engine.engine import Engine, Limits
-from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.engine.execution import Operation
 from kvps.errors import WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Role
 from kvps.runtime import process
 from kvps.runtime.current import current as current_cluster
 from kvps.runtime.worker_session import WorkerSession, ending
-from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.mailbox import Board
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 """The beginning of an error's text, as scripts for Horovod compare it."""

@@ -1,6 +1,6 @@
 """Cycles: in each, every rank gives every other one message.
 
-A message lies in a post of its rank (:class:`~kvps.torch.distributed.board.Board`). Each rank has
+A message lies in a post of its rank (:class:`~kvps.torch.distributed.mailbox.Board`). Each rank has
 two posts, in turns. A rank writes in cycle k + 2 only after cycle k + 1, in which it heard from
 every rank that cycle k was over there. So no message is replaced before every rank has read it,
 and no acknowledgement is needed.
@@ -18,8 +18,7 @@ import torch
 
 from kvps.errors import KvpsError, Timeout, WorkerLost
 from kvps.runtime.ticket import Ticket
-from kvps.torch.distributed.board import Board
-from kvps.torch.distributed.mailbox import class_of
+from kvps.torch.distributed.mailbox import Board, class_of
 
 POST_BYTES = 16 << 10
 """The size of a post: about 200 requests."""

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 
 from kvps.compat.horovod.common.exceptions import HorovodInternalError
 from kvps.compat.horovod.engine.cycles import Cycles
-from kvps.compat.horovod.engine.execution import Execution, Executor
-from kvps.compat.horovod.engine.operation import Operation
+from kvps.compat.horovod.engine.execution import Execution, Executor, Operation
 from kvps.compat.horovod.engine.transfers import Transfers
 from kvps.compat.horovod.negotiation.coordinator import (
     AllJoined,
@@ -35,7 +34,7 @@ from kvps.compat.horovod.negotiation.coordinator import (
 from kvps.compat.horovod.negotiation.request import CollectiveRequest, Key, Part, Turn, pack, unpack
 from kvps.errors import KvpsError
 from kvps.phrases import ranks_in_words
-from kvps.torch.distributed.board import Board
+from kvps.torch.distributed.mailbox import Board
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.work import Work
 

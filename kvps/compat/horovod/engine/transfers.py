@@ -23,9 +23,8 @@ import torch
 from kvps.dtypes import Spec
 from kvps.tensors import NAMES
 from kvps.torch.distributed import mailbox
-from kvps.torch.distributed.board import Board
 from kvps.torch.distributed.host_tensor import Staged, padded
-from kvps.torch.distributed.mailbox import class_of
+from kvps.torch.distributed.mailbox import Board, class_of
 from kvps.torch.distributed.ordered_executor import Steps
 
 LANES = 4

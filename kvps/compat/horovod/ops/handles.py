@@ -9,7 +9,7 @@ import torch
 
 from kvps.compat.horovod.common.exceptions import HorovodInternalError, InvalidArgument
 from kvps.compat.horovod.engine.context import current
-from kvps.compat.horovod.engine.operation import Operation, parts_of
+from kvps.compat.horovod.engine.execution import Operation, parts_of
 from kvps.compat.horovod.negotiation.request import (
     ALLGATHER,
     ALLTOALL,

@@ -24,7 +24,7 @@ from typing import Protocol
 from kvps import protocol as p
 from kvps.core.effects import Connect, Listen, Note, Outbox, Route, Send
 from kvps.core.gradients import DenseGradient
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.connection import Connection, Request, SendScheduler
 from kvps.core.worker.host_aggregation.merge_queue import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvps.platforms.kubernetes.job import JobDescription, Resources
 from kvps.platforms.kubernetes.manifests import manifests
+from kvps.platforms.kubernetes.pods import JobDescription, Resources
 
 SMALL = JobDescription("digits", "registry.example/kvps:1", 4, 2, ("python", "train.py"))
 FULL = JobDescription(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvps.errors import ConfigError
-from kvps.platforms.kubernetes.job import NAME_MAX, OWN_VARIABLES, JobDescription, Resources
+from kvps.platforms.kubernetes.pods import NAME_MAX, OWN_VARIABLES, JobDescription, Resources
 
 GOOD: dict[str, Any] = {
     "name": "digits",

@@ -12,7 +12,7 @@ from kvps.cli import scheduler as scheduler_command
 from kvps.cli import server as server_command
 from kvps.cli import worker as worker_command
 from kvps.platforms.kubernetes.manifests import KINDS
-from kvps.runtime import keys
+from kvps.runtime import key_files as keys
 from tests.unit.platforms.kubernetes.jobs import FULL, JOBS, SERVERLESS, SMALL, container, pods, variables
 
 COMMANDS = {"scheduler": scheduler_command, "server": server_command, "worker": worker_command}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvps.platforms.kubernetes.yaml_text import Data, document
+from kvps.platforms.kubernetes.pods import Data, document
 
 ODD_TEXTS = [
     *("", " ", "a b", "a: b", "- a", "#", "true", "No", "y", "null", "~", "1", "1.5", "0x10", "1e3"),

@@ -22,7 +22,7 @@ from kvps.platforms.ray.plan import (
     too_slow,
     torch_variables,
 )
-from kvps.runtime.keys import generate, of, parse
+from kvps.runtime.key_files import generate, of, parse
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import kvps.platforms.ray
 from kvps.errors import ConfigError
 from kvps.platforms.ray import worker
 from kvps.platforms.ray.plan import ServerPlace, keys_text
-from kvps.runtime.keys import generate, load
+from kvps.runtime.key_files import generate, load
 
 
 def named(prefix: str) -> dict[str, str]:

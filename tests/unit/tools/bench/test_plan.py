@@ -8,7 +8,7 @@ import pytest
 
 from kvps.errors import ConfigError
 from kvps.tools.bench.command import MOVED, demand_own, parser
-from kvps.tools.bench.plan import Plan, plan_of
+from kvps.tools.bench.run import Plan, plan_of
 from kvps.tools.bench.systems import NAMED_ONLY, SYSTEMS
 
 

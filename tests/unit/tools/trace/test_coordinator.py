@@ -18,7 +18,7 @@ from kvps.protocol.tracing import (
     Tracing,
 )
 from kvps.tools.trace.coordinator import ASK_EVERY_S, BYTES_MAX, GATHER_S, GONE_S, KEEP_S, TraceCoordinator
-from kvps.tools.trace.spans import SpanKind, TimeSpan, pack
+from kvps.tools.trace.member import SpanKind, TimeSpan, pack
 
 WORKER = Envelope(bytes(16), 3, Role.WORKER, 1, 5, 0)
 OCTETS = pack([TimeSpan(SpanKind.SEND, 1, 0, 10, 5)])

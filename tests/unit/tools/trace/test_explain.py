@@ -7,10 +7,10 @@ import itertools
 import pytest
 
 from kvps.protocol.envelope import Node, Role
+from kvps.tools.trace.chrome import MergedTrace, Process
 from kvps.tools.trace.critical_path import Cause, CriticalPath
 from kvps.tools.trace.explain import explain
-from kvps.tools.trace.merged import MergedTrace, Process
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan
 from tests.unit.tools.trace.traces import MS, Job
 
 W0, W1, W2 = (Node(Role.WORKER, rank) for rank in range(3))

@@ -12,10 +12,9 @@ from kvps.core.effects import CoreOutbox, Effect, Exit, Finish, Note, Route, Sen
 from kvps.net.driver import Doors, Lens
 from kvps.net.transport import Encoding
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
+from kvps.tools.trace.chrome import merge
 from kvps.tools.trace.lens import MemberLens, SchedulerLens, parts_of
-from kvps.tools.trace.member import TracedMember
-from kvps.tools.trace.merged import merge
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan, TracedMember
 from kvps.tools.trace.tracer import Tracer
 
 WORKER = Envelope(bytes(range(16)), 3, Role.WORKER, 1, 5, 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans
-from kvps.tools.trace.member import FLUSH_EVERY_S, SILENCE_MAX_S, WAITING_MAX, TracedMember
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, unpack
+from kvps.tools.trace import member as traced
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan, TracedMember, unpack
 
 SPAN = TimeSpan(SpanKind.WAIT, NOBODY, 0, 10, 5)
 
@@ -25,9 +25,9 @@ def test_member_records_from_the_first_question_until_a_long_silence() -> None:
     member.spans.append(SPAN)
     member.on_ask(AskClock(7, 200), 2.0, 300)
     assert member.spans == [SPAN], "the same trace goes on"
-    assert list(member.flush(1.9 + SILENCE_MAX_S))
+    assert list(member.flush(1.9 + traced.SILENCE_MAX_S))
     assert member.is_on
-    assert not list(member.flush(2.0 + SILENCE_MAX_S))
+    assert not list(member.flush(2.0 + traced.SILENCE_MAX_S))
     assert not member.is_on
 
 
@@ -43,7 +43,7 @@ def test_another_trace_begins_anew() -> None:
 def test_spans_leave_in_messages_of_bounded_size() -> None:
     member = recording()
     member.spans += [SPAN] * (SPANS_MAX + 1)
-    assert member.due() == FLUSH_EVERY_S
+    assert member.due() == traced.FLUSH_EVERY_S
     sent = list(member.flush(0.25))
     assert [message for message, _ in sent] == [
         Spans(7, "gpu-1", 4711, SPANS_MAX, 0),
@@ -52,13 +52,13 @@ def test_spans_leave_in_messages_of_bounded_size() -> None:
     for message, octets in sent:
         assert message.payload_sizes() == (len(octets),)
         assert set(unpack(octets)) == {SPAN}
-    assert member.due() == 0.25 + FLUSH_EVERY_S
+    assert member.due() == 0.25 + traced.FLUSH_EVERY_S
 
 
 @pytest.mark.spec("R343")
 def test_surplus_spans_are_counted_as_lost() -> None:
     member = recording()
-    member.spans += [SPAN] * (WAITING_MAX + 5)
+    member.spans += [SPAN] * (traced.WAITING_MAX + 5)
     member.bound()
-    assert len(member.spans) == WAITING_MAX
+    assert len(member.spans) == traced.WAITING_MAX
     assert {message.lost for message, _ in member.flush(1.0) if isinstance(message, Spans)} == {5}

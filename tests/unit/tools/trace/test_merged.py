@@ -9,9 +9,8 @@ import pytest
 from kvps.errors import ConfigError
 from kvps.protocol.tracing import Part, RoundTrip
 from kvps.tools.trace import chrome
-from kvps.tools.trace.chrome import write
-from kvps.tools.trace.merged import SECOND_NS, ClockOffset, merge
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, pack
+from kvps.tools.trace.chrome import SECOND_NS, ClockOffset, merge, write
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan, pack
 from tests.unit.tools.trace.traces import MS, Job
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvps.errors import ProtocolError
 from kvps.protocol.tracing import SPAN_BYTES
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan, pack, unpack
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan, pack, unpack
 
 SPANS = [
     TimeSpan(SpanKind.COMPUTE, NOBODY, 0, 2**40, 5_000_000),

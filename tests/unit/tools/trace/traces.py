@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvps.protocol.envelope import Node, Role
-from kvps.tools.trace.merged import MergedTrace, Process
-from kvps.tools.trace.spans import NOBODY, SpanKind, TimeSpan
+from kvps.tools.trace.chrome import MergedTrace, Process
+from kvps.tools.trace.member import NOBODY, SpanKind, TimeSpan
 
 MS = 1_000_000
 SERVER, WORKER = Role.SERVER.value, Role.WORKER.value

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvps.torch.sync.owned_steps import hook_once, plain_step
+from kvps.torch.sync.steps import hook_once, plain_step
 
 
 def wrapped_twice() -> torch.optim.Optimizer:

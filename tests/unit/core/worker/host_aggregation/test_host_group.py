@@ -7,7 +7,7 @@ import torch
 
 from kvps.compression.spec import FP16, CodecSpec
 from kvps.core.effects import Connect, Effect, Exit, Listen, Send
-from kvps.core.keys import near_door
+from kvps.core.key_roles import near_door
 from kvps.core.worker import calls
 from kvps.core.worker.host_aggregation.host_group import MUTE_AFTER_S
 from kvps.core.worker.host_aggregation.merge_queue import HURRY_S, WAIT_MAX_S

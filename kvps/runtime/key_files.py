@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from kvps.core.keys import ROLES, RoleKey, is_key
+from kvps.core.key_roles import ROLES, RoleKey, is_key
 from kvps.errors import ConfigError
 from kvps.net.zap import KeyPair, Keys, new_pair
 

@@ -40,16 +40,14 @@ from pathlib import Path
 from kvps import config
 from kvps.core.membership_client import EXIT_CONFIG
 from kvps.launchers.agent import ERROR, REPORT
-from kvps.launchers.children import Child, start_here
-from kvps.launchers.foothold import Foothold
-from kvps.launchers.output import LineBuffer, OutputMux, bar_text
+from kvps.launchers.children import Child, Foothold, start_here
+from kvps.launchers.output import LineBuffer, OutputMux, TracebackFolder, Who, bar_text
 from kvps.launchers.reaper import Reaper
 from kvps.launchers.remote import Remote
-from kvps.launchers.tracebacks import TracebackFolder, Who
 from kvps.net.memory import share_bytes
 from kvps.observe import logs
 from kvps.observe.logs import Speaker, speaker, wrapped
-from kvps.runtime.keys import KeyMemory, generate, text_for
+from kvps.runtime.key_files import KeyMemory, generate, text_for
 from kvps.runtime.member_process import handle
 
 log = logging.getLogger("kvps")
