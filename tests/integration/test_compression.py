@@ -1,8 +1,4 @@
-"""Front ends that compress: two workers and two servers equal a reference in plain torch.
-
-The reference has MXNet's two rules, written down once more. Gradients are drawn, and do not depend on the
-weights: a weight that differs in its last bit would move a gradient across a threshold.
-"""
+"""Front ends that compress: two workers and two servers equal a reference in plain torch."""
 
 from __future__ import annotations
 
@@ -261,11 +257,7 @@ def test_passes_are_added_up_before_they_are_compressed(way: str, on_store: bool
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("on_store", [True, False])
 def test_a_scaler_sees_what_is_infinite(on_store: bool) -> None:
-    """Worker 1 overflows in step 2: nobody makes it, and it is in no rest.
-
-    With the optimizer here gradients are compressed as the scaler made them, so a rest has the scale of its
-    time; on the servers they are scaled back before.
-    """
+    """Worker 1 overflows in step 2: nobody makes it, and it is in no rest."""
 
     def work(rank: int) -> Tensors:
         params = parameters()

@@ -1,10 +1,4 @@
-"""The Python blocks of README.md and of the pages for users run as they are printed.
-
-Each is run by two workers of a LocalCluster, with the names that its page says are the reader's: a model,
-batches, an optimizer. Then both workers must have the same parameters. A comment before a block says what else it
-is: ``before``, a script for another library, and ``fragment`` are compiled only; ``after`` is a whole script,
-which has to learn digits; ``after: a group of processes`` is one that cannot be run by threads.
-"""
+"""The Python blocks of README.md and of the pages for users run as they are printed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The examples that use DistributedOptimizer, or several devices, do what examples/README.md says.
-
-Here they make a few steps. A thorough test runs each command of the table as it stands there, to its end, and compares
-the figures of the table with those that are printed.
-"""
+"""The examples that use DistributedOptimizer, or several devices, do what examples/README.md says."""
 
 from __future__ import annotations
 

@@ -62,10 +62,7 @@ def front_end(name: str, model: torch.nn.Module) -> tuple[Any, Callable[[], None
 
 
 def train(rank: int, name: str, dtype: torch.dtype = torch.float32) -> tuple[list[torch.Tensor], list[bool]]:
-    """Return the weights after some steps, and for each gradient of the last whether others may read it.
-
-    The bias of the first layer, of less than a page, travels in a frame.
-    """
+    """Return the weights after some steps, and for each gradient of the last whether others may read it."""
     model = net(rank, dtype)
     _, step = front_end(name, model)
     for number in range(STEPS):

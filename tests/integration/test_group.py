@@ -141,10 +141,7 @@ for again in range(2):
 
 
 def test_ranks_are_those_of_the_cluster(processes: Processes) -> None:
-    """Of a plain process, which says nothing, and of one to which another launcher gave a rank.
-
-    A group that was destroyed is made again.
-    """
+    """Of a plain process, which says nothing, and of one to which another launcher gave a rank."""
     cluster = processes.scheduler(2, 1)
     cluster.server()
     script = processes.script(OTHERS)

@@ -1,7 +1,4 @@
-"""Ranks that make different calls by mistake: every front end tells both ranks, long before a Timeout.
-
-tests/integration/test_same_model.py has ranks with different models.
-"""
+"""Ranks that make different calls by mistake."""
 
 from __future__ import annotations
 

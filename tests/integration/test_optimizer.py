@@ -569,10 +569,7 @@ def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
 
 @pytest.mark.parametrize("on_store", [False, True])
 def test_reentrant_checkpoints_of_one_layer_need_no_sync(on_store: bool) -> None:
-    """Each of them runs a backward of its own within backward, and so adds a gradient of the layer.
-
-    With updates on the servers gradients leave in step(), and nothing is needed.
-    """
+    """Each of them runs a backward of its own within backward, and so adds a gradient of the layer."""
 
     def made() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
         layer = torch.nn.Linear(4, 4)

@@ -1,7 +1,4 @@
-"""docs/quickstart.md, followed to the letter: its files, and its commands, typed into two terminals in an empty directory.
-
-Only the installation differs from the page: the commands are those of this environment.
-"""
+"""docs/quickstart.md, followed to the letter."""
 
 from __future__ import annotations
 
@@ -134,13 +131,7 @@ def terminals(processes: Processes, tmp_path: Path) -> Iterator[dict[str, Termin
 
 
 def follow(terminals: dict[str, Terminal], pause_s: float, until_block: str = "") -> str:
-    """Type the blocks of the page, and pause while a job runs; return what the terminals showed.
-
-    Args:
-        terminals: by their names on the page.
-        pause_s: seconds that the reader takes after each block, once they saw what the page promises.
-        until_block: stop behind the block with this text.
-    """
+    """Type the blocks of the page, and pause while a job runs; return what the terminals showed."""
     shown, is_running = "", False
     first = terminals["first"]
     for comment, language, code in blocks():

@@ -1,7 +1,4 @@
-"""The site of the documentation as it is built: links, and what a real browser makes of each page.
-
-It is built as ``make docs`` does, with warnings as errors, and served on loopback.
-"""
+"""The site of the documentation as it is built: links, and what a real browser makes of each page."""
 
 from __future__ import annotations
 

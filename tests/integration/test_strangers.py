@@ -127,10 +127,7 @@ IN_A_MEMBERS_NAME = {
 @pytest.mark.spec("R240", "R242")
 @pytest.mark.parametrize(("port", "message"), IN_A_MEMBERS_NAME.values(), ids=IN_A_MEMBERS_NAME)
 def test_stranger_without_the_jobs_name_speaks_for_no_member(job: Job, port: str, message: m.Message) -> None:
-    """The 16 random octets of the job's name are told to members alone; that of a look shows four of them.
-
-    So a stranger takes over no connection of a member, and ends none by closing one of its own.
-    """
+    """The 16 random octets of the job's name are told to members alone; that of a look shows four of them."""
     endpoint = job.cluster.endpoint if port == "scheduler" else job.endpoint
     guesses = (bytes(16), job.name[:4] + bytes(12), random.Random(3).randbytes(16))
     for name in guesses:

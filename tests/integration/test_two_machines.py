@@ -1,7 +1,4 @@
-"""docs/launching/by-hand.md, followed to the letter by two machines: network namespaces, joined by a cable.
-
-Only the copy of the keys differs: both machines have this file system.
-"""
+"""docs/launching/by-hand.md, followed to the letter by two machines."""
 
 from __future__ import annotations
 

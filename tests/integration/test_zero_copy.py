@@ -399,10 +399,7 @@ def finish(cluster: Cluster, server: Process, workers: list[Process]) -> None:
     ],
 )
 def test_the_memory_of_a_server_does_not_grow(processes: Processes, how: str, transport: str) -> None:
-    """Of 300 rounds with 4 MB of weights, the quietest 100: what leaks does so in all of them.
-
-    The flight recorder would fill its ring meanwhile, which has room for 10,000 events.
-    """
+    """Of 300 rounds with 4 MB of weights, the quietest 100: what leaks does so in all of them."""
     env = {"KVPS_TRANSPORT": transport, "KVPS_RECORD": "off"}
     parts = training(processes, 85_000, how, 360, 2, **env)
     _, server, workers = parts
@@ -418,11 +415,7 @@ def test_the_memory_of_a_server_does_not_grow(processes: Processes, how: str, tr
 def test_the_memory_of_a_server_is_little_more_than_weights_and_their_momentum(
     processes: Processes, how: str
 ) -> None:
-    """Two places for the weights that take turns, the momentum, and what is on its way.
-
-    A key of more than half a chunk has one of its size. Smaller ones share chunks, whose ends may remain empty: four of these
-    fill a chunk.
-    """
+    """Two places for the weights that take turns, the momentum, and what is on its way."""
     count = 2_050_000
     parts = training(processes, count, how, 15, 4)
     _, server, workers = parts

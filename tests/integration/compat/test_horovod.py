@@ -1,7 +1,4 @@
-"""``import kvps.compat.horovod as hvd``: each collective against what follows from the inputs of all ranks, and each error.
-
-Ranks are the two workers of a LocalCluster; ``test_horovod_three.py`` has more ranks and all element types.
-"""
+"""``import kvps.compat.horovod as hvd``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Training over ``kvps.compat.horovod``: the optimizer with its arguments, broadcasts, and batch normalisation.
-
-The measure is one process with the batches of all ranks.
-"""
+"""Training over ``kvps.compat.horovod``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lightning, Accelerate and the Trainer of transformers over a cluster: the weights are those of gloo.
-
-They need the extras of kvps with these packages; see CONTRIBUTING.md.
-"""
+"""Lightning, Accelerate and the Trainer of transformers over a cluster: the weights are those of gloo."""
 
 from __future__ import annotations
 

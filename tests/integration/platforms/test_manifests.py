@@ -1,8 +1,4 @@
-"""The processes of a manifest, as its pods would start them: flags, variables and key files are enough to train.
-
-Addresses are those of loopback, directories are of the test, and an index stands in for that of the platform. The
-rest is taken from the manifest as it is.
-"""
+"""The processes of a manifest, as its pods would start them."""
 
 from __future__ import annotations
 

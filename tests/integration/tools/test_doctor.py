@@ -1,7 +1,4 @@
-"""kvps doctor names what is wrong, with the advice for it; under the real condition wherever one can be made.
-
-Emulated, at the edge of another process, are the clock of a scheduler and its version: one machine has one of each.
-"""
+"""kvps doctor names what is wrong, with the advice for it."""
 
 from __future__ import annotations
 

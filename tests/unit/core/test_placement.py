@@ -138,8 +138,7 @@ def placed(shapes: Shapes, servers: int) -> dict[str, tuple[Part, ...]]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_server_that_comes_or_goes_moves_its_own_share(model: str) -> None:
-    """No scheme moves less than 1 / (S + 1) and leaves equal shares. The 161 keys of ResNet-50 are few: the
-    share of the small ones is by chance."""
+    """No scheme moves less than 1 / (S + 1) and leaves equal shares."""
     shapes = MODELS[model]
     total, before = sum(map(math.prod, shapes.values())), placed(shapes, 1)
     for servers in range(1, 17):

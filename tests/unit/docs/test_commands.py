@@ -1,8 +1,4 @@
-"""Every command in the pages exists, with every flag, script, module, target and variable that it names.
-
-Commands are the lines of code blocks that begin with one of ours, and code in running text that does. What a
-command does is tested elsewhere; here a page may not name what was renamed or removed.
-"""
+"""Every command in the pages exists, with every flag, script, module, target and variable that it names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The rules that torch lacks, against plain references.
-
-References are written from the papers in float64, whole tensor at once. Rules run in the weight's
-dtype and on slices; for float64 weights the two differ by a few roundings only, hence the tolerance of
-``assert_close`` below.
-"""
+"""The rules that torch lacks, against plain references."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Rules of torch.optim on slices of a chunk equal torch.optim on the parameters themselves.
-
-Two references: the same torch optimizer with the same kernel (fused for float32 and float64 where
-there is one), which must give the same bits, and torch's default on a CPU, which may round
-elsewhere.
-"""
+"""Rules of torch.optim on slices of a chunk equal torch.optim on the parameters themselves."""
 
 from __future__ import annotations
 

@@ -282,8 +282,7 @@ class TestLosses:
 
     @pytest.mark.parametrize("who", ["another", "this one", "nobody"])
     def test_nor_for_long_where_a_replacement_may_wait_itself(self, who: str) -> None:
-        """It makes up for what its predecessor left out, and reads before: where staleness is bounded,
-        that may wait for this worker."""
+        """It makes up for what its predecessor left out, and reads before."""
         one = Bench()
         one.open(mode="ssp")
         one.init({"w": torch.zeros(40)})

@@ -42,12 +42,7 @@ class Scheduler:
             return self.table.answer(1, request)
 
     def agent(self, least: int = 1, alive_s: float = 600.0) -> Handler:
-        """Return an agent that does not wait for more nodes than there must be.
-
-        Args:
-            least: the number of nodes that there must be, of at most 2.
-            alive_s: after so much silence a node is dead.
-        """
+        """Return an agent that does not wait for more nodes than there must be."""
         timeout = RendezvousTimeout(last_call=timedelta(seconds=0.1))
         alive = timedelta(seconds=alive_s / 3)
         settings = RendezvousSettings("run", least, 2, timeout, alive, keep_alive_max_attempt=3)

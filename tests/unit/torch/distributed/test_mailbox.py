@@ -1,8 +1,4 @@
-"""Posts are read before they are written anew, whatever comes first: checked against servers that dawdle.
-
-A read may be answered long after its version was there, with what is there then: if the patterns let a
-writer overtake a reader, some seed shows it.
-"""
+"""Posts are read before they are written anew, whatever comes first: checked against servers that dawdle."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ def test_a_tensor_on_several_servers_is_updated_as_on_one(mode: str, rule: str, 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(10))
 def test_norms_agree_whatever_the_network_does(rule: str, seed: int) -> None:
-    """Pushes reach the servers in any order, some early. A round is the sum of two pushes, so it has one
-    result: the bits of a job whose letters arrive."""
+    """Pushes reach the servers in any order, some early."""
     quiet, wild = Cluster(3, rule=rule), Cluster(3, rule=rule)
     for rank, number in [(rank, number) for number in range(5) for rank in (0, 1)]:
         for server in range(3):
