@@ -1,5 +1,28 @@
 """The command ``python -m benchmarks.compare``: ``kvps bench`` with more systems, sweeps, networks
-and plots."""
+and plots.
+
+Extends kvps bench: compares with MXNet and Ray if there are interpreters that have them, sweeps one
+quantity, and measures on links of a set rate. Run it in the root of a clone.
+
+examples:
+  {name} --mxnet mx/bin/python --json bench.json --plot plots
+  {name} --sweep bytes --plot plots    one array of 1 KiB to 1 GiB
+  {name} --sweep workers --at 1 2 4 --workloads small
+  {name} --network 4x4 --rate 400mbit  4 workers and 4 servers, each behind its
+                                  own link (root, Linux)
+  {name} --network 8@1x4 --systems kvps gloo    8 workers on one host
+  {name} --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"
+
+systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; 'kvps apart' only if --systems names it.
+  docs/benchmarks.md explains each, and how to make an environment for MXNet
+sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
+
+{times}
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL
+"""
 
 from __future__ import annotations
 
@@ -10,29 +33,6 @@ from kvps.cli import flags
 from kvps.tools.bench import command as bench
 
 NAME = "python -m benchmarks.compare"
-WHAT = """\
-Extends kvps bench: compares with MXNet and Ray if there are interpreters that have them, sweeps one
-quantity, and measures on links of a set rate. Run it in the root of a clone."""
-MORE = f"""\
-examples:
-  {NAME} --mxnet mx/bin/python --json bench.json --plot plots
-  {NAME} --sweep bytes --plot plots    one array of 1 KiB to 1 GiB
-  {NAME} --sweep workers --at 1 2 4 --workloads small
-  {NAME} --network 4x4 --rate 400mbit  4 workers and 4 servers, each behind its
-                                  own link (root, Linux)
-  {NAME} --network 8@1x4 --systems kvps gloo    8 workers on one host
-  {NAME} --network 2x2 --rate 100mbit --systems kvps "kvps 2bit"
-
-systems: those of kvps bench, and mxnet, 'mxnet sgd', ray; 'kvps apart' only if --systems names it.
-  docs/benchmarks.md explains each, and how to make an environment for MXNet
-sweeps: workers (1 to 8), servers (1 to 4), bytes (1 KiB to 1 GiB), keys (1 to 100,000)
-
-{bench.TIMES}
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_LOG_LEVEL
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> flags.Parser:
     """Return the parser of its flags."""
-    found = flags.Parser(NAME, WHAT, MORE)
+    found = flags.Parser(NAME, __doc__, times=bench.TIMES)
     found.usage = "%(prog)s [flags]"
     bench.add_flags(found)
     add = found.add_argument

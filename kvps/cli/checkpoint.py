@@ -1,4 +1,19 @@
-"""``kvps checkpoint``: lists and verifies checkpoints, and exports a model."""
+"""``kvps checkpoint``: lists and verifies checkpoints, and exports a model.
+
+Reads the checkpoints that servers wrote (kvps-server --checkpoint-dir DIR). No cluster is needed, and a
+running cluster is not disturbed: complete checkpoints are only read.
+
+actions:
+{actions}
+examples:
+  kvps checkpoint list /ckpt
+  kvps checkpoint verify /ckpt                     all checkpoints; exit code 1 if any is damaged
+  kvps checkpoint export /ckpt model.safetensors   the newest complete checkpoint
+  kvps checkpoint export --help
+
+{folders}
+
+{environment}"""
 
 from __future__ import annotations
 
@@ -12,9 +27,6 @@ from kvps.cli import flags
 from kvps.errors import ConfigError
 
 NAME = "kvps checkpoint"
-WHAT = """\
-Reads the checkpoints that servers wrote (kvps-server --checkpoint-dir DIR). No cluster is needed, and a
-running cluster is not disturbed: complete checkpoints are only read."""
 ACTIONS = {
     "list": "list the checkpoints, and show which are complete",
     "verify": "read checkpoints completely and compare every file with its SHA-256",
@@ -28,18 +40,6 @@ environment, where the flag or DIR is not given:
 FOLDERS = """\
 DIR is the directory that the servers share. If each server has its own directory, give all of them:
 kvps checkpoint {action} a/ckpt b/ckpt{rest}"""
-MORE = f"""\
-actions:
-{"".join(f"  {name:<7} {what}{chr(10)}" for name, what in ACTIONS.items())}
-examples:
-  kvps checkpoint list /ckpt
-  kvps checkpoint verify /ckpt                     all checkpoints; exit code 1 if any is damaged
-  kvps checkpoint export /ckpt model.safetensors   the newest complete checkpoint
-  kvps checkpoint export --help
-
-{FOLDERS.format(action="list", rest="")}
-
-{ENVIRONMENT}"""
 MORE_OF = {
     "list": """\
 examples:
@@ -103,7 +103,8 @@ def _parser(action: str) -> flags.Parser:
     rest = " FILE" if action == "export" else ""
     folders = FOLDERS.format(action=action, rest=rest)
     what = f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}."
-    parser = flags.Parser(f"{NAME} {action}", what, f"{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}")
+    page = f"{action}\n\n{what}\n\n{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}"
+    parser = flags.Parser(f"{NAME} {action}", page)
     parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
     add = parser.add_argument
     add("folders", metavar="DIR", nargs="*", help="the directory of checkpoints; KVPS_CHECKPOINT_DIR")
@@ -135,7 +136,9 @@ def _folders(given: Sequence[str]) -> list[str]:
 
 def _refuse(argv: Sequence[str]) -> NoReturn:
     """Print the help, or the error of a line that does not begin with an action."""
-    parser = flags.Parser(NAME, WHAT, MORE)
+    actions = "".join([f"  {name:<7} {what}\n" for name, what in ACTIONS.items()])
+    folders = FOLDERS.format(action="list", rest="")
+    parser = flags.Parser(NAME, __doc__, actions=actions, folders=folders, environment=ENVIRONMENT)
     parser.usage = "%(prog)s ACTION [DIR ...] [flags]"
     parser.add_argument("action", metavar="ACTION", choices=ACTIONS, help="the action")
     parsed, _ = parser.parse_known_args(argv)

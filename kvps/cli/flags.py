@@ -43,11 +43,23 @@ class Parser(argparse.ArgumentParser):
     """A parser of flags whose help keeps its lines, and whose mistakes end with 78.
 
     It has the flags that every command takes, so that one line of a script serves them all.
+
+    Args:
+        name: the command.
+        page: its help, as the docstring of its module: a title, which is not printed, the description, and
+            the text behind the flags. ``{exit_codes}`` stands for :data:`EXIT_CODES`.
+        insecure: the help of ``--insecure``, where the flag has an effect.
+        values: texts for other names in braces.
     """
 
-    def __init__(self, name: str, what: str, more: str, *, insecure: str = "") -> None:
+    def __init__(self, name: str, page: str | None, *, insecure: str = "", **values: str) -> None:
+        _, what, more = (page or "\n\n\n\n").split("\n\n", 2)  # python -OO strips docstrings
         super().__init__(
-            prog=name, description=what, epilog=more, formatter_class=HelpFormatter, allow_abbrev=False
+            prog=name,
+            description=what,
+            epilog=more.format(name=name, exit_codes=EXIT_CODES, **values),
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
         )
         self.add_flags(
             {
@@ -66,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         """Add the flags of a table, each with its help.
 
         Example:
-            >>> Parser("kvps", "", "").add_flags({"-n --workers N": "number", "--env NAME=VALUE ...": "repeated"})
+            >>> Parser("kvps", None).add_flags({"-n --workers N": "number", "--env NAME=VALUE ...": "repeated"})
         """
         for words, what in table.items():
             names = [word for word in words.split() if word.startswith("-")]

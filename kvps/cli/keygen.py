@@ -1,20 +1,9 @@
-"""``kvps keygen``: makes the keys of a cluster, rotates the key of a role, and retires old keys."""
+"""``kvps keygen``: makes the keys of a cluster, rotates the key of a role, and retires old keys.
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
-
-from kvps.cli import flags
-from kvps.core.key_roles import ROLES
-from kvps.runtime.key_files import PUBLIC, generate, retire, rotate, write
-
-NAME = "kvps keygen"
-WHAT = """\
 Makes a key for each role, in a directory: ROLE.key, which is secret, and public/ROLE.pub. A process that is
 started with --keys DIR needs its own ROLE.key there, and public/scheduler.pub; the scheduler needs
-scheduler.key and all of public/."""
-MORE = f"""\
+scheduler.key and all of public/.
+
 examples:
   kvps keygen keys
   kvps-scheduler --workers 2 --servers 2 --bind tcp://0.0.0.0:9091 --keys keys
@@ -33,8 +22,19 @@ roles:
   look        lists the members (kvps status)
   admin       lists members, ends them (kvps evict), records traces (kvps trace)
 
-{flags.EXIT_CODES}
+{exit_codes}
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvps.cli import flags
+from kvps.core.key_roles import ROLES
+from kvps.runtime.key_files import PUBLIC, generate, retire, rotate, write
+
+NAME = "kvps keygen"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_argument("folder", metavar="DIR", help="the directory of keys; created if it does not exist")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

@@ -1,4 +1,48 @@
-"""``kvps-launch``: a whole cluster on this machine, from its start to its end."""
+"""``kvps-launch``: a whole cluster on this machine, from its start to its end.
+
+Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
+worker is a kvps-worker that runs COMMAND. Command lines of MXNet's tools/launch.py work, too.
+
+example:
+  kvps-launch -n 2 -- python train.py --epochs 3
+  kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
+  kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
+  kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
+  kvps-launch -n 4 -s 2 --dry-run=sbatch --nodes 2 -- python train.py > job.sh
+
+Each line of output begins with the role and rank of its process: [worker 0]. With --log-format json each
+line is a JSON object, those that COMMAND prints included. The environment of COMMAND
+has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. If they are not set, OMP_NUM_THREADS becomes the number of
+cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
+
+If a worker fails (its COMMAND ends with an exit code other than 0), it is started again with the same
+rank, as often as --max-restarts allows. After that, the others get WorkerLost and the job ends. With
+--checkpoint-dir, a server that fails is started again, too: all servers return to the last checkpoint,
+and workers continue. The scheduler is also started again. It keeps its state in a directory below
+TMPDIR, and the others do not wait for it.
+Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
+--grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
+SIGTERM, its COMMAND ends like this, and the others continue without it. With --grace and --checkpoint-dir,
+SIGTERM to kvps-launch, or Ctrl-C, first makes the servers write a last checkpoint.
+
+The job has its own keys, in memory: no other process can join or inspect it. --keys DIR replaces these keys,
+and --insecure turns keys off. kvps status needs --keys for such a job; --log-level info shows the directory.
+
+exit codes:
+  0    every worker ended with 0
+  78   wrong configuration
+  128 + N   ended by signal N
+  any other: the exit code of the first worker that failed, or else of a server or the scheduler
+
+environment, where the flag is not given:
+  KVPS_GRACE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also
+  KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS, KVPS_PLUGIN,
+  KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
+  KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
+  KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a
+  process is lost) and KVPS_DROP_GRACE (1: the same after its connection breaks)
+"""
 
 from __future__ import annotations
 
@@ -46,50 +90,6 @@ OWN_DESCRIPTORS = 20
 """Beside two for each process: reaper, report, signals, the selector, a port, a process's start;
 and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
-WHAT = """\
-Starts a scheduler, S servers and N workers on this machine, and ends them all together. Each
-worker is a kvps-worker that runs COMMAND. Command lines of MXNet's tools/launch.py work, too."""
-MORE = """\
-example:
-  kvps-launch -n 2 -- python train.py --epochs 3
-  kvps-launch -n 4 -s 2 --max-restarts 1 --env LEVEL=3 -- python train.py
-  kvps-launch -n 2 --max-restarts 3 --checkpoint-dir ckpt --checkpoint-every 60 -- python train.py
-  kvps-launch -n 4 -s 2 --dry-run=jobset --image REGISTRY/kvps -- python train.py > job.yaml
-  kvps-launch -n 4 -s 2 --dry-run=sbatch --nodes 2 -- python train.py > job.sh
-
-Each line of output begins with the role and rank of its process: [worker 0]. With --log-format json each
-line is a JSON object, those that COMMAND prints included. The environment of COMMAND
-has KVPS_SCHEDULER, KVPS_RANK, and the variables that torchrun sets: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. If they are not set, OMP_NUM_THREADS becomes the number of
-cores divided by N + S, but at least 1, and PYTHONUNBUFFERED becomes 1.
-
-If a worker fails (its COMMAND ends with an exit code other than 0), it is started again with the same
-rank, as often as --max-restarts allows. After that, the others get WorkerLost and the job ends. With
---checkpoint-dir, a server that fails is started again, too: all servers return to the last checkpoint,
-and workers continue. The scheduler is also started again. It keeps its state in a directory below
-TMPDIR, and the others do not wait for it.
-Ctrl-C and SIGTERM go to each COMMAND, and end the job; a second Ctrl-C kills all processes at once. With
---grace SECONDS, a COMMAND that gets SIGTERM ends after its current round. If a single kvps-worker gets
-SIGTERM, its COMMAND ends like this, and the others continue without it. With --grace and --checkpoint-dir,
-SIGTERM to kvps-launch, or Ctrl-C, first makes the servers write a last checkpoint.
-
-The job has its own keys, in memory: no other process can join or inspect it. --keys DIR replaces these keys,
-and --insecure turns keys off. kvps status needs --keys for such a job; --log-level info shows the directory.
-
-exit codes:
-  0    every worker ended with 0
-  78   wrong configuration
-  128 + N   ended by signal N
-  any other: the exit code of the first worker that failed, or else of a server or the scheduler
-
-environment, where the flag is not given:
-  KVPS_GRACE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT; for the other processes also
-  KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS, KVPS_PLUGIN,
-  KVPS_JOIN_TIMEOUT, KVPS_TRANSPORT (how values travel: tcp, shm or auto),
-  KVPS_HOST_AGGREGATION (0: the workers of a host push separately), KVPS_CHUNK_BYTES,
-  KVPS_CHECKSUM (0: packets have no checksums), KVPS_SILENCE_MAX (12: seconds of silence after which a
-  process is lost) and KVPS_DROP_GRACE (1: the same after its connection breaks)
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE, insecure=KEYLESS)
+    parser = flags.Parser(NAME, __doc__, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG...]"
     parser.add_argument(
         "-n", "--workers", "--num-workers", metavar="N", required=True, help="number of workers"

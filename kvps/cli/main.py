@@ -1,36 +1,9 @@
 """``kvps``: the commands for people, each in its own file.
 
-``kvps NAME`` is ``main()`` of the module that :mod:`kvps.annexes` names, else of
-``kvps/cli/NAME.py``; a command is added by that file and a line here. Only the file of the command
-that is called is loaded.
-"""
+Tools for kvps clusters. The processes of a cluster have their own commands.
 
-from __future__ import annotations
-
-import importlib
-import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
-
-from kvps import annexes
-from kvps.cli import flags
-
-NAME = "kvps"
-COMMANDS = {
-    "status": "show the members of a job, their states, and the ranks that open rounds wait for",
-    "top": "show a job live: members, rounds and bytes per second, late workers",
-    "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",
-    "trace": "record a timeline of all processes, and say what bounds a step",
-    "replay": "run a process's core over its record, and compare what it comes to",
-    "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
-    "evict": "end a live member of a job, so that another process can take its rank",
-    "bench": "compare the speed of kvps and torch's gloo on this machine",
-    "checkpoint": "list and verify the checkpoints of servers; export a model",
-}
-WHAT = "Tools for kvps clusters. The processes of a cluster have their own commands."
-MORE = f"""\
 commands:
-{"".join(f"  {name:<10} {what}{chr(10)}" for name, what in COMMANDS.items())}
+{commands}
 examples:
   kvps status
   kvps top
@@ -44,10 +17,34 @@ to start a cluster:
   kvps-launch      the whole cluster, on this machine
   kvps-scheduler, kvps-server, kvps-worker   a single process each, on any machine
 
-{flags.EXIT_CODES}
+{exit_codes}
 environment, where the flag is not given:
   KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from kvps import annexes
+from kvps.cli import flags
+
+NAME = "kvps"
+# ``kvps NAME`` is main() of the module that kvps.annexes names, else of kvps/cli/NAME.py.
+COMMANDS = {
+    "status": "show the members of a job, their states, and the ranks that open rounds wait for",
+    "top": "show a job live: members, rounds and bytes per second, late workers",
+    "doctor": "find out why a process does not reach its cluster, or is slow, and what to do",
+    "trace": "record a timeline of all processes, and say what bounds a step",
+    "replay": "run a process's core over its record, and compare what it comes to",
+    "keygen": "make the keys of a cluster, rotate the key of a role, retire old keys",
+    "evict": "end a live member of a job, so that another process can take its rank",
+    "bench": "compare the speed of kvps and torch's gloo on this machine",
+    "checkpoint": "list and verify the checkpoints of servers; export a model",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +60,7 @@ def _main(argv: Sequence[str]) -> int:
 
 
 def module_of(command: str) -> Any:
-    """Return the module of a command, one of :data:`COMMANDS`."""
+    """Return the module of a command, one of :data:`COMMANDS`: only its file is loaded."""
     if command in annexes.MODULES:
         return annexes.load(command)
     return importlib.import_module(f"kvps.cli.{command}")
@@ -71,7 +68,9 @@ def module_of(command: str) -> Any:
 
 def _refuse(argv: Sequence[str]) -> NoReturn:
     """Print the help, or the error of a line that does not begin with a command."""
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(
+        NAME, __doc__, commands="".join([f"  {name:<10} {what}\n" for name, what in COMMANDS.items()])
+    )
     parser.usage = "%(prog)s COMMAND [flags]"
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="the command to run")
     parsed = parser.parse_args(argv)

@@ -1,4 +1,26 @@
-"""``kvps-scheduler``: forms the cluster, and tells every process the members."""
+"""``kvps-scheduler``: forms the cluster, and tells every process the members.
+
+Forms a cluster of N workers and S servers, hands out ranks, and keeps the barriers.
+No tensor passes through it. Members may start before it or after it, in any order.
+
+example, a cluster on one machine by hand (kvps-launch does all of it):
+  kvps-scheduler --workers 2 --servers 1 &
+  kvps-server &
+  kvps-worker -- python train.py &
+  kvps-worker -- python train.py
+
+It ends when the job ends: with 0 if every worker left, with 1 if any was lost permanently.
+SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again. At SIGUSR2 the
+servers write a last checkpoint; then stop the job, since no other checkpoint follows.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
+  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL,
+  KVPS_LOG_FORMAT
+  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
+  DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
+"""
 
 from __future__ import annotations
 
@@ -15,28 +37,6 @@ from kvps.observe import logs
 from kvps.runtime.scheduler_process import run_scheduler
 
 NAME = "kvps-scheduler"
-WHAT = """\
-Forms a cluster of N workers and S servers, hands out ranks, and keeps the barriers.
-No tensor passes through it. Members may start before it or after it, in any order."""
-MORE = f"""\
-example, a cluster on one machine by hand (kvps-launch does all of it):
-  kvps-scheduler --workers 2 --servers 1 &
-  kvps-server &
-  kvps-worker -- python train.py &
-  kvps-worker -- python train.py
-
-It ends when the job ends: with 0 if every worker left, with 1 if any was lost permanently.
-SIGTERM and SIGINT end the job. At SIGHUP the public keys in --keys are read again. At SIGUSR2 the
-servers write a last checkpoint; then stop the job, since no other checkpoint follows.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_WORKERS, KVPS_SERVERS, KVPS_BIND, KVPS_STATE, KVPS_KEEP_ALIVE, KVPS_SILENCE_MAX,
-  KVPS_DROP_GRACE, KVPS_LIMITS, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL,
-  KVPS_LOG_FORMAT
-  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
-  DMLC_NUM_WORKER, DMLC_NUM_SERVER, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, as for MXNet
-"""
 
 
 WHY_MAX = 1000
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
+    parser = flags.Parser(NAME, __doc__, insecure=flags.INSECURE)
     parser.add_flags(
         {
             "--workers N": "number of workers; KVPS_WORKERS",

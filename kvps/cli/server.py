@@ -1,20 +1,7 @@
-"""``kvps-server``: holds a part of every model, sums gradients and updates weights."""
+"""``kvps-server``: holds a part of every model, sums gradients and updates weights.
 
-from __future__ import annotations
+Holds a share of all keys: sums the pushes of workers, runs the optimizer, and answers pulls.
 
-import gc
-import sys
-from collections.abc import Sequence
-
-from kvps import config
-from kvps.cli import flags
-from kvps.errors import ConfigError
-from kvps.runtime.member_process import let_threads_sleep
-
-NAME = "kvps-server"
-WHAT = """\
-Holds a share of all keys: sums the pushes of workers, runs the optimizer, and answers pulls."""
-MORE = f"""\
 example, two servers of one cluster:
   kvps-scheduler --workers 2 --servers 2 &
   kvps-server --scheduler tcp://127.0.0.1:9091 &
@@ -31,7 +18,7 @@ last checkpoint, all other servers do the same, and workers get EpochChanged.
 A plug-in is a Python module, on PYTHONPATH or in this folder, that calls
 kvps.core.optim.torch_rules.register(...) when it is imported.
 
-{flags.EXIT_CODES}
+{exit_codes}
 environment, where the flag is not given:
   KVPS_SCHEDULER, KVPS_BIND, KVPS_ADVERTISE, KVPS_RANK, KVPS_THREADS, KVPS_MEMORY_LIMIT, KVPS_LIMITS,
   KVPS_PLUGIN (separated by commas), KVPS_CHECKPOINT_DIR, KVPS_CHECKPOINT_EVERY,
@@ -42,6 +29,19 @@ environment, where the flag is not given:
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """
 
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+
+from kvps import config
+from kvps.cli import flags
+from kvps.errors import ConfigError
+from kvps.runtime.member_process import let_threads_sleep
+
+NAME = "kvps-server"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE, insecure=flags.INSECURE)
+    parser = flags.Parser(NAME, __doc__, insecure=flags.INSECURE)
     parser.add_flags(
         {
             **flags.SCHEDULER,

@@ -1,4 +1,20 @@
-"""``kvps status``: one screen with the state of a job, as its scheduler sees it."""
+"""``kvps status``: one screen with the state of a job, as its scheduler sees it.
+
+Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
+open round of each store: its age, and the ranks that it waits for. It takes no seat in the job.
+
+examples:
+  kvps status --scheduler tcp://10.0.0.1:9091
+  watch kvps status
+  kvps status --json | jq '.rounds[0].missing'
+
+Only rounds that have been open for some seconds are shown. The state of a worker comes from its calls:
+'alive, but no progress for 42 s' may be a long computation or a hang; 'hangs' is a process that stands still.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
+"""
 
 from __future__ import annotations
 
@@ -16,22 +32,6 @@ NAME = "kvps status"
 TIMEOUT_S = 5.0
 KEY_SHOWN = 40
 """Characters of a key that a line shows."""
-WHAT = """\
-Shows the members of a job, their states, versions and memory, the newest checkpoint, and the oldest
-open round of each store: its age, and the ranks that it waits for. It takes no seat in the job."""
-MORE = f"""\
-examples:
-  kvps status --scheduler tcp://10.0.0.1:9091
-  watch kvps status
-  kvps status --json | jq '.rounds[0].missing'
-
-Only rounds that have been open for some seconds are shown. The state of a worker comes from its calls:
-'alive, but no progress for 42 s' may be a long computation or a hang; 'hangs' is a process that stands still.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_flags({**flags.asking(TIMEOUT_S), "--json": "print one JSON object"})
     parsed = parser.parse_args(argv)
     flags.start_log(NAME, parsed)

@@ -1,4 +1,38 @@
-"""``kvps-worker``: runs a training command as a worker, and reports how it ended."""
+"""``kvps-worker``: runs a training command as a worker, and reports how it ended.
+
+Runs COMMAND as a worker of a cluster: joins the job, waits until all workers have joined, starts
+COMMAND, and reports how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a worker,
+too; with kvps-worker, the other workers learn at once that it crashed.
+
+example:
+  kvps-worker --scheduler tcp://127.0.0.1:9091 -- python train.py --epochs 3
+
+The environment of COMMAND has KVPS_SCHEDULER and the variables that torchrun sets: RANK, WORLD_SIZE,
+LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+
+If COMMAND ends with 0, this worker leaves, and the job continues without it. If it ends with any other
+exit code, the worker is lost: rounds wait for a replacement of its rank (start this command again with
+--rank R). With --no-replacement, the others get WorkerLost at once.
+
+SIGTERM and SIGINT go to COMMAND, which is killed if it does not end in 5 s. With --grace SECONDS, a
+COMMAND in Python that gets SIGTERM ends with 0 after its current round, and the others continue without
+it; it is killed if this takes longer. COMMAND runs in its own process group. The group ends when COMMAND
+or this process ends, for whatever reason.
+
+The exit code is that of COMMAND, or 128 + N if signal N killed it. Before COMMAND starts:
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler),
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
+  KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
+  KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
+  KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
+  KVPS_SWITCH_INTERVAL, for COMMAND: the interpreter's switch interval while calls are in flight, in
+  seconds (0.0001); 0 leaves it as it is
+  KVPS_CHUNK_BYTES, for COMMAND: bytes of a chunk (384 KiB between hosts)
+  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
+  DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
+"""
 
 from __future__ import annotations
 
@@ -34,40 +68,6 @@ NAME = "kvps-worker"
 EXIT_NOT_STARTED = 126
 OWN_DESCRIPTORS = 6
 """Beside its transport's: the reaper (2), the port that it keeps (1), a process's start (3)."""
-WHAT = """\
-Runs COMMAND as a worker of a cluster: joins the job, waits until all workers have joined, starts
-COMMAND, and reports how it ended. A plain 'python train.py' with KVPS_SCHEDULER set is a worker,
-too; with kvps-worker, the other workers learn at once that it crashed."""
-MORE = f"""\
-example:
-  kvps-worker --scheduler tcp://127.0.0.1:9091 -- python train.py --epochs 3
-
-The environment of COMMAND has KVPS_SCHEDULER and the variables that torchrun sets: RANK, WORLD_SIZE,
-LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
-
-If COMMAND ends with 0, this worker leaves, and the job continues without it. If it ends with any other
-exit code, the worker is lost: rounds wait for a replacement of its rank (start this command again with
---rank R). With --no-replacement, the others get WorkerLost at once.
-
-SIGTERM and SIGINT go to COMMAND, which is killed if it does not end in 5 s. With --grace SECONDS, a
-COMMAND in Python that gets SIGTERM ends with 0 after its current round, and the others continue without
-it; it is killed if this takes longer. COMMAND runs in its own process group. The group ends when COMMAND
-or this process ends, for whatever reason.
-
-The exit code is that of COMMAND, or 128 + N if signal N killed it. Before COMMAND starts:
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_KEYS, KVPS_RANK, KVPS_GRACE, KVPS_JOIN_TIMEOUT (60 s to reach the scheduler),
-  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
-  KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
-  KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
-  KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
-  KVPS_SWITCH_INTERVAL, for COMMAND: the interpreter's switch interval while calls are in flight, in
-  seconds (0.0001); 0 leaves it as it is
-  KVPS_CHUNK_BYTES, for COMMAND: bytes of a chunk (384 KiB between hosts)
-  KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
-  DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> flags.Parser:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
     parser.add_flags(
         {

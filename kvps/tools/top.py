@@ -1,4 +1,22 @@
-"""``kvps top``: a live view of a job in a terminal."""
+"""``kvps top``: a live view of a job in a terminal.
+
+Shows a job live: its members and their states, the age of open rounds and the ranks that they wait for,
+rounds and bytes per second, and how late each worker is. It takes no seat in the job.
+
+examples:
+  kvps top --scheduler tcp://10.0.0.1:9091
+  ssh -t head kvps top
+  kvps top --once > snapshot.txt
+
+q or Ctrl-C ends it. Where the output is no terminal, and with --once, it looks twice, prints one snapshot and ends.
+'late' is by how many seconds the pushes of a worker come after the first push of their round: the slow worker has
+the largest number. Members that fail and workers that are late come first if not all fit on the screen.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
+  NO_COLOR
+"""
 
 from __future__ import annotations
 
@@ -39,24 +57,6 @@ MEMBERS_MIN = 3
 DRAW_EVERY_S = 1.0
 """The interval at which the screen is drawn at least, as its times go on."""
 QUIT = ("q", "Q", "\x03", "\x04")
-WHAT = """\
-Shows a job live: its members and their states, the age of open rounds and the ranks that they wait for,
-rounds and bytes per second, and how late each worker is. It takes no seat in the job."""
-MORE = f"""\
-examples:
-  kvps top --scheduler tcp://10.0.0.1:9091
-  ssh -t head kvps top
-  kvps top --once > snapshot.txt
-
-q or Ctrl-C ends it. Where the output is no terminal, and with --once, it looks twice, prints one snapshot and ends.
-'late' is by how many seconds the pushes of a worker come after the first push of their round: the slow worker has
-the largest number. Members that fail and workers that are late come first if not all fit on the screen.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds to wait for an answer), KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
-  NO_COLOR
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {
             **flags.asking(TIMEOUT_S),

@@ -1,4 +1,29 @@
-"""``kvps bench``: measures kvps beside torch's gloo, and prints how they compare."""
+"""``kvps bench``: measures kvps beside torch's gloo, and prints how they compare.
+
+Compares kvps with torch's gloo on this machine. Both push and pull the same arrays, in turns: A, B,
+A, B. Every number of every result is checked, outside of the timing.
+
+examples:
+  kvps bench                    a table in a minute: kvps beside gloo, 2 workers, 2 servers
+  kvps bench --full             all systems, three trials each, and the limits of this machine: ten minutes
+  kvps bench --systems kvps "kvps sgd" gloo --workloads transformer
+  kvps bench --systems kvps gloo --workloads keys:10000 --workers 4 --json bench.json
+
+workloads: resnet50 (161 arrays, 102 MB), big (one array of 64 MiB), small (1,000 of 1 KiB),
+  transformer (148 arrays, 498 MB), bytes:N (one array of N bytes), keys:N (N arrays of 64 numbers)
+systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; only if --systems names
+  them, the cost of keys: 'kvps no keys', 'kvps tcp keys'; and compressed both ways: 'kvps fp16',
+  'kvps int8', 'kvps 2bit', 'kvps 1bit'
+
+{times}
+
+In a clone of the repository, {compare} also measures MXNet and Ray, sweeps,
+and links of a set rate, and draws plots.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
+"""
 
 from __future__ import annotations
 
@@ -14,37 +39,12 @@ from kvps.launchers.reaper import Reaper
 from kvps.runtime.member_process import stopped_by_signals
 
 NAME = "kvps bench"
-WHAT = """\
-Compares kvps with torch's gloo on this machine. Both push and pull the same arrays, in turns: A, B,
-A, B. Every number of every result is checked, outside of the timing."""
 COMPARE = "python -m benchmarks.compare"
 """The command of the repository that measures more."""
 TIMES = """\
 A time is that of a push and pull of all arrays, as the slowest worker sees it: the median of the rounds
 of a trial, then of the trials. Compare times of the same call only, because the speed of a machine
 changes from day to day. Run nothing else on the machine during a measurement."""
-MORE = f"""\
-examples:
-  kvps bench                    a table in a minute: kvps beside gloo, 2 workers, 2 servers
-  kvps bench --full             all systems, three trials each, and the limits of this machine: ten minutes
-  kvps bench --systems kvps "kvps sgd" gloo --workloads transformer
-  kvps bench --systems kvps gloo --workloads keys:10000 --workers 4 --json bench.json
-
-workloads: resnet50 (161 arrays, 102 MB), big (one array of 64 MiB), small (1,000 of 1 KiB),
-  transformer (148 arrays, 498 MB), bytes:N (one array of N bytes), keys:N (N arrays of 64 numbers)
-systems: kvps, 'kvps sgd', 'kvps zero-copy', 'kvps tcp', gloo, 'gloo in place'; only if --systems names
-  them, the cost of keys: 'kvps no keys', 'kvps tcp keys'; and compressed both ways: 'kvps fp16',
-  'kvps int8', 'kvps 2bit', 'kvps 1bit'
-
-{TIMES}
-
-In a clone of the repository, {COMPARE} also measures MXNet and Ray, sweeps,
-and links of a set rate, and draws plots.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
-"""
 MOVED = ("--mxnet", "--ray", "--sweep", "--at", "--network", "--rate", "--plot")
 """Flags that :data:`COMPARE` has."""
 MOVED_SYSTEMS = ("kvps apart", "mxnet", "mxnet sgd", "ray")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> flags.Parser:
     """Return the parser of its flags."""
-    found = flags.Parser(NAME, WHAT, MORE)
+    found = flags.Parser(NAME, __doc__, times=TIMES, compare=COMPARE)
     found.usage = "%(prog)s [flags]"
     found.add_argument(
         "--full",

@@ -1,27 +1,9 @@
-"""``kvps doctor``: finds out why a process does not reach its cluster, or is slow, and says what to do."""
+"""``kvps doctor``: finds out why a process does not reach its cluster, or is slow, and says what to do.
 
-from __future__ import annotations
-
-import json
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-
-from kvps import config
-from kvps.cli import flags
-from kvps.errors import ConfigError
-from kvps.inquiry import Inquirer
-from kvps.observe.findings import Finding, Level
-from kvps.tools.doctor.diagnosis import Measurements, diagnose, exit_code
-
-NAME = "kvps doctor"
-TIMEOUT_S = 3.0
-STYLES = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31;1", Level.SKIP: "2"}
-WHAT = """\
 Looks at all that a process needs to be part of a job: the scheduler's name and port, the connection, keys,
 the answer, versions, the members, round trip, bandwidth, clocks, shared memory and file descriptors. Run it
-on the host that has trouble, as the user that has it. It takes no seat in the job."""
-MORE = """\
+on the host that has trouble, as the user that has it. It takes no seat in the job.
+
 examples:
   kvps doctor --scheduler tcp://10.0.0.1:9091
   kvps doctor --keys /etc/kvps/keys
@@ -42,6 +24,24 @@ environment, where the flag is not given:
   KVPS_LOG_FORMAT, NO_COLOR
 """
 
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvps import config
+from kvps.cli import flags
+from kvps.errors import ConfigError
+from kvps.inquiry import Inquirer
+from kvps.observe.findings import Finding, Level
+from kvps.tools.doctor.diagnosis import Measurements, diagnose, exit_code
+
+NAME = "kvps doctor"
+TIMEOUT_S = 3.0
+STYLES = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31;1", Level.SKIP: "2"}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command."""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {
             **flags.asking(TIMEOUT_S),

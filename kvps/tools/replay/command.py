@@ -1,5 +1,25 @@
 """``kvps replay``: runs the core of a process over its record, and says whether it comes to the
-same state."""
+same state.
+
+Gives the core of a process the inputs of its record again, in the same order and in virtual time, and compares what it
+sends and the state that it comes to, bit for bit.
+
+examples:
+  KVPS_RECORD=full KVPS_RECORD_DIR=records kvps-launch -n 2 -s 2 -- python train.py
+  kvps replay records/server-4711-20261124T101500-0.record
+  kill -USR1 4711                    a process writes its flight recorder, or marks its state in a full record
+  kvps replay --show FILE            print the events
+
+A full record (KVPS_RECORD=full) can be replayed, also if the process was killed. The flight recorder, which every
+process has, holds the last 10,000 events without values: it can be shown, and replayed if it begins with the
+process: a scheduler completely, a server as far as rounds and versions go. KVPS_RECORD=off turns it off.
+
+Exit code 1 says that the replay came to another state.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_LOG_LEVEL
+"""
 
 from __future__ import annotations
 
@@ -13,26 +33,6 @@ from kvps.protocol.envelope import Packet
 from kvps.tools.replay.format import Event, Record, What, packet_of, read, route_of
 
 NAME = "kvps replay"
-WHAT = """\
-Gives the core of a process the inputs of its record again, in the same order and in virtual time, and compares what it
-sends and the state that it comes to, bit for bit."""
-MORE = f"""\
-examples:
-  KVPS_RECORD=full KVPS_RECORD_DIR=records kvps-launch -n 2 -s 2 -- python train.py
-  kvps replay records/server-4711-20261124T101500-0.record
-  kill -USR1 4711                    a process writes its flight recorder, or marks its state in a full record
-  kvps replay --show FILE            print the events
-
-A full record (KVPS_RECORD=full) can be replayed, also if the process was killed. The flight recorder, which every
-process has, holds the last 10,000 events without values: it can be shown, and replayed if it begins with the
-process: a scheduler completely, a server as far as rounds and versions go. KVPS_RECORD=off turns it off.
-
-Exit code 1 says that the replay came to another state.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_LOG_LEVEL
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_argument("file", metavar="FILE", help="a record")
     parser.add_argument("--show", action="store_true", help="print the events; replay nothing")
     parsed = parser.parse_args(argv)

@@ -1,4 +1,22 @@
-"""``kvps trace``: records what all processes of a job do, as one timeline, and says what bounds a step."""
+"""``kvps trace``: records what all processes of a job do, as one timeline, and says what bounds a step.
+
+Records what every process of a running job does, on one clock, and says in words what bounds its steps: the compute
+of a worker, a link, the work of a server, or the wait for a slow rank.
+
+examples:
+  kvps trace --seconds 10 --out trace.json     record, explain, and keep the timeline
+  kvps trace --explain trace.json              explain a timeline that was kept
+  KVPS_TIMELINE=trace.json kvps-launch -n 4 -s 2 -- python train.py
+                                               record a whole job
+
+Open the file in https://ui.perfetto.dev, or in chrome://tracing; nothing is uploaded. Each worker has a track for its
+script (compute, wait) and a track for its kvps loop (copy, encode, send, scatter); each server has reduce, update and
+reply. Arrows join the spans of one request. A trace needs the key of the role admin: it slows the job, by up to 3 %.
+
+{exit_codes}
+environment, where the flag is not given:
+  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds without an answer), KVPS_LOG_LEVEL
+"""
 
 from __future__ import annotations
 
@@ -23,24 +41,6 @@ TIMEOUT_S = 10.0
 SECONDS = 10.0
 LOOK_EVERY_S = 0.5
 """How often the scheduler is asked whether the trace is over: it may end before, with its job."""
-WHAT = """\
-Records what every process of a running job does, on one clock, and says in words what bounds its steps: the compute
-of a worker, a link, the work of a server, or the wait for a slow rank."""
-MORE = f"""\
-examples:
-  kvps trace --seconds 10 --out trace.json     record, explain, and keep the timeline
-  kvps trace --explain trace.json              explain a timeline that was kept
-  KVPS_TIMELINE=trace.json kvps-launch -n 4 -s 2 -- python train.py
-                                               record a whole job
-
-Open the file in https://ui.perfetto.dev, or in chrome://tracing; nothing is uploaded. Each worker has a track for its
-script (compute, wait) and a track for its kvps loop (copy, encode, send, scatter); each server has reduce, update and
-reply. Arrows join the spans of one request. A trace needs the key of the role admin: it slows the job, by up to 3 %.
-
-{flags.EXIT_CODES}
-environment, where the flag is not given:
-  KVPS_SCHEDULER, KVPS_KEYS, KVPS_TIMEOUT (seconds without an answer), KVPS_LOG_LEVEL
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-    parser = flags.Parser(NAME, WHAT, MORE)
+    parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {
             **flags.asking(TIMEOUT_S),
