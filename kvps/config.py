@@ -334,7 +334,7 @@ def limits(
         env: in place of this process's environment.
 
     Raises:
-        ConfigError: for an unknown name, or what is no number from 1 on.
+        ConfigError: for an unknown name, or a value that is no number from 1 on.
 
     Example:
         >>> limits(["stores=8"], "server", env={"KVPS_LIMITS": "keys=50,stores=9"}).stores
@@ -351,7 +351,7 @@ def _limit(source: str, given: str, known: Mapping[str, Limit]) -> tuple[str, in
     """Return the name and the number in ``NAME=NUMBER``.
 
     Raises:
-        ConfigError: for an unknown name, or what is no number from 1 on.
+        ConfigError: for an unknown name, or a value that is no number from 1 on.
     """
     name, _, amount = [part.strip() for part in given.partition("=")]
     limit = known.get(name)
@@ -443,8 +443,8 @@ def environment(
     """Return the environment for a process that is started: this one's, but for its place.
 
     Args:
-        changes: what is set in any case.
-        defaults: what is set where the environment has nothing.
+        changes: settings that win over the environment.
+        defaults: settings that hold where the environment has none.
         env: in place of this process's environment.
     """
     given = os.environ if env is None else env
@@ -476,7 +476,7 @@ def cluster(env: Mapping[str, str] | None = None) -> Cluster | None:
     """Return the cluster that the environment describes; None if it describes none.
 
     Raises:
-        ConfigError: if it describes half of one, naming what is missing.
+        ConfigError: if it describes half of a cluster; the text names the missing variables.
     """
     scheduler = text("KVPS_SCHEDULER", env=env)
     if scheduler is not None:

@@ -36,7 +36,7 @@ def names_in_words(names: Sequence[str]) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int], describe: Callable[[int], str] = lambda rank: "") -> str:
-    """Return ``rank 3`` or ``ranks 1, 3``, each with what ``describe`` says of it; not too many."""
+    """Return ``rank 3`` or ``ranks 1, 3``, each with the text that ``describe`` returns; not too many."""
     numbers = list(ranks)
     described = [(rank, describe(rank)) for rank in numbers[:RANKS_MAX]]
     named = [f"{rank} ({words})" if words else f"{rank}" for rank, words in described]

@@ -133,7 +133,7 @@ class Memory(Protocol):
 
 
 class Private:
-    """This process's own memory: what others are to read must be copied to them."""
+    """This process's own memory: values that others are to read must be copied to them."""
 
     def empty(self, count: int, dtype: str) -> torch.Tensor:
         """Return a flat tensor whose contents are undefined."""

@@ -293,7 +293,7 @@ class Trainer(Resumable):
                 self._params[name].grad = None  # it holds weights
 
     def _exchanged(self, exchange: GradientSync, names: list[str]) -> None:
-        """Let what has not left leave, and wait for all."""
+        """Send the gradients that have not left, and wait for all."""
         exchange.drop_discarded()
         self._fill(names)
         exchange.complete()

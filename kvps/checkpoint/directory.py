@@ -396,7 +396,7 @@ class CheckpointDirectory:
 
 
 def _needed(manifest: Manifest, server: int, servers: int | None) -> Iterable[int]:
-    """Return the servers whose snapshots make up that of ``server`` of ``servers``."""
+    """Return the servers whose snapshots hold the values of ``server`` of ``servers``."""
     if servers is not None and not 0 <= server < servers:
         raise ValueError(f"there is no server {server} of {servers}")
     return (server,) if manifest.is_for(servers) else range(manifest.servers)

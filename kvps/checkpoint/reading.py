@@ -114,7 +114,7 @@ def verified(path: Path, expected: ImageFile) -> Iterator[int]:
     """Read a file and compare it with its manifest; yield how many bytes each step read.
 
     Raises:
-        StorageError: if it cannot be read, or is not what was written.
+        StorageError: if it cannot be read, or differs from what was written.
     """
     with _opened(path) as file:
         yield from _compared(file, path, expected)

@@ -20,7 +20,7 @@ RANK_MAX = 2**32 - 1
 
 
 def unlike(expected: str, value: object) -> ValueError:
-    """Return the error for a value that is not what was expected."""
+    """Return the error for an unexpected value."""
     return ValueError(f"expected {expected}, got {reprlib.repr(value)}")
 
 

@@ -192,7 +192,7 @@ def keys_of(parsed: argparse.Namespace, role: str) -> Keys | None:
         role: the role of the process, as in :func:`kvps.runtime.key_files.load`.
 
     Raises:
-        ConfigError: if what was given cannot be used.
+        ConfigError: if a value cannot be used.
     """
     return load_if_any(parsed.keys or config.keys_path(), role)
 

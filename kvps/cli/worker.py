@@ -162,7 +162,7 @@ def _lent(keys: Keys | None, command_key: KeyPair | None) -> Iterator[dict[str, 
 
 
 class Shell(Listener):
-    """Carries out the orders of the guardian's core for the command."""
+    """Carries out the orders of the supervisor's core for the command."""
 
     def __init__(
         self,

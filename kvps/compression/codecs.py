@@ -1,6 +1,6 @@
 """The arithmetic of the codecs: float32 elements encoded into few bytes, and decoded.
 
-:func:`encode` writes what it can of a tensor and leaves in it what it could not: the *rest*, which
+:func:`encode` writes the part of a tensor that a code can hold and leaves the other in it: the *rest*, which
 is added to the next gradient, so that nothing is lost but time. (Seide et al.: 1-Bit Stochastic
 Gradient Descent, Interspeech 2014; for all codecs alike Karimireddy et al.: Error Feedback Fixes
 SignSGD, ICML 2019.) The rules of ``1bit`` and ``2bit`` are MXNet's, to the bit.
@@ -48,7 +48,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def encode(code: CodecSpec, rest: torch.Tensor, gradient: torch.Tensor | None = None) -> torch.Tensor:
-    """Write ``rest``, to which ``gradient`` is added first, and leave in it what was not written.
+    """Add ``gradient`` to ``rest``, write the sum, and leave in ``rest`` the part that was not written.
 
     Args:
         code: how.

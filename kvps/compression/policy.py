@@ -89,7 +89,7 @@ def rules_of(params: str | Mapping[str, object]) -> CompressionPolicy:
         params: as for :meth:`kvps.KVStore.set_gradient_compression`.
 
     Raises:
-        ConfigError: naming what is unknown or out of its range, and what there is.
+        ConfigError: for an unknown name or a number out of its range; the text names both, and the choices.
     """
     if not isinstance(params, str | Mapping):
         raise ConfigError(

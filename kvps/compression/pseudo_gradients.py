@@ -31,7 +31,7 @@ _LEVELS = torch.tensor([0.0, *[2.0**n for n in range(1, 8)], 0.0, *[-(2.0**n) fo
 
 
 def write_e3m0(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a block of ``rest`` to ``out``, and leave what was not written."""
+    """Write a block of ``rest`` to ``out``, and leave in ``rest`` the part that was not written."""
     groups, count = -(-len(rest) // GROUP), len(rest)
     bits = rest.view(torch.int32)
     exponent = (bits & 0x7FFFFFFF) >> 23
@@ -78,7 +78,7 @@ def _in_groups(values: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def write_topk2bit(code: CodecSpec, rest: torch.Tensor, out: torch.Tensor) -> None:
-    """Write a block of ``rest`` to ``out``, and leave what was not written."""
+    """Write a block of ``rest`` to ``out``, and leave in ``rest`` the part that was not written."""
     for values, octets in _chunks(code, rest, out):
         _write_rows(kept(code, values.shape[1]), values, octets)
 

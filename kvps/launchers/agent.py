@@ -207,7 +207,7 @@ class _Agent:
                 process.send_signal(int(number))
 
     def _relay(self, fd: int) -> bool:
-        """Pass on what is there of one stream; return whether there was something."""
+        """Pass on the output of one stream that can be read now; return whether there was any."""
         try:
             got = os.read(fd, READ_BYTES)
         except BlockingIOError:

@@ -315,7 +315,7 @@ class Launch:
     # --- what they print ----------------------------------------------------------------------
 
     def _read(self, child: Child, fd: int) -> bool:
-        """Show what is there of one stream; return whether there was something."""
+        """Show the output of one stream that can be read now; return whether there was any."""
         try:
             got = os.read(fd, 1 << 16)
         except BlockingIOError:
@@ -354,7 +354,7 @@ class Launch:
             self._stop(signal.SIGPIPE)
 
     def _show_held(self, now: float) -> None:
-        """Show what was held back because another process had printed it, and how many have."""
+        """Show lines that other processes had printed before, and the number of processes that have."""
         for shown in self._folder.on_time(now):
             role, rank, _ = shown.whose[0]
             self._write(ERROR, self._output.prefix(shown.name, self._number(role, rank), ERROR), shown.lines)

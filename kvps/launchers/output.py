@@ -334,7 +334,7 @@ class TracebackFolder:
         return min(times) + PAUSE_S if times else None
 
     def on_time(self, now: float) -> Iterator[Shown]:
-        """Yield what was held back for long enough; with an infinite time, all of it."""
+        """Yield the lines that were held back for long enough; with an infinite time, all lines."""
         for who, (mine, _) in list(self._held.items()):
             if now >= mine.at + PAUSE_S and (lines := self.end(who, mine.at)):
                 yield Shown((who,), lines)

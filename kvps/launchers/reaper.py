@@ -67,7 +67,7 @@ class Reaper:
         os.write(self._writer, b"-%d\n" % group)
 
     def close(self) -> None:
-        """End the reaper, and what it still holds; its folders are removed by then."""
+        """End the reaper, and the processes that it still holds; its folders are removed by then."""
         os.close(self._writer)
         os.waitpid(self._pid, 0)
 

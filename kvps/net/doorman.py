@@ -77,7 +77,7 @@ class Misbehaviour:
 log = logging.getLogger("kvps")
 _BUFFER = attrgetter("buffer")
 _OPENED = {"scheduler": Place.TO_SCHEDULER, "server": Place.TO_SERVER, "worker": Place.TO_WORKER}
-"""By the first word of the name of a connection: what comes along it."""
+"""The first word of a connection's name -> the messages that may come along it."""
 
 
 class Doorman:

@@ -81,7 +81,7 @@ Perform = Callable[[Effect], None]
 
 @dataclass(slots=True)
 class Doors:
-    """The functions through which the loop gives a core what comes; a lens puts its own before them."""
+    """The functions by which the loop hands events to a core; a lens puts its own before them."""
 
     packet: Callable[[Route, Packet, float], None]
     """A packet came."""
@@ -96,14 +96,14 @@ class Doors:
 
 
 class Lens:
-    """Looks at what goes into a core and comes out, through doors of its own. This lens does not look."""
+    """Observes the events and the effects of a core, through doors of its own. This lens observes none."""
 
     due: float | None = None
     """When :meth:`tick` is to be called next; None for never."""
     tags: Collection[int] = ()
     """The messages that end at :attr:`own`."""
     doors: Doors
-    """The doors to use now: those of the core itself, while there is nothing to see."""
+    """The doors to use now: the core's, while nothing is observed."""
     own: Doors
 
     def connect(self, core: Core, perform: Perform) -> None:
@@ -112,7 +112,7 @@ class Lens:
         self.doors = self.own = Doors(core.on_packet, core.on_failure, core.on_drop, core.on_timer, call)
 
     def tick(self, now: float) -> None:
-        """It is time for what the lens itself does; this one does nothing."""
+        """Do the lens's own work, which is due; this lens has none."""
 
 
 class Inbox(Generic[C]):
@@ -145,7 +145,7 @@ class Net:
         self._quiet_until: dict[tuple[object, ...], float] = {}
 
     def caught(self, error: Exception, what: str) -> None:
-        """Log an error; ``what`` says what was done when it was raised."""
+        """Log an error; ``what`` names the action that raised it."""
         self.count += 1
         kind = _kind_of(error)
         is_new = kind not in self._unsaid

@@ -3,8 +3,8 @@
 libzmq reads a message part by part and shows it when its last part is there. No option of it bounds what
 lies there until then: its water marks count whole messages, and its size limit holds for each part alone. So
 a peer that never ends a message would grow this process without a limit. The kernel counts what every
-connection has carried; less what was taken out, that is what lies here of it. A connection of which too much
-does is closed: an honest peer opens it again, probes for what it lost, and sends that once more.
+connection has carried; less the bytes of messages taken out, that is its backlog here. A connection with too
+large a backlog is closed: an honest peer opens it again, probes for lost packets, and sends them once more.
 
 Only connections by TCP are counted; the kernel has no such number for others.
 """
@@ -37,8 +37,8 @@ DRIFT_PER_S = 32
 GREETING = 1024
 """Bytes that a connection carries besides messages: heartbeats, per second, and the handshake."""
 SWELL, SWELL_BYTES = 2, 256 << 20
-"""How many times of what has come this process may grow by meanwhile, and by how much in any case. A part
-takes 64 bytes of memory and more, however short it is."""
+"""The process may grow by this multiple of the bytes that have come meanwhile, and by so many bytes in any
+case. A part takes 64 bytes of memory and more, however short it is."""
 GIVE_BACK_S, GIVE_BACK_EVERY_S = 10.0, 1.0
 """How long after a connection that had much here memory is given back, and how often: libzmq frees
 the parts of a message one by one, in a thread of its own."""
@@ -48,7 +48,7 @@ limit ``idle``, the oldest are closed, before they take all file descriptors."""
 TELL_EVERY_S = 2.0
 """Shortest time between two log lines about a connection that was closed, in seconds."""
 PETTY_BYTES = 64 << 10
-"""A connection of which less lies here is never closed for what there is of others."""
+"""A connection with a smaller backlog is never closed for the backlogs of others."""
 
 _TCP_INFO = getattr(socket, "TCP_INFO", 11)
 _RECEIVED_AT = 128

@@ -6,7 +6,7 @@ megabyte then costs hundreds of page faults, which take longer than to copy it. 
 such blocks are cut from the heap and stay there for the next message.
 
 A tensor of some megabytes stays there, too, and glibc before 2.38 does not find such a block again when the
-next tensor asks for one, so that the heap grows to several times of what is in use. A process that trains a
+next tensor asks for one, so that the heap grows to several times the memory in use. A process that trains a
 model larger than its memory calls :func:`be_tight`: large blocks are then given back when they are
 freed. Smaller blocks leave gaps all over the heap, which such a process gives back from time to
 time by :func:`give_back`.
@@ -59,7 +59,7 @@ class Group(NamedTuple):
 
 
 def memory_bytes(cgroup: Path = CGROUP, process: Path = PROCESS) -> int:
-    """Return how much memory a process may have: that of the machine, or of a control group that it is in."""
+    """Return the bytes of memory that a process may have: the machine's, or its control group's limit."""
     return min([machine_bytes(), *[group.limit_bytes for group in groups(cgroup, process)]])
 
 

@@ -50,9 +50,9 @@ Read = Callable[[float], MemoryUse]
 def memory_reader(cgroup: Path = CGROUP, process: Path = PROCESS) -> Iterator[Read]:
     """Open files, and give a function that returns how much memory is in use, of how much.
 
-    That of the control group that is nearest to its limit, with all its processes, as the kernel
-    kills a process of it at the limit. Where no group has a limit, that of this process, of the
-    machine's. Pages of files do not count, because the kernel frees them before.
+    The figures are those of the control group that is nearest to its limit, with all its processes, as the
+    kernel kills a process of the group at the limit. Where no group has a limit: this process's memory, of
+    the machine's. Pages of files do not count, because the kernel frees them before.
 
     Example::
 

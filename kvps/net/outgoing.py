@@ -34,7 +34,7 @@ FADE_S = 3.0
 """How long the connection by which a member joined stays, in seconds: the scheduler answers along
 it until it has heard the other one, and what it says last, STOP, it says once."""
 NEVER_MS = 24 * 3_600_000
-"""libzmq's own judgement is put off by so much."""
+"""The interval of libzmq's own heartbeats: so long that libzmq never judges a connection."""
 
 
 class OutgoingConnections:

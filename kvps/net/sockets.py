@@ -122,5 +122,5 @@ def _seed() -> None:
 
 
 def is_wire(endpoint: str) -> bool:
-    """Whether what goes to an endpoint leaves this process's memory for good, and may come out changed."""
+    """Whether packets to an endpoint travel outside this machine's memory, where they may be damaged."""
     return endpoint.startswith("tcp:")

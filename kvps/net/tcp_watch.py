@@ -1,4 +1,4 @@
-"""TCP connections as the kernel sees them: whether bytes have moved lately, and what has not left yet.
+"""TCP connections as the kernel sees them: whether bytes have moved lately, and how many have not left.
 
 The opener of a connection asks for a sign of life every few seconds, and so does the far end of it
 answer. On a slow link the question, or its answer, stands behind megabytes; so it is not the
@@ -58,7 +58,7 @@ class Pulse:
         self._moved_at = self._looked_at = now
 
     def is_dead(self, now: float, moved: Moved) -> bool:
-        """Take in what was counted by now; say whether nothing has moved for too long."""
+        """Take in the counts at this time; return whether nothing has moved for too long."""
         last, self._last = self._last, moved
         comes = moved.received > last.received
         goes = moved.taken > last.taken and max(moved.waiting, last.waiting) >= MANY
@@ -105,7 +105,7 @@ class Watch:
 
 
 def moved(fd: int) -> Moved | None:
-    """Return what has moved along the connection of a descriptor; None if that is none, or none any more."""
+    """Return the bytes that the connection of a descriptor has moved; None if there is no connection."""
     with suppress(OSError), socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
         if len(info) == _INFO.size:
@@ -138,17 +138,17 @@ class Outflow:
         self._unread: dict[Route, int] = {}
 
     def is_full(self, route: Route, copied_bytes: int) -> bool:
-        """Whether a peer is not to get so much more, as it reads nothing of what it got."""
+        """Whether a peer with unread bytes would exceed the limit with ``copied_bytes`` more."""
         unread = self._unread.get(route, 0)
         return unread > 0 and unread + copied_bytes > self._unread_max_bytes
 
     def sent(self, route: Route, tracker: zmq.MessageTracker, hold: Hold | None, copied_bytes: int) -> None:
-        """Note what libzmq has taken; ``hold`` is released when it has left."""
+        """Note a message that libzmq has taken; ``hold`` is released when it has left."""
         self.leaving.setdefault(route, deque()).append(_Leaving(tracker, hold, copied_bytes))
         self._unread[route] = self._unread.get(route, 0) + copied_bytes
 
     def look(self) -> None:
-        """Release what has left."""
+        """Release the holds of messages that have left."""
         for route in [gone for gone, queue in self.leaving.items() if queue[0].tracker.done]:
             queue = self.leaving[route]
             while queue and queue[0].tracker.done:

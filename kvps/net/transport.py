@@ -114,7 +114,7 @@ class Transport(Protocol):
         """Send, or drop if there is no peer: only an answer says that something arrived."""
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait up to ``timeout_s`` (None: for ever) and yield what came.
+        """Wait up to ``timeout_s`` (None: for ever) and yield the packets that came.
 
         Raises:
             ProtocolError: in place of a packet that cannot be decoded; polling again goes on.

@@ -82,8 +82,8 @@ class ZmqTransport:
         Args:
             bind: as :meth:`listen` has it.
             watch: as :meth:`listen` has it.
-            checksums: whether what leaves by TCP has one. What comes with one is checked anyway.
-            role: what this process is; it decides what others may send to it, and how much.
+            checksums: whether packets that leave by TCP carry one. Received ones are always checked.
+            role: of this process; decides which messages others may send to it, and how large they may be.
             keys: by which it speaks and accepts connections; None to accept any, in clear text.
             limits: the named limits; None for the defaults.
 
@@ -201,7 +201,7 @@ class ZmqTransport:
             hold.release()
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait up to ``timeout_s`` and yield what came."""
+        """Wait up to ``timeout_s`` and yield the packets that came."""
         incoming, outgoing, inflow = self._incoming, self._outgoing, self._inflow
         now = time.monotonic()
         if now >= self._look_at:
@@ -238,7 +238,7 @@ class ZmqTransport:
                     self._doorman.counts["bytes"] += 1
                     raise
                 except zmq.Again:
-                    break  # what was there is gone
+                    break  # a dropped message was the last
                 if frames is None:
                     break  # so that the timers get their turn
                 if name is None:

@@ -1,6 +1,6 @@
 """Findings: what is wrong with a job, whose fault it is, and what to do next.
 
-``kvps status``, ``kvps top``, ``kvps doctor`` and the dashboard show what is found here. Why a job
+``kvps status``, ``kvps top``, ``kvps doctor`` and the dashboard show these findings. Why a job
 does not go on follows from the answer to LOOK, in which waits have their age: no clock is asked.
 The other rules need the figures of servers, in the document of :mod:`kvps.observe.job`. A rule
 says nothing where its figures are unknown.

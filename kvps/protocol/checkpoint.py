@@ -136,7 +136,7 @@ class Shelf(Message):
 
 @tag(92)
 class Restore(Message):
-    """Scheduler to server: hold from now on what you held in this cut, and nothing else."""
+    """Scheduler to server: restore the values that you held in this cut, and drop all others."""
 
     epoch: int
     cut: int

@@ -511,9 +511,9 @@ class Enrol(Message):
     """Before HELLO, to a scheduler with keys: as a member I shall speak by these keys."""
 
     public: str
-    """That of this process, in Z85."""
+    """The public key of this process, in Z85."""
     command: str = ""
-    """That of the command which this process will run, if it is a guardian."""
+    """The public key of the command that this process will run, if it is a supervisor."""
 
 
 @tag(112)

@@ -42,7 +42,7 @@ class Open(Message):
 
 
 class Entry(NamedTuple):
-    """A key, what it is, and the elements of it that belong on the addressed server."""
+    """A key, its shape and type, and the elements of it that belong on the addressed server."""
 
     key: str
     dtype: int
@@ -63,7 +63,7 @@ class Declare(Message):
     creator: int = 0
     """The rank whose value counts."""
     refused: int = 0
-    """How often this call of the sender was refused before: of its keys, that of which it was most often."""
+    """How often this call of the sender was refused before: the highest count among its keys."""
     early: bool = False
     """Where it lies is wanted as soon as that is known; PULL waits for the value."""
 

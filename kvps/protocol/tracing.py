@@ -32,7 +32,7 @@ class RoundTrip(NamedTuple):
 
 @tag(140)
 class Trace(Message):
-    """Operator to scheduler: have all processes record what they do, for so long."""
+    """Operator to scheduler: have all processes record their events for ``for_s`` seconds."""
 
     number: int
     """Chosen by the operator: the same one asks how far that trace is."""
@@ -67,7 +67,7 @@ class ClockIs(Message):
 
     number: int
     sent: int
-    """That of the ASK-CLOCK."""
+    """The field ``sent`` of the ASK-CLOCK."""
     clock: int
     """The member's clock in nanoseconds."""
 

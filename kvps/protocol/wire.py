@@ -108,7 +108,7 @@ Check = Callable[[object], object]
 
 
 class Damaged(ProtocolError):
-    """A packet is not what was sent: nothing in it can be believed, not even whose it is."""
+    """A packet differs from the one sent: nothing in it can be believed, not even its sender."""
 
 
 def encode(packet: Packet, *, checked: bool = False) -> list[bytes | memoryview]:
@@ -241,7 +241,7 @@ def read_body(unread: Unread) -> Packet:
 
 
 def _verified(head: memoryview, checked: int, payload: tuple[memoryview, ...]) -> memoryview:
-    """Return a head without its checksum, which is that of everything else."""
+    """Return a head without its checksum, which covers everything else."""
     if checked != 1:
         raise ProtocolError(f"the field checked must be 0 or 1, got {checked}")
     head, end = head[: -CHECKSUM.size], head[-CHECKSUM.size :]
@@ -298,7 +298,7 @@ def _checked(declared: Iterable[_Field], values: tuple[object, ...]) -> list[obj
 
 
 def _unlike(expected: str, value: object) -> ProtocolError:
-    """Say what was due and what came; of an array or map, which may be huge, only the type."""
+    """Return the error that names the expected type and the value; of an array or map only its type."""
     shown = f"{value!r:.60}" if isinstance(value, str | float | int | None) else type(value)
     return ProtocolError(f"expected {expected}, got {shown}")
 

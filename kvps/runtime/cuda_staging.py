@@ -126,7 +126,7 @@ class CallsBehindKernels:
         self._thread = ThreadPoolExecutor(1, "kvps-behind-kernels")
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
-        """Have ``call`` made when its turn comes; what it queues waits for what is queued now."""
+        """Have ``call`` made in its turn; kernels that it queues wait for those queued now."""
         events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
         return self._thread.submit(self._make, call, events)
 

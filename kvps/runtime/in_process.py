@@ -46,7 +46,7 @@ JOIN_MAX_S = 60.0
 PAUSE_MAX_S = 1.0
 """Seconds that pass between two calls at most."""
 LOOK_EVERY_S = 0.05
-"""Seconds after which a call looks again for what has become due; by so much it may be late."""
+"""Seconds after which a call looks for due timers again; a timer may be that late."""
 _LENT = Loan(0, 0, 0, 0)
 """In place of each payload that lies in its sender's memory: a receiver does not write to it."""
 
@@ -140,7 +140,7 @@ class InProcessSession:
         return number, ticket
 
     def _let_time_pass(self) -> None:
-        """Let the cores do what has become due since the last call."""
+        """Run the timers of the cores that have become due since the last call."""
         now = self._clock()
         self._now += min(now - self._called_at, PAUSE_MAX_S)
         self._called_at = now

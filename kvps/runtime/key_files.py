@@ -125,7 +125,7 @@ def of(sections: Iterable[Section], role: str, path: str = "memory") -> Keys:
     """Return the keys of a process of ``role`` out of these.
 
     Raises:
-        ConfigError: if what it needs is not among them.
+        ConfigError: if a key that the role needs is missing.
     """
     found = list(sections)
     pinned = tuple(dict.fromkeys([section.public for section in found if section.role == "scheduler"]))

@@ -48,7 +48,7 @@ class OpenStores:
             self._open.remove(store)
 
     def end(self, is_done: bool) -> None:
-        """Let go of all; ``is_done`` says that all went well, and what is under way counts.
+        """Close all stores; ``is_done`` says that the script succeeded: calls in flight are completed.
 
         Raises:
             KvpsError: if a store could not be flushed; the first one, when all have let go.
@@ -66,7 +66,7 @@ class OpenStores:
 
 
 class AtExit(OpenStores):
-    """Those of a process, which end with it."""
+    """The open stores of a process, which end with it."""
 
     def __init__(self) -> None:
         super().__init__()

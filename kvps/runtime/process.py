@@ -97,7 +97,7 @@ class _Process:
         self.endings = AtExit()
 
     def begin(self, rank: int | None = None) -> WorkerSession:
-        """Return the session, making it if this is the first store; ``rank`` is a wish."""
+        """Return the session, making it if this is the first store; ``rank`` is the rank to ask for."""
         if self.session is not None and not self.session.is_over:
             return self.session
         found = config.cluster()

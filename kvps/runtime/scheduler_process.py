@@ -330,7 +330,7 @@ def _run_scheduler(
 
 @contextmanager
 def _at(number: int, inbox: Inbox[Scheduler], door: Callable[[Scheduler, float], None]) -> Iterator[None]:
-    """Put ``heed`` into the inbox at a signal, for as long as the block runs."""
+    """Put ``door`` into the inbox at a signal, for as long as the block runs."""
     before = signal.signal(number, lambda *_: inbox.put(door))
     try:
         yield

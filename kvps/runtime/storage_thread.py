@@ -37,11 +37,11 @@ from kvps.net.driver import Inbox, Listener
 
 log = logging.getLogger("kvps")
 NICE = 10
-"""By how much the thread that writes stands back."""
+"""Niceness of the thread that writes."""
 REST = 4.0
-"""For how many seconds it rests for each in which it writes: a round should not wait for the memory."""
+"""Seconds of rest after each second of writing: a round should not wait for the memory bus."""
 END_MAX_S = 5.0
-"""How long the end of a server waits for what is being written."""
+"""Seconds that the end of a server waits for a file that is being written."""
 
 
 class StorageThread(Listener):
@@ -64,11 +64,11 @@ class StorageThread(Listener):
         self._thread.start()
 
     def order(self, effect: Disk) -> None:
-        """Something is to be done with files."""
+        """Queue an order on files."""
         self._orders.put(cast("AnyOrder", effect.order))
 
     def close(self) -> None:
-        """Carry out what was ordered, and end; what takes too long is left as it is."""
+        """Carry out the orders that are queued, and end; an order that takes too long is abandoned."""
         self._orders.put(None)
         self._thread.join(END_MAX_S)
 

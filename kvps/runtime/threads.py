@@ -57,7 +57,7 @@ class ShortTurns:
 
 
 TURNS = ShortTurns(0.0)
-"""Those of this process; sessions set their length."""
+"""The short turns of this process; sessions set their length."""
 os.register_at_fork(after_in_child=TURNS.forget)
 
 
@@ -71,7 +71,7 @@ WITHOUT_CALLS = {
 }
 """Functions, by module and name: a thread inside them makes no call by itself."""
 POOL = ("concurrent.futures.thread", "_worker")
-"""The function in which a thread of a pool waits for work; what it works at is called by this function."""
+"""The function in which a thread of a pool waits for work, and from which it calls that work."""
 
 
 WAITS: dict[CodeType, Callable[[Any], Sequence[Ticket] | None]] = {

@@ -305,7 +305,7 @@ class ExitStatus:
         """The newest that were set here, of exceptions and of exits."""
 
     def watch(self) -> None:
-        """Hook uncaught exceptions and calls of sys.exit; what is hooked there now is called as well."""
+        """Hook uncaught exceptions and calls of sys.exit; hooks that are set already are called as well."""
         excepthook, leave = sys.excepthook, sys.exit
 
         # Functions of this call, and not methods: a script may have hooked behind an earlier

@@ -225,7 +225,7 @@ class EmbeddingTable:
     # --- calls ------------------------------------------------------------------------------------
 
     def make(self, limit_s: float) -> None:
-        """Have the servers make it, or check that what they have is the same."""
+        """Have the servers make the table, or check that theirs has the same arguments."""
         self._call(calls.MakeTable(self.store.name, self.key, self.recipe, self.store.rank), limit_s)
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ class GradientCheck:
                 self._leaves[name] = weakref.ref(value)
 
     def pushed(self, names: Sequence[str], values: object) -> None:
-        """Take note of what is pushed."""
+        """Note the values of a push."""
         self._looks += 1
         for name, value in _pairs(names, values):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:

@@ -109,9 +109,9 @@ class KeyLists:
     def __init__(self) -> None:
         self.specs: dict[str, Spec] = {}
         self._single: dict[tuple[object, ...], KeyList] = {}
-        """Key, as a user gave it -> what it stands for; only keys that are known."""
+        """Key, as a user gave it -> its list of one key; only keys that are known."""
         self._lists: dict[tuple[object, ...], KeyList] = {}
-        """The same of lists of keys."""
+        """Keys of a list, as a user gave them -> the list."""
 
     def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
         """Know these keys, which may have been others before."""

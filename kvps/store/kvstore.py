@@ -1137,7 +1137,7 @@ class KVStore(KVStoreBase, abc.ABC):
         self._keys.forget(names)
 
     def _begin_on(self, key: object, timeout: float | None) -> KeyList:
-        """Begin a call on keys that exist; return what they stand for.
+        """Begin a call on keys that exist; return their list.
 
         Another rank may have initialised keys that this one has not declared: it learns of them.
         """

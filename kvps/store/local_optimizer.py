@@ -204,7 +204,7 @@ class TorchOptimizer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the first group; those of the others keep their ratio to it."""
+        """Set the learning rate of the first group; the other groups keep their ratio to it."""
         wanted, old = resolve("sgd", {"lr": lr}).number("lr"), self.learning_rate
         for group in self.optimizer.param_groups:
             group["lr"] = float(group["lr"]) / old * wanted if old else wanted

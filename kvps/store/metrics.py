@@ -53,7 +53,7 @@ SERVER_NAMES: Mapping[str, str] = {
     "open_rounds": "Number of keys whose round waits for a rank; servers name at most 1,000 keys.",
     "oldest_round_s": "Age of the oldest open round in seconds; 0 for none.",
 }
-"""Name -> meaning, of what the servers are asked for."""
+"""Name -> meaning of each figure that the servers are asked for."""
 
 
 class Straggler(NamedTuple):

@@ -111,7 +111,7 @@ def demand_fit(states: States, specs: Mapping[str, Spec], source: str) -> None:
     """Check that the tensors of each key are as large as the key.
 
     Raises:
-        Mismatch: if those of one are not.
+        Mismatch: for a key whose tensors have another size.
     """
     for key, (_, rows) in states.items():
         spec = specs.get(key)

@@ -42,7 +42,7 @@ COPY_FALSE = "copy=False returns read-only views of the values and takes no out=
 
 
 class PlannedCall(NamedTuple):
-    """One call of a user's: what is to be started, and the result."""
+    """One call of a user: the calls of the core to begin, and the result."""
 
     call: calls.Call
     result: Callable[[Any], Any]

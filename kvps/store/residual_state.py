@@ -1,8 +1,8 @@
 """Compression settings of a front end, and its residuals in a saved training state.
 
-A store keeps the residuals of each worker's compressed pushes. They are this worker's alone: those of another
-would be counted twice, and its own would be lost. So a saved state names its rank, and a worker that loads
-the state of another rank begins without residuals.
+A store keeps the residuals of each worker's compressed pushes. They belong to this worker alone: another
+worker's would be counted twice, and its own would be lost. So a saved state names its rank, and a worker
+that loads the state of another rank begins without residuals.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def marks_of(
     held: object,
     targets: Sequence[Sequence[torch.Tensor]] | None = None,
 ) -> Marks:
-    """Return what is held of each key in its ``targets``, as far as that is known.
+    """Return the version of each key that its ``targets`` hold, where it is known.
 
     Raises:
         ConfigError: for something else than a Holding or None for each key.
@@ -81,7 +81,7 @@ def marks_of(
 
 
 def changes_of(spec: Spec, fresh: Fresh) -> RowChanges:
-    """Return what is new of a table."""
+    """Return the rows of a table that have changed."""
     if fresh.whole is not None:
         return RowChanges(torch.arange(spec.shape[0], device="cpu"), fresh.whole, Holding(fresh.mark))
     ids = torch.cat(

@@ -243,7 +243,7 @@ class Pick:
     """The rows that a user wants of one key, and where they go."""
 
     def __init__(self, name: str, spec: Spec | None, row_ids: object, out: object) -> None:
-        """Check what is wanted.
+        """Check the arguments of a pull of rows.
 
         Args:
             name: the key.
@@ -301,7 +301,7 @@ class Pick:
 def picks_of(
     names: tuple[str, ...], is_many: bool, specs: dict[str, Spec], row_ids: object, out: object
 ) -> list[Pick]:
-    """Return what is wanted of each key.
+    """Return the rows to pull of each key.
 
     Raises:
         ConfigError: if there are not as many ``row_ids``, or outputs, as keys.

@@ -215,7 +215,7 @@ def rows_of(table: Table, gradients: object, shape: tuple[int, ...]) -> torch.Te
 
 
 def pull(tables: Sequence[Table], ids: Sequence[object], timeout: float | None) -> list[torch.Tensor]:
-    """Return the rows of ids of any shape, for each table those of its ids, on the device of the ids."""
+    """Return, for each table, the rows of its ids, which may have any shape, on the device of the ids."""
     given = dict(zip(tables, map(ids_of, ids), strict=True))
     chosen = Tables(tables)
     batch = chosen.batch([given[table].reshape(-1).cpu() for table in chosen.all])

@@ -19,7 +19,7 @@ import numpy as np
 from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping
 
 KEPT_MAX = 16384
-"""In how many places lies what is kept: each is a mapping, of which a process may have 65,530."""
+"""The number of separate ranges that are kept: each is a mapping, of which a process may have 65,530."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

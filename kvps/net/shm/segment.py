@@ -174,7 +174,7 @@ class Segment:
         return self._used - size_bytes
 
     def _back(self, size_bytes: int) -> bool:
-        """Back so much behind what is used; return whether it is there."""
+        """Allocate pages for ``size_bytes`` behind the used part; return whether they could be had."""
         least = self._used + size_bytes - self._backed
         if least <= 0:
             return True
@@ -217,7 +217,7 @@ class Mapping:
     """Another process's segment, for reading.
 
     Raises:
-        Unshared: if it is not there, or is not what was offered.
+        Unshared: if there is no such segment, or its contents differ from the offer.
     """
 
     def __init__(self, offer: Offer) -> None:

@@ -107,7 +107,7 @@ class SharingTransport:
         self._readers: dict[Route, Peer] = {}
         """Those that read our memory."""
         self._envelope: Envelope | None = None
-        """That of what was last sent: who we are."""
+        """The envelope of the last packet sent, which names this process."""
         self._sweep_at = clock() + SWEEP_EVERY_S
         self._is_warned = False
         self._frames_come = False
@@ -171,7 +171,7 @@ class SharingTransport:
         self._inner.send(route, packet, hold)
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
-        """Wait up to ``timeout_s`` and yield what came.
+        """Wait up to ``timeout_s`` and yield the packets that came.
 
         Raises:
             ProtocolError: in place of a packet that cannot be read.
@@ -333,7 +333,7 @@ class SharingTransport:
     # --- agreeing on it --------------------------------------------------------------------------
 
     def _on_offer(self, route: Route, envelope: Envelope, message: Offer) -> None:
-        """Map what is offered, offer our own, and say that we have.
+        """Map the offered segment, offer our own, and tell the peer so.
 
         Raises:
             ProtocolError: if its sender is not a member.

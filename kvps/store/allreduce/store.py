@@ -310,7 +310,7 @@ class AllreduceStore(KVStore):
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the other ranks without waiting for what is under way; again: nothing."""
+        """Leave the other ranks without waiting for calls in flight; a second call does nothing."""
         self._is_closed = True
         self._queue.fail(ConfigError(f"store {self._name!r} is closed; create another store"))
         self._ring.close()
