@@ -1,7 +1,5 @@
 """The dashboard in a real browser: its figures are those of /statusz, and a person can see from it what is wrong."""
 
-from __future__ import annotations
-
 import signal
 import time
 import urllib.error

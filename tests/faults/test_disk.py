@@ -1,7 +1,5 @@
 """The disk of the scheduler's state, or of checkpoints, is full: the job goes on, and what is there stays readable."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -3,8 +3,6 @@
 The manifest is emptied, or a bit of an image is changed; ``tests/unit/checkpoint`` has every other harm.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Messages are lost, come again, and are damaged between real workers and real servers."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,8 +3,6 @@
 Each host is a network namespace; iptables drops what should not arrive, and nobody is told.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import signal

@@ -6,8 +6,6 @@ that the last one is lost; and if the scheduler was one of the two, before it kn
 Whoever the two are, the run goes on, and its end is bit by bit that of a run which nothing befell.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Records of jobs with a fault: what each process was given leads its core to the same state, bit for bit."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

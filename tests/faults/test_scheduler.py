@@ -1,7 +1,5 @@
 """The scheduler ends while a job runs: pushes and pulls go on, and a restart picks all up."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from itertools import pairwise

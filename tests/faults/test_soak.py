@@ -5,8 +5,6 @@ steps again that it had not done before. Three kills every day, of each role, an
 in ``make soak``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import random

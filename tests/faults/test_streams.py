@@ -1,7 +1,5 @@
 """TCP connections break, stall, crawl and lie between real workers, servers and their scheduler."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Sequence

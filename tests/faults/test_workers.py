@@ -4,8 +4,6 @@
 wrong at one of them shows in the step that follows it.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """Amounts that nobody has memory for, behind a key that opens the door: the job beside it goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ comes: no process ends, no value changes, no round takes long, no memory is kept
 stays short. Outsiders are not answered; the insider, who has a session key, is refused by an error.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """The allreduce store: the contract of a KVStore without servers, in threads and in real processes."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

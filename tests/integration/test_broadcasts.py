@@ -1,7 +1,5 @@
 """One worker's values to all, and means over all."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Checkpoints in real clusters: taken, restored onto other servers, and returned to when one is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

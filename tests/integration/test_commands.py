@@ -1,7 +1,5 @@
 """What all commands have in common: help, version, speed, mistakes."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -1,7 +1,5 @@
 """Front ends that compress: two workers and two servers equal a reference in plain torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Processes that may open few files: they work, or say how many they need; libzmq aborts none of them."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

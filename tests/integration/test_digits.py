@@ -1,7 +1,5 @@
 """Every store trains real digits, and the examples do what they say."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

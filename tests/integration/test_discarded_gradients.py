@@ -1,7 +1,5 @@
 """Gradients that a script discards between ``backward()`` and ``step()``: they count nowhere, or the script is told."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """MXNet's variables: one job script for all roles, and our commands under them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

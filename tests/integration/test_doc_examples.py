@@ -1,7 +1,5 @@
 """The Python blocks of README.md and of the pages for users run as they are printed."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import dataclass

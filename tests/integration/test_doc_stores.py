@@ -3,8 +3,6 @@
 Each block gets the names that its page says are the reader's. Blocks are found by a word of theirs.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Embedding tables over real servers: through all stores, onto other servers, past lost workers."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One training script, unchanged, under every engine that this machine has: the weights are the same, bit by bit."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import sys

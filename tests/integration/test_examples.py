@@ -1,7 +1,5 @@
 """The examples that use DistributedOptimizer, or several devices, do what examples/README.md says."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import re

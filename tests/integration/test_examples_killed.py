@@ -1,7 +1,5 @@
 """Each example that trains goes on when any worker or any server is killed, or says in its first lines why not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

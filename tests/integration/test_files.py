@@ -1,7 +1,5 @@
 """Every file that kvps writes, read back by safetensors itself."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """When a call is over nothing of it is left: its values are freed without the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ front end. ``OTHERWISE`` has the verdicts that differ from ``equal``, each with 
 the front ends, and ``--all`` all of them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The torch optimizer that a script gives to a front end: its hooks, its schedulers, and its own ``step()``."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

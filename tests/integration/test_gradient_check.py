@@ -1,7 +1,5 @@
 """Gradients that a store without an optimizer would put in the place of weights."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients in memory that servers read: the same bits as copies, never changed under a reader or a keeper."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The backend "kvps" of torch.distributed, with real processes: each operation, DDP, and what goes wrong."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Stores in programs that fork, spawn, copy, pickle, run an event loop, or set defaults of torch, while a store is open."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import pickle

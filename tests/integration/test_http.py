@@ -1,7 +1,5 @@
 """Endpoints and metrics of real processes: what strangers and members are refused is counted once."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Keys by real connections: whom a job with keys answers, and what each key is good for."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """kvps-launch as a process: a cluster on one machine that begins and ends as one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """LocalCluster as its users see it: one job after another, threads as workers, failures."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

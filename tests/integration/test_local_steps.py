@@ -1,7 +1,5 @@
 """Local steps over a cluster: DiLoCo and LocalSGD against one process that trains all replicas in turn."""
 
-from __future__ import annotations
-
 import copy
 import os
 import re

@@ -1,7 +1,5 @@
 """Logs as JSON: every line of every process parses, and names its process; text stays as it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 

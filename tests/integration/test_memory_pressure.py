@@ -1,7 +1,5 @@
 """A server in a control group that is nearly full: new work is refused, the kernel kills nobody, and training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import uuid
 from collections.abc import Iterator

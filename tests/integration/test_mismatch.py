@@ -1,7 +1,5 @@
 """Ranks of a process group that make different calls: each is told, soon, and the group can be created again."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Ranks that make different calls by mistake."""
 
-from __future__ import annotations
-
 import re
 import sys
 

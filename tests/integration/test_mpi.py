@@ -1,7 +1,5 @@
 """Scripts that MPI's launchers start: ranks follow from their variables, as under ``mpirun`` with any other library."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

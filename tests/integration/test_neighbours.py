@@ -1,7 +1,5 @@
 """Workers of one host, real processes, and links between hosts that are network namespaces."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """NaN and infinity in gradients, as a training script sees it: in this process, and over real ones."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """The notebooks of the examples: they are what their scripts say, have no outputs, and run from top to bottom."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """DistributedOptimizer over a cluster: any number of workers gives the weights of one process."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """Progress in a terminal: of a launch until all have joined, and of the restore of a checkpoint."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

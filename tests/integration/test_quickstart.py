@@ -1,7 +1,5 @@
 """docs/quickstart.md, followed to the letter."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """Copies that are brought up to date by the rows that changed, and what makes them be read whole."""
 
-from __future__ import annotations
-
 import functools
 import threading
 import time

@@ -1,7 +1,5 @@
 """kvps-launch over ssh and within a Slurm allocation: real sshd, slurmctld and two slurmd, on loopback."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Workers that are killed at every moment of a script, and replaced: each front end goes on, or says why not."""
 
-from __future__ import annotations
-
 import re
 import sys
 from functools import cache

@@ -1,7 +1,5 @@
 """Models that differ on one rank: every front end tells every rank at once, with the names that differ."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

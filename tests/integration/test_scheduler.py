@@ -1,7 +1,5 @@
 """kvps-scheduler as a process: its port, its state on disk, and how it ends."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

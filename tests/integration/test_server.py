@@ -1,7 +1,5 @@
 """kvps-server as a process: where it listens, what it refuses, and what its end means."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import sys

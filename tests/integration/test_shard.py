@@ -1,7 +1,5 @@
 """A sharded model over a cluster: any number of workers gives the weights of one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

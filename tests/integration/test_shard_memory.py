@@ -1,7 +1,5 @@
 """How much memory a worker of a sharded model takes: that of a few blocks, however many there are."""
 
-from __future__ import annotations
-
 import re
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Shared memory between real processes: who maps whom, what travels then, what a kill leaves."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The site of the documentation as it is built: links, and what a real browser makes of each page."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

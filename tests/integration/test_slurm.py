@@ -1,7 +1,5 @@
 """Batch scripts of ``kvps-launch --dry-run=sbatch`` under a real Slurm: to the end, queued again, cancelled."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path

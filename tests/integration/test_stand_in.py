@@ -1,7 +1,5 @@
 """The stand-in for a Python, which has one forked: what its parent sees, and what it passes on."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

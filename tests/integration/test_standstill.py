@@ -1,7 +1,5 @@
 """Jobs in which every worker waits for another: all are told, and no job that goes on is."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """kvps status as a process: one screen of a job, for a person and for a program."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

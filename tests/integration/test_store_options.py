@@ -1,7 +1,5 @@
 """The options of a front end's store: all stores that the front end makes have them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

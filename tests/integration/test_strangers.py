@@ -1,7 +1,5 @@
 """What anybody may send to the ports of a job that runs: it goes on, and its values are right."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Calls that all ranks make: where one of them cannot be done, every rank is told, and at once."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

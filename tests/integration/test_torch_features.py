@@ -1,7 +1,5 @@
 """Features of torch.distributed over the backend "kvps", with real processes: the same as with gloo."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

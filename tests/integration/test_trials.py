@@ -3,8 +3,6 @@
 The limits of the cluster leave room for one trial: a store or a barrier that was kept would be refused room.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

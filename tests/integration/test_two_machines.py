@@ -1,7 +1,5 @@
 """docs/launching/by-hand.md, followed to the letter by two machines."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """kvps-worker as a process: its seat, its command, and how either ends; and plain workers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Pushes and pulls of memory where it lies: equal to copies, never torn, never kept too long."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,7 +1,5 @@
 """Packets over real sockets: routes, drops, holds, and bytes that are no packet."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """A table under random use, beside a plain dict that does the same."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

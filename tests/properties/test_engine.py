@@ -4,8 +4,6 @@ Up to three ranks push random sets of keys, some of them again, some too early, 
 with pulls in between, while keys lie in chunks and spans are cut and joined.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

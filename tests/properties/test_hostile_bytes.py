@@ -5,8 +5,6 @@ is installed (``pip install atheris``), ``python -m tests.properties.test_hostil
 one of the readers with coverage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

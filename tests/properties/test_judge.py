@@ -1,7 +1,5 @@
 """Judging a push changes nothing, and applying what was judged does what the verdict says."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

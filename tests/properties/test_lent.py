@@ -4,8 +4,6 @@ Both hear the same pushes in the same order: whole rounds or parts of them, of s
 ahead of others. Weights and state must be equal bit by bit, and what was lent must be as it was.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -5,8 +5,6 @@ may ever see: an incarnation issued twice, a view that goes back, a seat that is
 newcomer that is refused because of one that has not proved, since it came, that it lives.
 """
 
-from __future__ import annotations
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule

@@ -5,8 +5,6 @@ A rank says some of its next requests in each cycle. In the end every operation 
 its last request, and every other one was refused to each rank exactly once.
 """
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 from hypothesis import given
 

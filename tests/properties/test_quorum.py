@@ -1,7 +1,5 @@
 """Rounds that close at a quorum, against a model: each push counts at most once, with its weight, and late ones later."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

@@ -1,7 +1,5 @@
 """Rounds of one span against a model that keeps every push it ever saw."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

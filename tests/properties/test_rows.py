@@ -1,7 +1,5 @@
 """Any mix of rows and whole tables, in any order, is what a dense reference makes of it."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Chunks under random use: values that are held never change, and spans always fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """No packet raises in a core what is no error of kvps, whoever it says it is from."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import replace
 from functools import cache

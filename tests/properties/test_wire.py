@@ -1,7 +1,5 @@
 """Any packet survives the wire; any bytes are a packet or a ProtocolError, and soon."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import time

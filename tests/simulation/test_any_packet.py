@@ -3,8 +3,6 @@
 :data:`FEATURES` is the table. ``tests/simulation/test_small_scope.py`` has more faults of smaller jobs, without a feature.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

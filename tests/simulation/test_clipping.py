@@ -4,8 +4,6 @@ In the end all weights are those of one process that clips the sum of all ranks,
 killed. Integers would hide an error: clipped weights are fractions, and are compared to a millionth.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import cached_property

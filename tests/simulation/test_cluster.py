@@ -4,8 +4,6 @@ A test draws a job and its faults from a seed. A failure names the seed and the 
 the same run again; ``KVPS_SEEDS=5000`` plays more of them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress

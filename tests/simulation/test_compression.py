@@ -5,8 +5,6 @@ ranks send, the server's rest, and what comes back. 2bit says the same of an ele
 so the reference knows nothing of servers, chunks or pieces.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Embedding tables in virtual time: after any survivable faults the rows are those of one process."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -5,8 +5,6 @@ weights must be the reference's: a round that closed without a rank that still h
 one of another epoch, would show.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from contextlib import suppress

@@ -4,8 +4,6 @@ A stranger overhears every packet. It sends it again to whom it likes, as it was
 knows all addresses, and has a key that nobody knows, the key of a role, or the session key of one worker.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -10,8 +10,6 @@ So every value says which pushes are in it. After each step all cores are checke
 was spoiled is mended, the ranks catch up with each other, and everything must be there once.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 

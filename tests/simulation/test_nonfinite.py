@@ -4,8 +4,6 @@ In some steps a rank pushes a NaN in one element, which lies on one server, of a
 over all. In the end all weights are those of one process that leaves these updates out.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 from functools import cached_property

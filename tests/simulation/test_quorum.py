@@ -5,8 +5,6 @@ the end is the sum of all pushes, to the bit, whichever rounds they were in: tha
 dropped, an element of a server has the push or has it not.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

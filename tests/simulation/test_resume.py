@@ -5,8 +5,6 @@ replacement must neither wait for a call that rank 0 has made already, nor be wa
 that it will not come by again; and every round must be updated with the rate of its step.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Servers end and are started again: all return to a cut, and the job ends as if none had."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Rows of tables under a swarm of faults: each push counts once, and only what it names moves."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

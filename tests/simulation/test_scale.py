@@ -10,8 +10,6 @@ row of the table for each size is printed::
 ``KVPS_SCALE_ROUNDS=100`` plays as many rounds.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -6,8 +6,6 @@ packet of its own. Whatever it is, all scripts must end well with the right valu
 all processes must end by themselves, and every core's ``check()`` must hold after every event (I8).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count as numbers
 

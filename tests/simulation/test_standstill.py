@@ -4,8 +4,6 @@ A rank that makes another call than the others is the planted standstill. In job
 between their calls, as others wait for them, under every kind of fault; the witness hears what the scheduler says (I16).
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -8,8 +8,6 @@ disk is full, and is started again. ``README.md`` beside this file has the invar
 and where.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

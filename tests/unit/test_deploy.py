@@ -1,7 +1,5 @@
 """The lock files of the image, its base, and the compose file."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

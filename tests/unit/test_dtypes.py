@@ -1,7 +1,5 @@
 """Element types, and which shapes a tensor may have."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.dtypes import BY_ID, BY_NAME, BYTES_MAX, DIM_MAX, DTYPES, NDIM_MAX, Spec, summed_in

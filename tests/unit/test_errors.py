@@ -1,7 +1,5 @@
 """The tree of errors, and how an error crosses the network."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps import errors

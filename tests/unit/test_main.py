@@ -1,7 +1,5 @@
 """``python -m kvps`` tells a newcomer where to begin, and runs commands."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Nothing in the package runs code that came as data: no pickle, no eval, no import by a name from elsewhere."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

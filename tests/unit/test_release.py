@@ -1,7 +1,5 @@
 """The checks of a wheel before a release, on wheels that lack something."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile

@@ -1,7 +1,5 @@
 """``make size``: the lines that count, and the budgets that fail."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.scripts import script

@@ -1,7 +1,5 @@
 """Arrays to flat tensors, to frames, and back."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """``import kvps.compat.byteps as bps``: push_pull and what is built on it, against what one process computes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """``import kvps.compat.horovod as hvd``."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """Elastic training over ``kvps.compat.horovod``: commits, returns to them, and what each rank goes on with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

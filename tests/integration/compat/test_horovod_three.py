@@ -1,7 +1,5 @@
 """``kvps.compat.horovod`` on three ranks: all element types, process sets, late and lost ranks, real processes."""
 
-from __future__ import annotations
-
 import random
 import re
 import sys
@@ -25,7 +23,7 @@ TYPES = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
 )
 LIMIT_S = 120.0
-ELASTIC = ROOT / "tests" / "integration" / "elastic_worker.py"
+ELASTIC = ROOT / "tests" / "integration" / "compat" / "elastic_worker.py"
 
 
 @pytest.fixture(scope="module")

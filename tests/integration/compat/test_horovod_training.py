@@ -1,7 +1,5 @@
 """Training over ``kvps.compat.horovod``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

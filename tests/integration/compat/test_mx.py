@@ -1,7 +1,5 @@
 """Scripts in MXNet's names in a cluster: what MXNet's own nightly tests of its dist stores look at."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

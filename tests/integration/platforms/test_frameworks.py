@@ -1,7 +1,5 @@
 """Lightning, Accelerate and the Trainer of transformers over a cluster: the weights are those of gloo."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """The processes of a manifest, as its pods would start them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Ray takes seconds to start, so these tests are slow: pip install 'kvps[ray]', and pytest -m slow tests/integration/platforms/test_ray.py.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

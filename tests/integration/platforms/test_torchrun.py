@@ -1,7 +1,5 @@
 """torchrun with ``--rdzv-backend=kvps``: real agents that meet, lose a node or the scheduler, and go on; what goes wrong."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

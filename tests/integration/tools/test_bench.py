@@ -1,7 +1,5 @@
 """``kvps``, ``kvps bench`` and ``python -m benchmarks.compare`` as a user calls them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

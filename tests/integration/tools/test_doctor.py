@@ -1,7 +1,5 @@
 """kvps doctor names what is wrong, with the advice for it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """kvps top as a process: a live screen in a terminal, one snapshot elsewhere."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

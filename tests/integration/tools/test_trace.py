@@ -1,7 +1,5 @@
 """Timelines of real jobs: one file of all processes on one clock, and what bounds a step, in words."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

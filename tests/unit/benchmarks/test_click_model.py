@@ -1,7 +1,5 @@
 """The comparison of ``benchmarks/click_model.py``: all ways train the same model, or the benchmark fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

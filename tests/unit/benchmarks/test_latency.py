@@ -1,7 +1,5 @@
 """The figures of ``benchmarks/latency.py``, which does not measure wrong results."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

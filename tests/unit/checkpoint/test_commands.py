@@ -1,7 +1,5 @@
 """``kvps checkpoint`` in this process: what it prints, and its exit codes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A shelf: nothing half-written is ever complete, and older cuts stay until a newer one is."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

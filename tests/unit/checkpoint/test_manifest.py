@@ -1,7 +1,5 @@
 """A manifest comes back as it was, and one that lies is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

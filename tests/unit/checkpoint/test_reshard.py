@@ -1,7 +1,5 @@
 """A cut for another number of servers: every element at its place, once, with its history."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """An image as a file: everything comes back, and a file that lies is found out."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """The flags that every command takes."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

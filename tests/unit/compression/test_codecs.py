@@ -1,7 +1,5 @@
 """The arithmetic of compression: nothing is lost, and MXNet's rules hold to the bit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What a user may ask of compression, and what that means for each key."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

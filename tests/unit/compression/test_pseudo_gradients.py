@@ -1,7 +1,5 @@
 """The codecs of pseudo-gradients: the values of e3m0, what topk2bit keeps, and octets that cannot be meant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The table of codecs: what a code may say, and how many octets follow from it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What cores count has a name in the table of metrics, and a label of a small set."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What no correct peer says is refused where it comes in, and what nobody foresaw is answered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Strips: elements in one piece of memory or in several, and sums of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

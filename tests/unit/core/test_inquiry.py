@@ -1,7 +1,5 @@
 """An inquiry: one request to the scheduler, repeated until it is answered or given up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The connections that are accepted, and their names."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.key_roles import Allow, Keyring, Refusal, RoleKey, is_key

@@ -1,7 +1,5 @@
 """The named limits: an operator sets each of them, by flag or variable."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

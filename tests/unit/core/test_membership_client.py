@@ -1,7 +1,5 @@
 """A member's side of its talk with the scheduler, from HELLO to LEFT."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

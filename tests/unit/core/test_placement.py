@@ -1,7 +1,5 @@
 """Which server holds what: the same everywhere, near-equal, and nothing twice."""
 
-from __future__ import annotations
-
 import math
 from hashlib import blake2b
 

@@ -1,7 +1,5 @@
 """A call of all ranks that cannot be done for one of them has one answer for all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Sparse gradients: parts, dense sums, sums of their own, and what users give put in order."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Rows of a key on one server: neighbouring runs are one, and each row has a number here and in the key."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """kvps-worker's side of a seat: when its command starts, how it is ended, and what is said of it."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The API reference has every public name, each once."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

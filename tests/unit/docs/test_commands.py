@@ -1,7 +1,5 @@
 """Every command in the pages exists, with every flag, script, module, target and variable that it names."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import re

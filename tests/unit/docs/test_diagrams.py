@@ -1,7 +1,5 @@
 """The diagrams of the documentation: those in the folder are those that the script draws, and the rules hold in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """The rules, the dashboard and the page are those of the table."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

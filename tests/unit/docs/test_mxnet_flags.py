@@ -1,7 +1,5 @@
 """The table of tools/launch.py's flags in docs/migrating/mxnet.md: each line is what kvps-launch does with the flag."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

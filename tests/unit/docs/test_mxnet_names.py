@@ -1,7 +1,5 @@
 """docs/migrating/mxnet-names.md: the names of MXNet 1.9.1, each of which does what its row says."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The agent, as ssh would start it: a process with an order on its stdin."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """What kvps-launch keeps for the next life of its scheduler."""
 
-from __future__ import annotations
-
 import socket
 import tempfile
 from collections.abc import Iterator

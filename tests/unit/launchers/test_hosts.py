@@ -1,7 +1,5 @@
 """Hosts, slots, and the host of each process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """How the output of several processes becomes one, and how a reaper is used."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

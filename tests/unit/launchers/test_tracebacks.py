@@ -1,7 +1,5 @@
 """Equal tracebacks of several processes: one is shown, and whose they are."""
 
-from __future__ import annotations
-
 import math
 
 from kvps.launchers.output import HEADER, KEPT_MAX, LINES_MAX, MESSAGE_MAX, PAUSE_S, TracebackFolder, Who

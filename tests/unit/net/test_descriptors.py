@@ -1,7 +1,5 @@
 """When limits of file descriptors are raised, and when somebody is told."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

@@ -1,7 +1,5 @@
 """Frames are judged by their envelope, and decoded only then."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import cast

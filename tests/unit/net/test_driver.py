@@ -1,7 +1,5 @@
 """The one loop: packets, calls and the time in, effects out."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How much of one connection may lie here: with real sockets, and a clock that the test turns."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Which processes are near each other."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

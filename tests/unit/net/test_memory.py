@@ -1,7 +1,5 @@
 """Readings of memory: of this process, and of the control groups that it is in, of both versions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

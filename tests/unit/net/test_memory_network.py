@@ -1,7 +1,5 @@
 """Packets within one process: what a transport has to do, without sockets."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """What was sent and has not left yet."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Whether a connection carries anything: octets that move, in simulated time."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.net.tcp_watch import MANY, STILL_S, Moved, Pulse

@@ -1,7 +1,5 @@
 """Whose connections are taken, asked by libzmq itself; and what failed handshakes mean."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

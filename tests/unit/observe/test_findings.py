@@ -1,7 +1,5 @@
 """Why a job does not go on: tables of waits and rounds, and the four places that show what was found."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

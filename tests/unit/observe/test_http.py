@@ -1,7 +1,5 @@
 """The endpoints, in front of a loop that a test turns by hand."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """Log lines as JSON: what each line has, who speaks, and the lines of other processes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

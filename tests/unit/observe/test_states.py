@@ -1,7 +1,5 @@
 """The gauges of each role are those of the table, and say how the core stands."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

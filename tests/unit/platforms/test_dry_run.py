@@ -1,7 +1,5 @@
 """``kvps-launch --dry-run``: flags in, manifests out, and nothing is started."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

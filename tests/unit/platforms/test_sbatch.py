@@ -1,7 +1,5 @@
 """``kvps-launch --dry-run=sbatch``: flags in, a batch script out."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """One number for the same octets, however they are cut and whoever computes it."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

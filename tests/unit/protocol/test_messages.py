@@ -1,7 +1,5 @@
 """The declarations themselves: tags, envelopes, and the payload that each message announces."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Who may say what, and where: judged by the envelope alone."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The decoder against everything that is not a packet, and what the encoder promises."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import zlib

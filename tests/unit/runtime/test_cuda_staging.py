@@ -1,7 +1,5 @@
 """Page locks: whatever is covered lies in one locked range, and no byte is locked twice."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Key files: who may have them, what they spell, and how they are turned."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

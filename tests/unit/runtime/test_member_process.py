@@ -1,7 +1,5 @@
 """The parts that processes of every role share."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Behind which push a worker leaves that was asked to."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

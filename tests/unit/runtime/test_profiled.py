@@ -1,7 +1,5 @@
 """Ranges in torch.profiler."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

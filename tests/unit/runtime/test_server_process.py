@@ -1,7 +1,5 @@
 """Plug-ins of a server: found in the working directory, but not in place of a package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a signal ends a command: once, with an exception that is not lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

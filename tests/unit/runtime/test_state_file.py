@@ -1,7 +1,5 @@
 """The scheduler's state on disk is for its owner alone, and nobody else's is taken for it."""
 
-from __future__ import annotations
-
 import os
 import stat
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A server's disk: each order is carried out in turn, and each that has an answer is answered."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

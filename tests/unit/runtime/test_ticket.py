@@ -1,7 +1,5 @@
 """The end of a call, and the switch interval of the interpreter while calls are in flight."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """From what users give to rows and sinks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

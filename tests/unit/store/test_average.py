@@ -1,7 +1,5 @@
 """A store that takes means: the sum of a round is divided by the ranks that are in it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The steps that a replacement passes over, and the scripts whose steps cannot be counted."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

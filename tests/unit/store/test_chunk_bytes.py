@@ -1,7 +1,5 @@
 """The size of a chunk, by where the members of a job are."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 Each refusal says what works instead: the tests do as it says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

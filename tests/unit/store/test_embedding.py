@@ -1,7 +1,5 @@
 """Embedding tables of local stores: what users call, and what they get for mistakes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

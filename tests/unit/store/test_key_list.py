@@ -1,7 +1,5 @@
 """Lists of keys: their names, and the values that are taken as they are."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A store within one process: what it writes is a checkpoint like any other, and it reads any."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compression in a store without servers: gradients become what servers would read of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A local store beside the plainest statement of its rules."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """The numbers of a store for experiment trackers: names, waiting times, and what each call adds."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

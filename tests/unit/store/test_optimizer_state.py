@@ -1,7 +1,5 @@
 """Files of states: whole or not at all, also where several workers write one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The options quorum, grace and late of a store, and what a worker makes of rounds that closed without it."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A user's arguments, made into calls without a store that starts them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

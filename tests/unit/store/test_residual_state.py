@@ -1,7 +1,5 @@
 """What compression leaves out, as front ends ask for it, save it and put it back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

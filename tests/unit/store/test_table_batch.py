@@ -1,7 +1,5 @@
 """Several tables in one call: what is pulled and pushed, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ``timeout=`` of each call of a store that waits for others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

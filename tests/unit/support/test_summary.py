@@ -1,7 +1,5 @@
 """What a run of the suite says of itself."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.summary import Summary, expected, time_in_words

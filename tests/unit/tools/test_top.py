@@ -1,7 +1,5 @@
 """A job as kvps top shows it: rates from two answers, replaced members, order and layout."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An embedding table as a module: what is pulled, what is pushed, and how often."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

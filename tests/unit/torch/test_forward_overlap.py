@@ -1,7 +1,5 @@
 """A parameter whose update was deferred: whoever reads it first makes the update."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Objects to bytes and back: all data, and nothing else."""
 
-from __future__ import annotations
-
 import collections
 import pickle
 

@@ -1,7 +1,5 @@
 """From flags to a comparison: sweeps, networks, peers, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

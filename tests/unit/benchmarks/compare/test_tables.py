@@ -1,7 +1,5 @@
 """Tables and plots of sweeps and networks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

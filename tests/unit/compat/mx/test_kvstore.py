@@ -1,7 +1,5 @@
 """The KVStore by MXNet's names, in one process: argument order, outputs in place, and what is refused."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers by MXNet's names: their arguments, and their updates beside the formulas of MXNet's documentation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory for rows that grows without moving one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """From ids to slots, thousands at once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The ids of a call, sorted, each once, and cut by server."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Memory of columns that grow."""
 
-from __future__ import annotations
-
 import mmap
 
 import numpy as np

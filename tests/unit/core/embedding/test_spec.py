@@ -1,7 +1,5 @@
 """What a table is made by, checked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

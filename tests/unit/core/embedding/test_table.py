@@ -1,7 +1,5 @@
 """The rows of a table: made by pushes, and dropped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What all rules have in common: how gradients are prepared, and what becomes of state."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Which hyper-parameters an optimizer takes, and what is refused and how."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """Lazy updates: rows that a gradient names are updated as a tensor of their own, others not at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

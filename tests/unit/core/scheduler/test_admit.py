@@ -1,7 +1,5 @@
 """The scheduler judges packets by their envelope, and tells strangers little and seldom."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Note, Send

@@ -1,7 +1,5 @@
 """Barriers: who waits, who passes, and who is told that it is in vain."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler import barriers as module

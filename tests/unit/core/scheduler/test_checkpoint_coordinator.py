@@ -1,7 +1,5 @@
 """When the scheduler has a cut taken, whom it answers, and when the servers return to one."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import pytest

@@ -1,7 +1,5 @@
 """Claims of newcomers, and the numbers of the challenges that decide them."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.seat import SEATS_MAX, Claims, SeatLink

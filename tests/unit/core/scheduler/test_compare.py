@@ -1,7 +1,5 @@
 """Barriers at which workers compare their models."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Effect

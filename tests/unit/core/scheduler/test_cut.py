@@ -1,7 +1,5 @@
 """How a cut comes about: who is asked what, in which order, and what makes it fail."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.cut import HALT_MAX_S, Cut, CutStage

@@ -1,7 +1,5 @@
 """Session keys at the scheduler: said before HELLO, kept with the seat, told to all."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Save, Trust

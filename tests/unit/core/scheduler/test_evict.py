@@ -1,7 +1,5 @@
 """An operator ends a member: it is fenced, and its rank waits for another."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Trust

@@ -1,7 +1,5 @@
 """What follows from a change of seats: phases, views, welcomes, the end, the next job."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Effect, Exit, Finish, Save, Send

@@ -1,7 +1,5 @@
 """Taking a seat, coming back to it, and losing it."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.membership import LINKS_MAX, Membership

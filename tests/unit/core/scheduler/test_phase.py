@@ -1,7 +1,5 @@
 """How a job stands, and why, as a table."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.phase import Phase, assess

@@ -1,7 +1,5 @@
 """The rendezvous of other launchers: compare-and-set of one small state for each run."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """How all servers return to one cut."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.cut import Rollback

@@ -1,7 +1,5 @@
 """What a restarted scheduler is told by the former one."""
 
-from __future__ import annotations
-
 import msgpack
 import pytest
 

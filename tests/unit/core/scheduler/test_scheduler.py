@@ -1,7 +1,5 @@
 """The conversation: what each message is answered with, and what nobody may say."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

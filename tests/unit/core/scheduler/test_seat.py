@@ -1,7 +1,5 @@
 """One seat: the limits, the words it takes, and the view of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.seat import SEATS_MAX, Seat, Settings

@@ -1,7 +1,5 @@
 """When the scheduler says that no worker can go on: never where one might."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

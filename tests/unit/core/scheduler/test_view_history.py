@@ -1,7 +1,5 @@
 """What is said of a view: the seats that changed, to those who have a view that is known."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

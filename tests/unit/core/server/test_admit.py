@@ -1,7 +1,5 @@
 """A server judges packets by their envelope before they are decoded."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.membership_client import SCHEDULER

@@ -1,7 +1,5 @@
 """When rows are read: after the right pushes, in every piece of the key, and with what."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

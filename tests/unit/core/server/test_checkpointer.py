@@ -1,7 +1,5 @@
 """A server's part in cuts: what it answers to each order, and whom it serves while it returns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

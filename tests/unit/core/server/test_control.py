@@ -1,7 +1,5 @@
 """What each request of a worker does, and when it is answered."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

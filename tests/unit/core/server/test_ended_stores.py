@@ -1,7 +1,5 @@
 """A store that every worker has closed ends; the next that is created under its name begins anew."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What pushes do to values, and what pulls see of it: one server, told by a stage."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Who is away, and until when: the joins of a store, and what a server does with them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """For how long values are under way on a link, to the server and back, as PING and PONG tell."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What stores take of a server's memory, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

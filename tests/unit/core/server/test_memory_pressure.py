@@ -1,7 +1,5 @@
 """What a server refuses when its machine or container is short of memory, and what it goes on with."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Note

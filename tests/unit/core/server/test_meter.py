@@ -1,7 +1,5 @@
 """What a server counts of pushes and reads, and what of it answers MEASURE."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

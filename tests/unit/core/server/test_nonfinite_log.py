@@ -1,7 +1,5 @@
 """What is not finite: found, counted, logged, and told to each worker once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Rounds that close at a quorum: after its grace, once for each rank, and late pushes by the store's policy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a worker may say depends on its rank, its machine and what it has said before."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

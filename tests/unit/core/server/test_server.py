@@ -1,7 +1,5 @@
 """Whom a server listens to: jobs, ranks, lives, routes, other servers, and the scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A store on one server: its keys come into being, are replaced, and get an optimizer."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

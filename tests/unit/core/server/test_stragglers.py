@@ -1,7 +1,5 @@
 """What a server's log says of rounds that stay open: once when it begins, changes and ends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Calls under way: the values of their caller, requests that are sent again, late answers and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A worker tells all servers and the scheduler of a store that it has closed, and counts the lives of a name."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a server does with what was compressed, and how it compresses what it answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

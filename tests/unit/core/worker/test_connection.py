@@ -1,7 +1,5 @@
 """Links: windows, priorities, lanes, probes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

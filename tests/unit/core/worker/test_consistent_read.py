@@ -1,7 +1,5 @@
 """Reading keys: each at one version, though its parts answer one by one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

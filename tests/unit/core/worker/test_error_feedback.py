@@ -1,7 +1,5 @@
 """What a worker compresses: once for each push, and each key by its own rule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who is lost, and what that means for the calls of a store."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.worker.failure_policy import FailurePolicy

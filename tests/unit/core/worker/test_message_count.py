@@ -1,7 +1,5 @@
 """A thousand small keys travel in a handful of messages, there and back."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.core.placement import parts

@@ -1,7 +1,5 @@
 """Plans: which elements of which chunks a list of keys stands for."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """The order in which what is pushed and pulled leaves a worker."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

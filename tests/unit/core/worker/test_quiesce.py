@@ -1,7 +1,5 @@
 """Where a worker halts: at the end of a step, which it reads off the numbers of its pushes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

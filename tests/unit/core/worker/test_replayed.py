@@ -1,7 +1,5 @@
 """Calls that wait for a replacement, while it passes over the steps of its predecessor."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.effects import Note

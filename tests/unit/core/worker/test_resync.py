@@ -1,7 +1,5 @@
 """A worker whose servers have returned to a cut: what was asked is void, and the user is told once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

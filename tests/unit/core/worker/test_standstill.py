@@ -1,7 +1,5 @@
 """When a worker says that it stands still, and what it does when it is told that no worker can go on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a worker knows of a store."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.worker.plan import PieceLocation

@@ -1,7 +1,5 @@
 """A worker: the way of a call from its beginning to its one end, whatever happens."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import pytest

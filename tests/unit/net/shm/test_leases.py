@@ -1,7 +1,5 @@
 """Leases: whoever still reads is never written over, and in the end all is given back."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,7 +1,5 @@
 """Pages of several segments, mapped side by side and read as one."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Memory that others may read: who gets which part of it, and who may open it at all."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import mmap

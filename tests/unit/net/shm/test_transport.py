@@ -1,7 +1,5 @@
 """Payload through shared memory: who agrees with whom, what is lent, and when it comes back."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

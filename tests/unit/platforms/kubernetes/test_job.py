@@ -1,7 +1,5 @@
 """The description of a job: what a platform would refuse is refused at once, with the next step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

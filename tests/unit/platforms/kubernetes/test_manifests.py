@@ -1,7 +1,5 @@
 """Manifests: of three kinds, in which a failed process is recreated by itself, and exit code 78 ends the job."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

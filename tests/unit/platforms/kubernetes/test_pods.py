@@ -1,7 +1,5 @@
 """Pods: every role has its own key alone, no rights, and flags that its command takes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

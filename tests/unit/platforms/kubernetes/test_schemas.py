@@ -1,7 +1,5 @@
 """Schemas: manifests have the fields that Kubernetes, JobSet and Kubeflow Trainer define, and no others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """YAML: what is written is what PyYAML reads, and looks like the YAML of a person."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.platforms.kubernetes.pods import Data, document

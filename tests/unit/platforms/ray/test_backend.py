@@ -1,7 +1,5 @@
 """The configuration for Ray Train: refused values, and the backend that it selects. No Ray is started."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

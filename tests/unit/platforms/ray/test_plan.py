@@ -1,7 +1,5 @@
 """The plan of a job on Ray: checked values, resources, folders, keys and texts. Ray is not needed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

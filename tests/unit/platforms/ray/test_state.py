@@ -1,7 +1,5 @@
 """The scheduler's state in memory of another process: the newest that is whole. Ray is not needed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

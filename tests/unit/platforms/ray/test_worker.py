@@ -1,7 +1,5 @@
 """A worker's part in a cluster on Ray: its process has its place until it leaves. Ray is not needed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

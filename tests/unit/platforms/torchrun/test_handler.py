@@ -1,7 +1,5 @@
 """The flags of torchrun, and two agents of a scheduler that is a table: joining, closing, and no answer."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """torchrun's state as lines, and back; what is not such a state is refused."""
 
-from __future__ import annotations
-
 import json
 from datetime import UTC, datetime, timedelta
 

@@ -1,7 +1,5 @@
 """Medians, ratios, the order of trials, and the document."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

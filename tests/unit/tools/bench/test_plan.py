@@ -1,7 +1,5 @@
 """From flags to a plan: cases, systems, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

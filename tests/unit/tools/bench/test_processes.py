@@ -1,7 +1,5 @@
 """The processes of one trial: what they say, how they fail, and that none is left."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What one round is: values, their truth, and how the rounds of a worker go."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

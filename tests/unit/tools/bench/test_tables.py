@@ -1,7 +1,5 @@
 """The table of what was measured."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 from rich.table import Table

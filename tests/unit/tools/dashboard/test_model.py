@@ -1,7 +1,5 @@
 """Rates, quantiles and shares are those of the servers' counters, and findings name the culprit."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

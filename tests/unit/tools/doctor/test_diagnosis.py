@@ -1,7 +1,5 @@
 """What measurements mean: the level of each finding, its figure, and the advice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``kvps doctor`` reports of a scheduler that does not answer."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from kvps.core.inquiry import Inquiry

@@ -1,7 +1,5 @@
 """Files of records, and the values in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 

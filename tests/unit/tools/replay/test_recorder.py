@@ -1,7 +1,5 @@
 """The flight recorder: what it keeps, for how long, and where it goes; and replays of what it wrote."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -1,7 +1,5 @@
 """A replay knows all that a process asks of its core."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A record can hold every call of a worker, with every type that a field of a call names."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import inspect

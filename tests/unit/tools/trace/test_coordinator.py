@@ -1,7 +1,5 @@
 """The scheduler's part in a trace."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.errors import ConfigError

@@ -1,7 +1,5 @@
 """What bounds a step, said of traces whose times are known."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The lenses of members and of the scheduler: whole traces between real cores, on clocks that the test sets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

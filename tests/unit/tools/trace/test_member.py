@@ -1,7 +1,5 @@
 """A member's part in a trace."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.protocol.tracing import SPANS_MAX, AskClock, ClockIs, Spans

@@ -1,7 +1,5 @@
 """Parts of several processes on one clock."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

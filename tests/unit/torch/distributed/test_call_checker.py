@@ -1,7 +1,5 @@
 """Calls of ranks compared through torch's store: all ranks in one process, each with its own checker."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

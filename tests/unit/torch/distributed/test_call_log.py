@@ -1,7 +1,5 @@
 """What logs of calls say, and where two of them differ."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.torch.distributed.call_log import (

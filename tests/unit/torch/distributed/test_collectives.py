@@ -1,7 +1,5 @@
 """Which keys collectives use, and on which tracks they go, without any server."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """From tensors to rows and back, and reductions in this process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Posts are read before they are written anew, whatever comes first: checked against servers that dawdle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

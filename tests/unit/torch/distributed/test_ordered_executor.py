@@ -1,7 +1,5 @@
 """When which step of a collective is made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Waiting for the other ranks of a group, by a store of torch and the states of their seats."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

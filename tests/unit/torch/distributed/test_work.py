@@ -1,7 +1,5 @@
 """What a caller holds: torch's Work, with kvps's errors."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """The arguments of DiLoCo: the outer optimizer, modes, shares and weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

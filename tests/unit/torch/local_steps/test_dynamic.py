@@ -1,7 +1,5 @@
 """The steps of a turn by speed: the floor, workers that are unknown, lost, new, or change."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

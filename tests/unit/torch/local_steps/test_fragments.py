@@ -1,7 +1,5 @@
 """Fragments of a model: balanced by bytes, or as given; each trained parameter in one of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

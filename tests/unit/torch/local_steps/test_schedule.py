@@ -1,7 +1,5 @@
 """The schedule of local steps: turns, delays, and where a worker begins that joins late."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """The time of a local step: the median, and what does not count."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Which modules are blocks, and which of them is next."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import Linear, ModuleDict, ModuleList, Sequential

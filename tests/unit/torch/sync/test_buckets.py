@@ -1,7 +1,5 @@
 """Which gradients leave together, and how urgent each bucket is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients whose call another thread begins: its result and its errors come to whoever waits."""
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 
 import pytest

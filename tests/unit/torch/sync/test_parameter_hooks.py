@@ -1,7 +1,5 @@
 """Hooks on gradients: which parameters have them, and when a step's last pass is counted."""
 
-from __future__ import annotations
-
 import ast
 import gc
 from pathlib import Path

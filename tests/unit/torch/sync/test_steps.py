@@ -1,7 +1,5 @@
 """The steps of a front end: made, or passed over by a replacement of a lost worker until it has reached the others."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which host holds what, and the rate of a link."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.compare.networks.layout import Hosts, bytes_per_s, layout_of

@@ -1,7 +1,5 @@
 """A trial on links of a set rate: rank 0 stands still while the traffic is read."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """The arithmetic of reductions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

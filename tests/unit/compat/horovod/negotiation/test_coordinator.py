@@ -1,7 +1,5 @@
 """The coordinator: what runs, what is refused and to whom it is told, turn by turn."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.compat.horovod.negotiation.coordinator import (

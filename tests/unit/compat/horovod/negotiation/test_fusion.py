@@ -1,7 +1,5 @@
 """Fusion: buckets of operations that travel together."""
 
-from __future__ import annotations
-
 from kvps.compat.horovod.negotiation.coordinator import Execute, fused
 from kvps.compat.horovod.negotiation.request import ALLGATHER, ALLREDUCE, BROADCAST, CollectiveRequest, Part
 

@@ -1,7 +1,5 @@
 """Requests: which differences between two ranks count, and what a request may not say by itself."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

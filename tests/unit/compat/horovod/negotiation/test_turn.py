@@ -1,7 +1,5 @@
 """Turns as bytes: what was packed comes back, and other bytes are refused."""
 
-from __future__ import annotations
-
 import msgpack
 import pytest
 

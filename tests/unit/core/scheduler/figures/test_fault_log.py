@@ -1,7 +1,5 @@
 """Each fault of a job, and what was done about it."""
 
-from __future__ import annotations
-
 from kvps.core.scheduler.figures.fault_log import EVENTS_MAX, FAULTS_MAX, STEPS_MAX, FaultLog
 from kvps.protocol.envelope import Node, Role
 from kvps.protocol.membership import Count, Measured

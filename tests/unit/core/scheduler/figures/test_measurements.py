@@ -1,7 +1,5 @@
 """Servers are asked for figures, not too often, and their answers change nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.scheduler.figures.measurements import AGAIN_S

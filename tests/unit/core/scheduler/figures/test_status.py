@@ -1,7 +1,5 @@
 """What one who looks is shown of seats and rounds."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

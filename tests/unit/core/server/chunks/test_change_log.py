@@ -1,7 +1,5 @@
 """Which rows of a piece changed, and when that is no longer known."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.core.server.chunks.history import LEAST_COUNT, VERSION_COUNT, ChangeLog

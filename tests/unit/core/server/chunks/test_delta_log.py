@@ -1,7 +1,5 @@
 """How values are moved by what was written of them, and which steps are remembered."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

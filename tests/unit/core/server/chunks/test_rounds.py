@@ -1,7 +1,5 @@
 """Spans and their rounds: who counts, what closes, what splits and joins."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

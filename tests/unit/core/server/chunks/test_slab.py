@@ -1,7 +1,5 @@
 """Chunks: where keys lie, how spans are cut, who may read and write, who waits where."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """When the rule of a chunk is composed, and of what."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.compression.spec import INT8, CodecSpec

@@ -1,7 +1,5 @@
 """Steps that are clipped by their norm over all keys: two servers, and every message between them by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The steps of an optimizer, told to a timeline."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.server_harness import ServerStage

@@ -1,7 +1,5 @@
 """What a server does with NaN and infinity: it updates what is finite, and leaves the rest as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A key on several servers, a NaN on one of them: all drop the update, or none, whatever the post does."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

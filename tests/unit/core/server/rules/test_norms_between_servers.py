@@ -1,7 +1,5 @@
 """LARS and LAMB over several servers: three cores and a post office that may lose what it likes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

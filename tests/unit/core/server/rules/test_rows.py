@@ -1,7 +1,5 @@
 """Rows on a server: what is refused, how they are summed and updated, beside dense pushes."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

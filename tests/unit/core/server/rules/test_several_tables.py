@@ -1,7 +1,5 @@
 """Requests that name several tables: judged part by part, taken in or refused as a whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

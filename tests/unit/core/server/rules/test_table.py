@@ -1,7 +1,5 @@
 """Embedding tables on a server: made, pushed to by id, pulled from, handed out in blocks."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Sums of squares of one tensor: who has told them, and what they add up to."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

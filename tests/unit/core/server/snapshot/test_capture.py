@@ -1,7 +1,5 @@
 """From a store on a server to its image, and back: on the same server, on others, and in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

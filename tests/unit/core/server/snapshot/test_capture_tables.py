@@ -1,7 +1,5 @@
 """Embedding tables in images: back on the same server, on others, out of a file, and by hand."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every call says what it is: its title, what a Timeout does to it, and its operation."""
 
-from __future__ import annotations
-
 from inspect import isabstract
 
 import pytest

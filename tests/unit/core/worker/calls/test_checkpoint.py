@@ -1,7 +1,5 @@
 """How the ranks of a store have a checkpoint taken together, and return to one together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

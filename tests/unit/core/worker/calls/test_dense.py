@@ -1,7 +1,5 @@
 """Pushes and pulls of dense keys: one message per chunk, and what the answers end."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

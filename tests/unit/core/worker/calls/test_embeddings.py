@@ -1,7 +1,5 @@
 """Calls on embedding tables: what is asked of which server, and what comes of bad answers."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls that create keys: of which server they ask what, and who loads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

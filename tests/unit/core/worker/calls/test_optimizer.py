@@ -1,7 +1,5 @@
 """Calls of the optimizer, and of its state."""
 
-from __future__ import annotations
-
 import torch
 
 from kvps.core.worker import calls

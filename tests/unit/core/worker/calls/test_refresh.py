@@ -1,7 +1,5 @@
 """How a worker asks for what changed, and when it reads a key whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A script that took another's place and runs again from its beginning: its calls pass until it is where the others are."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.optim.hyperparams import resolve

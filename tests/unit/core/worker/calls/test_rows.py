@@ -1,7 +1,5 @@
 """Rows as a worker pushes and pulls them: to which server, under which number, and read evenly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """One worker among those of its machine: whom it asks, whom it answers, and when."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a leader asks a server once for several: when it goes, what is in it, and who is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

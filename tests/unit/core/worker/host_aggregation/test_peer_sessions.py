@@ -1,7 +1,5 @@
 """A neighbour says HELLO in each of its incarnations before it asks anything."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvps.core.membership_client import Identity, MembershipClient
