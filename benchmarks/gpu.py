@@ -280,7 +280,7 @@ def bare_copies() -> dict[str, str]:
 
 def speed_worker(out_path: str) -> None:
     """Measure as one worker, the ways in turns."""
-    from kvps.runtime.cuda_staging import Staging, bring_back
+    from kvps.runtime.device import Staging, bring_back
 
     shapes = shapes_of("resnet50")
     keys = [f"k{index}" for index in range(len(shapes))]

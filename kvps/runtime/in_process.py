@@ -36,7 +36,7 @@ from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
 from kvps.net.driver import LEVELS
 from kvps.protocol.envelope import Loan, Packet, Role
-from kvps.runtime.cuda_staging import Staging
+from kvps.runtime.device import Staging
 from kvps.runtime.storage_thread import carry_out
 from kvps.runtime.ticket import Ticket
 

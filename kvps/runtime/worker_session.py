@@ -38,7 +38,7 @@ from kvps.net.transport import Transport
 from kvps.net.zap import Keys
 from kvps.observe import logs
 from kvps.protocol.envelope import Role
-from kvps.runtime.cuda_staging import Staging
+from kvps.runtime.device import Staging
 from kvps.runtime.member_process import own_identity
 from kvps.runtime.threads import TURNS, waited_tickets
 from kvps.runtime.ticket import Ticket, is_profiled, profiled

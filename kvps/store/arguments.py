@@ -20,7 +20,7 @@ from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
-from kvps.runtime.cuda_staging import bring_back
+from kvps.runtime.device import bring_back
 from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvps.core.worker.calls import Call
     from kvps.core.worker.cluster_info import ClusterInfo
-    from kvps.runtime.cuda_staging import Staging
+    from kvps.runtime.device import Staging
     from kvps.runtime.ticket import Ticket
     from kvps.store.optimizer_state import States
 

@@ -20,7 +20,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Priority, of_key
 from kvps.errors import ConfigError
-from kvps.runtime.cuda_staging import Staging, ready_on_device
+from kvps.runtime.device import Staging, ready_on_device
 from kvps.store.arguments import (
     Outcome,
     are_dense,

@@ -19,7 +19,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.plan import Priority
 from kvps.errors import ConfigError, KeyNotFound
 from kvps.phrases import never_initialised
-from kvps.runtime.cuda_staging import bring_back
+from kvps.runtime.device import bring_back
 from kvps.runtime.ticket import Ticket
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
 from kvps.store.arguments import Outcome, reduce, targets_for

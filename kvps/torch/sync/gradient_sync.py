@@ -36,7 +36,7 @@ import torch
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
-from kvps.runtime.cuda_staging import CallsBehindKernels
+from kvps.runtime.device import CallsBehindKernels
 from kvps.runtime.ticket import Handle
 from kvps.store.arguments import is_row
 from kvps.store.base import Store

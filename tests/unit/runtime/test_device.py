@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.runtime.cuda_staging import CallsBehindKernels, PageLocks, Staging, bring_back
+from kvps.runtime.device import CallsBehindKernels, PageLocks, Staging, bring_back
 
 
 class Cuda:
@@ -169,7 +169,7 @@ def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(monkeypatch
     streams = {use: FakeStream(log, use) for use in ("the script's", "calls")}
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["the script's"])
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}")))
-    monkeypatch.setattr("kvps.runtime.cuda_staging._stream", lambda device, use: streams[use])
+    monkeypatch.setattr("kvps.runtime.device._stream", lambda device, use: streams[use])
     calls = CallsBehindKernels([torch.device("cuda", 0)])
     made = [calls.begin(partial(log.append, f"call {number}")) for number in range(2)]
     failed = calls.begin(partial(int, "x"))
