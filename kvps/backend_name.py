@@ -55,7 +55,9 @@ def _register(torchs: Any) -> None:
     """Register the name, and let ranks that no launcher has numbered meet in the cluster."""
     if NAME in torchs.Backend.backend_list:  # kvps.torch was imported first
         return
-    torchs.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+    device = importlib.import_module("torch.accelerator").current_accelerator()
+    devices = sorted({"cpu", "cuda", device.type if device else "cpu"})
+    torchs.Backend.register_backend(NAME, _make, extended_api=True, devices=devices)
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
     of_torch = handlers["env"]
 

@@ -1,18 +1,21 @@
-"""Pinned staging buffers between GPUs and the memory that servers read.
+"""The seam to accelerators: their streams, events, page-locked memory and copies are here, and nowhere else.
 
-Both ways go through page-locked memory, on a stream of their own, so that they run at the speed of
-the bus and beside the kernels of the script. Gradients land where the servers read them: in this
-process's segment, at the place that :meth:`KVStore.empty_like` would give them. So nothing is copied
-but over the bus. Pulled values land in torch's own page-locked memory.
+The seam speaks torch's generic API, so it serves CUDA, XPU and every device that registers itself with torch.
+Two things are CUDA's own: the lock of pages that are there already, and the names of the cards for NCCL.
+
+Both ways between devices and the memory that servers read go through page-locked memory, on a stream of their
+own, so that they run at the speed of the bus and beside the kernels of the script. Gradients land where the
+servers read them: in this process's segment, at the place that :meth:`KVStore.empty_like` would give them. So
+nothing is copied but over the bus. Pulled values land in torch's own page-locked memory.
 """
 
 from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import TypeVar
 
@@ -21,6 +24,83 @@ import torch
 from kvps.tensors import row_of
 
 T = TypeVar("T")
+
+
+def kind() -> str | None:
+    """Return the type of this process's accelerator, such as "cuda"; None without one."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found else None
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether a device is of the accelerator's type."""
+    return device.type != "cpu" and device.type == kind()
+
+
+def is_away(value: torch.Tensor) -> bool:
+    """Whether a tensor lies in the memory of an accelerator."""
+    return not value.is_cpu and is_accelerator(value.device)
+
+
+def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return an empty row in page-locked memory."""
+    with torch.inference_mode(False):  # else only a thread in that mode may write to it
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+
+
+def select(device: torch.device) -> None:
+    """Make a device the current one of this thread."""
+    torch.accelerator.set_device_index(device)
+
+
+@contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """Make a stream the current one of this thread; the context of torch's own streams is for one thread."""
+    here, there = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)  # and its device the current one
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(there)
+        torch.accelerator.set_stream(here)
+
+
+@contextmanager
+def beside(device: torch.device, use: str) -> Iterator[None]:
+    """Queue the work of the block on a stream of its own, and wait at the end until it is done."""
+    stream = _stream(device, use)
+    with on(stream):
+        try:
+            yield
+        finally:
+            stream.synchronize()
+
+
+def queued(device: torch.device) -> Callable[[], None]:
+    """Return a wait, for any thread, for what this thread has queued on a device until now."""
+    if not is_accelerator(device):
+        return lambda: None
+    wait: Callable[[], None] = torch.accelerator.current_stream(device).record_event().synchronize
+    return wait
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what this thread has queued there."""
+    if is_accelerator(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def settle_all() -> None:
+    """Wait until the current device has done all that was queued there."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def stamp(device: torch.device) -> torch.Event:
+    """Return an event that has the time at which the device comes to it."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
+    return event
 
 
 class PageLocks:
@@ -68,7 +148,7 @@ class PageLocks:
 
 
 class Staging:
-    """Brings values of GPUs to rows in memory; any thread may call it."""
+    """Brings values of accelerators to rows in memory; any thread may call it."""
 
     def __init__(self, segment: tuple[int, int], locks: PageLocks | None = None) -> None:
         """Lock pages of ``segment`` (address and size in bytes), and of nothing else."""
@@ -85,8 +165,9 @@ class Staging:
             values: on any devices.
             allocate: returns new rows for those of ``values`` with these indices.
         """
-        rows = [value if value.is_cuda else row_of(value) for value in values]
-        away = [index for index, value in enumerate(values) if value.is_cuda]
+        away = [index for index, value in enumerate(values) if not value.is_cpu and is_away(value)]
+        there = set(away)
+        rows = [value if index in there else row_of(value) for index, value in enumerate(values)]
         if away:
             with self._mutex:  # pages must not be unlocked under a copy
                 places = [self._locked(memory_of) for memory_of in allocate(away)]
@@ -108,7 +189,7 @@ class Staging:
         first, size_bytes = self._segment
         if first <= start and stop <= first + size_bytes and self._locks.cover(start, stop):
             return row
-        return torch.empty(row.shape, dtype=row.dtype, pin_memory=True, device="cpu")
+        return pinned(row.shape, row.dtype)
 
 
 class CallsBehindKernels:
@@ -118,7 +199,7 @@ class CallsBehindKernels:
     would wait for the kernels that make its gradients, and backward could queue no more meanwhile.
 
     Args:
-        devices: the GPUs on which the values of the calls lie.
+        devices: the accelerators on which the values of the calls lie.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -127,67 +208,81 @@ class CallsBehindKernels:
 
     def begin(self, call: Callable[[], T]) -> Future[T]:
         """Have ``call`` made in its turn; kernels that it queues wait for those queued now."""
-        events = [torch.cuda.current_stream(device).record_event() for device in self._devices]
+        events = [torch.accelerator.current_stream(device).record_event() for device in self._devices]
         return self._thread.submit(self._make, call, events)
 
-    def _make(self, call: Callable[[], T], events: Sequence[torch.cuda.Event]) -> T:
+    def _make(self, call: Callable[[], T], events: Sequence[torch.Event]) -> T:
         with ExitStack() as current:
             for device, event in zip(self._devices, events, strict=True):
                 stream = _stream(device, "calls")
                 stream.wait_event(event)
-                current.enter_context(torch.cuda.stream(stream))
+                current.enter_context(on(stream))
             return call()
 
 
 def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy rows into the user's tensors, given as (target, row), wherever these are.
+    """Copy rows into the user's tensors, given as (target, row), wherever either is.
 
     What the script does next on a target's current stream waits for the copy; the script does not.
     """
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    streams: dict[torch.device, torch.Stream] = {}
     for target, row in copies:
-        if not target.is_cuda:
+        if not row.is_cpu and is_away(row):
             target.copy_(row)
-            continue
-        stream = streams.get(target.device)
-        if stream is None:
-            streams[target.device] = stream = _stream(target.device, "up")
-            stream.wait_stream(torch.cuda.current_stream(target.device))  # it may still read there
-        with torch.cuda.stream(stream):
-            target.copy_(row, non_blocking=True)
-        target.record_stream(stream)
+            row.record_stream(torch.accelerator.current_stream(row.device))
+        elif target.is_cpu or not is_away(target):
+            target.copy_(row)
+        else:
+            stream = streams.get(target.device)
+            if stream is None:
+                streams[target.device] = stream = _stream(target.device, "up")
+                stream.wait_stream(torch.accelerator.current_stream(target.device))  # it may still read there
+            with on(stream):
+                target.copy_(row, non_blocking=True)
+            target.record_stream(stream)
     for device, stream in streams.items():
-        torch.cuda.current_stream(device).wait_stream(stream)
+        torch.accelerator.current_stream(device).wait_stream(stream)
 
 
 def ready_on_device(value: torch.Tensor) -> torch.Tensor:
-    """Return a GPU's value as a row there, when the kernels that make it are done: another thread,
+    """Return a device's value as a row there, when the kernels that make it are done: another thread,
     with a stream of its own, will read it."""
     row = value.contiguous()
-    torch.cuda.current_stream(value.device).synchronize()
+    settle(value.device)
     return row
 
 
 def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
     streams = {device: _stream(device, "down") for device in {value.device for value in values}}
     for device, stream in streams.items():
-        stream.wait_stream(torch.cuda.current_stream(device))  # which makes the values
-    for value, row in zip(values, rows, strict=True):
-        with torch.cuda.stream(streams[value.device]):
-            row.copy_(value, non_blocking=True)
-        value.record_stream(streams[value.device])
-    for stream in streams.values():
-        stream.synchronize()
+        stream.wait_stream(torch.accelerator.current_stream(device))  # which makes the values
+    try:
+        for value, row in zip(values, rows, strict=True):
+            with on(streams[value.device]):
+                row.copy_(value, non_blocking=True)
+    finally:  # nobody may use the memory of either end before, also if one of the copies is refused
+        for stream in streams.values():
+            stream.synchronize()
 
 
 @cache
-def _stream(device: torch.device, use: str) -> torch.cuda.Stream:
+def _stream(device: torch.device, use: str) -> torch.Stream:
     """Return the stream of a device for one use: copies down do not wait behind copies up, which
     wait for all that a script has queued."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types there
+    return torch.Stream(device)
+
+
+# --- CUDA's own -------------------------------------------------------------------------------------
+
+
+def card_of(device: torch.device) -> str | None:
+    """Return the name of a CUDA device's card, which no other card has; None for other devices."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _lock(address: int, size_bytes: int) -> bool:
+    if kind() != "cuda":
+        return False
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     is_locked = int(driver.cudaHostRegister(address, size_bytes, 0)) == 0
     if not is_locked:  # or the next kernel of this thread would raise CUDA's last error

@@ -20,7 +20,7 @@ from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
-from kvps.runtime.device import bring_back
+from kvps.runtime.device import bring_back, is_away, pinned
 from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
@@ -183,12 +183,12 @@ def is_row(target: torch.Tensor) -> bool:
 
 def _blank_for(target: torch.Tensor) -> torch.Tensor:
     """A row; page-locked where its values go to a GPU."""
-    return _blank(target.shape, target.dtype, is_pinned=target.device.type == "cuda")
+    return pinned(target.shape, target.dtype) if is_away(target) else _blank(target.shape, target.dtype)
 
 
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, is_pinned: bool = False) -> torch.Tensor:
+def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with torch.inference_mode(False):  # else only a thread in that mode may write to it
-        return torch.empty(shape, dtype=dtype, pin_memory=is_pinned, device="cpu")
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def seconds(name: str, value: object) -> float:

@@ -20,7 +20,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Priority, of_key
 from kvps.errors import ConfigError
-from kvps.runtime.device import Staging, ready_on_device
+from kvps.runtime.device import Staging, is_away, ready_on_device
 from kvps.store.arguments import (
     Outcome,
     are_dense,
@@ -313,7 +313,7 @@ class ServerRequests(Requests):
         reduced = [reduce(devices, self._on_device) for devices in values]
         rows: list[torch.Tensor | None] = [
             ready_on_device(row)
-            if row.is_cuda and self._codec is None and self.setting_of(name)
+            if not row.is_cpu and is_away(row) and self._codec is None and self.setting_of(name)
             else None  # a compressed row leaves its device as few bytes
             for name, row in zip(names, reduced, strict=True)
         ]

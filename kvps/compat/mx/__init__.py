@@ -59,8 +59,8 @@ def gpu(device_id: int = 0) -> torch.device:
 
 
 def num_gpus() -> int:
-    """Return the number of CUDA devices."""
-    return torch.cuda.device_count()
+    """Return the number of devices of the accelerator's type."""
+    return torch.accelerator.device_count()
 
 
 def current_context() -> torch.device:

@@ -15,6 +15,7 @@ import torch
 
 from kvps.compat.mx.elsewhere import missing
 from kvps.errors import ConfigError
+from kvps.runtime.device import settle_all
 
 DType: TypeAlias = "str | type | np.dtype[Any] | torch.dtype"
 Shape: TypeAlias = "int | Sequence[int]"
@@ -193,8 +194,7 @@ def ones_like(data: torch.Tensor) -> NDArray:
 
 def waitall() -> None:
     """Wait until the GPUs have computed what was asked for; calls of a store need no waiting."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    settle_all()
 
 
 class sparse:  # noqa: N801  (the name of a module of MXNet)

@@ -205,10 +205,12 @@ class _Training:
     def __enter__(self) -> None:
         import torch
 
-        if torch.cuda.is_available():
+        from kvps.runtime.device import is_accelerator, select
+
+        if torch.accelerator.is_available():
             device = ray.train.torch.get_device()
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            if is_accelerator(device):
+                select(device)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

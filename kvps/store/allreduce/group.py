@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store
 from kvps.core.traits import not_the_same
 from kvps.errors import KvpsError, Mismatch, WorkerLost
 from kvps.protocol.membership import Trait
+from kvps.runtime.device import beside, card_of, select, settle
 from kvps.store.allreduce.rendezvous import Rendezvous
 
 FOREVER = timedelta(days=30)
@@ -54,7 +55,6 @@ class CollectiveGroup:
         self._nccl: Any = None
         self._device: torch.device | None = None
         """The GPU by which this rank is known to the others; None before the first sum on one."""
-        self._stream: torch.cuda.Stream | None = None
         if meeting.board is not None:
             gloo: Any = dist.ProcessGroupGloo  # its options have no types
             options = gloo._Options()
@@ -166,21 +166,17 @@ class CollectiveGroup:
         sum_: Callable[[Sequence[torch.Tensor]], None],
     ) -> None:
         copies = [flat.to(device) for flat in flats]
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        settle(device)
         sum_(copies)
         for flat, copy in zip(flats, copies, strict=True):
             flat.copy_(copy)
 
     def _sum_there(self, flats: Sequence[torch.Tensor]) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types there
-        with torch.cuda.stream(self._stream):
+        assert self._device is not None
+        with beside(self._device, "sums"):
             for flat in flats:
                 if len(flat):
                     self._nccl.allreduce(flat).wait()  # this stream waits, this thread does not
-                flat.record_stream(self._stream)
-        self._stream.synchronize()
 
     def _gathered(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's ``row``."""
@@ -247,12 +243,15 @@ class CollectiveGroup:
         """Whether NCCL connects the ranks; asked at all of them at once, in the first sum on GPUs."""
         if self._device is None:
             self._device = device
-            card = f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+            card = card_of(device)
+            if card is None:  # NCCL is for CUDA; all ranks have the same kind of device
+                return False
+            card = f"{socket.gethostname()} {card}"
             text = bytearray(card.encode()[:CARD_BYTES].ljust(CARD_BYTES))
             cards = self._gathered(torch.frombuffer(text, dtype=torch.uint8))
             if dist.is_nccl_available() and len({told.numpy().tobytes() for told in cards}) == self.size:
                 assert self._board is not None
-                torch.cuda.set_device(device)  # of this thread
+                select(device)
                 nccl: Any = dist.ProcessGroupNCCL
                 board = PrefixStore("nccl", self._board)
                 self._nccl = nccl(board, self.rank, self.size, nccl.Options())

@@ -204,9 +204,4 @@ def deliver(targets: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> No
     if all(row.is_cpu for row in (*targets, *rows)) and not any(map(torch.Tensor.is_neg, targets)):
         torch._foreach_copy_(list(targets), list(rows))  # all at once: there may be thousands
         return
-    pairs = list(zip(targets, rows, strict=True))
-    bring_back([(target, row) for target, row in pairs if row.is_cpu])
-    for target, row in pairs:
-        if row.is_cuda:
-            target.copy_(row)
-            row.record_stream(torch.cuda.current_stream(row.device))
+    bring_back(zip(targets, rows, strict=True))

@@ -33,6 +33,7 @@ from kvps.core.worker import calls
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KvpsError, Mismatch, Timeout, WorkerLost
 from kvps.phrases import ranks_in_words
+from kvps.runtime.device import queued, settle
 from kvps.runtime.open_stores import OpenStores
 from kvps.runtime.ticket import Ticket, finished
 from kvps.store.allreduce.buckets import BucketPlan
@@ -244,16 +245,14 @@ class AllreduceStore(KVStore):
         plan = self._plan("push", call.keys, device.type)
         with torch.no_grad():
             flats = [bucket.filled(call.rows) for bucket in plan.buckets]
-        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        wait_until_filled = queued(device)
 
         def make() -> list[torch.Tensor]:
-            if ready is not None:
-                ready.synchronize()
+            wait_until_filled()
             self._ring.agree(plan.digest, plan.words)
             self._ring.sum(flats)
             rows = plan.rows(flats)
-            if ready is not None:
-                torch.cuda.current_stream(device).synchronize()  # of this thread
+            settle(device)
             return rows
 
         collective = Collective(plan.words, make, call.keys)

@@ -19,6 +19,7 @@ from torch._C import DisableTorchFunction
 
 from kvps.errors import ConfigError, Mismatch, Timeout
 from kvps.phrases import ranks_in_words
+from kvps.runtime.device import kind
 from kvps.torch.distributed.call_checker import CallChecker
 from kvps.torch.distributed.call_log import described, type_name
 from kvps.torch.distributed.collectives import Collectives, Plan
@@ -116,8 +117,8 @@ class ProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         """The devices of tensors that the group takes; FSDP and checkpoints look for one that they
         can use."""
-        names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-        return [torch.device(name) for name in names]
+        name = kind() if torch.accelerator.is_available() else None
+        return [torch.device("cpu"), *([torch.device(name)] if name else [])]
 
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         return self

@@ -38,6 +38,7 @@ from kvps.errors import ConfigError, KvpsError, WorkerLost
 from kvps.phrases import ranks_in_words
 from kvps.runtime import process
 from kvps.runtime.current import current
+from kvps.runtime.device import kind
 from kvps.runtime.member_process import own_host
 from kvps.runtime.worker_session import ending
 from kvps.store.create import create_dist
@@ -98,7 +99,9 @@ _shared = _Shared()
 
 def register() -> None:
     """Make the backend "kvps" known to torch.distributed."""
-    dist.Backend.register_backend(NAME, make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(
+        NAME, make, extended_api=True, devices=sorted({"cpu", "cuda", kind() or "cpu"})
+    )
     of_torch = _rendezvous_handlers["env"]
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **more: Any) -> Iterator[Any]:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvps.errors import EpochChanged
+from kvps.runtime.device import is_accelerator, stamp
 from kvps.runtime.ticket import Handle
 from kvps.store import residual_state
 from kvps.store.create import create_dist
@@ -198,7 +199,7 @@ class StepTimer:
     """Measures local steps; what happens between :meth:`end` and :meth:`begin`, such as a merge,
     is not counted.
 
-    The host only enqueues what a CUDA device computes, so events on its stream are compared there.
+    The host only enqueues what an accelerator computes, so events on its stream are compared there.
     On other devices the host's clock counts.
 
     Args:
@@ -231,17 +232,13 @@ class StepTimer:
         newest = list(self._steps)[-max(steps, STEPS_LEAST) :]
         if not newest:
             return 0.0
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             newest[-1][1].synchronize()
             return float(statistics.median([begun.elapsed_time(end) for begun, end in newest])) / 1e3
         return float(statistics.median([end - begun for begun, end in newest]))
 
     def _stamp(self) -> Any:
-        if self._device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types here
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return stamp(self._device) if is_accelerator(self._device) else perf_counter()
 
 
 log = logging.getLogger("kvps")

@@ -36,7 +36,7 @@ import torch
 
 from kvps.errors import ConfigError, EpochChanged, KvpsError
 from kvps.phrases import names_in_words
-from kvps.runtime.device import CallsBehindKernels
+from kvps.runtime.device import CallsBehindKernels, is_away
 from kvps.runtime.ticket import Handle
 from kvps.store.arguments import is_row
 from kvps.store.base import Store
@@ -122,7 +122,7 @@ class GradientSync:
         """This pass only adds up; another one will let the gradients leave."""
         # Other stores' calls may be collective: all ranks make them in the order of their scripts.
         has_servers = isinstance(model.kv, DistStore)
-        devices = {param.device for param in model.params.values() if has_servers and param.is_cuda}
+        devices = {param.device for param in model.params.values() if has_servers and is_away(param)}
         self._begin_call: Callable[[Callable[[], Handle]], Pending] = _now
         """Begins a call of the store."""
         self._follows_chunks = not devices

@@ -167,8 +167,8 @@ class FakeStream:
 def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     streams = {use: FakeStream(log, use) for use in ("the script's", "calls")}
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["the script's"])
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(log.append(f"on {stream.name}")))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["the script's"])
+    monkeypatch.setattr("kvps.runtime.device.on", lambda stream: nullcontext(log.append(f"on {stream.name}")))
     monkeypatch.setattr("kvps.runtime.device._stream", lambda device, use: streams[use])
     calls = CallsBehindKernels([torch.device("cuda", 0)])
     made = [calls.begin(partial(log.append, f"call {number}")) for number in range(2)]
