@@ -1,14 +1,12 @@
 """Packets within one process: what a transport has to do, without sockets."""
 
-import threading
-
 import pytest
 import torch
 
 from kvps.core.effects import Connect
 from kvps.core.server.chunks.slab import Buffer
-from kvps.errors import ConfigError, ProtocolError
-from kvps.net.transport import DROPPED, Disconnected
+from kvps.errors import ProtocolError
+from kvps.net.transport import Disconnected
 from kvps.protocol.envelope import Envelope, Message, Packet, Role
 from kvps.protocol.membership import Beat, Done
 from kvps.protocol.values import Push, Run
@@ -35,41 +33,6 @@ def heard(end: MemoryTransport) -> list[Message | Disconnected]:
     return [one if isinstance(one, Disconnected) else one.message for _, one in end.poll(0)]
 
 
-def test_packets_travel_both_ways(network: MemoryNetwork) -> None:
-    server, client = ends(network)
-    client.send("up", packet(Beat(1)), None)
-    ((route, got),) = server.poll(None)
-    assert isinstance(got, Packet)
-    assert got.message == Beat(1)
-    server.send(route, packet(Beat(2)), None)
-    assert [(at, one.message) for at, one in client.poll(None) if isinstance(one, Packet)] == [
-        ("up", Beat(2))
-    ]
-    assert network.carried == {"Beat": 2}
-    assert (server.endpoint, client.endpoint) == ("mem://s", "")
-
-
-def test_an_endpoint_is_taken_once(network: MemoryNetwork) -> None:
-    server, _ = ends(network)
-    with pytest.raises(ConfigError, match="cannot listen on mem://s"):
-        network.transport("mem://s")
-    server.close(0)
-    network.transport("mem://s")
-    server.close(0)
-    assert "mem://s" in network.ends, "it is another's now"
-
-
-def test_packet_to_an_unknown_endpoint_is_lost(network: MemoryNetwork) -> None:
-    client = network.transport()
-    client.connect(Connect("up", "mem://nobody"))
-    client.send("up", packet(Beat(1)), None)
-    assert not network.carried
-    _, other = ends(network)
-    other.connect(Connect("up", "mem://nobody"))
-    other.send("up", packet(Beat(1)), None)
-    assert not network.carried
-
-
 def test_payload_is_copied_before_it_may_change(network: MemoryNetwork) -> None:
     server, client = ends(network)
     memory = bytearray(4)
@@ -92,20 +55,6 @@ def test_a_filter_loses_and_doubles(network: MemoryNetwork) -> None:
     for number in (1, 2, 3):
         client.send("up", packet(Beat(number)), None)
     assert heard(server) == [Beat(2), Beat(2), Beat(3)]
-
-
-def test_the_other_end_hears_of_a_close(network: MemoryNetwork) -> None:
-    server, client = ends(network)
-    client.send("up", packet(Beat(1)), None)
-    client.close(0)
-    assert heard(server) == [Beat(1), DROPPED]
-
-
-def test_a_wait_ends_with_a_wake_or_its_time(network: MemoryNetwork) -> None:
-    server, _ = ends(network)
-    assert heard(server) == []
-    threading.Timer(0.01, server.wake).start()
-    assert list(server.poll(None)) == []
 
 
 def test_malformed_packet_is_an_error_and_the_rest_is_kept(network: MemoryNetwork) -> None:

@@ -65,11 +65,6 @@ def test_every_flag_reaches_the_manifests(capsys: pytest.CaptureFixture[str]) ->
         assert f" {part}\n" in text, part
 
 
-def test_servers_are_as_many_as_workers(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "-n", "3", "--image", "a", "--dry-run=jobset", *COMMAND)
-    assert text.count("replicas: 3\n") == 2
-
-
 def test_the_secrets_are_made_by_commands_that_are_comments(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*ARGUMENTS, "--namespace", "team", "--keys", "/my keys", "--dry-run=k8s"]
     head, _ = printed(capsys, *flags, *COMMAND).split("---\n", 1)

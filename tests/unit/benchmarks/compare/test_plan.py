@@ -21,27 +21,6 @@ def names(found: Comparison) -> list[str]:
     return [one.name for one in found.systems]
 
 
-def test_the_usual_plan() -> None:
-    found = planned()
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
-        *(("resnet50", 2, 2), ("big", 2, 2), ("small", 2, 2))
-    ]
-    assert (found.rounds, found.repeat, found.has_limits) == (10, 3, True)
-    assert {"kvps", "kvps sgd", "kvps tcp", "gloo", "gloo in place"} <= set(names(found))
-
-
-def test_flags_change_it(tmp_path: Path) -> None:
-    flags = "--workloads small keys:7 --workers 3 --servers 1 --rounds 4 --repeat 1 --systems gloo kvps gloo --no-limits"
-    files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "plots"))
-    found = planned(*flags.split(), *files)
-    assert [(one.workload, one.workers, one.servers) for one in found.cases] == [
-        *(("small", 3, 1), ("keys:7", 3, 1))
-    ]
-    assert names(found) == ["gloo", "kvps"]
-    assert (found.rounds, found.repeat, found.has_limits) == (4, 1, False)
-    assert (tmp_path / "plots").is_dir()
-
-
 @pytest.mark.parametrize(
     ("axis", "cases"),
     [
@@ -93,12 +72,6 @@ def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--workloads", "huge"], "no workload 'huge'"),
-        (["--systems", "horovod"], "no system 'horovod'; use some of 'kvps'"),
-        (["--rounds", "0"], "--rounds=0: use 1 or more"),
-        (["--repeat", "some"], "--repeat='some' is not a number"),
-        (["--workers", "0"], "--workers=0"),
-        (["--servers", "1.5"], "--servers=1.5"),
         (["--sweep", "threads"], "use one of workers, servers, bytes, keys"),
         (["--sweep", "workers", "--workers", "2"], "--sweep workers and --workers"),
         (["--sweep", "workers", "--workloads", "small", "big"], "takes one workload, got 2"),
@@ -111,7 +84,6 @@ def test_a_network_needs_iproute2(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--network", "2"], "write it as 4x4"),
         (["--network", "2x2", "--rate", "fast"], "not a rate"),
         (["--network", "2x2", "--workers", "2"], "--network and --workers"),
-        (["--json", "no/such/folder/a.json"], "an existing directory"),
         (["--plot", "/dev/null/plots"], "cannot make this folder"),
         (["--mxnet", "no/such/python"], "--mxnet=no/such/python: cannot run it"),
     ],

@@ -1,7 +1,6 @@
 """Manifests: of three kinds, in which a failed process is recreated by itself, and exit code 78 ends the job."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from kvps.platforms.kubernetes.manifests import KINDS, manifests
 from tests.unit.platforms.kubernetes.jobs import (
     FULL,
     JOBS,
-    SERVERLESS,
     SMALL,
     container,
     job_specs,
@@ -36,37 +34,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 # --- every kind -----------------------------------------------------------------------------------
 
 
-def test_the_objects_of_each_kind() -> None:
-    shared = {"NetworkPolicy", "PodDisruptionBudget"}
-    assert set(objects(FULL, "jobset")) == shared | {"JobSet"}
-    assert set(objects(FULL, "trainjob")) == shared | {"ClusterTrainingRuntime", "TrainJob"}
-    sets = {"StatefulSet-scheduler", "StatefulSet-server"}
-    assert set(objects(FULL, "k8s")) == shared | {"Service", "Job-worker"} | sets
-
-
 def test_the_namespace_is_in_each_object_that_has_one(kind: str) -> None:
     for name, one in objects(FULL, kind).items():
         assert one["metadata"].get("namespace") == (None if name.startswith("Cluster") else "team")
     for one in objects(SMALL, kind).values():
         assert "namespace" not in one["metadata"]
-
-
-def test_only_pods_of_the_job_reach_its_pods(kind: str) -> None:
-    spec = objects(FULL, kind)["NetworkPolicy"]["spec"]
-    assert spec["policyTypes"] == ["Ingress"]
-    ours = spec["podSelector"]["matchLabels"]
-    assert spec["ingress"] == [{"from": [{"podSelector": {"matchLabels": ours}}]}]
-    for pod in pods(FULL, kind).values():
-        assert ours.items() <= pod["metadata"]["labels"].items()
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_the_budget_holds_servers_and_scheduler(kind: str, name: str) -> None:
-    spec = objects(JOBS[name], kind)["PodDisruptionBudget"]["spec"]
-    assert spec["minAvailable"] == 1 + JOBS[name].servers
-    (held,) = spec["selector"]["matchExpressions"]
-    assert held["key"] == "app.kubernetes.io/component"
-    assert held["values"] == ["scheduler", "server"]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -93,21 +65,6 @@ def started(job: Any, kind: str) -> dict[str, int]:
     return found
 
 
-def test_ranks_come_from_the_index_of_the_platform() -> None:
-    index = {
-        "jobset": "metadata.labels['jobset.sigs.k8s.io/job-index']",
-        "trainjob": "metadata.labels['batch.kubernetes.io/job-completion-index']",
-    }
-    for kind, path in index.items():
-        for role in ("server", "worker"):
-            assert variables(pods(FULL, kind)[role])["KVPS_RANK"] == path
-    plain = pods(FULL, "k8s")
-    assert variables(plain["worker"])["KVPS_RANK"] == index["trainjob"]
-    ordinal = "metadata.labels['apps.kubernetes.io/pod-index']"
-    assert variables(plain["server"])["KVPS_RANK"] == ordinal
-    assert "KVPS_RANK" not in variables(plain["scheduler"])
-
-
 # --- where the scheduler is -----------------------------------------------------------------------
 
 
@@ -124,25 +81,6 @@ def test_members_know_the_name_of_the_scheduler(kind: str, name: str) -> None:
         address = variables(pod)["KVPS_SCHEDULER"].replace("$(JOBSET_NAME)", name)
         assert config.as_address("KVPS_SCHEDULER", address) == f"tcp://{hosts[kind]}:9091"
         assert all(len(label) <= 63 for label in hosts[kind].split("."))
-
-
-def test_a_variable_is_set_before_another_uses_it() -> None:
-    for pod in pods(FULL, "trainjob").values():
-        names = list(variables(pod))
-        assert names.index("JOBSET_NAME") < names.index("KVPS_SCHEDULER")
-
-
-def test_the_service_of_the_plain_kind_resolves_that_name() -> None:
-    found = objects(FULL, "k8s")
-    service = found["Service"]
-    assert service["metadata"]["name"] == found["StatefulSet-scheduler"]["spec"]["serviceName"]
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    for pod in pods(FULL, "k8s").values():
-        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    assert [one["port"] for one in service["spec"]["ports"]] == [9091, 9092]
-    alone = objects(SERVERLESS, "k8s")["Service"]["spec"]["ports"]
-    assert [one["port"] for one in alone] == [9091]
 
 
 # --- how processes end ----------------------------------------------------------------------------
@@ -165,17 +103,6 @@ def test_a_job_that_78_failed_fails_the_jobset(kind: str) -> None:
     assert first["action"] == "FailJobSet"
     assert first.get("onJobFailureReasons", ["PodFailurePolicy"]) == ["PodFailurePolicy"]
     assert "targetReplicatedJobs" not in first
-
-
-def test_a_failed_process_of_a_jobset_is_recreated_alone() -> None:
-    spec = jobset_of(FULL, "jobset")
-    policy = spec["failurePolicy"]
-    assert policy["maxRestarts"] == 3
-    assert [one["action"] for one in policy["rules"]] == ["FailJobSet", "RestartJob", "FailJobSet"]
-    assert policy["rules"][1]["targetReplicatedJobs"] == ["scheduler", "server", "worker"]
-    for one in spec["replicatedJobs"]:
-        inner = one["template"]["spec"]
-        assert (inner["completions"], inner["backoffLimit"]) == (1, 0)
 
 
 def test_a_server_whose_model_nobody_keeps_is_not_recreated() -> None:
@@ -209,31 +136,6 @@ def test_a_failed_pod_is_recreated_alone(kind: str) -> None:
         assert spec["podReplacementPolicy"] == "Failed"  # no rank has two processes
 
 
-@pytest.mark.parametrize("kind", JOBSETS)
-def test_the_job_is_over_when_the_workers_are(kind: str) -> None:
-    spec = jobset_of(FULL, kind)
-    policy = spec["successPolicy"]
-    assert policy["operator"] == "All"
-    (name,) = policy["targetReplicatedJobs"]
-    (worker,) = [one for one in spec["replicatedJobs"] if one["name"] == name]
-    assert role_of(worker["template"]["spec"]["template"]) == "worker"
-
-
-@pytest.mark.parametrize("kind", JOBSETS)
-@pytest.mark.parametrize("name", JOBS)
-def test_each_role_waits_for_the_one_before(kind: str, name: str) -> None:
-    jobs = jobset_of(JOBS[name], kind)["replicatedJobs"]
-    assert "dependsOn" not in jobs[0]
-    for before, one in pairwise(jobs):
-        assert one["dependsOn"] == [{"name": before["name"], "status": "Ready"}]
-
-
-def test_a_standing_cluster_waits_for_the_next_job() -> None:
-    assert "--keep-alive" in container(pods(FULL, "k8s")["scheduler"])["args"]
-    for kind in JOBSETS:
-        assert "--keep-alive" not in container(pods(FULL, kind)["scheduler"])["args"]
-
-
 def test_a_jobset_counts_the_restarts_of_1024_processes() -> None:
     assert jobset_of(replace(SMALL, workers=1024), "jobset")
     with pytest.raises(ConfigError, match=r"1025 processes .* use --dry-run=trainjob"):
@@ -241,28 +143,6 @@ def test_a_jobset_counts_the_restarts_of_1024_processes() -> None:
 
 
 # --- Kubeflow Trainer -----------------------------------------------------------------------------
-
-
-def test_trainer_finds_the_worker_and_nothing_else() -> None:
-    step = "trainer.kubeflow.org/trainjob-ancestor-step"
-    for one in jobset_of(FULL, "trainjob")["replicatedJobs"]:
-        is_worker = role_of(one["template"]["spec"]["template"]) == "worker"
-        marks = one["template"].get("metadata", {}).get("labels", {})
-        assert marks == ({step: "trainer"} if is_worker else {})
-        # Trainer puts the image and command of a TrainJob into every container of that name.
-        assert (container(one["template"]["spec"]["template"])["name"] == "node") == is_worker
-        assert (one["name"] == "node") == is_worker
-        assert one["replicas"] == 1
-
-
-def test_the_trainjob_refers_to_its_runtime() -> None:
-    found = objects(FULL, "trainjob")
-    runtime, job = found["ClusterTrainingRuntime"], found["TrainJob"]
-    reference = job["spec"]["runtimeRef"]
-    assert reference["name"] == runtime["metadata"]["name"]
-    assert reference["kind"] == runtime["kind"]
-    assert runtime["apiVersion"] == f"{reference['apiGroup']}/v1alpha1"
-    assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == 4
 
 
 # --- no secrets -----------------------------------------------------------------------------------

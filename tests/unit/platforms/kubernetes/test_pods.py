@@ -11,7 +11,7 @@ from kvps.cli import server as server_command
 from kvps.cli import worker as worker_command
 from kvps.platforms.kubernetes.manifests import KINDS
 from kvps.runtime import key_files as keys
-from tests.unit.platforms.kubernetes.jobs import FULL, JOBS, SERVERLESS, SMALL, container, pods, variables
+from tests.unit.platforms.kubernetes.jobs import FULL, JOBS, SMALL, container, pods, variables
 
 COMMANDS = {"scheduler": scheduler_command, "server": server_command, "worker": worker_command}
 ROOT = Path(__file__).resolve().parents[4]
@@ -29,15 +29,6 @@ def key_files(pod: Any) -> dict[str, str]:
 
 
 # --- keys -----------------------------------------------------------------------------------------
-
-
-def test_each_role_has_a_secret_of_its_own(kind: str) -> None:
-    names = set()
-    for role, pod in pods(FULL, kind).items():
-        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
-        assert secret["secretName"] == f"digits-{role}-keys"
-        names.add(secret["secretName"])
-    assert len(names) == 3
 
 
 def test_a_role_has_no_secret_key_of_another(kind: str) -> None:
@@ -67,14 +58,6 @@ def test_the_files_are_those_that_the_process_loads(role: str, tmp_path: Path) -
     if role == "scheduler":
         assert {one.role for one in loaded.opens.values()} == {"server", "worker", "admin", "look"}
         assert keys.load(str(mounted), "look").role is not None
-
-
-def test_the_group_can_read_a_key_and_nobody_else(kind: str) -> None:
-    for pod in pods(FULL, kind).values():
-        (secret,) = [one["secret"] for one in pod["spec"]["volumes"] if "secret" in one]
-        assert secret["defaultMode"] == 0o440
-        context = pod["spec"]["securityContext"]
-        assert context["fsGroup"] == context["runAsGroup"]
 
 
 # --- rights and resources -------------------------------------------------------------------------
@@ -107,16 +90,6 @@ def test_every_mount_has_its_volume(kind: str) -> None:
             assert len({one["mountPath"] for one in mounts}) == len(mounts)
 
 
-def test_each_role_has_its_resources() -> None:
-    found = {role: container(pod)["resources"] for role, pod in pods(FULL, "jobset").items()}
-    assert found["worker"] == {
-        "requests": {"cpu": "7500m", "memory": "16Gi"},
-        "limits": {"memory": "16Gi", "nvidia.com/gpu": 1},
-    }
-    assert found["server"]["limits"] == {"memory": "8Gi"}
-    assert "nvidia.com/gpu" not in found["scheduler"]["limits"]
-
-
 @pytest.mark.parametrize(("role", "threads"), [("worker", "7"), ("server", "2")])
 def test_threads_are_the_processors_that_are_requested(role: str, threads: str) -> None:
     assert variables(pods(FULL, "jobset")[role])["OMP_NUM_THREADS"] == threads
@@ -138,11 +111,6 @@ def test_each_command_takes_its_flags(kind: str, name: str) -> None:
             assert tuple(args[args.index("--") + 1 :]) == JOBS[name].command
             args = args[: args.index("--")]
         COMMANDS[role]._parser().parse_args(args)
-
-
-def test_a_worker_that_is_not_started_again_says_so() -> None:
-    assert "--no-replacement" in container(pods(SMALL, "jobset")["worker"])["args"]
-    assert "--no-replacement" not in container(pods(FULL, "jobset")["worker"])["args"]
 
 
 def test_variables_reach_the_processes_as_they_were_given() -> None:
@@ -185,21 +153,3 @@ def test_state_and_checkpoints_are_on_the_claim(kind: str) -> None:
 
 
 # --- probes ---------------------------------------------------------------------------------------
-
-
-def test_a_process_that_listens_has_a_probe_of_its_port(kind: str) -> None:
-    for role, port in (("scheduler", 9091), ("server", 9092)):
-        main = container(pods(FULL, kind)[role])
-        assert main["ports"] == [{"name": role, "containerPort": port}]
-        assert main["readinessProbe"]["tcpSocket"] == {"port": port}
-        assert f"tcp://0.0.0.0:{port}" in main["args"]
-    assert "readinessProbe" not in container(pods(FULL, kind)["worker"])
-
-
-def test_only_the_scheduler_is_killed_by_a_probe(kind: str) -> None:
-    probed = [role for role, pod in pods(FULL, kind).items() if "livenessProbe" in container(pod)]
-    assert probed == ["scheduler"]
-
-
-def test_a_job_without_servers_has_none(kind: str) -> None:
-    assert set(pods(SERVERLESS, kind)) == {"scheduler", "worker"}

@@ -1,7 +1,5 @@
 """The coordinator: what runs, what is refused and to whom it is told, turn by turn."""
 
-import pytest
-
 from kvps.compat.horovod.negotiation.coordinator import (
     AllJoined,
     Coordinator,
@@ -14,8 +12,6 @@ from kvps.compat.horovod.negotiation.request import (
     ADD_SET,
     ALLGATHER,
     ALLREDUCE,
-    BARRIER,
-    BROADCAST,
     REMOVE_SET,
     CollectiveRequest,
     Part,
@@ -49,27 +45,6 @@ JOINED, OVER = Turn(has_joined=True), Turn(over="bye")
 
 def names(decisions: list[Decision]) -> list[str]:
     return [one.first.name for one in decisions if isinstance(one, Execute)]
-
-
-def test_an_operation_runs_when_all_ranks_have_requested_it() -> None:
-    job = Job(3)
-    assert job.say(r0=[sum_of("a")], r2=[sum_of("a")]) == []
-    (run,) = job.say(r1=[sum_of("a")])
-    assert isinstance(run, Execute)
-    assert (list(run.requests), run.ranks, run.joined) == ([0, 1, 2], (0, 1, 2), ())
-
-
-def test_the_order_of_requests_does_not_matter() -> None:
-    job = Job(2)
-    assert names(job.say(r0=[sum_of("a"), sum_of("b")], r1=[sum_of("b")])) == ["b"]
-    assert names(job.say(r1=[sum_of("a")])) == ["a"]
-
-
-def test_a_name_may_be_used_again() -> None:
-    job = Job(2)
-    assert names(job.say(r0=[sum_of("a")], r1=[sum_of("a")])) == ["a"]
-    assert job.say(r1=[sum_of("a")]) == []
-    assert names(job.say(r0=[sum_of("a")])) == ["a"]
 
 
 def test_missing_operation_names_the_ranks() -> None:
@@ -110,42 +85,7 @@ def test_the_next_operation_of_a_name_waits_for_ranks_that_have_not_heard_of_the
     assert names(job.say(r2=[sum_of("a")])) == ["a"]
 
 
-def test_another_operation_of_the_same_name_is_refused() -> None:
-    job = Job(2)
-    (told,) = job.say(r0=[sum_of("a")], r1=[CollectiveRequest("a", BARRIER)])
-    assert isinstance(told, Refuse)
-    assert "operations differ" in told.reason
-
-
-def test_a_rank_that_refuses_its_own_call_tells_the_others() -> None:
-    job = Job(2)
-    (told,) = job.say(r0=[CollectiveRequest("a", ALLREDUCE, fault="it is sparse")])
-    assert told == Refuse((0, "a"), (0,), "allreduce 'a': rank 0: it is sparse")
-    assert job.say(r1=[sum_of("a")]) == [Refuse((0, "a"), (1,), told.reason)]
-
-
-@pytest.mark.parametrize(
-    ("request_", "words"),
-    [
-        (sum_of("a", process_set=9), "there is no process set 9"),
-        (CollectiveRequest("a", BROADCAST, root=5), "root_rank=5 is not in the process set"),
-    ],
-)
-def test_a_wrong_request_is_refused(request_: CollectiveRequest, words: str) -> None:
-    (told, *_) = Job(2).say(r0=[request_])
-    assert isinstance(told, Refuse)
-    assert words in told.reason
-
-
 # --- joins --------------------------------------------------------------------------------------
-
-
-def test_sums_run_without_ranks_that_have_joined() -> None:
-    job = Job(3)
-    assert job.say(r0=[sum_of("a")], r1=[sum_of("a")]) == []
-    (run,) = job.say(r2=JOINED)
-    assert isinstance(run, Execute)
-    assert (list(run.requests), run.joined) == ([0, 1], (2,))
 
 
 def test_other_operations_need_every_rank() -> None:
@@ -197,12 +137,6 @@ def test_equal_names_in_two_sets_are_two_operations() -> None:
     job.say(r0=[add(0)], r1=[add(0)])
     assert names(job.say(r0=[sum_of("a"), sum_of("a", process_set=1)])) == ["a"]
     assert len(job.coordinator.missing()) == 1
-
-
-def test_sets_of_other_ranks_on_another_rank_are_refused() -> None:
-    (told,) = Job(2).say(r0=[add(0)], r1=[add(1)])
-    assert isinstance(told, Refuse)
-    assert "ranks of the process set differ: rank 0 has [0], rank 1 has [1]" in told.reason
 
 
 def test_a_set_is_removed_when_nothing_is_under_way_in_it() -> None:

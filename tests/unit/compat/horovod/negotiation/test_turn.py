@@ -42,10 +42,6 @@ def row(**changed: object) -> bytes:
     return packed
 
 
-def test_the_row_of_these_tests_is_right() -> None:
-    assert unpack(row()).requests[0].name == "a"
-
-
 @pytest.mark.parametrize(
     "given",
     [
