@@ -37,6 +37,14 @@ def net() -> Model:
     return model
 
 
+@contextmanager
+def in_cluster() -> Iterator[tuple[Model, Optimizer]]:
+    """Yield a model and its optimizer, for the only worker of a cluster."""
+    with kvps.LocalCluster():
+        model = net()
+        yield model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def groups(model: Model, lr: float = 0.1) -> list[dict[str, Any]]:
     first, *others = model.children()
     rest = [param for one in others for param in one.parameters()]
@@ -148,9 +156,7 @@ def test_hooks_of_a_step_are_called_once_in_each_step(name: str) -> None:
 @pytest.mark.parametrize("name", ["servers", "workers, overlap_forward", "trainer", "shard"])
 def test_a_profile_has_one_mark_for_each_step(name: str) -> None:
     """And no hook is there for which a step would wait."""
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         loop = FRONT_ENDS[name](model, sgd)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             train(model, loop.step)
@@ -162,15 +168,12 @@ def test_a_profile_has_one_mark_for_each_step(name: str) -> None:
 def test_a_copy_of_horovods_optimizer_leaves_the_hooks_alone() -> None:
     """torch wraps step() of a class when an object of it is copied."""
     counts: dict[str, int] = {}
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        with counted(counts, sgd):
-            hvd.init()
-            optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
-            copy.deepcopy(optimizer)
-            train(model, lambda: optimizer.step())
-            hvd.shutdown()
+    with in_cluster() as (model, sgd), counted(counts, sgd):
+        hvd.init()
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+        copy.deepcopy(optimizer)
+        train(model, lambda: optimizer.step())
+        hvd.shutdown()
     assert set(counts.values()) == {STEPS}
 
 
@@ -216,9 +219,7 @@ def test_a_rate_that_was_set_is_where_a_scheduler_goes_on() -> None:
 
 
 def test_an_outer_optimizer_that_a_scheduler_has_changed_is_told() -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         outer = torch.optim.SGD(model.parameters(), lr=0.7)
         with DiLoCo(model, sgd, outer, sync_every=2):
             train(model, lambda: sgd.step())
@@ -232,9 +233,7 @@ def test_an_outer_optimizer_that_a_scheduler_has_changed_is_told() -> None:
 
 @pytest.mark.parametrize("name", [name for name in FRONT_ENDS if name.startswith(("work", "ser"))])
 def test_the_wrapped_optimizer_does_not_step_by_itself(name: str) -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         loop = FRONT_ENDS[name](model, sgd)
         train(model, loop.step)
         with pytest.raises(kvps.ConfigError, match=r"Call step\(\) of the DistributedOptimizer"):
@@ -245,9 +244,7 @@ def test_the_wrapped_optimizer_does_not_step_by_itself(name: str) -> None:
 
 @pytest.mark.parametrize("on_store", [True, False])
 def test_a_trainers_optimizer_does_not_step_by_itself(on_store: bool) -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         trainer = kvps.Trainer(model, sgd, kvstore="dist_sync", update_on_kvstore=on_store)
         before = weights(model)
         with pytest.raises(kvps.ConfigError, match=r"Call trainer\.step\(batch_size\)"):
@@ -259,9 +256,7 @@ def test_a_trainers_optimizer_does_not_step_by_itself(on_store: bool) -> None:
 
 
 def test_a_trainers_optimizer_steps_by_itself_once_gradients_are_summed() -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         trainer = kvps.Trainer(model, sgd, kvstore="dist_sync", update_on_kvstore=False)
 
         def halves() -> None:
@@ -291,9 +286,7 @@ def test_a_trainer_alone_leaves_its_optimizer_to_the_script() -> None:
 
 @pytest.mark.parametrize("kind", [DiLoCo, LocalSGD])
 def test_local_steps_outside_the_context_are_told_once(kind: type[DiLoCo]) -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         outer = kind(model, sgd, sync_every=2)
         with pytest.warns(UserWarning, match=f"train inside `with {kind.__name__}") as told:
             train(model, lambda: sgd.step())
@@ -306,9 +299,7 @@ def test_local_steps_outside_the_context_are_told_once(kind: type[DiLoCo]) -> No
 
 
 def test_an_optimizer_that_exchanges_gradients_itself_is_refused() -> None:
-    with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with in_cluster() as (model, sgd):
         hvd.init()
         for taken in (
             DistributedOptimizer(copy.copy(sgd), model),

@@ -33,6 +33,18 @@ from tests.integration.training_loops import (
 )
 
 
+def net_and_sgd(seed: int = 0, lr: float = 0.1) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = net(seed)
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def train(optimizer: Any, model: torch.nn.Module, rows: slice, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, rows).backward()
+        optimizer.step()
+
+
 def alone(name: str, passes: int = 1) -> Weights:
     """One process, on the whole batch of each step, under a scheduler."""
     model = net()
@@ -77,16 +89,14 @@ def test_arguments_may_be_given_by_position() -> None:
     """A script may leave out the names, in the order of the signature."""
 
     def work(rank: int) -> Weights:
-        model = net(seed=rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd(rank)
         optimizer = DistributedOptimizer(sgd, model.named_parameters(), "dist_sync", None, 2, "sum", True)
         for _ in range(2):
             loss_of(model, part(rank, 2)).backward()
         optimizer.step()
         return weights(model)
 
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, sgd = net_and_sgd()
     (4 * loss_of(model, slice(24))).backward()  # two passes of two workers are summed
     sgd.step()
     assert_all(run(2, work), weights(model))
@@ -96,24 +106,20 @@ def test_step_pushes_the_gradients_that_no_pass_has_pushed() -> None:
     """The last batches of an epoch may be fewer than make up a step."""
 
     def work(rank: int) -> Weights:
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         optimizer = DistributedOptimizer(sgd, model, backward_passes_per_step=3)
         loss_of(model, part(rank, 2)).backward()
         optimizer.step()
         return weights(model)
 
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model, slice(24)).backward()
-    sgd.step()
+    model, sgd = net_and_sgd()
+    train(sgd, model, slice(24), steps=1)
     assert_all(run(2, work), weights(model))
 
 
 def test_a_scheduler_that_was_made_before(recwarn: pytest.WarningsRecorder) -> None:
     with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         scheduler = StepLR(sgd, 1, 0.5)
         for on_store in (True, False):
             optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=on_store)
@@ -171,12 +177,8 @@ def test_a_scaler_drops_a_round_everywhere(on_store: bool, option: str) -> None:
             scaler.update()
         return weights(model), scaler.get_scale()
 
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        sgd.zero_grad()
-        loss_of(model, slice(24)).backward()
-        sgd.step()
+    model, sgd = net_and_sgd()
+    train(sgd, model, slice(24), steps=3)
     results = run(2, work)
     assert_all([found for found, _ in results], weights(model))
     assert results[1][1] == 4.0
@@ -185,8 +187,7 @@ def test_a_scaler_drops_a_round_everywhere(on_store: bool, option: str) -> None:
 
 def test_a_scaler_that_comes_late_is_refused() -> None:
     with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         optimizer = DistributedOptimizer(sgd, model, update_on_kvstore=True, overlap_backward=True)
         loss_of(model, slice(24)).backward()
         optimizer.step()
@@ -208,8 +209,7 @@ def test_autocast(dtype: torch.dtype) -> None:
         return weights(model)
 
     def work(rank: int) -> Weights:
-        model = net(rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd(rank)
         return train(DistributedOptimizer(sgd, model), model, part(rank, 2))
 
     model = net()
@@ -350,8 +350,7 @@ def test_optimizer_state_can_be_broadcast(on_store: bool) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for param in [] if on_store else model.parameters():
         sgd.state[param] = {"momentum_buffer": torch.ones_like(param)}
-    loss_of(model, slice(24)).backward()
-    sgd.step()
+    train(sgd, model, slice(24), steps=1)
     results = run(2, work)
     assert_all([found for found, _ in results], weights(model))
     assert [rate for _, rate in results] == [0.05, 0.05]
@@ -437,8 +436,7 @@ def test_a_mean_is_of_those_who_still_have_batches(on_store: bool, overlap: bool
 @pytest.mark.parametrize("option", ["overlap_forward", "find_unused"])
 def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
     with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         optimizer = DistributedOptimizer(sgd, model, **{option: True})  # type: ignore[arg-type]
         loss_of(model, slice(24)).backward()
         optimizer.step()
@@ -451,8 +449,7 @@ def test_gradients_that_are_changed_on_their_way_are_told(option: str) -> None:
 
 def test_join_is_refused_where_others_would_wait_for_an_answer() -> None:
     with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         optimizer = DistributedOptimizer(sgd, model, find_unused=True)
         with pytest.raises(kvps.ConfigError, match=r"join\(\) is not possible with find_unused=True"):
             optimizer.join()
@@ -544,8 +541,7 @@ def test_an_overlapped_step_returns_before_the_others_have_pushed() -> None:
     stepped = threading.Event()
 
     def work(rank: int) -> Weights:
-        model = net(rank)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd(rank)
         optimizer = DistributedOptimizer(sgd, model, overlap_forward=True)
         for step in range(3):
             optimizer.zero_grad()
@@ -629,8 +625,7 @@ def test_single_process_may_rescale_rows_in_forward_passes() -> None:
 
 def test_the_newest_optimizer_has_the_gradients() -> None:
     with kvps.LocalCluster():
-        model = net()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, sgd = net_and_sgd()
         first = DistributedOptimizer(sgd, model)
         second = DistributedOptimizer(sgd, model)
         for _ in range(2):

@@ -473,6 +473,12 @@ class Cluster:
         """Let the job run until every script has ended."""
         self.network.run(lambda: self.is_done, limit_s)
 
+    def ended_well(self) -> list[Client]:
+        """Return the workers, none of whose scripts has failed."""
+        for client in self.clients.values():
+            assert client.error is None, client.error
+        return list(self.clients.values())
+
     def run_for(self, seconds: float) -> None:
         """Let some time pass."""
         end = self.network.now + seconds

@@ -242,8 +242,7 @@ class Machine(RuleBasedStateMachine):
         for process in self.cluster.processes:
             if process.alive:
                 process.core.check()  # type: ignore[attr-defined]
-        for client in self.cluster.clients.values():
-            assert client.error is None, client.error
+        self.cluster.ended_well()
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster"):

@@ -43,8 +43,7 @@ def played(
 
     cluster.network.lose = look
     cluster.run()
-    for client in cluster.clients.values():
-        assert client.error is None, client.error
+    cluster.ended_well()
     return cluster
 
 
@@ -159,8 +158,7 @@ def test_a_worker_that_is_taken_for_lost_and_is_not(seed: int, request: pytest.F
         )
         cluster.network.lose = lose
         cluster.run()
-        for client in cluster.clients.values():
-            assert client.error is None, client.error
+        for _ in cluster.ended_well():
             seen |= {note.split(",")[0] for note in cluster.scheduler.notes if "lost" in note}
         assert seen, "somebody was taken for lost"
 
@@ -307,8 +305,7 @@ class Clocked:
         machines = [HERE] * workers
         self.cluster = Cluster(workers, 1, lambda rank: script(rank, self), 0, faults, machines)
         self.cluster.run()
-        for client in self.cluster.clients.values():
-            assert client.error is None, client.error
+        self.cluster.ended_well()
 
     @property
     def now(self) -> float:

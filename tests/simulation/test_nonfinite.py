@@ -159,8 +159,7 @@ def play(job: Flawed, script) -> Cluster:  # type: ignore[no-untyped-def]
         cluster.network.at(at, lambda one=rank, how=is_noticed: cluster.kill(one, how))  # type: ignore[misc]
         cluster.network.at(at + 20, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
     cluster.run()
-    for client in cluster.clients.values():
-        assert client.error is None, client.error
+    for client in cluster.ended_well():
         # Of a pushpull that timed out, the pull after it was told.
         assert all(isinstance(one, Timeout) for one in client.later), client.later
     return cluster

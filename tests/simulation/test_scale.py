@@ -99,8 +99,7 @@ def seen(workers: int, servers: int) -> Seen:
         gc.disable()  # it would look at all of a growing cluster again and again
         try:
             cluster.run()
-            for client in cluster.clients.values():
-                assert client.error is None, client.error
+            cluster.ended_well()
             cluster.part(100)
         finally:
             gc.enable()

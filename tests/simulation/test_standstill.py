@@ -240,8 +240,7 @@ def test_job_is_not_told_while_replacements_catch_up(seed: int, request: pytest.
             cluster.network.at(at, lambda one=rank: cluster.kill(one))  # type: ignore[misc]
             cluster.network.at(at + 3, lambda one=rank: cluster.replace(one))  # type: ignore[misc]
         cluster.run(3_000)
-        for client in cluster.clients.values():
-            assert client.error is None, client.error
+        for client in cluster.ended_well():
             test_resume.is_trained(job, client.result)
 
 

@@ -54,8 +54,7 @@ def play(job: Job, trouble: Trouble, script: Callable[[int], Script]) -> tuple[C
 
 def judge(cluster: Cluster, usurped: list[Client], trouble: Trouble) -> None:
     """See that all scripts ended well, and what was left behind."""
-    for client in cluster.clients.values():
-        assert client.error is None, client.error
+    for client in cluster.ended_well():
         assert all(map(is_harmless, client.later)), client.later
     for old in usurped:
         see_that_it_was_fenced(cluster, old)
