@@ -4,7 +4,7 @@ import os
 import sys
 
 from benchmarks.compare.networks.trial import GatedGroup
-from tests.unit.tools.bench.test_processes import SAY, Held
+from tests.unit.tools.bench.test_local import SAY, Held
 
 
 def test_process_waits_at_the_gate_until_the_traffic_is_read() -> None:
