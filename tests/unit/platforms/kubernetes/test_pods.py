@@ -9,7 +9,9 @@ import pytest
 from kvps.cli import scheduler as scheduler_command
 from kvps.cli import server as server_command
 from kvps.cli import worker as worker_command
+from kvps.errors import ConfigError
 from kvps.platforms.kubernetes.manifests import KINDS
+from kvps.platforms.kubernetes.pods import NAME_MAX, OWN_VARIABLES, Data, JobDescription, Resources, document
 from kvps.runtime import key_files as keys
 from tests.unit.platforms.kubernetes.jobs import FULL, JOBS, SMALL, container, pods, variables
 
@@ -153,3 +155,115 @@ def test_state_and_checkpoints_are_on_the_claim(kind: str) -> None:
 
 
 # --- probes ---------------------------------------------------------------------------------------
+
+
+# --- the description of a job ---------------------------------------------------------------------
+
+
+GOOD: dict[str, Any] = {
+    "name": "digits",
+    "image": "registry.example/kvps:1",
+    "workers": 4,
+    "servers": 2,
+    "command": ("python", "train.py"),
+}
+
+
+def made(**changes: Any) -> JobDescription:
+    return JobDescription(**GOOD | changes)
+
+
+@pytest.mark.parametrize("name", ["a", "digits", "a-1", "a" * NAME_MAX])
+def test_an_rfc_1123_label_is_a_name(name: str) -> None:
+    assert made(name=name, namespace=name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "A", "1a", "-a", "a-", "a_b", "a.b", "a b", "é", "a\n", "a" * 41])
+def test_another_text_is_no_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--name .* RFC 1123 label.*40 characters"):
+        made(name=name)
+
+
+@pytest.mark.parametrize("name", ["", "Team", "a" * 64])
+def test_another_text_is_no_namespace(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"--namespace .*63 characters"):
+        made(namespace=name)
+
+
+@pytest.mark.parametrize("image", ["", "a b", "--rm"])
+def test_an_image_has_a_name(image: str) -> None:
+    with pytest.raises(ConfigError, match="docker build"):
+        made(image=image)
+
+
+def test_a_job_has_workers_and_a_command() -> None:
+    with pytest.raises(ConfigError, match="-n 0: use 1 or more workers"):
+        made(workers=0)
+    with pytest.raises(ConfigError, match="no command"):
+        made(command=())
+
+
+@pytest.mark.parametrize("cpu", ["1", "0.5", "500m", ".5"])
+def test_a_quantity_is_an_amount(cpu: str) -> None:
+    assert made(worker=Resources(cpu, "4Gi")).worker.cpu == cpu
+
+
+@pytest.mark.parametrize("cpu", ["", "0", "0.0", "-1", "much", "1 Gi", "1GB"])
+def test_another_text_is_no_quantity(cpu: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cpu .* write it as"):
+        made(worker=Resources(cpu, "4Gi"))
+    with pytest.raises(ConfigError, match="--server-memory"):
+        made(server=Resources("1", cpu))
+
+
+@pytest.mark.parametrize("name", OWN_VARIABLES)
+def test_a_variable_of_the_manifest_stays(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--env {name} contradicts"):
+        made(env={name: "x"})
+
+
+def test_a_variable_has_a_name() -> None:
+    with pytest.raises(ConfigError, match="not the name of a variable"):
+        made(env={"a-b": "x"})
+
+
+def test_checkpoints_need_a_claim() -> None:
+    with pytest.raises(ConfigError, match=r"--checkpoint-every 60 .* give --checkpoint-claim"):
+        made(checkpoint_every=60.0)
+    with pytest.raises(ConfigError, match="--checkpoint-claim 'A'"):
+        made(checkpoint_claim="A")
+    assert made(checkpoint_claim="a.b-1", checkpoint_every=60.0).checkpoint_every == 60.0
+
+
+# --- YAML -----------------------------------------------------------------------------------------
+
+
+ODD_TEXTS = [
+    *("", " ", "a b", "a: b", "- a", "#", "true", "No", "y", "null", "~", "1", "1.5", "0x10", "1e3"),
+    *("tcp://h:1", "a\nb", "a\tb", '"', "\\", "'", "{}", "[a]", "&a", "*a", "!a", "|", ">", "%a", "@a"),
+    *("é", "日", "\U0001f600", "\x7f", "\x85", "\u2028", "\x01", "2026-01-01", "on", ".inf", "---", "..."),
+]
+
+
+def test_document_is_indented_as_a_person_would() -> None:
+    data: Data = {"a": [{"b": 1, "c": {"d": True}}, "x"], "e": {}, "f": [], "g": "1", "h": [["i", 2]]}
+    assert document(data) == (
+        'a:\n  - b: 1\n    c:\n      d: true\n  - x\ne: {}\nf: []\ng: "1"\nh:\n  - - i\n    - 2\n'
+    )
+
+
+@pytest.mark.parametrize("text", ["true", "No", "1", "", "a: b", "~"])
+def test_a_text_of_another_type_is_quoted(text: str) -> None:
+    assert document({"a": text}) == f'a: "{text}"\n'
+
+
+def test_a_character_beyond_ascii_is_one_escape() -> None:
+    assert document("\U0001f600") == '"\\U0001f600"\n'
+
+
+def test_pyyaml_reads_what_was_written() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install pyyaml")
+    texts: list[Data] = [*ODD_TEXTS]
+    keyed: dict[str, Data] = {one: one for one in ODD_TEXTS}
+    data: Data = {"texts": texts, "keyed": keyed, "numbers": [0, -1, 2**40, True, False], "empty": [{}, []]}
+    assert yaml.safe_load(document(data)) == data

@@ -1,12 +1,13 @@
 """Fragments of a model: balanced by bytes, or as given; each trained parameter in one of them."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
 from kvps.errors import ConfigError
-from kvps.torch.local_steps.fragments import fragments_of
+from kvps.torch.local_steps.fragments import Schedule, fragments_of
 
 
 def model() -> torch.nn.Sequential:
@@ -78,3 +79,114 @@ def test_senseless_fragments_are_refused(cut: Any, match: str) -> None:
     one = model()
     with pytest.raises(ConfigError, match=match):
         fragments_of(trained(one), cut(one))
+
+
+# --- the schedule of local steps ------------------------------------------------------------------
+
+
+def events(schedule: Schedule, steps: int) -> list[tuple[int, str, int]]:
+    """(step, event, fragment) of so many steps, as DiLoCo goes through them."""
+    found = []
+    for step in range(1, steps + 1):
+        schedule.step()
+        if schedule.arriving is not None:
+            found.append((step, "take", schedule.arriving))
+            schedule.taken()
+        if schedule.due is not None:
+            found.append((step, "push", schedule.due))
+            schedule.left()
+            if not schedule.delay:
+                assert schedule.arriving is not None
+                found.append((step, "take", schedule.arriving))
+                schedule.taken()
+    return found
+
+
+def test_without_fragments_all_leave_together() -> None:
+    assert events(Schedule.of(3, 1, 0), 7) == [
+        *[(3, "push", 0), (3, "take", 0)],
+        *[(6, "push", 0), (6, "take", 0)],
+    ]
+
+
+def test_fragments_take_turns() -> None:
+    assert [one for one in events(Schedule.of(6, 3, 0), 12) if one[1] == "push"] == [
+        *[(2, "push", 0), (4, "push", 1), (6, "push", 2)],
+        *[(8, "push", 0), (10, "push", 1), (12, "push", 2)],
+    ]
+
+
+def test_with_a_delay_a_fragment_is_taken_before_the_next_one_leaves() -> None:
+    assert events(Schedule.of(6, 2, 2), 9) == [
+        *[(3, "push", 0), (5, "take", 0)],
+        *[(6, "push", 1), (8, "take", 1)],
+        (9, "push", 0),
+    ]
+
+
+@pytest.mark.parametrize(("sync_every", "fragments"), [(1, 1), (6, 1), (6, 2), (6, 6), (12, 4)])
+def test_at_most_one_is_in_flight_and_each_leaves_once_in_sync_every_steps(
+    sync_every: int, fragments: int
+) -> None:
+    for delay in range(sync_every // fragments):
+        found = events(Schedule.of(sync_every, fragments, delay), 5 * sync_every)
+        kinds = [kind for _, kind, _ in found]
+        assert kinds[:-1:2] == ["push"] * len(kinds[:-1:2])
+        assert "push" not in kinds[1::2]
+        for fragment in range(fragments):
+            pushes = [step for step, kind, which in found if (kind, which) == ("push", fragment)]
+            assert len(pushes) == 5
+            assert {later - step for step, later in pairwise(pushes)} == {sync_every}
+        delays = {taken[0] - left[0] for left, taken in zip(found[::2], found[1::2], strict=False)}
+        assert delays == {delay}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "begins"), [([0, 0, 0], 0), ([5, 4, 4], 1), ([5, 5, 4], 2), ([3, 4, 3], 0), ([9], 0)]
+)
+def test_late_worker_begins_where_the_others_are(rounds: list[int], begins: int) -> None:
+    schedule = Schedule.of(2 * len(rounds), len(rounds), 1)
+    schedule.steps, schedule.in_flight = 1, 0
+    schedule.begin_at(rounds)
+    assert (schedule.next, schedule.steps, schedule.in_flight) == (begins, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((0, 1, 0), "sync_every=0: use a number of steps, 1 or more"),
+        ((2.5, 1, 0), "sync_every=2.5"),
+        ((True, 1, 0), "sync_every=True"),
+        ((10, 3, 0), "sync_every=10 is not a multiple of the 3 fragments, which take turns; use 9"),
+        ((2, 3, 0), "not a multiple of the 3 fragments, which take turns; use 3"),
+        ((4, 2, 2), r"delay=2: use 0 to 1 steps. A fragment returns before .* 2 steps later"),
+        ((4, 2, -1), "delay=-1"),
+        ((4, 2, 0.5), "delay=0.5"),
+    ],
+)
+def test_senseless_schedule_is_refused(arguments: tuple[int, int, int], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Schedule.of(*arguments)
+
+
+def test_fragments_that_left_after_the_last_step_are_fresh() -> None:
+    schedule = Schedule.of(6, 3, 0)
+    events(schedule, 3)
+    assert schedule.fresh == 0, "one left a step before"
+    schedule.step()
+    schedule.left()
+    assert (schedule.fresh, schedule.order()) == (1, [2, 0, 1]), "the fresh one is last"
+    schedule.left()
+    assert (schedule.fresh, schedule.order()) == (2, [0, 1, 2])
+    schedule.begin_at([2, 2, 2])
+    assert schedule.fresh == 0, "where a worker begins, others may have made steps"
+
+
+def test_a_turn_that_has_begun_takes_another_length() -> None:
+    schedule = Schedule.of(6, 1, 2)
+    assert events(schedule, 6) == [(6, "push", 0)]
+    schedule.step()
+    schedule.step()
+    schedule.taken()
+    schedule.set_period(3)
+    assert events(schedule, 5) == [(1, "push", 0), (3, "take", 0), (4, "push", 0)]

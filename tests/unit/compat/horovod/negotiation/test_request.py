@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgpack
 import pytest
 
 from kvps.compat.horovod.negotiation.request import (
@@ -10,12 +11,17 @@ from kvps.compat.horovod.negotiation.request import (
     ALLREDUCE,
     ALLTOALL,
     BROADCAST,
+    NAME_MAX,
     REDUCESCATTER,
     CollectiveRequest,
     Part,
+    Turn,
     difference,
     own_fault,
+    pack,
+    unpack,
 )
+from kvps.errors import ProtocolError
 
 ONE = CollectiveRequest("x", ALLREDUCE, parts=(Part("float32", (2, 3)),), op="sum")
 
@@ -80,3 +86,65 @@ def test_a_request_may_be_wrong_by_itself(request_: CollectiveRequest, words: st
     found = own_fault(request_, [0, 1])
     assert words in found
     assert bool(words) == bool(found)
+
+
+# --- turns as bytes -------------------------------------------------------------------------------
+
+
+TURN = Turn(
+    (
+        CollectiveRequest(
+            "ä", ALLREDUCE, 3, (Part("float32", (2, 0)), Part("int8", ())), "sum", -1, 0.5, 2.0
+        ),
+        CollectiveRequest("b", ALLTOALL, splits=((1, 2), ()), ranks=(4,), fault="why"),
+    ),
+    has_joined=True,
+    waits_for=(3, "ä"),
+)
+
+
+@pytest.mark.parametrize("turn", [Turn(), Turn(over="bye"), TURN])
+def test_a_turn_comes_back(turn: Turn) -> None:
+    assert unpack(pack(turn)) == turn
+
+
+def row(**changed: object) -> bytes:
+    fields = ["a", ALLREDUCE, 0, [["int8", [1]]], "sum", -1, 1.0, 1.0, [], [], ""]
+    names = ["name", "kind", "set", "parts", "op", "root", "prescale", "postscale"]
+    names += ["splits", "ranks", "fault"]
+    for name, value in changed.items():
+        fields[names.index(name)] = value
+    packed: bytes = msgpack.packb([[fields], False, "", None])
+    return packed
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(None),
+        msgpack.packb([[], 1, "", None]),
+        msgpack.packb([[], False, None, None]),
+        msgpack.packb([[], False, "", [1]]),
+        msgpack.packb([[], False, "", ["a", 1]]),
+        msgpack.packb([[[]], False, "", None]),
+        row(name=1),
+        row(name="x" * (NAME_MAX + 1)),
+        row(kind="pickle"),
+        row(set="0"),
+        row(parts=[[1, [1]]]),
+        row(parts=[["int8", 1]]),
+        row(parts=[["int8", ["1"]]]),
+        row(op=None),
+        row(root=True),
+        row(prescale=1),
+        row(postscale="1"),
+        row(splits=[1]),
+        row(ranks=None),
+        row(fault=0),
+    ],
+)
+def test_other_bytes_are_refused(given: bytes) -> None:
+    with pytest.raises(ProtocolError, match="cannot be read"):
+        unpack(given)
