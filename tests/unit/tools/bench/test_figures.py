@@ -71,13 +71,6 @@ def test_workers_that_measured_different_rounds_are_a_bug() -> None:
 # --- the table of what was measured ---------------------------------------------------------------
 
 
-SMALL = Case("small", 2, 2)
-
-
-def row_of(case: Case, system: str, *medians: float) -> Measurement:
-    return Measurement(case, system, [TrialTimes((one,)) for one in medians])
-
-
 def cells(table: Table, width: int = 120) -> list[list[str]]:
     """Return what a table shows, row by row."""
     console = Console(width=width)
@@ -88,7 +81,7 @@ def cells(table: Table, width: int = 120) -> list[list[str]]:
 
 
 def test_a_table_has_ratios_to_gloo() -> None:
-    rows = [row_of(SMALL, "kvps", 4.0, 5.0, 8.0), row_of(SMALL, "gloo", 10.0)]
+    rows = [row(SMALL, "kvps", 4.0, 5.0, 8.0), row(SMALL, "gloo", 10.0)]
     header, *found = cells(figures.table_of(rows))
     assert header == [
         *("workload", "arrays", "MB", "system", "median ms", "trials from .. to", "ratio to gloo")
@@ -100,13 +93,13 @@ def test_a_table_has_ratios_to_gloo() -> None:
 
 
 def test_a_table_without_gloo_has_no_ratio() -> None:
-    assert cells(figures.table_of([row_of(SMALL, "kvps", 4.0)]))[1][-1] == ""
+    assert cells(figures.table_of([row(SMALL, "kvps", 4.0)]))[1][-1] == ""
 
 
 def test_the_quick_table_fits_a_narrow_terminal() -> None:
     rows = [
-        row_of(Case("resnet50", 2, 2), "kvps", 406.0),
-        row_of(Case("resnet50", 2, 2), "gloo", 602.0),
+        row(Case("resnet50", 2, 2), "kvps", 406.0),
+        row(Case("resnet50", 2, 2), "gloo", 602.0),
     ]
     *_, first, second = cells(figures.table_of(rows), width=60)
     assert first == ["resnet50", "161", "102.2", "kvps", "406", "0.67"], "one trial has no range"
