@@ -40,8 +40,8 @@ class _Lookup(torch.nn.Module):
 
     def _look_up(self, bags: Bags) -> torch.Tensor:
         is_trained = self.training and torch.is_grad_enabled()
-        batch, (rows,) = self._exchange.rows((bags.ids,), bags.device, is_trained=is_trained)
-        return pooled(rows, batch.ids[0], batch.split.places[0], bags, self.mode, self.padding_idx)
+        batch, (leaf,) = self._exchange.rows((bags.ids,), bags.device, is_trained=is_trained)
+        return pooled(leaf, batch, 0, [[(self, bags)]])[0]
 
 
 class Embedding(_Lookup):

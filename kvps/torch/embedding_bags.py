@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from kvps.errors import Mismatch
-from kvps.store.table_batch import ids_of
+from kvps.store.table_batch import TableBatch, ids_of
 
 MODES = ("sum", "mean", "max")
 """The ways to pool rows, by torch's numbers."""
@@ -124,15 +127,96 @@ def _weights(where: str, given: object, shape: torch.Size, dtype: torch.dtype) -
     return given.reshape(-1)
 
 
+class Lookup(Protocol):
+    """How the rows of an input are looked up."""
+
+    mode: str
+    padding_idx: int | None
+
+
+Feature = tuple[Lookup, Bags]
+
+
 def pooled(
-    rows: torch.Tensor,
-    ids: torch.Tensor,
-    places: torch.Tensor,
-    bags: Bags,
-    mode: str,
-    padding_idx: int | None,
+    leaf: torch.Tensor, batch: TableBatch, group: int, tables: Sequence[Sequence[Feature]]
+) -> list[torch.Tensor]:
+    """Return the rows of each input of a group of tables; of bags each sum, mean or maximum.
+
+    Args:
+        leaf: the rows of the group, [n, dim], on the device of all inputs.
+        batch: the ids of all inputs, by table.
+        group: its index.
+        tables: the features of each table of the group.
+    """
+    features = [some[0] for some in tables if len(some) == 1]
+    (mode, *others) = {lookup.mode for some in tables for lookup, _ in some}
+    is_plain = all(bags.kept is None and bags.weights is None for _, bags in features)
+    is_summed = leaf.device.type == "cpu" and leaf.dtype in (torch.float32, torch.float64)
+    if is_plain and is_summed and len(features) == len(tables) and mode in ("none", "sum") and not others:
+        return _pooled_at_once(leaf, batch, group, [bags for _, bags in features])
+    # Not views: a script may write to what follows from them, as relu_() does.
+    first, stop = batch.tables.groups[group][2:]
+    parts = torch.unsafe_split_with_sizes(leaf, batch.sizes[first:stop])
+    found = []
+    for at, part, some in zip(range(first, stop), parts, tables, strict=True):
+        places = batch.split.places[at] - (batch.split.edges[at] - batch.split.edges[first])
+        owns = torch.split_with_sizes(places, [len(bags.ids) for _, bags in some])
+        found += [
+            _pooled_alone(part, batch.ids[at], own, *feature) for feature, own in zip(some, owns, strict=True)
+        ]
+    return found
+
+
+class _RowsOfBags(torch.autograd.Function):
+    """The rows of some places, summed over bags if ``edges`` says where each begins."""
+
+    @staticmethod
+    def forward(
+        context: Any, leaf: torch.Tensor, batch: TableBatch, group: int, edges: torch.Tensor | None
+    ) -> torch.Tensor:
+        context.given = batch, group, edges
+        places = batch.split.places_of(group)
+        if edges is None:
+            return leaf.index_select(0, places)
+        return torch.embedding_bag(leaf, places, edges, False, 0, False, None, True)[0]
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        batch, group, edges = context.given
+        sources = None
+        if edges is not None:
+            # As the backward of torch.embedding_bag sorts, feature by feature: not stably.
+            _, _, first, stop = batch.tables.groups[group]
+            orders = [places.sort()[1] for places in batch.split.places[first:stop]]
+            begins = accumulate([len(order) for order in orders[:-1]], initial=0)
+            order = torch.cat([order + begin for order, begin in zip(orders, begins, strict=True)])
+            sources = torch.repeat_interleave(edges.diff())[order]
+        return batch.split.summed_of(group, gradients[0].contiguous(), sources), None, None, None
+
+
+def _pooled_at_once(
+    leaf: torch.Tensor, batch: TableBatch, group: int, inputs: list[Bags]
+) -> list[torch.Tensor]:
+    """Return the rows of inputs, each of a table of its own, of which none is padding or has a weight."""
+    if inputs[0].offsets is None:
+        shapes = [bags.shape for bags in inputs]
+        edges = None
+    else:
+        *begins, total = accumulate([len(bags.ids) for bags in inputs], initial=0)
+        offsets = [bags.offsets for bags in inputs if bags.offsets is not None]
+        shapes = [(len(some) - 1,) for some in offsets]
+        firsts = [some[:-1] + begin for some, begin in zip(offsets, begins, strict=True)]
+        edges = torch.cat([*firsts, torch.tensor([total])])
+    rows = _RowsOfBags.apply(leaf, batch, group, edges)  # type: ignore[no-untyped-call]  # torch has no types
+    # Not views: a script may write to them, as relu_() does.
+    parts = torch.unsafe_split_with_sizes(rows, [prod(shape) for shape in shapes])
+    return [part.view(*shape, leaf.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _pooled_alone(
+    rows: torch.Tensor, ids: torch.Tensor, places: torch.Tensor, lookup: Lookup, bags: Bags
 ) -> torch.Tensor:
-    """Return the rows of one input, of each bag its sum, mean or maximum.
+    """Return the rows of one input.
 
     torch adds up gradients in an order that follows from the comparisons of ids, padding included. Places
     compare as ids do, so the same operator gives the same bits here.
@@ -141,14 +225,13 @@ def pooled(
         rows: [n, dim], on the device of ``bags``.
         ids: [n], ascending: those of ``rows``.
         places: the index in ``rows`` of each of the ids of ``bags``.
+        lookup: how rows are pooled; and an id whose row counts as zeros, and gets no gradient.
         bags: the input.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``; ``"none"`` for rows that are not pooled.
-        padding_idx: an id whose row counts as zeros, and gets no gradient.
     """
     padding = -1
     if bags.kept is not None:
-        assert padding_idx is not None
-        padding = int(torch.searchsorted(ids, padding_idx))
+        assert lookup.padding_idx is not None
+        padding = int(torch.searchsorted(ids, lookup.padding_idx))
         rows = torch.cat([rows[:padding], rows.new_zeros((1, rows.shape[1])), rows[padding:]])
         given = torch.full_like(bags.kept, padding, dtype=torch.int64)
         given[bags.kept] = places + (places >= padding)
@@ -161,7 +244,7 @@ def pooled(
         places,
         bags.offsets.to(rows.device),
         False,  # scale_grad_by_freq
-        MODES.index(mode),
+        MODES.index(lookup.mode),
         False,  # sparse
         bags.weights,
         True,  # include_last_offset

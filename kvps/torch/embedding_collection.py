@@ -7,6 +7,7 @@ id that several of them have is pulled once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -93,19 +94,10 @@ class EmbeddingCollection(torch.nn.Module):
         device = next(iter(bags.values())).device
         batch, rows = self._exchange.rows(ids, device, is_trained=is_trained)
         found: dict[str, torch.Tensor] = {}
-        for leaf, group in zip(rows, self._exchange.tables.groups, strict=True):
-            # Not views: a script may write to what follows from them, as relu_() does.
-            parts = torch.unsafe_split_with_sizes(leaf, batch.sizes[group.first : group.stop])
-            for at, part in enumerate(parts, group.first):
-                names = self._features[at]
-                places = torch.split_with_sizes(
-                    batch.split.places[at], [len(bags[name].ids) for name in names]
-                )
-                for name, own in zip(names, places, strict=True):
-                    lookup = self._lookups[name]
-                    found[name] = pooled(
-                        part, batch.ids[at], own, bags[name], lookup.mode, lookup.padding_idx
-                    )
+        for at, (leaf, group) in enumerate(zip(rows, self._exchange.tables.groups, strict=True)):
+            features = self._features[group.first : group.stop]
+            given = [[(self._lookups[name], bags[name]) for name in names] for names in features]
+            found.update(zip(chain(*features), pooled(leaf, batch, at, given), strict=True))
         return {name: found[name] for name in bags}
 
     def prefetch(self, features: Any) -> None:

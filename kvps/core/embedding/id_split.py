@@ -112,21 +112,22 @@ class SplitIds:
 
     @cached_property
     def places(self) -> tuple[torch.Tensor, ...]:
-        """For each table the index of each given id, int64: among the distinct ids of the table if its rows
-        are neighbours, else among the rows of its group."""
-        if self._is_by_table:
-            numbers = np.concatenate([np.arange(high - low) for low, high in pairwise(self.edges)])
-        else:
-            numbers = np.arange(len(self.ids))
-            for (low, high), moved in zip(self._ranges, self._moved, strict=True):
-                own = np.arange(high - low)
-                if moved:
-                    numbers[np.concatenate(moved)] = own
-                else:
-                    numbers[low:high] = own
+        """For each table the index of each given id, int64, among the rows of its group."""
+        return torch.split_with_sizes(self._places, self._sizes)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        numbers = np.empty_like(self.ids)
+        for (low, high), moved in zip(self._ranges, self._moved, strict=True):
+            is_moved = moved and not self._is_by_table
+            numbers[np.concatenate(moved) if is_moved else slice(low, high)] = np.arange(high - low)
         places = np.empty_like(self._order)
         places[self._order] = numbers.repeat(self._counts)
-        return torch.split_with_sizes(torch.from_numpy(places), self._sizes)
+        return torch.from_numpy(places)
+
+    def places_of(self, group: int) -> torch.Tensor:
+        """Return the index of each given id of a group among its rows, table after table."""
+        return self._places[self._begins[self._stops[group]] : self._begins[self._stops[group + 1]]]
 
     def summed(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return for each group the sum of the rows of each distinct id, in the order of its rows.
@@ -139,11 +140,23 @@ class SplitIds:
         totals = []
         for group, (first, stop) in enumerate(pairwise(self._stops)):
             given = rows[first] if stop - first == 1 else torch.cat([*rows[first:stop]])
-            if len(given):
-                places, starts = self._sources(group)
-                given = torch.nn.functional.embedding_bag(places, given, starts, mode="sum")
-            totals.append(given)
+            totals.append(self.summed_of(group, given))
         return totals
+
+    def summed_of(self, group: int, given: torch.Tensor, sources: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum of the rows of each distinct id of a group, in the order of its rows.
+
+        Args:
+            group: its index.
+            given: rows of float32 or float64, contiguous.
+            sources: which of them are those of the first distinct id, in the order in which they are added,
+                then those of the second, and so on. None if there is one for each given id.
+        """
+        order, starts = self._sources(group)
+        order = order if sources is None else sources
+        if not len(order):
+            return given[:0]
+        return torch.nn.functional.embedding_bag(order, given, starts, mode="sum")
 
     def _sources(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where the given rows of the first row of a group are, those of the second, and so on; and

@@ -35,6 +35,41 @@ def tables_of(kv: Any, dims: dict[str, int] | None = None) -> dict[str, kvps.Emb
     }
 
 
+@pytest.mark.parametrize("count", [40, 3000])
+@pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
+def test_alike_tables_equal_modules_of_torch_bit_for_bit(kv: Any, kind: Any, count: int) -> None:
+    tables = tables_of(kv, {"a": 4, "b": 8, "c": 4, "d": 4})
+    ours = EmbeddingCollection({name: kind(table) for name, table in tables.items()})
+    peer, options = (
+        (torch.nn.Embedding, {}) if kind is Embedding else (torch.nn.EmbeddingBag, {"mode": "sum"})
+    )
+    theirs = {
+        name: peer.from_pretrained(table.pull(range(50)), freeze=False, **options)
+        for name, table in tables.items()
+    }
+    optimizer = torch.optim.SGD(
+        [param for module in theirs.values() for param in module.parameters()], lr=1.0
+    )
+    for step in range(3):
+        given: dict[str, Any] = {}
+        for at, name in enumerate(tables):
+            ids = (torch.rand(count + at) ** 3 * 50).long()
+            ends = torch.randint(0, count, (count // 3 + at,)).sort()[0]
+            given[name] = (ids,) if kind is Embedding else (ids, torch.cat([torch.zeros(1).long(), ends]))
+        found = ours(given)
+        for name, inputs in given.items():
+            expected = theirs[name](*inputs)
+            assert torch.equal(found[name], expected)
+            weight = torch.randn_like(expected)
+            found[name] = found[name].mul_(weight) if step else found[name] * weight
+            (expected * weight).sum().backward()
+        sum(rows.sum() for rows in found.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, table in tables.items():
+            assert torch.equal(table.pull(range(50)), theirs[name].weight)
+
+
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 @pytest.mark.parametrize("form", ["offsets", "last", "rows"])

@@ -69,8 +69,7 @@ def test_a_pull_finds_the_row_of_each_id(given_ids: list[Ids], servers: int, is_
         for share in split.shares:
             rows[np.array(share.places[group], np.int64)] = share.ids[share.edges[first] : share.edges[stop]]
         for at in range(first, stop):
-            begin = split.edges[at] - split.edges[first] if is_by_table else 0
-            assert np.array_equal(rows[split.places[at].numpy() + begin], given_ids[at])
+            assert np.array_equal(rows[split.places[at].numpy()], given_ids[at])
         first = stop
 
 
@@ -89,7 +88,6 @@ def test_the_rows_of_an_id_are_summed_in_the_order_of_the_call(
     for total, stop in zip(split.summed(rows), stops, strict=True):
         expected = torch.zeros(split.edges[stop] - split.edges[first], 5, dtype=dtype)
         for at in range(first, stop):
-            begin = split.edges[at] - split.edges[first] if is_by_table else 0
-            expected.index_add_(0, split.places[at] + begin, rows[at])
+            expected.index_add_(0, split.places[at], rows[at])
         assert torch.equal(total, expected)
         first = stop
