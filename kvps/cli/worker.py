@@ -70,11 +70,6 @@ OWN_DESCRIPTORS = 6
 """Beside its transport's: the reaper (2), the port that it keeps (1), a process's start (3)."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__)
     parser.usage = "%(prog)s [flags] -- COMMAND [ARG ...]"
@@ -91,7 +86,9 @@ def _parser() -> flags.Parser:
     return parser
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed, command = flags.split(_parser(), argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)
@@ -233,12 +230,7 @@ class Shell(Listener):
 
     def _start(self, welcome: Welcome) -> None:
         try:
-            self._process = subprocess.Popen(
-                self._command,
-                env=self._environment(welcome),
-                start_new_session=True,
-                preexec_fn=self._reaper.hold_me,  # there is no moment at which it runs and is not held
-            )
+            self._process = self._reaper.start(self._command, env=self._environment(welcome))
         except (OSError, ValueError) as error:  # the latter for a text with a NUL
             reason = f"cannot start {self._command[0]}: {error}"
             self._inbox.put(lambda core, now: self._tell(EXIT_NOT_STARTED, reason, now))

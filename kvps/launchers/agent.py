@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 
 from kvps import __version__, config
 from kvps.core.membership_client import EXIT_CONFIG
-from kvps.launchers.reaper import Reaper, kill
+from kvps.launchers.reaper import PIPED, Reaper, kill
 from kvps.net.memory import share_bytes
 from kvps.runtime.key_files import KeyMemory, parse
 
@@ -176,16 +176,9 @@ class _Agent:
             flags += ["--memory-limit", str(share_bytes(order.servers))]
         threads = max(1, len(os.sched_getaffinity(0)) // order.processes)
         defaults = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", order.module, *flags, *order.words],
-            env=config.environment(order.env, defaults),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=fds,
-            preexec_fn=self._reaper.hold_me,
-        )
+        argv = [sys.executable, "-P", "-m", order.module, *flags, *order.words]
+        env = config.environment(order.env, defaults)
+        return self._reaper.start(argv, env=env, stdin=subprocess.DEVNULL, pass_fds=fds, **PIPED)
 
     def _on_input(self, process: subprocess.Popen[bytes]) -> None:
         """Pass signals on; at the end of the input, kill the process."""

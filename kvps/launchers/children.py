@@ -25,7 +25,7 @@ from pathlib import Path
 from kvps.errors import ConfigError
 from kvps.launchers.agent import ERROR, OUT, FrameReader, StartOrder
 from kvps.launchers.output import LineBuffer
-from kvps.launchers.reaper import Reaper, kill
+from kvps.launchers.reaper import PIPED, Reaper, kill
 from kvps.runtime.scheduler_process import STATE_FILE
 
 ORDER_BYTES_MAX = 60_000
@@ -119,18 +119,7 @@ def start_here(
         fds: descriptors that it inherits.
         reaper: ends it when we end.
     """
-    return _opened(
-        subprocess.Popen(
-            argv,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            pass_fds=fds,
-            preexec_fn=reaper.hold_me,  # there is no moment at which it runs and is not held
-        )
-    )
+    return _opened(reaper.start(argv, env=env, stdin=subprocess.DEVNULL, pass_fds=fds, **PIPED))
 
 
 def start_there(argv: list[str], order: StartOrder, reaper: Reaper) -> subprocess.Popen[bytes]:
@@ -151,14 +140,7 @@ def start_there(argv: list[str], order: StartOrder, reaper: Reaper) -> subproces
             f"{ORDER_BYTES_MAX}: put what is long into a file"
         )
     try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=reaper.hold_me,
-        )
+        process = reaper.start(argv, stdin=subprocess.PIPE, **PIPED)
     except OSError as error:
         raise ConfigError(
             f"cannot start {argv[0]}: {error.strerror}. Install it, or name another with --rsh"

@@ -5,7 +5,7 @@ When the pipe breaks, because its owner is gone, it kills the groups that it was
 told to forget, and removes the folders that it was told of.
 
 It looks like its owner, so that ``pkill -9`` by name kills both at once. The kernel therefore kills
-what has called :meth:`Reaper.hold_me` as well, though not what that has started in its turn.
+what :meth:`Reaper.start` has started as well, though not what such a process starts in its turn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
+from typing import Any
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 REMOVE_MAX_S = 2.0
 """Seconds of attempts to remove a directory: a process that was just killed may still write there."""
 AGAIN_S = 0.05
+PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+"""Arguments of :meth:`Reaper.start` for a process whose output is read."""
 
 
 class Reaper:
@@ -39,20 +44,22 @@ class Reaper:
                 os._exit(0)
         os.close(reader)
 
-    def hold(self, group: int) -> None:
-        """End this process group if we end."""
-        os.write(self._writer, b"+%d\n" % group)
+    def start(self, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process in a session of its own; its group ends if our owner ends.
 
-    def hold_me(self) -> None:
-        """End the calling process's group if our owner ends.
+        The process says so itself, so that there is no moment at which it runs and is not held. The
+        kernel kills it also without the reaper.
 
-        For ``preexec_fn`` of a Popen with ``start_new_session=True``: said by the new process itself, so
-        that there is no moment at which it runs and is not held. It runs between fork and exec, and
-        does no more than some system calls. The kernel kills that process also without the reaper.
+        Call this in the main thread: the kernel takes the end of the thread that forks for that of the owner.
 
-        Call Popen in the main thread: the kernel takes the end of the thread that forks for that
-        of the owner.
+        Args:
+            argv: its command line.
+            options: further arguments of Popen.
         """
+        return subprocess.Popen(argv, start_new_session=True, preexec_fn=self._hold_me, **options)
+
+    def _hold_me(self) -> None:
+        """End the calling process's group if our owner ends: between fork and exec, by system calls alone."""
         os.write(self._writer, b"+%d\n" % os.getpid())
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._owner:  # it was gone before it could be told to the kernel

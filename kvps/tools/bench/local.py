@@ -81,18 +81,8 @@ class Group:
     ) -> None:
         """Start a process; the trial is over when those that are measured have ended."""
         out, err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - see _take
-        popen = subprocess.Popen(
-            argv,
-            env=env,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,  # Ctrl-C is for us; we end them
-            pass_fds=pass_fds,
-            preexec_fn=self._reaper.hold_me,  # there is no moment at which it runs and is not held
-        )
-        self._reaper.hold(popen.pid)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+        popen = self._reaper.start(argv, env=env, cwd=cwd, pass_fds=pass_fds, **streams)
         child = _Child(name, popen, out, err, os.pidfd_open(popen.pid), is_measured)
         self._children.append(child)
         self._selector.register(child.pidfd, selectors.EVENT_READ, partial(self._take, child))

@@ -142,8 +142,8 @@ import os, subprocess, sys
 from kvps.launchers.reaper import Reaper
 reaper = Reaper()
 for _ in range(2):
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    reaper.hold(child.pid)
+    child = reaper.start(["sh", "-c", "sleep 60 & echo >&2; wait"], stderr=subprocess.PIPE)
+    child.stderr.readline()  # the kernel ends the shell, and the reaper what the shell has started
 print(child.pid, flush=True)
 reaper.forget(child.pid)
 os.kill(os.getpid(), 9)
@@ -154,7 +154,7 @@ KILLED_TOGETHER = """
 import os, subprocess, sys
 from kvps.launchers.reaper import Reaper
 reaper = Reaper()
-subprocess.Popen(["sleep", "60"], start_new_session=True, preexec_fn=reaper.hold_me)
+reaper.start(["sleep", "60"])
 os.kill(int(open(f"/proc/self/task/{os.getpid()}/children").read().split()[0]), 9)
 os.kill(os.getpid(), 9)
 """
@@ -197,7 +197,7 @@ class TestLeash:
         assert owner.stdout is not None
         forgotten = int(owner.stdout.readline())
         assert owner.wait() == -signal.SIGKILL
-        os.kill(forgotten, signal.SIGKILL)
+        os.killpg(forgotten, signal.SIGKILL)
         assert owner.communicate(timeout=10)[0] == b""
 
     def test_a_signal_to_nobody(self, sleeper: Callable[[], subprocess.Popen[bytes]]) -> None:

@@ -1,8 +1,10 @@
 """The processes of one trial: what they say, how they fail, and that none is left."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,12 +24,11 @@ class Held:
         self.groups: set[int] = set()
         self.ever: set[int] = set()
 
-    def hold(self, group: int) -> None:
-        self.groups.add(group)
-        self.ever.add(group)
-
-    def hold_me(self) -> None:
-        """What a new process says of itself is not heard here."""
+    def start(self, argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        popen = subprocess.Popen(argv, start_new_session=True, **options)
+        self.groups.add(popen.pid)
+        self.ever.add(popen.pid)
+        return popen
 
     def forget(self, group: int) -> None:
         self.groups.discard(group)
