@@ -1,19 +1,5 @@
 """``python -m kvps``: where to begin; with arguments, the ``kvps`` command.
 
-It prints the commands of a first hour, and where examples and documentation lie. In a checkout
-these are files; an installed package has none, so the text then says which folder of the source has them.
-"""
-
-from __future__ import annotations
-
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from kvps import __version__
-from kvps.cli import main as kvps_command
-
-START = """\
 kvps {version}: a parameter server for PyTorch
 
 Start a cluster on this machine, and run a script as each of its workers:
@@ -37,6 +23,15 @@ Examples: {examples}
 Documentation: {docs}
 """
 
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvps import __version__
+from kvps.cli import main as kvps_command
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print where to begin, or run the command of the arguments; return the exit code."""
@@ -54,11 +49,16 @@ def start(root: Path) -> str:
         root: the folder that has the package; a checkout also has docs and examples there.
     """
     commands = "".join(f"  kvps {name:<12} {what}\n" for name, what in kvps_command.COMMANDS.items())
-    return START.format(
-        version=__version__,
-        commands=commands,
-        examples=_place(root, "examples/README.md"),
-        docs=f"{_place(root, 'docs/quickstart.md')}; 'make docs' in the source builds the site",
+    # In a checkout, examples and pages are files; an installed package names the folders of the source.
+    return (
+        (__doc__ or "\n\n")
+        .split("\n\n", 1)[1]
+        .format(
+            version=__version__,
+            commands=commands,
+            examples=_place(root, "examples/README.md"),
+            docs=f"{_place(root, 'docs/quickstart.md')}; 'make docs' in the source builds the site",
+        )
     )
 
 

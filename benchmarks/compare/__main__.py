@@ -35,11 +35,6 @@ from kvps.tools.bench import command as bench
 NAME = "python -m benchmarks.compare"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def parser() -> flags.Parser:
     """Return the parser of its flags."""
     found = flags.Parser(NAME, __doc__, times=bench.TIMES)
@@ -56,7 +51,9 @@ def parser() -> flags.Parser:
     return found
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed = parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     with bench.measuring() as reaper:

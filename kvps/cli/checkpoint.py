@@ -17,6 +17,8 @@ examples:
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,92 +29,108 @@ from kvps.cli import flags
 from kvps.errors import ConfigError
 
 NAME = "kvps checkpoint"
-ACTIONS = {
-    "list": "list the checkpoints, and show which are complete",
-    "verify": "read checkpoints completely and compare every file with its SHA-256",
-    "export": "write the weights of one store to a safetensors file, for model.load_state_dict",
-}
+FOLDERS = """\
+DIR is the directory that the servers share. If each server has its own directory, give all of them:
+kvps checkpoint {action} a/ckpt b/ckpt{rest}"""
 ENVIRONMENT = f"""\
 {flags.EXIT_CODES}
 environment, where the flag or DIR is not given:
   KVPS_CHECKPOINT_DIR, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
 """
-FOLDERS = """\
-DIR is the directory that the servers share. If each server has its own directory, give all of them:
-kvps checkpoint {action} a/ckpt b/ckpt{rest}"""
-MORE_OF = {
-    "list": """\
-examples:
-  kvps checkpoint list /ckpt
-  KVPS_CHECKPOINT_DIR=/ckpt kvps checkpoint list
-
-An incomplete checkpoint is being written, was abandoned, or has lost a file; see the last column. Servers
-keep the two newest complete checkpoints, and all complete checkpoints with a tag.
-""",
-    "verify": """\
-examples:
-  kvps checkpoint verify /ckpt             all checkpoints
-  kvps checkpoint verify /ckpt --cut 12    checkpoint number 12
-  kvps checkpoint verify /ckpt --tag best
-
-The exit code is 0 if all are good, and 1 if any is damaged or if there are none. A checkpoint that is still
-being written is reported, but does not count as damaged unless --cut names it.
-""",
-    "export": """\
-examples:
-  kvps checkpoint export /ckpt model.safetensors
-  kvps checkpoint export /ckpt best.safetensors --tag best --store default
-  python -c 'import torch, safetensors.torch as s; model.load_state_dict(s.load_file("best.safetensors"))'
-
-Tensors have the names and shapes of the keys. If the model has entries that the store does not have (such as
-the running means of BatchNorm, if only parameters were pushed), use load_state_dict(strict=False).
-The file is written under another name and renamed: an existing file is replaced completely, or kept.
-""",
-}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in ACTIONS:
         _refuse(argv)
-    action = argv[0]
-    parsed = _parser(action).parse_args(argv[1:])
+    name = argv[0]
+    parsed = _parser(name).parse_args(argv[1:])
     flags.start_log(NAME, parsed)
-    if action == "export" and not parsed.folders and config.checkpoint_dir() is None:
+    if name == "export" and not parsed.folders and config.checkpoint_dir() is None:
         raise ConfigError(
             f"export needs DIR and FILE, and was given {parsed.file} only: name the directory of "
             "checkpoints, and then the file to write"
         )
     folders = _folders(parsed.folders)
     number = None if parsed.cut is None else config.as_whole("--cut", parsed.cut)
-    # This loads rich and torch, which --help does not wait for.
-    from kvps.checkpoint import reports
-
-    if action == "list":
-        return reports.list_cuts(folders, sys.stdout)
-    if action == "verify":
-        return reports.verify(folders, number, parsed.tag, sys.stdout)
-    return reports.export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
+    return ACTIONS[name](folders, number, parsed)
 
 
-def _parser(action: str) -> flags.Parser:
-    rest = " FILE" if action == "export" else ""
-    folders = FOLDERS.format(action=action, rest=rest)
-    what = f"{ACTIONS[action][0].upper()}{ACTIONS[action][1:]}."
-    page = f"{action}\n\n{what}\n\n{folders}\n\n{MORE_OF[action]}\n{ENVIRONMENT}"
-    parser = flags.Parser(f"{NAME} {action}", page)
+# The docstring of an action is its help. An action loads rich and torch, which --help does not wait for.
+
+
+def _list(folders: list[str], number: int | None, parsed: argparse.Namespace) -> int:
+    """List the checkpoints, and show which are complete.
+
+    examples:
+      kvps checkpoint list /ckpt
+      KVPS_CHECKPOINT_DIR=/ckpt kvps checkpoint list
+
+    An incomplete checkpoint is being written, was abandoned, or has lost a file; see the last column. Servers
+    keep the two newest complete checkpoints, and all complete checkpoints with a tag.
+    """
+    from kvps.checkpoint.reports import list_cuts
+
+    return list_cuts(folders, sys.stdout)
+
+
+def _verify(folders: list[str], number: int | None, parsed: argparse.Namespace) -> int:
+    """Read checkpoints completely and compare every file with its SHA-256.
+
+    examples:
+      kvps checkpoint verify /ckpt             all checkpoints
+      kvps checkpoint verify /ckpt --cut 12    checkpoint number 12
+      kvps checkpoint verify /ckpt --tag best
+
+    The exit code is 0 if all are good, and 1 if any is damaged or if there are none. A checkpoint that is still
+    being written is reported, but does not count as damaged unless --cut names it.
+    """
+    from kvps.checkpoint.reports import verify
+
+    return verify(folders, number, parsed.tag, sys.stdout)
+
+
+def _export(folders: list[str], number: int | None, parsed: argparse.Namespace) -> int:
+    """Write the weights of one store to a safetensors file, for model.load_state_dict.
+
+    examples:
+      kvps checkpoint export /ckpt model.safetensors
+      kvps checkpoint export /ckpt best.safetensors --tag best --store default
+      python -c 'import torch, safetensors.torch as s; model.load_state_dict(s.load_file("best.safetensors"))'
+
+    Tensors have the names and shapes of the keys. If the model has entries that the store does not have (such as
+    the running means of BatchNorm, if only parameters were pushed), use load_state_dict(strict=False).
+    The file is written under another name and renamed: an existing file is replaced completely, or kept.
+    """
+    from kvps.checkpoint.reports import export
+
+    return export(folders, parsed.file, number, parsed.tag, parsed.store, sys.stdout)
+
+
+ACTIONS = {"list": _list, "verify": _verify, "export": _export}
+
+
+def _page(name: str) -> tuple[str, str]:
+    """Return the first line of the help of an action, and the rest."""
+    title, _, rest = (inspect.getdoc(ACTIONS[name]) or "").partition("\n\n")
+    return title, rest
+
+
+def _parser(name: str) -> flags.Parser:
+    rest = " FILE" if name == "export" else ""
+    title, more = _page(name)
+    folders = FOLDERS.format(action=name, rest=rest)
+    page = f"{name}\n\n{title}\n\n{folders}\n\n{more}\n\n{ENVIRONMENT}"
+    parser = flags.Parser(f"{NAME} {name}", page)
     parser.usage = f"%(prog)s [DIR ...]{rest} [flags]"
     add = parser.add_argument
     add("folders", metavar="DIR", nargs="*", help="the directory of checkpoints; KVPS_CHECKPOINT_DIR")
-    if action == "export":
+    if name == "export":
         add("file", metavar="FILE", help="the file to write")
         add("--store", metavar="NAME", help="the store, if there are several")
     parser.set_defaults(cut=None, tag=None)
-    if action != "list":
+    if name != "list":
         add("--cut", metavar="N", help="the checkpoint with this number")
         add("--tag", metavar="T", help="the newest checkpoint with this tag; verify: all with this tag")
     return parser
@@ -136,7 +154,8 @@ def _folders(given: Sequence[str]) -> list[str]:
 
 def _refuse(argv: Sequence[str]) -> NoReturn:
     """Print the help, or the error of a line that does not begin with an action."""
-    actions = "".join([f"  {name:<7} {what}\n" for name, what in ACTIONS.items()])
+    titles = {name: _page(name)[0].removesuffix(".") for name in ACTIONS}
+    actions = "".join([f"  {name:<7} {title[:1].lower()}{title[1:]}\n" for name, title in titles.items()])
     folders = FOLDERS.format(action="list", rest="")
     parser = flags.Parser(NAME, __doc__, actions=actions, folders=folders, environment=ENVIRONMENT)
     parser.usage = "%(prog)s ACTION [DIR ...] [flags]"

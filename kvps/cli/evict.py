@@ -30,12 +30,9 @@ TIMEOUT_S = 5.0
 ROLES = {"worker": Role.WORKER, "server": Role.SERVER}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_argument("role", metavar="ROLE", choices=ROLES, help="worker or server")
     parser.add_argument("rank", metavar="R", help="the rank of the member")

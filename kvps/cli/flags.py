@@ -13,6 +13,7 @@ import logging
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from shutil import get_terminal_size
 from typing import NoReturn, TypeVar
 
@@ -222,19 +223,30 @@ def level(name: str, given: str) -> str:
     return given.lower()
 
 
-def run(name: str, argv: Sequence[str] | None, main: Callable[[Sequence[str]], int]) -> int:
-    """Run a command; return its exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return main(words)
-    except KvpsError as error:
-        is_json = logs.wants_json(words)
-        print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)
-        if isinstance(error, ConfigError | Unauthorized):
-            return EXIT_CONFIG
-        return EXIT_TEMPORARY if isinstance(error, SchedulerLost) else 1
-    except KeyboardInterrupt:
-        return 130
+def command(name: str) -> Callable[[Callable[[Sequence[str]], int]], Callable[..., int]]:
+    """Return a decorator of a command: it gets the words of the command line, and returns the exit code.
+
+    An error of kvps is printed, and becomes an exit code.
+    """
+
+    def decorate(main: Callable[[Sequence[str]], int]) -> Callable[..., int]:
+        @wraps(main)
+        def run(argv: Sequence[str] | None = None) -> int:
+            words = list(sys.argv[1:] if argv is None else argv)
+            try:
+                return main(words)
+            except KvpsError as error:
+                is_json = logs.wants_json(words)
+                print(logs.complaint(name, error) if is_json else f"{name}: {error}", file=sys.stderr)
+                if isinstance(error, ConfigError | Unauthorized):
+                    return EXIT_CONFIG
+                return EXIT_TEMPORARY if isinstance(error, SchedulerLost) else 1
+            except KeyboardInterrupt:
+                return 130
+
+        return run
+
+    return decorate
 
 
 def start_log(name: str, parsed: argparse.Namespace, handler: logging.Handler | None = None) -> str:

@@ -37,12 +37,9 @@ from kvps.runtime.key_files import PUBLIC, generate, retire, rotate, write
 NAME = "kvps keygen"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_argument("folder", metavar="DIR", help="the directory of keys; created if it does not exist")
     what = parser.add_mutually_exclusive_group()

@@ -92,11 +92,6 @@ and spare."""
 KEYLESS = "make no keys: any process on this machine can join the job; KVPS_INSECURE=1"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__, insecure=KEYLESS)
     parser.usage = "%(prog)s -n N [-s S] [flags] [--] COMMAND [ARG...]"
@@ -164,7 +159,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags.split(parser, [*argv[: len(argv) - len(parsed.command)], "--", *parsed.command])
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed, command = parse(argv)
     if manifests := annexes.load("dry-run").text_if_any(parsed, command):
         print(manifests, end="")

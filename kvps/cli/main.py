@@ -47,12 +47,9 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         _refuse(argv)
     code: int = module_of(argv[0]).main(argv[1:])

@@ -43,11 +43,6 @@ WHY_MAX = 1000
 """Characters of the reason that kvps-launch is told: a pipe takes a short text as a whole."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__, insecure=flags.INSECURE)
     parser.add_flags(
@@ -73,7 +68,9 @@ def _parser() -> flags.Parser:
     return parser
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     found, fd = config.dmlc_cluster(), parsed.report_fd

@@ -43,11 +43,6 @@ from kvps.runtime.member_process import let_threads_sleep
 NAME = "kvps-server"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def _parser() -> flags.Parser:
     parser = flags.Parser(NAME, __doc__, insecure=flags.INSECURE)
     parser.add_flags(
@@ -71,7 +66,9 @@ def _parser() -> flags.Parser:
     return parser
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed = _parser().parse_args(argv)
     flags.start_log(NAME, parsed)
     scheduler = flags.scheduler_of(parsed)

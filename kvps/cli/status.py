@@ -34,12 +34,9 @@ KEY_SHOWN = 40
 """Characters of a key that a line shows."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_flags({**flags.asking(TIMEOUT_S), "--json": "print one JSON object"})
     parsed = parser.parse_args(argv)

@@ -59,12 +59,9 @@ DRAW_EVERY_S = 1.0
 QUIT = ("q", "Q", "\x03", "\x04")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {

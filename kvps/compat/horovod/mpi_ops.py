@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from kvps.compat.horovod.common.exceptions import HorovodInternalError
 from kvps.compat.horovod.engine.context import current
 from kvps.compat.horovod.ops.handles import barrier, join, poll, synchronize
@@ -41,6 +44,8 @@ from kvps.compat.horovod.process_sets import (
     remove_process_set,
 )
 from kvps.compat.horovod.reductions import Adasum, Average, Max, Min, Product, Sum
+
+T = TypeVar("T")
 
 
 def shutdown() -> None:
@@ -153,49 +158,24 @@ def mpi_threads_supported() -> bool:
     return True
 
 
-def mpi_enabled() -> bool:
-    """Return False: MPI is not used."""
-    return False
+def _constant(answer: T, why: str) -> Callable[[], T]:
+    """Return a function that asks what Horovod was built with, and always has the same answer."""
+
+    def built() -> T:
+        return answer
+
+    built.__doc__ = f"Return {answer}: {why}"
+    return built
 
 
-def mpi_built() -> bool:
-    """Return False: MPI is not used."""
-    return False
-
-
-def gloo_enabled() -> bool:
-    """Return True: tensors travel through the CPU, as with Gloo."""
-    return True
-
-
-def gloo_built() -> bool:
-    """Return True: tensors travel through the CPU, as with Gloo."""
-    return True
-
-
-def nccl_built() -> int:
-    """Return 0: NCCL is not used."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """Return False: DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: oneCCL is not used."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return False: no collective runs on a GPU. Tensors of a GPU are copied through the CPU."""
-    return False
-
-
-def rocm_built() -> bool:
-    """Return False: no collective runs on a GPU. Tensors of a GPU are copied through the CPU."""
-    return False
+mpi_enabled = mpi_built = _constant(False, "MPI is not used.")
+gloo_enabled = gloo_built = _constant(True, "tensors travel through the CPU, as with Gloo.")
+nccl_built = _constant(0, "NCCL is not used.")
+ddl_built = _constant(False, "DDL is not used.")
+ccl_built = _constant(False, "oneCCL is not used.")
+cuda_built = rocm_built = _constant(
+    False, "no collective runs on a GPU. Tensors of a GPU are copied through the CPU."
+)
 
 
 class _basics:  # noqa: N801  # Horovod's name; its own tests look at the process sets through it

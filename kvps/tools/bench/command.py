@@ -51,11 +51,6 @@ MOVED_SYSTEMS = ("kvps apart", "mxnet", "mxnet sgd", "ray")
 """Systems that only :data:`COMPARE` measures."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
 def parser() -> flags.Parser:
     """Return the parser of its flags."""
     found = flags.Parser(NAME, __doc__, times=TIMES, compare=COMPARE)
@@ -99,7 +94,9 @@ def demand_own(parsed: argparse.Namespace, argv: Sequence[str]) -> None:
         )
 
 
-def _main(argv: Sequence[str]) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
+    """Run the command."""
     parsed = parser().parse_args(argv)
     demand_own(parsed, argv)
     flags.start_log(NAME, parsed)

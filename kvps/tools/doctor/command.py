@@ -43,12 +43,9 @@ TIMEOUT_S = 3.0
 STYLES = {Level.OK: "32", Level.WARN: "33", Level.FAIL: "31;1", Level.SKIP: "2"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {

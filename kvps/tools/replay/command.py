@@ -35,12 +35,9 @@ from kvps.tools.replay.format import Event, Record, What, packet_of, read, route
 NAME = "kvps replay"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_argument("file", metavar="FILE", help="a record")
     parser.add_argument("--show", action="store_true", help="print the events; replay nothing")

@@ -43,12 +43,9 @@ LOOK_EVERY_S = 0.5
 """How often the scheduler is asked whether the trace is over: it may end before, with its job."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@flags.command(NAME)
+def main(argv: Sequence[str]) -> int:
     """Run the command."""
-    return flags.run(NAME, argv, _main)
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = flags.Parser(NAME, __doc__)
     parser.add_flags(
         {
