@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvps import protocol as p
@@ -51,6 +52,7 @@ GROUPS_MAX = 60
 """Most tables of one message, and most groups of them: each has a frame."""
 
 _part = maker(p.TablePart)
+Places = slice | npt.NDArray[np.int64]
 
 
 class Group(NamedTuple):
@@ -217,7 +219,7 @@ class PushTableRows(PushCall):
     ) -> Request:
         parts, named, ranges = _named(share, block, self.groups, chunks, numbers)
         pieces = [
-            (self.rows[index], _places(share, self.groups, index, begin, end))
+            (self.rows[index], _places(share, self.groups, index, begin, end), end - begin)
             for index, begin, end in ranges
             if begin < end
         ]
@@ -228,37 +230,35 @@ class PushTableRows(PushCall):
         return Request(server, message, fill=fill, payload_bytes=size, lane=message.chunk)
 
 
-def _places(
-    share: Share, groups: tuple[Group, ...], index: int, begin: int, end: int
-) -> range | np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Return the indices of the rows of a group that ids ``begin`` to ``end`` of a share have."""
+def _places(share: Share, groups: tuple[Group, ...], index: int, begin: int, end: int) -> Places:
+    """Return where the rows of a group lie that ids ``begin`` to ``end`` of a share have."""
     start = share.edges[groups[index].first]
-    return share.places[index][begin - start : end - start]
+    places = share.places[index][begin - start : end - start]
+    return slice(places.start, places.stop) if isinstance(places, range) else places
+
+
+def _bytes_of(rows: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return rows [n, dim] as an item each: numpy copies those four times as fast as torch copies rows."""
+    octets = rows.detach().contiguous().view(torch.uint8).numpy()
+    return octets.view(f"V{octets.shape[1]}")[:, 0]
 
 
 def _fill(
-    memory: Memory,
-    ids: Ids,
-    pieces: Sequence[tuple[torch.Tensor, range | np.ndarray[tuple[int], np.dtype[np.int64]]]],
-    route: str,
+    memory: Memory, ids: Ids, pieces: Sequence[tuple[torch.Tensor, Places, int]], route: str
 ) -> tuple[torch.Tensor, ...]:
     """Return the payload of a push, in one block that the server can read."""
     if not len(ids):
         return ()
-    sizes = [len(places) * rows.shape[1] * rows.element_size() for rows, places in pieces]
+    sizes = [count * rows.shape[1] * rows.element_size() for rows, _, count in pieces]
     ends = accumulate([-(-size // 8) * 8 for size in (ids.nbytes, *sizes)])  # whole numbers of 64 bits
     begins = [0, *ends]
     block = memory.empty(begins[-1], "uint8")
     payload = [block[: ids.nbytes].view(torch.int64)]
-    payload[0].copy_(torch.from_numpy(ids))
-    for (rows, places), begin, size in zip(pieces, begins[1:], sizes, strict=False):
-        values = block[begin : begin + size].view(rows.dtype)
-        payload.append(values)
-        values = values.view(len(places), rows.shape[1])
-        if isinstance(places, range):
-            values.copy_(rows[places.start : places.stop])
-        else:
-            torch.index_select(rows, 0, torch.from_numpy(places), out=values)
+    payload[0].numpy()[:] = ids
+    for (rows, places, count), begin, size in zip(pieces, begins[1:], sizes, strict=False):
+        values = block[begin : begin + size]
+        payload.append(values.view(rows.dtype))
+        _bytes_of(values.view(count, -1))[:] = _bytes_of(rows)[places]
     return tuple(payload)
 
 
@@ -301,12 +301,13 @@ class PullTableRows(Call):
         for index, group in enumerate(self.groups):
             size = sum([len(share.places[index]) for share in self.shares])
             rows.append(torch.empty((size, group.dim), dtype=TORCH[group.dtype]))
+        sinks = [_bytes_of(some) for some in rows]
         stands: list[list[p.TableStand]] = [[] for _ in numbers]
         requests: list[Request] = []
         for server, share in enumerate(self.shares):
             chunks = [key.pieces[server].chunk for key in plan.keys]
             requests += [
-                self._pull(server, share, block, rows, chunks, numbers, stands)
+                self._pull(server, share, block, sinks, chunks, numbers, stands)
                 for block in blocks(share, self.groups, PULL_BYTES, is_whole=False)
             ]
         yield requests
@@ -321,7 +322,7 @@ class PullTableRows(Call):
         server: int,
         share: Share,
         block: Block,
-        rows: list[torch.Tensor],
+        sinks: list[npt.NDArray[np.void]],
         chunks: list[int],
         numbers: list[int],
         stands: list[list[p.TableStand]],
@@ -343,12 +344,8 @@ class PullTableRows(Call):
             for index, begin, end in ranges if wanted else ():
                 if begin == end:
                     continue
-                group, places = self.groups[index], _places(share, self.groups, index, begin, end)
-                values = from_frame(next(frames), group.dtype).view(end - begin, group.dim)
-                if isinstance(places, range):
-                    rows[index][places.start : places.stop].copy_(values)
-                else:
-                    rows[index].index_copy_(0, torch.from_numpy(places), values)
+                values = np.frombuffer(next(frames), sinks[index].dtype)
+                sinks[index][_places(share, self.groups, index, begin, end)] = values
 
         ids = share.ids[block.begin : block.end]
         payload = (torch.from_numpy(ids),) if len(ids) else ()
