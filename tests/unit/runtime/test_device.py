@@ -1,8 +1,5 @@
 """Page locks: whatever is covered lies in one locked range, and no byte is locked twice."""
 
-from contextlib import nullcontext
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -149,33 +146,3 @@ class TestOnAGpu:
         found = calls.begin(value.cpu)
         assert not began.query(), "the kernels were over before the call was given"
         assert torch.equal(found.result(), value.cpu())
-
-
-class FakeStream:
-    """A stream that notes what it is asked to do."""
-
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def record_event(self) -> str:
-        return f"what {self.name} has queued"
-
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name} waits for {event}")
-
-
-def test_calls_are_made_in_turn_on_streams_that_wait_for_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    streams = {use: FakeStream(log, use) for use in ("the script's", "calls")}
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["the script's"])
-    monkeypatch.setattr("kvps.runtime.device.on", lambda stream: nullcontext(log.append(f"on {stream.name}")))
-    monkeypatch.setattr("kvps.runtime.device._stream", lambda device, use: streams[use])
-    calls = CallsBehindKernels([torch.device("cuda", 0)])
-    made = [calls.begin(partial(log.append, f"call {number}")) for number in range(2)]
-    failed = calls.begin(partial(int, "x"))
-    for call in made:
-        call.result()
-    waits = ["calls waits for what the script's has queued", "on calls"]
-    assert log[:6] == [*waits, "call 0", *waits, "call 1"]
-    with pytest.raises(ValueError, match="invalid literal"):
-        failed.result()
