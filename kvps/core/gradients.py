@@ -117,6 +117,14 @@ class GradientSum:
     def __len__(self) -> int:
         return len(self.parts[0])
 
+    def read(self, scratch: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return the sum of the elements from ``start`` to ``stop``, which are not written to."""
+        part = self.parts[0]
+        if isinstance(part, RowGradient) or len(self.parts) > 1 or self.divisor != 1:
+            return self.block(scratch, start, stop)
+        is_there = len(part.edges) == 1 and part.dtype == scratch.dtype
+        return part.within(start, stop) if is_there else self.block(scratch, start, stop)
+
     def block(self, scratch: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the sum of the elements from ``start`` to ``stop``, which may be overwritten."""
         out = scratch[: stop - start]

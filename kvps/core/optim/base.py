@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -90,6 +91,7 @@ class Updater(abc.ABC):
             one key; other rules take any range of keys that share step, lr and weight decay.
         tracks_pulls: :meth:`pulled` wants to be told what ranks read.
         takes_integers: integer weights are allowed.
+        spends_gradients: the gradient that :meth:`apply` is given may be overwritten.
         is_by_row: states have one element for each row of an embedding table; weights and gradients are
             [n, dim] then, and states [n, 1]. Keys cannot have such a rule.
 
@@ -105,6 +107,7 @@ class Updater(abc.ABC):
     needs_norms: ClassVar[bool] = False
     tracks_pulls: ClassVar[bool] = False
     takes_integers: ClassVar[bool] = False
+    spends_gradients = True
     is_by_row: ClassVar[bool] = False
 
     def __init__(self, hyper: HyperParams) -> None:
@@ -214,6 +217,17 @@ class Updater(abc.ABC):
         self._update(target, gradient, state, terms)
         if target is not weight:
             weight.copy_(target)
+
+    def applier(
+        self, dtype: torch.dtype, summed_in: torch.dtype
+    ) -> Callable[[Tensor, Tensor, State, Terms], None]:
+        """Return :meth:`apply` for slices of one type, without the steps that would change nothing.
+
+        Args:
+            dtype: type of the weights, of which each slice has some.
+            summed_in: type of the gradients.
+        """
+        return self.apply if self._prepares or self.needs_norms or dtype != summed_in else self._update
 
     def clip_factor(self, squares: float) -> float:
         """Return the factor by which the gradients of a step are clipped, as torch's

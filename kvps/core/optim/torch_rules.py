@@ -151,6 +151,17 @@ class Sgd(TorchUpdater):
         )
 
 
+class PlainSgd(Updater):
+    """SGD without momentum and decay: the one line of :class:`torch.optim.SGD` that does something then."""
+
+    def __init__(self, hyper: HyperParams) -> None:
+        super().__init__(hyper)
+        self.spends_gradients = self._prepares
+
+    def _update(self, weight: Tensor, gradient: Tensor, state: State, terms: Terms) -> None:
+        weight.add_(gradient, alpha=-terms.lr)
+
+
 class NAdam(TorchUpdater):
     """:class:`torch.optim.NAdam`, with its ``mu_product``.
 
@@ -186,6 +197,8 @@ class NAdam(TorchUpdater):
         return [product], *super()._counters(step)
 
 
+_SGD_OPTIONS = "momentum", "weight_decay", "maximize"
+"""Hyper-parameters that :class:`PlainSgd` does without."""
 UPDATERS: dict[str, type[Updater]] = {
     **dict.fromkeys(TORCH_RULES, TorchUpdater),
     "sgd": Sgd,
@@ -211,7 +224,8 @@ def create(hyper: HyperParams) -> Updater:
             f"no updater is registered for optimizer '{hyper.name}'; use one of: "
             f"{', '.join(sorted(UPDATERS))}, or load its plug-in module"
         )
-    return cls(hyper)
+    is_plain = cls is Sgd and not any(map(hyper.values.get, _SGD_OPTIONS))
+    return PlainSgd(hyper) if is_plain else cls(hyper)
 
 
 def register(name: str, cls: type[Updater], schema: Schema) -> None:

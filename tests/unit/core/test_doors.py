@@ -20,6 +20,7 @@ from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.checkpoint_coordinator import CheckpointCoordinator
 from kvps.core.scheduler.cut import CUT_MAX, Rollback
 from kvps.core.server import server as module
+from kvps.core.server.rules.rule import Optimize
 from kvps.core.server.rules.whole_tensor import NO_NUMBER
 from kvps.core.server.snapshot import capture, storage
 from kvps.core.server.snapshot.model import KeySnapshot, Snapshot, SnapshotPart
@@ -368,7 +369,7 @@ def test_so_does_a_server_whose_values_are_whole() -> None:
 
 
 @pytest.mark.spec("R200")
-def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
+def test_a_server_that_was_stopped_half_way_through_an_update_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = ServerStage(workers=1)
     stage.open()
     stage.init("w", torch.ones(4))
@@ -377,9 +378,7 @@ def test_a_server_that_was_stopped_half_way_through_an_update_ends() -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("in the middle")
 
-    store = stage.server.context.stores["kv"]
-    assert store.updater is not None
-    store.updater.apply = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(Optimize, "write", fail)
     with pytest.raises(RuntimeError, match="in the middle"):
         stage.push(0, "w", torch.ones(4), 0)
     (end,) = taken(stage.server, stage.server.on_failure(b"w", ENVELOPE, FAILURE, 0.0))

@@ -64,6 +64,8 @@ def test_where_the_edges_are_makes_no_difference(cuts: list[list[int]], data: st
     stop = data.draw(st.integers(start + 1, 20))
     out = torch.full((22,), -1)
     GradientSum(tuple(strips)).into(out[1 : 1 + stop - start], start, stop)
+    read = GradientSum(tuple(strips)).read(torch.empty(20, dtype=torch.int64), start, stop)
+    assert read.tolist() == expected[start:stop].tolist()
     assert out.tolist() == [-1, *expected[start:stop].tolist(), *[-1] * (21 - stop + start)]
     at = data.draw(st.integers(1, 19))
     left, right = GradientSum(tuple(strips)).cut(at)

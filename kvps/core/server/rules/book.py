@@ -147,7 +147,7 @@ class RuleBook:
         for rule in self._rules.values():
             mover = rule.inner if isinstance(rule, Gate) else rule
             if isinstance(mover, Optimize) and mover.store.updater is not None:
-                mover.updater = mover.store.updater
+                mover.install(mover.store.updater)
 
     def replace(self, store: ServerStore, shard: Shard) -> list[PendingRead]:
         """Free the old place of a key that was placed anew; return the reads that waited there."""

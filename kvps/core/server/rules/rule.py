@@ -112,8 +112,7 @@ class Rule(abc.ABC):
         dtype = BY_ID[message.dtype].name
         if TORCH[dtype] not in (TORCH[chunk.dtype], chunk.summed_in):
             raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}")
-        if not message.ranks or max(message.ranks) >= self.shop.workers:
-            self.check_ranks(message.ranks)
+        self.check_ranks(message.ranks)
         chunk.validate(message.runs, are_filled=True)
 
     def check_ranks(self, ranks: tuple[int, ...]) -> None:
@@ -206,7 +205,12 @@ class Optimize(Rule):
 
     def __init__(self, store: ServerStore, chunk: Chunk, shop: Workshop, updater: Updater) -> None:
         super().__init__(store, chunk, shop)
+        self.install(updater)
+
+    def install(self, updater: Updater) -> None:
+        """Update by this optimizer from now on."""
         self.updater = updater
+        self._apply = updater.applier(TORCH[self.chunk.dtype], self.chunk.summed_in)
 
     def check_counted(self, judged: JudgedPush, step: StepPart | None) -> None:
         """Check that the optimizer can update values of this type."""
@@ -225,15 +229,14 @@ class Optimize(Rule):
             rows.update(self.store, self.chunk, span, due.sum.gathered(), due)
             return
         chunk, count, lap = self.chunk, self.shop.block_count, self.shop.meter.lap
-        weight, state = chunk.writable(), chunk.own_state()
-        if state is None:
-            state = self.store.state_of(chunk)
+        weight, state = chunk.writable(), self.store.state_of(chunk)
         scratch = self.shop.block(chunk.summed_in)
+        total = due.sum.block if self.updater.spends_gradients else due.sum.read
         for first, last, rates in segments(self.updater, chunk, span):
             terms = Terms(span.step, *rates, norms, due.ranks[0] if due.ranks else None, due.age)
             for start in range(first, last, count):
                 stop = min(start + count, last)
-                gradient = due.sum.block(scratch, start - span.start, stop - span.start)
+                gradient = total(scratch, start - span.start, stop - span.start)
                 if lap is not None:
                     lap()
                 self.step(weight, slice(start, stop), gradient, state, terms)
@@ -243,7 +246,7 @@ class Optimize(Rule):
     def step(self, weight: Tensor, at: slice, gradient: Tensor, state: State, terms: Terms) -> None:
         """Update one block of the chunk's values, ``weight``."""
         ours = state and {name: tensor[at] for name, tensor in state.items()}
-        self.updater.apply(self.chunk.buffer.part(at.start, at.stop), gradient, ours, terms)
+        self._apply(self.chunk.buffer.part(at.start, at.stop), gradient, ours, terms)
 
 
 def segments(updater: Updater, chunk: Chunk, span: Span) -> Iterable[tuple[int, int, tuple[float, float]]]:
