@@ -23,14 +23,14 @@ from typing import cast
 import torch
 from torch._C import DisableTorchFunction
 
-from kvps.core.effects import Copied, Core, Disk, Effect, Finish, Note, Route, Send
+from kvps.core.effects import Copied, Core, Disk, Effect, Finish, Hold, Note, Route, Send
 from kvps.core.limits import ALONE
 from kvps.core.membership_client import Identity
 from kvps.core.scheduler.scheduler import Scheduler
 from kvps.core.scheduler.seat import Settings
 from kvps.core.server.server import Server
 from kvps.core.server.snapshot.storage import AnyOrder
-from kvps.core.worker.calls import Call
+from kvps.core.worker.calls import Call, PullValues, PushValues, Views
 from kvps.core.worker.cluster_info import ClusterInfo
 from kvps.core.worker.timeout_report import ASK_SCRIPT
 from kvps.core.worker.worker import Worker
@@ -78,7 +78,10 @@ class InProcessSession:
         self._now = self._looked_at = 0.0
         self._numbers = itertools.count(1)
         self._tickets: dict[int, Ticket] = {}
-        self._arrivals: deque[tuple[str, Route, Packet]] = deque()
+        self._arrivals: deque[tuple[str, Route, Packet, Hold | None]] = deque()
+        """Packets under way: their receiver, the route along which they come, and what to release then."""
+        self._keeps = False
+        """The caller gets values where the worker was given them, and not in tensors of its own."""
         self._orders: deque[Disk] = deque()
         every_s = None if folder is None else 0.0  # cuts are taken when the user asks for one
         self._server = Server(_identity(Role.SERVER), self._now, checkpoint_every_s=every_s)
@@ -128,6 +131,7 @@ class InProcessSession:
             try:
                 self._let_time_pass()
                 number, ticket = self._ticket()
+                self._keeps = isinstance(call, PushValues | PullValues) and isinstance(call.sinks, Views)
                 self._worker.on_call(number, call, self._now + timeout_s, self._now)
                 self._pump(ticket)
             finally:
@@ -174,21 +178,21 @@ class InProcessSession:
             self._now = max(self._now, due)
             self._ring(name)
 
-    def _serve(self, name: str, route: Route, packet: Packet) -> None:
+    def _serve(self, name: str, route: Route, packet: Packet, hold: Hold | None) -> None:
         core = self._cores[name]
         try:
             core.on_packet(route, packet, self._now)
         except Exception as error:  # as the driver does with what a peer's packet leads to
             log.debug("a packet to %s", name, exc_info=error)
             core.on_failure(route, packet.envelope, error, self._now)
+        if hold is not None:
+            hold.release()
 
     def _perform(self, name: str, effect: Effect) -> None:
         match effect:
             case Send():
                 self._send(name, effect)
-            case Finish() if effect.ticket == ASK_SCRIPT:
-                pass  # the script is in this call, and waits for nobody
-            case Finish():
+            case Finish() if effect.ticket != ASK_SCRIPT:  # the script is in this call, and waits for nobody
                 self._tickets.pop(effect.ticket).end(effect.value, effect.error)
             case Copied():
                 self._tickets[effect.ticket].copied()
@@ -207,16 +211,13 @@ class InProcessSession:
     def _send(self, source: str, effect: Send) -> None:
         """Bring a packet to its receiver; a route is the name of the other end, as bytes where
         that one connected."""
-        to, packet = effect.to, effect.packet
+        to, packet, hold = effect
         target, route = (to, source.encode()) if isinstance(to, str) else (to.decode(), source)
-        if packet.payload and source == SERVER:  # which changes its values while they are still read
-            copies = tuple([memoryview(bytearray(frame)) for frame in packet.payload])
-            packet = Packet(packet.envelope, packet.message, copies)
-        elif packet.payload:
-            packet = Packet(packet.envelope, packet.message, packet.payload, (_LENT,) * len(packet.payload))
-        self._arrivals.append((target, route, packet))
-        if effect.hold is not None:
-            effect.hold.release()
+        if packet.payload and source == WORKER:
+            packet = Packet(*packet[:3], (_LENT,) * len(packet.payload))
+        elif hold is not None and self._keeps:  # the server changes its values once this is released
+            packet = packet._replace(payload=tuple(map(memoryview, map(bytearray, packet.payload))))
+        self._arrivals.append((target, route, packet, hold))
 
 
 def _identity(role: Role) -> Identity:
