@@ -54,7 +54,7 @@ def test_each_push_counts_at_most_once(
                 made[rank][number] = (worth, weight)
         while span.rounds:
             closes_at = span.closes_at(quorum, grace_s, now)
-            if not span.closable(everybody) and (closes_at is None or closes_at > now):
+            if span.missing(everybody) and (closes_at is None or closes_at > now):
                 break
             closed = span.rounds.popleft()
             assert len(closed.ranks) >= quorum

@@ -43,7 +43,7 @@ def test_each_rank_counts_once_in_each_round(steps: list[object], keep: bool, le
                 span.round(number, 0.0).add(tuple(ranks), value, lent=lent, keep=keep)
                 counted.setdefault(number, {})[ranks[0]] = float(worth)
                 counted[number] |= dict.fromkeys(ranks[1:], 0.0)
-        while required and span.closable(required):
+        while required and not span.missing(required):
             number = span.version
             assert required <= counted[number].keys()
             assert span.rounds.popleft().sum().whole().item() == sum(counted[number].values())

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
+from kvps.core.effects import Connect, Core, CoreOutbox, Effect, Exit, Note, Route, Send, Trust
 from kvps.core.limits import Limits
 from kvps.core.membership_client import SCHEDULER, STILL_S, Identity, MembershipClient, check_protocol
 from kvps.core.server.answer import Answers
@@ -61,7 +61,7 @@ class Reviving(NamedTuple):
     message: p.Revive
 
 
-class Server:
+class Server(Core):
     """One server process's part in one job after another.
 
     Its parts are a context (stores and sessions), the rules of its chunks, an Ingest for what carries values,
@@ -200,9 +200,6 @@ class Server:
         self.member.leave(True, 0, True, reason)
         self._outbox.append(Exit(0, reason))
         self._flush()
-
-    def on_drop(self, route: Route, now: float) -> None:
-        """A connection broke: only the scheduler judges what that means."""
 
     def on_timer(self, now: float) -> None:
         """Beat, send norms again that other servers may have missed, and report the ranks that

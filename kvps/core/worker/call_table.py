@@ -259,11 +259,9 @@ class CallTable:
     def flow(self, now: float) -> None:
         """Send what there is room for."""
         if self.uplink.queued:
-            for link, request in self.uplink.due(now):
-                self._send(link, request)
+            self.uplink.flow(now, self._send)
         if self.neighbours.is_active:
-            for link, request in self.neighbours.due(now):
-                self._send(link, request)
+            self.neighbours.beside.flow(now, self._send)
 
     def _send(self, link: Connection, request: Request) -> None:
         frames = tuple(map(to_frame, request.payload))

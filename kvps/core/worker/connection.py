@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
@@ -145,8 +145,8 @@ class SendScheduler:
         self.bytes_away = self.requests_away = 0
         """Those of all connections."""
 
-    def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
-        """Yield the requests that may be sent now, over all links in order."""
+    def flow(self, now: float, send: Callable[[Connection, Request], None]) -> None:
+        """Have the requests sent that may be sent now, over all links in order."""
         heads: list[tuple[tuple[int, int], Connection]] = []
         for link in list(self.queued):
             if (head := link.head()) is not None:
@@ -157,7 +157,7 @@ class SendScheduler:
             if is_full and self.is_limited and not self._has_room(most, least, now):
                 return
             link = heads[0][1]
-            yield link, link.send(now)
+            send(link, link.send(now))
             if not link.line:
                 self.queued.pop(link, None)
                 heapq.heappop(heads)

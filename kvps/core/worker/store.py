@@ -12,12 +12,13 @@ from kvps.core.membership_client import BeatFigures
 from kvps.core.placement import EMBEDDING, Part, parts
 from kvps.core.refusals import Attempts
 from kvps.core.worker.closed_stores import label_of
-from kvps.core.worker.connection import Traffic
+from kvps.core.worker.connection import Request, Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
 from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
 from kvps.errors import KeyNotFound
 from kvps.phrases import never_initialised
+from kvps.protocol.envelope import Message
 from kvps.protocol.stores import Open
 from kvps.tensors import PRIVATE, Memory
 
@@ -149,6 +150,10 @@ class WorkerStore:
         """
         number = self.optimized.number
         return min(number, 1) if self.is_resumed and self.rank != 0 else number
+
+    def everywhere(self, message: Message) -> list[Request]:
+        """Return the requests that send ``message`` to every server, in the order of their ranks."""
+        return [Request(server, message) for server in range(self.servers)]
 
     def next_call(self, last: Made) -> Made:
         """Return the next call of a kind whose ``last`` was this.

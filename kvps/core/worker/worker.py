@@ -19,7 +19,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, CoreOutbox, Exit, Finish, Note, Route
+from kvps.core.effects import Connect, Core, CoreOutbox, Exit, Finish, Note, Route
 from kvps.core.membership_client import SCHEDULER, Identity, MembershipClient
 from kvps.core.worker import calls
 from kvps.core.worker.call_table import LAST_PROBE_S, LEAST_WAIT_S, CallTable, PendingCall
@@ -47,7 +47,7 @@ ANSWERS = (p.Released, p.Resumed, p.Checkpointed, p.Probed)
 """Answers of the scheduler to requests of calls."""
 
 
-class Worker:
+class Worker(Core):
     """One worker process's part in one job."""
 
     def __init__(self, identity: Identity, now: float, memory: Memory = PRIVATE) -> None:
@@ -146,7 +146,6 @@ class Worker:
         waited_for = [self.table.pending.get(ticket) for ticket in tickets]
         is_known = all(entry is not None and _is_for_user(entry) for entry in waited_for)
         self._standstill.hear(tickets if is_known else (), self._calls())
-        return
 
     def on_close(self, name: str, now: float) -> None:
         """The user needs a store no more."""
@@ -230,10 +229,6 @@ class Worker:
         said = unforeseen(f"worker {self.member.rank}", error)
         answer = p.Error(envelope.seq, said.code, str(said))
         self.member.send(route, answer)
-
-    def on_drop(self, route: Route, now: float) -> None:
-        """A connection broke; the probes find out what was lost with it."""
-        return
 
     def on_timer(self, now: float) -> None:
         """Beat, probe, say HELLO again, and end what is over its deadline."""

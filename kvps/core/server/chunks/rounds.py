@@ -284,10 +284,6 @@ class Span:
             self.rounds.append(Round(number, now))
         return self.rounds[number - first]
 
-    def closable(self, required: frozenset[int]) -> bool:
-        """Return whether every rank that the oldest open round needs has been counted in it."""
-        return bool(self.rounds) and required <= self.rounds[0].ranks
-
     def closes_at(self, quorum: int, grace_s: float, now: float) -> float | None:
         """Return when the oldest open round closes without the ranks that it lacks; None if it does not.
 

@@ -80,9 +80,7 @@ class RestoreCheckpoint(Call):
         told, is_odd = "", False
         if store.rank == 0:
             try:
-                servers = range(store.servers)
-                listing = p.Revive(store.name, self.tag, 0)
-                answers = yield [Request(server, listing) for server in servers]
+                answers = yield store.everywhere(p.Revive(store.name, self.tag, 0))
                 there = _common(self.tag, answers)
                 told, is_odd = yield from self._revive(store, there)
             except REFUSED as error:
@@ -101,8 +99,7 @@ class RestoreCheckpoint(Call):
         while True:
             cut, *older = taken
             try:
-                order = p.Revive(store.name, self.tag, cut)
-                yield [Request(server, order) for server in range(store.servers)]
+                yield store.everywhere(p.Revive(store.name, self.tag, cut))
             except StorageError:
                 if self.tag or not older or there[cut] < 0:
                     raise
@@ -197,5 +194,5 @@ class RejoinStore(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         store.forget()
-        yield [Request(server, store.opened) for server in range(store.servers)]
+        yield store.everywhere(store.opened)
         return (yield from recount(store, self.keys))

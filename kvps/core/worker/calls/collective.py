@@ -135,11 +135,11 @@ class JoinStore(Call):
             store.is_away = was_away  # no server was told
             raise
         call = store.joins + 1
-        servers = range(store.servers)
         answers = yield [
-            Request(server, p.Join(store.name, call, server == JOIN_SERVER)) for server in servers
+            Request(server, p.Join(store.name, call, server == JOIN_SERVER))
+            for server in range(store.servers)
         ]
-        yield [Request(server, p.Return(store.name, call)) for server in servers]
+        yield store.everywhere(p.Return(store.name, call))
         store.joins, store.is_away = call, False
         if store.ordered:
             for key in store.keys.values():
@@ -158,5 +158,5 @@ class AskStatus(Call):
     on_timeout = OnTimeout.RETRY
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        answers = yield [Request(server, p.Status(store.name)) for server in range(store.servers)]
+        answers = yield store.everywhere(p.Status(store.name))
         return [answer.message for answer in answers]

@@ -139,7 +139,7 @@ class PushValues(PushCall):
         store.was_pushed_to = True
         if reads:
             yield from settle_reads(store, reads)
-        return _result(store, plan, self.sinks, sink) if isinstance(sink, HeldValues) else None
+        return _result(store, plan, self.sinks, sink)
 
     def _pushed(
         self,
@@ -202,8 +202,11 @@ def _tag(store: WorkerStore, plan: TransferPlan, numbers: Sequence[int], request
 
 
 def _result(
-    store: WorkerStore, plan: TransferPlan, wish: Sinks, sink: HeldValues
-) -> list[torch.Tensor] | HeldValues:
+    store: WorkerStore, plan: TransferPlan, wish: Sinks, sink: Sink | None
+) -> list[torch.Tensor] | HeldValues | None:
+    """Return what a call finishes with: values that were not written into tensors of the caller's."""
+    if not isinstance(sink, HeldValues):
+        return None
     return sink if wish is Views.HELD else sink.views(plan.keys, store.memory)
 
 
@@ -225,7 +228,7 @@ class PullValues(Call):
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         assert sink is not None
         yield from read(store, plan, sink, after, (self.min_version,), self.priority)
-        return _result(store, plan, self.sinks, sink) if isinstance(sink, HeldValues) else None
+        return _result(store, plan, self.sinks, sink)
 
 
 @frozen

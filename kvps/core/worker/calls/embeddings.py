@@ -160,8 +160,7 @@ class MakeTable(Call):
         return self.key in store.keys
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
-        message = message_of(store.name, self.key, self.recipe)
-        answers = yield [Request(server, message) for server in range(store.servers)]
+        answers = yield store.everywhere(message_of(store.name, self.key, self.recipe))
         pieces = []
         for server, answer in enumerate(answers):
             assert isinstance(answer.message, p.Declared)

@@ -70,7 +70,7 @@ class OpenStore(Call):
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         opened = replace(self.opened, life=store.opened.life)
-        answers = yield [Request(server, opened) for server in range(store.servers)]
+        answers = yield store.everywhere(opened)
         lives = [answer.message.life for answer in answers if isinstance(answer.message, p.Opened)]
         store.opened = replace(opened, life=max([opened.life, *lives]))
         store.worker_grace_s, store.timeout_s = self.worker_grace_s, self.timeout_s

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import abc
+from typing import ClassVar
+
 import torch
 
 from kvps import protocol as p
@@ -12,80 +15,80 @@ from kvps.core.worker.calls.base import Call, OnTimeout, Operation, Values, froz
 from kvps.core.worker.connection import Request
 from kvps.core.worker.consistent_read import AwaitAcks
 from kvps.core.worker.plan import PieceLocation
-from kvps.core.worker.store import WorkerStore
+from kvps.core.worker.store import Made, WorkerStore
 from kvps.dtypes import BY_ID
 from kvps.errors import KvpsError
+from kvps.protocol.envelope import Message
 from kvps.tensors import dtype_of, from_frame
 
 
 @frozen
-class SetOptimizer(Call):
-    """Install ``hyper`` on every server (rank 0) after the pushes so far, or check that it is there."""
+class SetOnServers(Call):
+    """Have every server set something (rank 0) after the pushes so far, or check that it is so."""
 
-    title = "set_optimizer()"
     on_timeout = OnTimeout.RESUME
     creates = True
-
-    hyper: HyperParams
+    counted_as: ClassVar[str]
+    """The field of a store that has the last call of this kind."""
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         yield from settle(store, tuple(store.keys))
         if store.is_replaying:
             return None  # a predecessor made it
-        hyper, before = self.hyper, store.optimized
-        store.optimized = store.next_call(before)
-        number, after, _ = store.optimized
-        message = p.Optimize(
-            store.name,
-            number,
-            store.rank == 0,
-            hyper.name,
-            dict(hyper.values),
-            dict(hyper.lr_mult),
-            dict(hyper.wd_mult),
-            after,
-            store.is_resumed and store.rank != 0,
-            store.attempts.count(p.Optimize, number),
-        )
+        before: Made = getattr(store, self.counted_as)
+        made = store.next_call(before)
+        setattr(store, self.counted_as, made)
+        kind = SetOnServers, self.counted_as
+        is_new, refused = store.is_resumed and store.rank != 0, store.attempts.count(kind, made.number)
         try:
-            yield [Request(server, message) for server in range(store.servers)]
+            yield store.everywhere(self.message(store, made, is_new, refused))
         except KvpsError:
-            store.optimized = before
-            store.attempts.refuse(p.Optimize, number)
+            setattr(store, self.counted_as, before)
+            store.attempts.refuse(kind, made.number)
             raise
         return None
+
+    @abc.abstractmethod
+    def message(self, store: WorkerStore, made: Made, is_new: bool, refused: int) -> Message:
+        """Return the message to the servers.
+
+        Args:
+            store: the store.
+            made: the number of this call, and the rounds before it.
+            is_new: this rank has taken another's place, and is not rank 0.
+            refused: how often this call was refused before.
+        """
 
 
 @frozen
-class SetRate(Call):
-    """Set the learning rate on every server (rank 0), or check it.
+class SetOptimizer(SetOnServers):
+    """Install ``hyper`` on every server."""
 
-    The rounds pushed so far are updated with the old rate.
-    """
+    title = "set_optimizer()"
+    counted_as = "optimized"
+
+    hyper: HyperParams
+
+    def message(self, store: WorkerStore, made: Made, is_new: bool, refused: int) -> Message:
+        """Return the settings."""
+        hyper = self.hyper
+        numbers = dict(hyper.values), dict(hyper.lr_mult), dict(hyper.wd_mult)
+        head = store.name, made.number, store.rank == 0, hyper.name
+        return p.Optimize(*head, *numbers, made.after, is_new, refused)
+
+
+@frozen
+class SetRate(SetOnServers):
+    """Set the learning rate; the rounds pushed so far are updated with the old rate."""
 
     title = "set_learning_rate()"
-    on_timeout = OnTimeout.RESUME
-    creates = True
+    counted_as = "rated"
 
     lr: float
 
-    def run(self, store: WorkerStore, values: Values) -> Operation:
-        yield from settle(store, tuple(store.keys))
-        if store.is_replaying:
-            return None  # a predecessor made it
-        before = store.rated
-        store.rated = store.next_call(before)
-        number, after, _ = store.rated
-        is_new = store.is_resumed and store.rank != 0
-        refused = store.attempts.count(p.Rate, number)
-        message = p.Rate(store.name, number, store.rank == 0, self.lr, after, is_new, refused)
-        try:
-            yield [Request(server, message) for server in range(store.servers)]
-        except KvpsError:
-            store.rated = before
-            store.attempts.refuse(p.Rate, number)
-            raise
-        return None
+    def message(self, store: WorkerStore, made: Made, is_new: bool, refused: int) -> Message:
+        """Return the rate."""
+        return p.Rate(store.name, made.number, store.rank == 0, self.lr, made.after, is_new, refused)
 
 
 @frozen

@@ -147,7 +147,7 @@ def _history(store: WorkerStore, place: Place, replays: bool) -> Generator[Step,
 
 def inherit(store: WorkerStore) -> Steps:
     """Count the calls of all ranks from what the servers know of them."""
-    answers = yield [Request(server, p.History(store.name)) for server in range(store.servers)]
+    answers = yield store.everywhere(p.History(store.name))
     known = [answer.message for answer in answers if isinstance(answer.message, p.HistoryIs)]
     newest = max(known, key=lambda history: history.rate_calls)
     # Rank 0 goes on from what some server knows (R125). To the others the optimizer is set when every

@@ -17,7 +17,7 @@ A leader answers no neighbour before the server has answered it. So it has nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -75,7 +75,7 @@ class HostGroup:
         self._memory = memory
         self._servers = servers
         self._own = own
-        self._beside = SendScheduler(is_limited=False)
+        self.beside = SendScheduler(is_limited=False)
         """Without a window: a request that waits for other workers must not hold back what they wait for."""
         self._mute: set[int] = set()
         """Ranks that hold their seat and do not speak: they lead nothing until they do."""
@@ -156,7 +156,7 @@ class HostGroup:
             endpoint = self._endpoint(worker.rank, worker.incarnation)
             route = f"worker {worker.rank}"
             self.links[worker.rank] = Connection(
-                route, endpoint, worker.incarnation, self._memory, self._beside
+                route, endpoint, worker.incarnation, self._memory, self.beside
             )
             self._outbox.append(Connect(route, endpoint, is_near=True))
             self._member.greet(route)
@@ -164,7 +164,7 @@ class HostGroup:
     def _part(self, rank: int) -> None:
         """Forget a neighbour that is no more."""
         link = self.links.pop(rank)
-        self._beside.links.remove(link)
+        self.beside.links.remove(link)
         self._mute.discard(rank)
         self._take_back(link)
 
@@ -272,10 +272,6 @@ class HostGroup:
             return request.link
         assert participant.merged is not None, "a participant is in a merged request"
         return None if participant.merged.request is None else participant.merged.request.link
-
-    def due(self, now: float) -> Iterator[tuple[Connection, Request]]:
-        """Yield the requests that may be sent to neighbours now."""
-        return self._beside.due(now)
 
     # --- what neighbours ask -------------------------------------------------------------------
 
@@ -490,7 +486,7 @@ class HostGroup:
     def check(self) -> None:
         """Assert the invariants."""
         self._merged.check()
-        assert self._beside.links == list(self.links.values())
+        assert self.beside.links == list(self.links.values())
         for peer in self._peers:
             for seq, participant in peer.asked.items():
                 assert isinstance(participant.who, PeerRequest)

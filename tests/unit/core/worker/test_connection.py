@@ -46,10 +46,10 @@ def names(link: Connection, now: float = 0.0) -> list[str]:
 
 def sent(uplink: SendScheduler, now: float = 0.0) -> list[tuple[int, str]]:
     """Send what is due over all links; return to whom and what."""
+    found: list[tuple[Connection, Request]] = []
+    uplink.flow(now, lambda link, one: found.append((link, one)))
     return [
-        (int(link.route[-1]), one.message.store)
-        for link, one in uplink.due(now)
-        if isinstance(one.message, Status)
+        (int(link.route[-1]), one.message.store) for link, one in found if isinstance(one.message, Status)
     ]
 
 
