@@ -8,6 +8,7 @@ Ids are Zipf-distributed, and clicks are drawn from a planted function of them. 
 
     kvps sync     tables and dense part in dist_sync
     kvps async    both in dist_async
+    kvps ahead    as kvps async, and the rows of a batch are asked for behind the push of the one before
     kvps hybrid   tables in dist_async, the dense part in dist_sync
     kvps apart    as kvps sync, with an Embedding for each table instead of one EmbeddingCollection (if named)
     ddp gloo      nn.EmbeddingBag(sparse=True) in DistributedDataParallel; each rank holds all rows
@@ -59,9 +60,9 @@ else:
 
 WORKERS, SERVERS = 2, 2
 EXACT, STALE = 1e-5, 0.001
-WAYS = ("kvps sync", "kvps async", "kvps hybrid", "ddp gloo", "torchrec", "alone")
+WAYS = ("kvps sync", "kvps async", "kvps ahead", "kvps hybrid", "ddp gloo", "torchrec", "alone")
 EXACT_WAYS = ("kvps sync", "kvps apart", "ddp gloo", "torchrec")
-STALE_WAYS = ("kvps async", "kvps hybrid")
+STALE_WAYS = ("kvps async", "kvps ahead", "kvps hybrid")
 WORKER = Path(__file__).with_name("click_model_worker.py")
 
 

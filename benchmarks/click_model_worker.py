@@ -85,6 +85,8 @@ class Lookup(NamedTuple):
     """End the step of the tables."""
     sent: Callable[[], float]
     """Return the bytes that the whole way has sent."""
+    ahead: Callable[[torch.Tensor], None] = lambda ids: None
+    """Ask for the rows of the next batch, behind the push of this one."""
 
 
 def zipf(rows: int, shape: tuple[int, ...], generator: np.random.Generator) -> Ids:
@@ -138,6 +140,7 @@ STORES = {
     "kvps sync": ("dist_sync", "dist_sync"),
     "kvps apart": ("dist_sync", "dist_sync"),
     "kvps async": ("dist_async", "dist_async"),
+    "kvps ahead": ("dist_async", "dist_async"),
     "kvps hybrid": ("dist_async", "dist_sync"),
 }
 """Way -> the store of the tables, and that of the dense part."""
@@ -163,14 +166,20 @@ def with_kvps(way: str, task: Task, tower: nn.Module) -> tuple[Lookup, nn.Module
 
     look_up = each if way == "kvps apart" else kvps.torch.EmbeddingCollection(modules)
 
+    def features(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(names, ids.unbind(1), strict=True))
+
     def rows(ids: torch.Tensor) -> torch.Tensor:
-        found = look_up(dict(zip(names, ids.unbind(1), strict=True)))
+        found = look_up(features(ids))
         return torch.stack(list(found.values()), 1)
 
     def sent() -> float:
         return kv.metrics()["sent_bytes"] + optimizer.kvstore.metrics()["sent_bytes"]
 
-    return Lookup(rows, lambda: None, sent), tower, optimizer
+    lookup = Lookup(rows, lambda: None, sent)
+    if way == "kvps ahead":
+        lookup = lookup._replace(ahead=lambda ids: look_up.prefetch(features(ids)))
+    return lookup, tower, optimizer
 
 
 def name_of(table: int) -> str:
@@ -325,6 +334,8 @@ def train(task: Task, way: str, rank: int, first: Any, parent: int = 0) -> dict[
         loss.backward()
         clock.append(time.perf_counter())
         rows.backward(leaf.grad)
+        if number + 1 < len(batches):
+            tables.ahead(batches[number + 1].ids)
         clock.append(time.perf_counter())
         optimizer.step()
         optimizer.zero_grad()

@@ -289,3 +289,43 @@ def test_each_push_counts_once_though_a_worker_is_killed(processes: Processes, t
     assert "replaced at" in process.out
     found = load_file(tmp_path / "rows-0")
     assert sorted(found["ids"].tolist()) == [*range(60), 1000, 1001, 5000]
+
+
+LOSE_AHEAD = """
+import os, sys, torch, kvps, kvps.torch
+
+kind, count = sys.argv[1], 60
+kv = kvps.create(kind)
+tables = {name: kv.embedding(name, 2, init="zeros", optimizer="sgd", lr=1.0) for name in ("user", "item")}
+rows = kvps.torch.EmbeddingCollection(tables, op="sum")
+(begin,) = {table.resume() for table in tables.values()}
+ids = [torch.tensor([[step], [1000 + kv.rank], [5000]]) for step in range(count)]
+batches = [dict.fromkeys(tables, some) for some in ids[begin:]]
+for step, batch in enumerate(rows.prefetching(batches), begin):
+    found = rows(batch)
+    for out in found.values():
+        assert out[1, 0] == -step, (step, out)
+        assert out[2, 0] == -2 * step if kind == "dist_sync" else out[2, 0] <= -step, (step, out)
+    sum(out.sum() for out in found.values()).backward()
+    if kv.rank == 1 and step == 25 and begin == 0:
+        os.kill(os.getpid(), 9)
+if begin:
+    print("replaced at", begin, flush=True)
+kv.barrier("end")
+for table in tables.values():
+    found = table.pull([*range(count), 1000, 1001, 5000])[:, 0]
+    assert found.tolist() == [-2.0] * count + [-60.0, -60.0, -120.0], found
+kv.barrier("over")
+"""
+
+
+@pytest.mark.spec("R188", "R466")
+@pytest.mark.parametrize("kind", ["dist_sync", pytest.param("dist_async", marks=pytest.mark.thorough)])
+def test_pushes_of_tables_count_once_and_rows_ahead_are_exact_though_a_worker_is_killed(
+    kind: str, processes: Processes
+) -> None:
+    script = processes.script(LOSE_AHEAD, "lose_ahead.py")
+    flags = ("-n", 2, "-s", 2, "--max-restarts", 1, "--")
+    process = processes.kvps("launch", *flags, sys.executable, script, kind)
+    assert process.wait(120.0) == 0, process
+    assert "replaced at" in process.out
