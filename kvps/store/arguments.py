@@ -72,13 +72,17 @@ def values_of(names: tuple[str, ...], is_many: bool, value: object) -> list[list
 
 
 def check_values(
-    names: tuple[str, ...], values: list[list[Array]], specs: Mapping[str, Spec], what: str
+    names: tuple[str, ...],
+    values: list[list[Array]],
+    specs: Mapping[str, Spec],
+    what: str,
+    is_one_type: bool = False,
 ) -> None:
-    """Check each value against the spec of its key.
+    """Check each value against the spec of its key, and for one type of device where that is asked for.
 
     Raises:
         KeyNotFound: for a key without a spec.
-        Mismatch: for another type or shape, naming the key and both.
+        Mismatch: for another type or shape, or several types of device, naming the key and both.
     """
     for name, devices in zip(names, values, strict=True):
         spec = specs.get(name)
@@ -88,6 +92,11 @@ def check_values(
             other = spec_of(value)
             if other != spec:
                 raise Mismatch(f"key {name!r} is {spec}; cannot {what} {other}")
+        if is_one_type and len(types := {value.device.type for value in map(as_tensor, devices)}) > 1:
+            raise Mismatch(
+                f"key {name!r} has values on {' and '.join(sorted(types))}, but this store sums on a "
+                "device: move all of them to one type of device"
+            )
 
 
 def reduce(devices: list[Array], on_device: bool) -> torch.Tensor:

@@ -20,6 +20,7 @@ from kvps.core.worker import calls
 from kvps.core.worker.calls import Fresh
 from kvps.core.worker.plan import Priority, of_key
 from kvps.errors import ConfigError
+from kvps.phrases import names_in_words
 from kvps.runtime.device import Staging, is_away, ready_on_device
 from kvps.store.arguments import (
     Outcome,
@@ -231,7 +232,11 @@ class Requests:
             given = value if keys.is_many else [value]
             if not are_dense(given) and have_rows(keys.names, given, self._specs):
                 return None
-            rows = self.rows(keys.names, keys.is_many, value, limit_s)
+            try:
+                rows = self.rows(keys.names, keys.is_many, value, limit_s)
+            except RuntimeError as error:  # of a device, which has no memory, or is gone
+                error.add_note(f"the values of {names_in_words(keys.names)} were not pushed")
+                raise
         return rows if weight == 1 else weighted(rows, weight)
 
     def rows(
@@ -239,7 +244,7 @@ class Requests:
     ) -> tuple[torch.Tensor, ...]:
         """Return one row for each key: its value as it is, or the sum of its values."""
         values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push")
+        check_values(names, values, self._specs, "push", is_one_type=self._on_device)
         return self.rows_of(names, values, limit_s)
 
     def rows_of(
@@ -297,7 +302,7 @@ class ServerRequests(Requests):
         if self._codec is None or self.compression.are_off:
             return super().rows(names, is_many, value, limit_s)
         values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push")
+        check_values(names, values, self._specs, "push", is_one_type=self._on_device)
         settings = [self.setting_of(name) for name in names]
         decoded = [
             devices if setting is None else self._codec.decoded(name, setting, devices)

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyDeviceGuard
 
@@ -40,7 +39,9 @@ KIND = "privateuseone"
 """The type that torch keeps for devices which it does not know."""
 aten = torch.ops.aten
 torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())  # type: ignore[attr-defined]
-EMPTY = torch.empty
+WAIT = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.repeat_interleave, aten.bincount}
+"""Operations whose result has a shape that depends on the elements."""
+EMPTY, TO = torch.empty, torch.Tensor.to
 
 
 def ruin(memory: torch.Tensor) -> None:
@@ -185,22 +186,6 @@ class DeviceTensor(torch.Tensor):
         return given[0].world.call(func, args, dict(kwargs or {}), given)
 
 
-class FromHost(TorchDispatchMode):
-    """Lets this thread make tensors of a device out of none: ``torch.zeros(device=...)``, ``.to(device)``."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        device = kwargs.get("device")
-        if device is None or device.type != KIND or any(isinstance(arg, DeviceTensor) for arg in args):
-            return func(*args, **kwargs)
-        source = func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
-        return self.world.put(source, device.index or 0)
-
-
 class World:
     """Two devices, their streams, and the page-locked memory of this process."""
 
@@ -300,6 +285,13 @@ class World:
         ruin(row)
         return row
 
+    def to(self, tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        """Stand for ``torch.Tensor.to``, which torch itself cannot do from the host."""
+        device = args[0] if args and isinstance(args[0], str | torch.device) else options.get("device")
+        if isinstance(tensor, DeviceTensor) or device is None or torch.device(device).type != KIND:
+            return TO(tensor, *args, **options)
+        return self._copy(self.make(tensor, torch.device(device).index or 0), tensor, False)
+
     def is_pinned(self, row: torch.Tensor) -> bool:
         start = row.data_ptr()
         return any(begin <= start and start + row.nbytes <= end for begin, end in list(self._locked.items()))
@@ -383,16 +375,16 @@ class World:
             )
             return first if func._schema.returns else None
         try:
-            like = func(*tree_map(self._meta, args), **tree_map(self._meta, kwargs))
-        except Exception:  # its shape, or its result, depends on the elements: torch waits for them
+            like = func(*real, **options)  # of NaN, as yet, but of the right shape
+        except (RuntimeError, IndexError):
+            like = None
+        is_known = isinstance(tree_flatten(like)[0][0], torch.Tensor) and func.overloadpacket not in WAIT
+        if not is_known:  # torch waits for the elements, on which it depends
             self.current(index).synchronize()
+            found = func(*real, **options)
             return tree_map(
-                lambda out: DeviceTensor(self, out, index) if isinstance(out, torch.Tensor) else out,
-                func(*real, **options),
+                lambda out: DeviceTensor(self, out, index) if isinstance(out, torch.Tensor) else out, found
             )
-        if not any(isinstance(out, torch.Tensor) for out in tree_flatten(like)[0]):
-            self.current(index).synchronize()
-            return func(*real, **options)
         made = tree_map(lambda out: self.make(out, index), like)
         outs = [tensor.elements for tensor in tree_flatten(made)[0]]
         is_empty = func.overloadpacket in (aten.empty_like, aten.new_empty, aten.empty_strided)
@@ -404,9 +396,6 @@ class World:
         if not is_empty:
             self._queue(index, work, given + tree_flatten(made)[0])
         return made
-
-    def _meta(self, arg: Any) -> Any:
-        return arg.elements.to("meta") if isinstance(arg, DeviceTensor) else arg
 
     def _to_copy(self, source: DeviceTensor, *, non_blocking: bool = False, **kwargs: Any) -> torch.Tensor:
         device = kwargs.get("device") or source.device
@@ -472,6 +461,7 @@ def simulated(schedule: str) -> Iterator[World]:
         patch.setattr(torch, "Stream", world.stream)
         patch.setattr(torch, "Event", Event)
         patch.setattr(torch, "empty", world.empty)
+        patch.setattr(torch.Tensor, "to", lambda tensor, *args, **options: world.to(tensor, *args, **options))
         seam._stream.cache_clear()
         try:
             yield world

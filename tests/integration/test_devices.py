@@ -1,0 +1,103 @@
+"""Stores whose values lie on several devices of a worker: two simulated ones, which punish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import kvps
+from tests.support.simulated_device import KIND, SCHEDULES, World, simulated
+
+DEVICES = [f"{KIND}:0", f"{KIND}:1"]
+
+
+@pytest.fixture(params=SCHEDULES)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with simulated(request.param) as devices:
+        yield devices
+
+
+def run(work: Callable[[int], object], workers: int = 1) -> None:
+    with kvps.LocalCluster(workers=workers, servers=2) as cluster:
+        cluster.run(work)
+
+
+@pytest.mark.parametrize(
+    "store", ["dist_sync", "dist_sync_device", "dist_async_device", "allreduce", "device"]
+)
+def test_uneven_batches_of_two_devices_are_one_gradient(world: World, store: str) -> None:
+    """A value of each key for each device goes in, and the new one comes back to every device."""
+
+    def work(rank: int) -> None:
+        kv = kvps.create(store)
+        shapes = {"w": (3, 3), "b": (3,)}
+        kv.init(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
+        if store == "dist_async_device":
+            kv.set_optimizer("sgd", learning_rate=1.0)
+        expected = [torch.zeros(shape) for shape in shapes.values()]
+        for _ in range(3):
+            batch = torch.rand(5, 3)
+            parts = kvps.split_and_load(batch, DEVICES, even_split=False)
+            assert [len(part) for part in parts] == [3, 2]
+            values = [[part.t() @ part for part in parts], [part.sum(0) for part in parts]]
+            out = [[world.put(torch.rand(shape), index) for index in range(2)] for shape in shapes.values()]
+            kv.pushpull(list(shapes), values, out=out)
+            sums = [batch.t() @ batch, batch.sum(0)]
+            is_async = store == "dist_async_device"  # its optimizer descends from where it was
+            expected = [old - new for old, new in zip(expected, sums, strict=True)] if is_async else sums
+            for targets, wanted in zip(out, expected, strict=True):
+                for target in targets:
+                    torch.testing.assert_close(target.cpu(), wanted)
+
+    run(work)
+
+
+def test_model_goes_down_and_up_once_in_each_step(world: World) -> None:
+    def work(rank: int) -> None:
+        kv = kvps.create("dist_sync_device")
+        kv.init(["w", "b"], [torch.zeros(3, 4), torch.zeros(4)])
+        grads = [world.put(torch.rand(3, 4)) * 2, world.put(torch.rand(4)) * 2]
+        for _ in range(3):
+            world.copies.clear()
+            kv.pushpull(["w", "b"], grads, out=grads)
+            assert +world.copies == {"down": 2, "up": 2}
+
+    run(work)
+
+
+@pytest.mark.parametrize("store", ["dist_sync_device", "allreduce"])
+def test_mistakes_with_devices_leave_the_store_as_it_was(world: World, store: str) -> None:
+    def work(rank: int) -> None:
+        kv = kvps.create(store)
+        kv.init(["v", "w"], [torch.zeros(6), torch.zeros(6)])
+        good = [world.put(torch.rand(6), index) for index in range(2)]
+        out = world.put(torch.rand(6))
+
+        def still_works() -> None:
+            kv.pushpull(["v", "w"], [good[0], good], out=[out, torch.empty(6)])
+            torch.testing.assert_close(kv.pull("w"), good[0].cpu() + good[1].cpu())
+
+        still_works()
+        with pytest.raises(kvps.Mismatch, match=f"'w'.*cpu and {KIND}"):
+            kv.push(["v", "w"], [good[0], [good[0], torch.rand(6)]])
+        with pytest.raises(kvps.Mismatch, match=r"'w' is float32.*float16"):
+            kv.push(["v", "w"], [good[0], [good[0], good[1].half()]])
+        still_works()
+        world.room = 8
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory") as found:
+            kv.pushpull(["v", "w"], [good[0], good], out=[out, out])
+        world.room = None
+        assert "'v', 'w'" in found.value.__notes__[0]
+        still_works()
+        world.gone.add(1)
+        with pytest.raises(torch.AcceleratorError, match="fallen off the bus") as found:
+            kv.pushpull(["v", "w"], [good[0], good], out=[out, out])
+        assert "'v', 'w'" in found.value.__notes__[0]
+        kv.pushpull("w", good[0], out=out)
+        torch.testing.assert_close(out.cpu(), good[0].cpu())
+        world.gone.clear()
+        still_works()
+
+    run(work)
