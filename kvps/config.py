@@ -118,6 +118,18 @@ def switch(name: str, env: Mapping[str, str] | None = None, *, default: bool = F
     return given.lower() in _TRUE
 
 
+def choice(name: str, choices: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Return a variable that has one of some values, of which the first is the default.
+
+    Raises:
+        ConfigError: if it has another value.
+    """
+    given = text(name, choices[0], env=env) or choices[0]
+    if given not in choices:
+        raise ConfigError(f"{name}={given!r}: use one of {', '.join(choices)}")
+    return given
+
+
 def as_number(name: str, given: str) -> float:
     """Return what the flag or variable ``name`` was given, as a finite number.
 
@@ -269,10 +281,7 @@ def transport(env: Mapping[str, str] | None = None) -> str:
     Raises:
         ConfigError: for anything else.
     """
-    setting = text("KVPS_TRANSPORT", "auto", env=env) or "auto"
-    if setting not in TRANSPORTS:
-        raise ConfigError(f"KVPS_TRANSPORT={setting!r}: use one of {', '.join(TRANSPORTS)}")
-    return setting
+    return choice("KVPS_TRANSPORT", TRANSPORTS, env)
 
 
 def checksums(env: Mapping[str, str] | None = None) -> bool:
@@ -392,11 +401,8 @@ def join_max_s(env: Mapping[str, str] | None = None) -> float:
     Raises:
         ConfigError: unless it is over 0.
     """
-    limit_s = number("KVPS_JOIN_TIMEOUT", JOIN_MAX_S, env=env)
-    assert limit_s is not None
-    if limit_s <= 0:
-        raise ConfigError(f"KVPS_JOIN_TIMEOUT={limit_s:g}: use a number of seconds above 0")
-    return limit_s
+    given = text("KVPS_JOIN_TIMEOUT", env=env)
+    return JOIN_MAX_S if given is None else as_seconds("KVPS_JOIN_TIMEOUT", given)
 
 
 def silence_max_s(given: str | None = None, env: Mapping[str, str] | None = None) -> float:
@@ -658,10 +664,7 @@ def record() -> str:
     Raises:
         ConfigError: if KVPS_RECORD is something else.
     """
-    given = text("KVPS_RECORD", "ring") or "ring"
-    if given not in RECORDS:
-        raise ConfigError(f"KVPS_RECORD={given!r}: use one of {', '.join(RECORDS)}")
-    return given
+    return choice("KVPS_RECORD", RECORDS)
 
 
 def record_dir() -> Path:

@@ -286,16 +286,6 @@ def free_port() -> int:
             return port
 
 
-def is_listening(endpoint: str) -> bool:
-    """Whether somebody listens there."""
-    host, port = endpoint.removeprefix("tcp://").split(":")
-    try:
-        socket.create_connection((host, int(port)), 1.0).close()
-    except OSError:
-        return False
-    return True
-
-
 def made(folder: Path) -> Iterator[Processes]:
     """Yield processes for a test, as a fixture; check that the test leaves nothing behind."""
     processes = Processes(folder)

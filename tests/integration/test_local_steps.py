@@ -20,8 +20,8 @@ from kvps.compat import torchft
 from kvps.torch import DiLoCo, LocalSGD
 from kvps.torch.local_steps import pace
 from tests.integration.processes import Processes, has_checkpoint, until
+from tests.integration.training_loops import Weights, weights
 
-Weights = list[torch.Tensor]
 WORKERS, STEPS = 2, 24
 DATA = torch.Generator().manual_seed(1)
 INPUTS = torch.randn(WORKERS, STEPS, 8, 6, generator=DATA)
@@ -47,8 +47,14 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, in
     optimizer.step()
 
 
-def weights(model: torch.nn.Module) -> Weights:
-    return [param.detach().clone() for param in model.parameters()]
+def begun(seed: int = 0) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    model = net(seed)
+    return model, inner(model)
+
+
+def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int) -> None:
+    for index in range(count):
+        step(model, optimizer, rank, index)
 
 
 def run(work: Callable[..., Any], workers: int = WORKERS, servers: int = 2) -> list[Any]:
@@ -101,11 +107,9 @@ def nesterov(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 def train(rank: int, make: Callable[..., DiLoCo], seed: int | None = None) -> Weights:
     """Train a worker under what ``make`` returns for (model, optimizer); each begins with other weights."""
-    model = net(rank if seed is None else seed)
-    optimizer = inner(model)
+    model, optimizer = begun(rank if seed is None else seed)
     with make(model, optimizer) as outer:
-        for index in range(STEPS):
-            step(model, optimizer, rank, index)
+        steps(model, optimizer, rank, STEPS)
         assert outer.syncs > 0
         assert outer.wait_s > 0
     return weights(model)
@@ -141,8 +145,7 @@ def test_fragments_take_turns_and_training_goes_on_meanwhile() -> None:
 
 def test_workers_count_by_their_tokens() -> None:
     def work(rank: int) -> Weights:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(model, optimizer, sync_every=6, weight="tokens") as outer:
             for index in range(STEPS):
                 step(model, optimizer, rank, index)
@@ -171,12 +174,10 @@ def test_async_applies_each_push_and_nobody_waits() -> None:
     assert_like(alone, both)
 
     def work(rank: int) -> float:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(model, optimizer, sync_every=6, mode="async") as outer:
             if rank == 0:
-                for index in range(STEPS):
-                    step(model, optimizer, rank, index)
+                steps(model, optimizer, rank, STEPS)
             outer.stores[0].barrier()
             outer.pull()
         return float(sum((one - two).norm() for one, two in zip(weights(model), weights(net()), strict=True)))
@@ -189,16 +190,14 @@ def test_delayed_nesterov_is_sgd_whose_momentum_waits_for_all_workers() -> None:
     """Two workers in turn, each from the weights that the other has left."""
 
     def work(rank: int) -> Weights:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(
             model, optimizer, "delayed_nesterov", sync_every=3, mode="async", lr=0.8, momentum=0.5
         ) as outer:
             for turn in range(4):
                 if turn % 2 == rank:
                     outer.pull()
-                    for index in range(3):
-                        step(model, optimizer, rank, index)
+                    steps(model, optimizer, rank, 3)
                 outer.stores[0].barrier()
             outer.pull()
         return weights(model)
@@ -230,13 +229,11 @@ def test_a_worker_knows_how_old_its_last_push_was() -> None:
     """Rank 0 merges three times while rank 1 sleeps, so the next push of rank 1 starts from weights three pushes old."""
 
     def work(rank: int) -> tuple[int, int]:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(model, optimizer, sync_every=2, mode="async") as outer:
             outer.stores[0].barrier()  # both have read the weights
             if rank == 0:
-                for index in range(6):
-                    step(model, optimizer, rank, index)
+                steps(model, optimizer, rank, 6)
             outer.stores[0].barrier()
             if rank == 1:
                 for index in range(4):
@@ -275,8 +272,7 @@ def test_dynamic_steps_follow_the_speed_of_a_worker(
     slow_s = [0.3] * 5 + [0.05] * 6
 
     def work(rank: int) -> list[tuple[int, int]]:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         found = []
         options: dict[str, Any] = {"mode": "async", "dynamic_sync_every": True}
         with make(model, optimizer, sync_every=12, delay=delay, **options) as outer:
@@ -312,8 +308,7 @@ def test_sync_and_pull_give_all_workers_the_same_weights() -> None:
         found: list[Any] = []
         with DiLoCo(model, optimizer, sync_every=40, fragments=2, delay=7, alpha=0.5) as outer:
             found.append(copy.deepcopy(model.state_dict()))
-            for index in range(22):
-                step(model, optimizer, rank, index)
+            steps(model, optimizer, rank, 22)
             outer.sync()
             found.append(copy.deepcopy(model.state_dict()))
             step(model, optimizer, rank, 23)
@@ -333,8 +328,7 @@ def test_average_gives_all_workers_the_mean_and_leaves_the_servers_alone() -> No
     """Training goes on after it as if it had not been called."""
 
     def work(rank: int) -> list[Any]:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         found: list[Any] = []
         with DiLoCo(model, optimizer, sync_every=6) as outer:
             for index in range(STEPS):
@@ -361,11 +355,9 @@ def test_average_where_workers_began_from_different_weights(options: dict[str, A
     compression = {"type": "e3m0", "min_bytes": 0}
 
     def work(rank: int) -> Weights:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(model, optimizer, sync_every=2, compression=compression, **options) as outer:
-            for index in range(3 + 4 * rank):
-                step(model, optimizer, rank, index)
+            steps(model, optimizer, rank, 3 + 4 * rank)
             own = weights(model)
             outer.average()
             return [*own, *weights(model)]
@@ -383,8 +375,7 @@ def test_late_steps_are_dropped_merged_or_pushed_in_turns(late: str, shares: tup
     is_first_merged = threading.Event()
 
     def work(rank: int) -> tuple[Weights, Weights]:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         options: dict[str, Any] = {"sync_every": 1, "quorum": 1, "grace": 0.0, "late": late}
         with DiLoCo(model, optimizer, "sgd", 1.0, 0.0, **options) as outer:
             outer.stores[0].barrier()  # both begin from the same weights
@@ -412,11 +403,9 @@ def test_sync_does_not_merge_again_what_was_merged_after_this_step(alpha: float)
     """A second merge would be a step of the outer momentum alone."""
 
     def work(rank: int) -> tuple[Weights, Weights, int]:
-        model = net()
-        optimizer = inner(model)
+        model, optimizer = begun()
         with DiLoCo(model, optimizer, sync_every=6, alpha=alpha) as outer:
-            for index in range(12):
-                step(model, optimizer, rank, index)
+            steps(model, optimizer, rank, 12)
             outer.sync()
             outer.sync()
             synced, syncs = weights(model), outer.syncs
@@ -429,8 +418,7 @@ def test_sync_does_not_merge_again_what_was_merged_after_this_step(alpha: float)
 
 
 def test_outside_the_context_steps_do_not_count() -> None:
-    model = net()
-    optimizer = inner(model)
+    model, optimizer = begun()
     outer = DiLoCo(model, optimizer, sync_every=1)
     with pytest.warns(UserWarning, match="stepped outside the DiLoCo"):
         step(model, optimizer, 0, 0)
@@ -468,8 +456,7 @@ def test_a_script_for_torchft_changes_its_import() -> None:
 
 
 def test_torchft_arguments_that_servers_cannot_use_are_refused() -> None:
-    model = net()
-    optimizer = inner(model)
+    model, optimizer = begun()
     parts, other = [model[0], model[2]], torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(kvps.ConfigError, match="manager: got a str, but kvps has no manager"):
         torchft.DiLoCo("manager", parts, optimizer, other, 2)  # type: ignore[arg-type]
@@ -560,8 +547,7 @@ def test_a_double_keeps_its_digits_where_a_part_of_it_is_local() -> None:
 
 
 def test_tokens_that_were_forgotten() -> None:
-    model = net()
-    optimizer = inner(model)
+    model, optimizer = begun()
     with DiLoCo(model, optimizer, sync_every=1, weight="tokens") as outer:
         with pytest.raises(kvps.ConfigError, match=r"add_tokens\(\) was not called"):
             step(model, optimizer, 0, 0)

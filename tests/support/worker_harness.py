@@ -13,7 +13,6 @@ import torch
 
 from kvps.core.effects import Copied, Effect, Exit, Finish, Note, Route, Send
 from kvps.core.membership_client import Identity
-from kvps.core.placement import parts
 from kvps.core.worker import calls
 from kvps.core.worker.worker import Worker
 from kvps.dtypes import Spec
@@ -323,7 +322,3 @@ def pull(
 
 def spec(count: int, dtype: str = "float32") -> Spec:
     return Spec(dtype, (count,))
-
-
-def part_servers(name: str, count: int, servers: int = 2) -> list[int]:
-    return [part.server for part in parts(name, count, servers, 32)]

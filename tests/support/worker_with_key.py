@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from kvps.dtypes import BY_NAME
-from kvps.protocol.envelope import Message
-from kvps.protocol.membership import Done, History, HistoryIs, Resume, Resumed
+from kvps.protocol.membership import History, HistoryIs, Resume, Resumed
 from kvps.protocol.values import Pulled, Push, Stand
 from kvps.tensors import PRIVATE, Memory
 from tests.support.worker_harness import Bench, push
@@ -49,12 +48,6 @@ def pulled(one: Bench, seq: int, server: int, version: int, value: float = 0.0) 
     runs = (Stand(0, size, version, 0),)
     answer = Pulled(seq, chunk(one, server), FLOAT, True, runs)
     one.server(server, answer, torch.full((size,), value))
-
-
-def answer_all(one: Bench, cls: type[Message], make: type[Done]) -> None:
-    """Answer the newest request of a class on each server."""
-    for server in range(one.servers):
-        one.server(server, make(one.seqs(cls, server)[-1]))
 
 
 def resumed(one: Bench, *known: HistoryIs, replaced: bool = True, **barriers: int) -> None:

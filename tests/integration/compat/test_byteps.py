@@ -1,7 +1,7 @@
 """``import kvps.compat.byteps as bps``: push_pull and what is built on it, against what one process computes."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,15 +10,10 @@ import torch
 import kvps.compat.byteps as bps
 import kvps.compat.horovod as hvd
 from kvps.compat.byteps.cross_barrier import CrossBarrier
-from tests.support.drop_in import Run, ranks
+from tests.support.drop_in import Run
 
 SEEDED = threading.Lock()
 """Held while weights are drawn: ranks are threads, and share torch's generator."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Run]:
-    yield from ranks(2)
 
 
 def net(seed: int = 0) -> torch.nn.Module:

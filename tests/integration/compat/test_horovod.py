@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -12,17 +12,12 @@ import torch
 
 import kvps.compat.horovod as hvd
 from kvps.compat.horovod.engine.engine import Engine
-from tests.support.drop_in import Run, check_collectives, equal, ranks
+from tests.support.drop_in import Run, check_collectives, equal
 
 TOLD_S = 2.0
 """Seconds in which a mismatch reaches every rank, as promised."""
 BUSY_S = 20.0
 """The same for a single mismatch, on a machine that does other work."""
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Run]:
-    yield from ranks(2)
 
 
 # --- collectives --------------------------------------------------------------------------------

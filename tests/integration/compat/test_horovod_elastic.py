@@ -1,17 +1,10 @@
 """Elastic training over ``kvps.compat.horovod``: commits, returns to them, and what each rank goes on with."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 import kvps.compat.horovod as hvd
-from tests.support.drop_in import Run, alone, batch, close, loss_of, net, ranks, sgd
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Run]:
-    yield from ranks(2)
+from tests.support.drop_in import Run, alone, batch, close, loss_of, net, sgd
 
 
 def test_a_failure_returns_to_the_last_commit(two: Run) -> None:

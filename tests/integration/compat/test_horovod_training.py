@@ -1,18 +1,13 @@
 """Training over ``kvps.compat.horovod``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import kvps.compat.horovod as hvd
-from tests.support.drop_in import Run, alone, batch, close, equal, loss_of, net, ranks, sgd
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Run]:
-    yield from ranks(2)
+from tests.support.drop_in import Run, alone, batch, close, equal, loss_of, net, sgd
 
 
 def trained(rank: int, steps: int = 3, **arguments: Any) -> torch.nn.Module:
