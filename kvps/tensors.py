@@ -106,11 +106,6 @@ def from_frame(frame: memoryview, dtype: str) -> torch.Tensor:
     return tensor if tensor.data_ptr() % BY_NAME[dtype].itemsize == 0 else tensor.clone()
 
 
-def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a flat tensor as another, which does not keep their memory alive."""
-    return at_address(tensor.data_ptr(), len(tensor), tensor.dtype)
-
-
 def at_address(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Return ``count`` elements that begin at an address, which is not checked, as a flat tensor.
 

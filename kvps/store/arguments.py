@@ -186,8 +186,8 @@ def target_of(name: str, out: Array) -> torch.Tensor:
 
 def is_row(target: torch.Tensor) -> bool:
     """Whether it can be written to where it is, by another thread than the caller's."""
-    is_plain = not (target.is_inference() or target.is_neg())  # the latter shows its memory negated
-    return target.device.type == "cpu" and target.is_contiguous() and is_plain
+    # A tensor that is_neg() shows its memory negated.
+    return target.is_cpu and target.is_contiguous() and not (target.is_inference() or target.is_neg())
 
 
 def _blank_for(target: torch.Tensor) -> torch.Tensor:

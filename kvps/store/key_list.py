@@ -2,15 +2,17 @@
 
 Most calls repeat the last one: the same keys, and a plain tensor of the right type and shape for each. So
 a store remembers each list of keys with all that it needs of it (:class:`KeyLists`), and the next call with
-the same keys costs one look-up. Values are recognised as a whole (:meth:`KeyList.rows`), since a thousand
-small keys should not cost a thousand times what one does. Values of any other form are checked key by key, in
-:mod:`kvps.store.arguments`. A *row* is a contiguous tensor on the CPU.
+the same keys costs one look-up. Values are recognised as a whole (:meth:`KeyList.rows`), by a guard of torch,
+since a thousand small keys should not cost a thousand times what one does. Values of any other form are
+checked key by key, in :mod:`kvps.store.arguments`. A *row* is a contiguous tensor on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -23,14 +25,13 @@ from kvps.tensors import TORCH
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """The types of values that are taken as they are: a subclass may mean anything."""
-_STRIDED = frozenset({torch.strided})
 _KEYS = frozenset({str, int})
 LISTS_MAX = 256
 """The number of lists of keys that a store remembers."""
 BLOCK = 1024
 """Values that are checked together: each check reads every tensor, and so many stay in the
 processor's cache."""
-_dtype, _is_cpu, _layout, _shape = map(attrgetter, ("dtype", "is_cpu", "layout", "shape"))
+_shape = attrgetter("shape")
 
 
 class KeyList:
@@ -50,7 +51,7 @@ class KeyList:
         self.unknown = tuple([name for name in names if name not in specs])
         """The keys that are not known: nothing else can be said of their values."""
         found = [] if self.unknown else [specs[name] for name in names]
-        self._forms = [(begin, _form(found[begin : begin + BLOCK])) for begin in range(0, len(found), BLOCK)]
+        self._forms = [_Form(begin, found[begin : begin + BLOCK]) for begin in range(0, len(found), BLOCK)]
 
     def rows(self, value: object, *, as_sinks: bool = False) -> tuple[torch.Tensor, ...] | None:
         """Return ``value`` as one row for each key, if it is one tensor for each that is a row as it is.
@@ -65,42 +66,68 @@ class KeyList:
             values = tuple(value)
         else:
             return None
-        for begin, (dtypes, dims, counts, deep, shapes) in self._forms:
-            part = values[begin : begin + BLOCK]
-            if not PLAIN.issuperset(map(type, part)):
-                return None
-            try:  # numbers, where they will do: a hundred thousand shapes are work for the collector
-                if not (
-                    list(map(torch.Tensor.dim, part)) == dims
-                    and list(map(torch.Tensor.numel, part)) == counts
-                    and list(map(_shape, map(part.__getitem__, deep))) == shapes
-                    and list(map(_dtype, part)) == dtypes
-                    and all(map(_is_cpu, part))
-                    and _STRIDED.issuperset(map(_layout, part))
-                    and all(map(torch.Tensor.is_contiguous, part))
-                    and not (as_sinks and any(map(torch.Tensor.is_inference, part)))
-                    and not (as_sinks and any(map(torch.Tensor.is_neg, part)))
-                ):
-                    return None
-            except RuntimeError:  # a nested tensor knows nothing of that
+        for form in self._forms:
+            part = values[form.begin : form.begin + BLOCK]
+            guard = form.guards[as_sinks]
+            if not (
+                # Numbers, where they will do: a hundred thousand shapes are work for the collector.
+                list(map(torch.Tensor.numel, part)) == form.counts
+                and all(map(torch.Tensor.is_contiguous, part))
+                and list(map(_shape, map(part.__getitem__, form.deep))) == form.deep_shapes
+                if guard is not None and guard.check(*part)
+                else form.is_passed(part, as_sinks)
+            ):
                 return None
         return values
 
 
-_Form = tuple[list[torch.dtype], list[int], list[int], list[int], list[tuple[int, ...]]]
+class _Form:
+    """The requirements of some neighbouring values of a list, those from ``begin`` on, of these ``specs``."""
+
+    __slots__ = ("begin", "counts", "deep", "deep_shapes", "guards", "specs")
+
+    def __init__(self, begin: int, specs: list[Spec]) -> None:
+        self.begin, self.specs = begin, specs
+        self.counts = [spec.count for spec in specs]
+        self.deep = [index for index, spec in enumerate(specs) if len(spec.shape) > 1]
+        """The values with more than one dimension: the shape of the others follows from their size."""
+        self.deep_shapes = [specs[index].shape for index in self.deep]
+        self.guards: list[Any] = [None, None]
+        """Those of the values and of the sinks that :meth:`is_passed` has passed last; None for none."""
+
+    def is_passed(self, part: tuple[torch.Tensor, ...], as_sinks: bool) -> bool:
+        """Look at each value by itself; if all are rows as they are, have a guard know those like them."""
+        try:
+            is_passed = all(map(_fits, part, self.specs, repeat(as_sinks)))
+        except RuntimeError:  # a nested tensor knows nothing of that
+            return False
+        if is_passed and not torch.is_inference_mode_enabled():  # there, all tensors look alike
+            self.guards[as_sinks] = _guard_of(part)
+        return is_passed
 
 
-def _form(specs: list[Spec]) -> _Form:
-    """Return the types, dimensions and sizes of values of these specs, and the indices and shapes of those
-    that have more than one dimension: that of the others follows."""
-    deep = [index for index, spec in enumerate(specs) if len(spec.shape) > 1]
+def _fits(tensor: torch.Tensor, spec: Spec, as_sink: bool) -> bool:
     return (
-        [TORCH[spec.dtype] for spec in specs],
-        [len(spec.shape) for spec in specs],
-        [spec.count for spec in specs],
-        deep,
-        [specs[index].shape for index in deep],
+        type(tensor) in PLAIN
+        and (tensor.dtype, tensor.layout, tensor.shape) == (TORCH[spec.dtype], torch.strided, spec.shape)
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (as_sink and (tensor.is_inference() or tensor.is_neg()))
     )
+
+
+def _guard_of(part: tuple[torch.Tensor, ...]) -> Any:
+    """Return torch's guard of tensors like ``part``, in one pass over them; None if this torch has none.
+
+    Its ``check(*tensors)`` compares Python types, element types, devices, layouts and numbers of dimensions,
+    and whether a tensor is of inference mode or shows its memory negated. It keeps no tensor.
+    """
+    any_size = [[None] * tensor.dim() for tensor in part]
+    try:
+        make = torch._C._dynamo.guards.TensorGuards
+        return make(*part, dynamic_dims_sizes=any_size, dynamic_dims_strides=any_size)  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        return None
 
 
 class KeyLists:
@@ -108,23 +135,19 @@ class KeyLists:
 
     def __init__(self) -> None:
         self.specs: dict[str, Spec] = {}
-        self._single: dict[tuple[object, ...], KeyList] = {}
-        """Key, as a user gave it -> its list of one key; only keys that are known."""
-        self._lists: dict[tuple[object, ...], KeyList] = {}
-        """Keys of a list, as a user gave them -> the list."""
+        self._bound: tuple[dict[tuple[object, ...], KeyList], ...] = {}, {}
+        """Keys, as a user gave them -> what they stand for; single keys, then lists. All are known."""
 
     def declare(self, specs: Iterable[tuple[str, Spec]]) -> None:
         """Know these keys, which may have been others before."""
         self.specs.update(specs)
-        self._single.clear()
-        self._lists.clear()
+        self.forget(())
 
     def forget(self, names: Iterable[str]) -> None:
         """Know nothing of these keys any more."""
         for name in names:
             self.specs.pop(name, None)
-        self._single.clear()
-        self._lists.clear()
+        self._bound = {}, {}
 
     def of(self, key: object) -> KeyList:
         """Return what one key or a list of keys stands for.
@@ -132,16 +155,16 @@ class KeyLists:
         Raises:
             ConfigError: as :func:`names_of`.
         """
-        known = self._lists if isinstance(key, list | tuple) else self._single
         given = tuple(key) if isinstance(key, list | tuple) else (key,)
+        known = self._bound[isinstance(key, list | tuple)]
         is_usual = _KEYS.issuperset(map(type, given))  # True and 1.0 are equal to 1
         found = known.get(given) if is_usual else None
         if found is None:
             names, is_many = names_of(key)
             found = KeyList(names, is_many, self.specs)
             if is_usual and not found.unknown:
-                if len(self._lists) >= LISTS_MAX:
-                    self._lists.clear()
+                if is_many and len(known) >= LISTS_MAX:
+                    known.clear()
                 known[given] = found
         return found
 

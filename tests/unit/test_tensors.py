@@ -1,8 +1,5 @@
 """Arrays to flat tensors, to frames, and back."""
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +17,6 @@ from kvps.tensors import (
     row_of,
     spec_of,
     to_frame,
-    unowned,
 )
 
 
@@ -121,19 +117,6 @@ def test_a_frame_is_a_view_of_a_tensor_and_a_tensor_of_a_frame(dtype) -> None:
 def test_a_frame_of_nothing() -> None:
     assert to_frame(torch.empty(0)).nbytes == 0
     assert from_frame(memoryview(b""), "int16").dtype is torch.int16
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda one: one.name)
-def test_the_same_memory_without_its_owner(dtype) -> None:
-    array = np.zeros(4 * dtype.itemsize, np.uint8)
-    owner = weakref.ref(array)
-    tensor = torch.from_numpy(array).view(TORCH[dtype.name])
-    other = unowned(tensor)
-    other.fill_(1)
-    assert (other.dtype, other.tolist()) == (tensor.dtype, tensor.tolist())
-    del array, tensor
-    gc.collect()
-    assert owner() is None
 
 
 def test_nobody_reads_private_memory() -> None:

@@ -137,7 +137,7 @@ class HeldValues:
         Any thread may call this, once the call is over.
         """
         for indices, share, values in self.written:
-            share.copy_out(values, [rows[index] for index in indices])
+            share.scatter(values, [rows[index] for index in indices])
         self.written.clear()
 
 

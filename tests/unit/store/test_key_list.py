@@ -1,5 +1,8 @@
 """Lists of keys: their names, and the values that are taken as they are."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -114,10 +117,50 @@ class Marked(torch.Tensor):
         (3, torch.zeros(1, 3)),
     ],
 )
-def test_anything_else_is_looked_at_by_itself(index, value):
-    values = fitting()
+@pytest.mark.parametrize("before", [0, 2])
+def test_anything_else_is_looked_at_by_itself(index, value, before):
+    """Also after calls with values that are rows."""
+    keys, values = bound(*SPECS), fitting()
+    for _ in range(before):
+        assert keys.rows(fitting()) is not None
     values[index] = value
-    assert bound(*SPECS).rows(values) is None
+    assert keys.rows(values) is None
+
+
+@pytest.mark.parametrize("has_guards", [True, False])
+@pytest.mark.parametrize("is_in_inference_mode", [True, False])
+def test_sinks_fit_after_others_as_they_do_alone(
+    is_in_inference_mode: bool, has_guards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guard knows what all of its tensors are, and inference mode hides a part of that."""
+    if not has_guards:
+        monkeypatch.delattr(torch._C._dynamo.guards, "TensorGuards")
+    keys = KeyList(("a",), True, SPECS)
+    ordinary = torch.zeros(2, 2)
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 2)
+    weight = torch.nn.Parameter(torch.zeros(2, 2))
+    for _ in range(3):
+        with torch.inference_mode(is_in_inference_mode):
+            for tensor, fits in [
+                (ordinary, True),
+                (inferred, False),
+                (weight, True),
+                (torch._neg_view(ordinary), False),
+            ]:
+                assert (keys.rows([tensor], as_sinks=True) is not None) == fits
+                assert keys.rows([tensor]) is not None
+        assert keys.rows([ordinary], as_sinks=True) is not None
+        assert keys.rows([inferred], as_sinks=True) is None
+
+
+def test_a_list_keeps_no_value_alive() -> None:
+    keys, value = bound("a"), torch.zeros(2, 2)
+    assert keys.rows([value]) is not None
+    held = weakref.ref(value)
+    del value
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize("values", [None, torch.zeros(2, 2), {"a": 1}, [], [torch.zeros(2, 2)] * 2])

@@ -120,14 +120,20 @@ class PushValues(PushCall):
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
         groups = store.push_groups(plan) if plan.groups else (plan,)
+        is_frozen = self.eager
         if isinstance(self.sinks, tuple) and (len(groups) > 1 or len(plan.shares) > 1):
-            unshare(values, self.sinks, plan.sizes)
+            if len(groups) == 1 and _are_copied(store, plan, values):
+                is_frozen = True  # all are copied before any is written
+            else:
+                unshare(values, self.sinks, plan.sizes)
         sink = HeldValues(range(len(plan.keys))) if isinstance(self.sinks, Views) else self.sinks
         reads: list[ReadTracker] = []
         requests: list[Request] = []
         try:
             for group in groups:
                 requests += self._pushed(store, group, values, numbers, sinces, sink, reads)
+            for request in requests if is_frozen else ():
+                request.freeze()
             if self.is_step:
                 _tag(store, plan, numbers, requests)
             store.traffic.pushed_bytes += plan.payload_bytes
@@ -176,13 +182,20 @@ class PushValues(PushCall):
             else:
                 request = store.feedback.push(group, share, message, gradients, store.memory, numbers)
                 request.priority = share.highest(urgency)
-            if self.eager:
-                request.freeze()
             if tracker is not None:
                 feedback = store.feedback if group.is_by_deltas else None
                 request.on_reply = partial(tracker.take, share, feedback)
             requests.append(request)
         return requests
+
+
+def _are_copied(store: WorkerStore, plan: TransferPlan, values: Values) -> bool:
+    """Whether all values are small, and are copied on their way."""
+    return all(
+        share.units is not None
+        and not store.memory.lends(route_of(share.server), [values[share.segments[0].key]])
+        for share in plan.shares
+    )
 
 
 @frozen

@@ -1,8 +1,5 @@
 """Plans: which elements of which chunks a list of keys stands for."""
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 import torch
@@ -10,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvps.core.worker.plan import (
+    MANY,
     PIECES_MAX,
-    WINDOWS_MAX,
     ChunkSlice,
     Key,
     PieceLocation,
@@ -326,65 +323,55 @@ class TestAllocate:
         assert len(memory.blocks) == 3
 
 
-class TestWindows:
-    """One tensor for each key on what came, remembered by where that lies."""
+class TestManySmallKeys:
+    """They are copied back by their addresses."""
 
-    def share(self) -> ChunkSlice:
-        return neighbours().shares[0]
+    @given(st.data())
+    def test_every_element_is_copied_wherever_the_rows_lie(self, data: st.DataObject) -> None:
+        """Whatever their sizes, types and addresses; what lies between them is not touched."""
+        dtype = data.draw(st.sampled_from(["float32", "bfloat16", "int64", "uint8"]))
+        sizes = data.draw(st.lists(st.sampled_from([1, 3, 8, 16, 24, 64]), min_size=MANY, max_size=2 * MANY))
+        gaps = data.draw(st.lists(st.integers(0, 5), min_size=len(sizes), max_size=len(sizes)))
+        if data.draw(st.booleans()):
+            sizes = [sizes[0]] * len(sizes)
+        starts = np.cumsum([0, *sizes]).tolist()
+        keys = [
+            key(f"k{at}", PieceLocation(0, 1, start, size, 0), dtype=dtype)
+            for at, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        ]
+        (share,) = make(keys).shares
+        memory = torch.zeros(sum(sizes) + sum(gaps), dtype=TORCH[dtype])
+        order = data.draw(st.permutations(range(len(sizes))))
+        rows = dict[int, torch.Tensor]()
+        at = 0
+        for index in order:
+            at += gaps[index]
+            rows[index] = memory[at : at + sizes[index]]
+            at += sizes[index]
+        values = (torch.rand(share.size) * 99 + 1).to(TORCH[dtype])
+        share.scatter(values, [rows[index] for index in range(len(sizes))])
+        parts = torch.split(values, sizes)
+        assert all(torch.equal(rows[index], part) for index, part in enumerate(parts))
+        assert int((memory != 0).sum()) == sum(sizes)
 
-    def test_are_made_once_for_each_place(self) -> None:
-        share, here, there = self.share(), torch.arange(13.0), torch.arange(13.0) + 100
-        first = share._windows_of(here)
-        assert [one.tolist() for one in first] == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12]]
-        assert share._windows_of(there)[2].tolist() == [110, 111, 112]
-        assert share._windows_of(here) is first
-        assert share._windows_of(here[:]) is first
+    def share(self, *shape: int) -> ChunkSlice:
+        spec = Spec("float32", shape)
+        places = [(PieceLocation(0, 1, at * spec.count, spec.count, 0),) for at in range(MANY)]
+        (share,) = make([Key(f"k{at}", spec, place) for at, place in enumerate(places)]).shares
+        return share
 
-    def test_show_what_lies_there_now(self) -> None:
-        share, place, rows = self.share(), torch.zeros(13), [torch.zeros(n) for n in (3, 4, 6)]
-        for turn in range(3):
-            place.fill_(turn)
-            share.scatter(place, rows)
-            assert [row.unique().tolist() for row in rows] == [[turn]] * 3
+    def test_rows_of_any_shape_are_known_to_have_changed(self) -> None:
+        share, rows = self.share(2, 3), [torch.zeros(2, 3) for _ in range(MANY)]
+        assert share.units is not None
+        before = [row._version for row in rows]
+        share.scatter(torch.arange(6.0 * MANY), rows)
+        assert torch.equal(torch.stack(rows).view(-1), torch.arange(6.0 * MANY))
+        assert all(row._version > version for row, version in zip(rows, before, strict=True))
 
-    def test_of_few_places_are_remembered(self) -> None:
-        share = self.share()
-        places = [torch.full((13,), float(index)) for index in range(WINDOWS_MAX + 1)]
-        for place in places * 2:
-            assert [one[0].item() for one in share._windows_of(place)] == [place[0].item()] * 3
-            assert len(share._windows) <= WINDOWS_MAX
-
-    def test_keep_no_memory_alive(self) -> None:
-        array = np.zeros(13, np.float32)
-        share, owner = self.share(), weakref.ref(array)
-        share.scatter(torch.from_numpy(array), [torch.zeros(n) for n in (3, 4, 6)])
-        del array
-        gc.collect()
-        assert owner() is None
-
-    def test_of_a_share_with_one_key_are_not_needed(self) -> None:
-        (share,) = make([key("a", PieceLocation(0, 1, 0, 4, 0))]).shares
-        row = torch.rand(4)
-        share.scatter(share.gather([row], PRIVATE, "server 0")[0], [torch.empty(4)])
-        assert not share._windows
-
-    def test_of_other_plans_are_their_own(self) -> None:
-        """The same place, seen as another type and in other parts."""
-        memory = torch.arange(16, dtype=torch.uint8)
-        floats, bytes_ = (
-            make(
-                [
-                    key("a", PieceLocation(0, 1, 0, size, 0), dtype=dtype),
-                    key("b", PieceLocation(0, 1, size, size, 0), dtype=dtype),
-                ]
-            ).shares[0]
-            for dtype, size in (("float32", 2), ("uint8", 4))
-        )
-        for _ in range(2):
-            halves = floats._windows_of(memory.view(torch.float32))
-            assert torch.equal(torch.cat(halves).view(torch.uint8), memory)
-            parts = bytes_._windows_of(memory[:8])
-            assert [one.tolist() for one in parts] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    def test_a_row_that_is_given_twice_has_its_last_value(self) -> None:
+        row = torch.zeros(1)
+        self.share(1).scatter(torch.arange(float(MANY)), [row] * MANY)
+        assert row.item() == MANY - 1
 
 
 def test_a_plan_is_cut_into_shares_of_so_many_bytes() -> None:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core.worker import calls
+from kvps.core.worker import calls, connection
 from kvps.core.worker.calls.dense import unshare
+from kvps.core.worker.plan import MANY
 from kvps.errors import KeyNotFound, NonFinite, Timeout
 from kvps.protocol.stores import Declare, Declared, Find, Found, FoundAll, Piece, Place
 from kvps.protocol.values import Dropped, Pull, Pulled, Push, Stand
@@ -15,19 +16,24 @@ from tests.support.worker_with_key import FLOAT, HOT, bench, chunk, pulled, read
 VIEWS = calls.Views.VIEWS
 
 
+def looked_up(one: Bench, names: list[str], size: int) -> None:
+    """Look up keys of one size, which lie side by side in one chunk on each server."""
+    ticket = one.call(calls.Lookup("kv", tuple(names)))
+    for server in (0, 1):
+        found = tuple(Found(FLOAT, (size,)) for _ in one.sent(Find, server)[0].keys)
+        one.server(server, FoundAll(one.seqs(Find, server)[0], found))
+    for server in (0, 1):
+        entries = one.sent(Declare, server)[0].entries
+        places = tuple(Place(False, (Piece(1, at * size, size),)) for at in range(len(entries)))
+        one.server(server, Declared(one.seqs(Declare, server)[0], places))
+    assert one.is_done(ticket)
+
+
 class TestPush:
     def test_a_thousand_keys_are_a_handful_of_messages(self) -> None:
         one = bench()
         names = [f"k{index}" for index in range(1000)]
-        ticket = one.call(calls.Lookup("kv", tuple(names)))
-        for server in (0, 1):
-            found = tuple(Found(FLOAT, (1,)) for _ in one.sent(Find, server)[0].keys)
-            one.server(server, FoundAll(one.seqs(Find, server)[0], found))
-        for server in (0, 1):
-            entries = one.sent(Declare, server)[0].entries
-            places = tuple(Place(False, (Piece(1, at, 1),)) for at in range(len(entries)))
-            one.server(server, Declared(one.seqs(Declare, server)[0], places))
-        assert one.is_done(ticket)
+        looked_up(one, names, 1)
         one.call(push({name: torch.zeros(1) for name in names}))
         one.call(pull({name: torch.zeros(1) for name in names}))
         assert [len(one.sent(Push)), len(one.sent(Pull))] == [2, 2]
@@ -142,6 +148,31 @@ class TestDropped:
         told(one, one.seqs(Pull, 0)[-1], 0, 1)
         told(one, one.seqs(Pull, 1)[-1], 1, 2)
         assert one.is_done(ticket)
+
+
+def test_many_small_values_are_copied_before_any_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is written where the next one lies, and the second server's are sent after the first has answered."""
+    monkeypatch.setattr(connection, "UPLINK_BYTES", 0)
+    monkeypatch.setattr(connection, "UPLINK_LEAST", 1)
+    one = bench()
+    names = [f"k{index}" for index in range(8 * MANY)]
+    rows = [torch.rand(4) for _ in names]
+    looked_up(one, names, 4)
+    before, plan = torch.stack(rows), one.core.stores["kv"].plan(tuple(names))
+    assert len(plan.shares) == 2
+    one.call(push(dict(zip(names, rows, strict=True)), sinks=(*rows[1:], rows[0]), eager=False))
+    assert len(one.sends(Push)) == 1
+    for row in rows:
+        row.fill_(-1.0)
+    first = plan.shares[0]
+    runs = tuple([Stand(start, size, 1, 1) for start, size in first.blocks])
+    seq = one.seqs(Push, first.server)[0]
+    one.server(first.server, Pulled(seq, first.chunk, FLOAT, True, runs), torch.full((first.size,), 5.0))
+    for share, send in zip(plan.shares, one.sends(Push), strict=True):
+        keys = [segment.key for segment in share.segments]
+        assert values_of(send) == before[keys].view(-1).tolist()
+        written = {rows[(key + 1) % len(rows)].unique().item() for key in keys}
+        assert written == ({5.0} if share is first else {-1.0})
 
 
 def test_values_are_copied_where_others_of_their_call_are_written():
