@@ -1,8 +1,11 @@
-"""Tickets and handles: what a call returns, and a session completes."""
+"""Tickets and handles: what a call returns, and a session completes; and the turns of threads meanwhile."""
 
 from __future__ import annotations
 
 import functools
+import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -208,3 +211,50 @@ class Handle:
             self._tell_wait(time.perf_counter() - began)
             self._tell_wait = None
         return self._value
+
+
+class ShortTurns:
+    """The interpreter's switch interval while calls are in flight, shorter than usual.
+
+    A thread that waits for the interpreter lock may ask for it only after this interval, 5 ms in
+    CPython. The loop waits for it after each system call: so a script that computes in Python
+    meanwhile would delay every packet. ``benchmarks/gil.py`` measures that.
+
+    Args:
+        interval_s: in seconds; 0 leaves the interval as it is.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._lock = threading.Lock()
+        self._open = 0
+        self._usual_s = 0.0
+
+    def begin(self) -> None:
+        """A call begins; the interval of the script is kept for later, unless it is shorter still."""
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._usual_s = sys.getswitchinterval()
+                if 0 < self.interval_s < self._usual_s:
+                    sys.setswitchinterval(self.interval_s)
+
+    def end(self) -> None:
+        """A call ends; after the last one the script has its own interval again, unless it has set
+        another."""
+        with self._lock:
+            self._open -= 1
+            if self._open == 0 and math.isclose(sys.getswitchinterval(), self.interval_s):
+                sys.setswitchinterval(self._usual_s)
+
+    def forget(self) -> None:
+        """Restore the interval in a child of a fork, where no call is in flight."""
+        self._lock = threading.Lock()
+        if self._open:
+            self._open = 1
+            self.end()
+
+
+TURNS = ShortTurns(0.0)
+"""The short turns of this process; sessions set their length."""
+os.register_at_fork(after_in_child=TURNS.forget)

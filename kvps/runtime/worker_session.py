@@ -40,8 +40,8 @@ from kvps.observe import logs
 from kvps.protocol.envelope import Role
 from kvps.runtime.device import Staging
 from kvps.runtime.member_process import own_identity
-from kvps.runtime.threads import TURNS, waited_tickets
-from kvps.runtime.ticket import Ticket, is_profiled, profiled
+from kvps.runtime.threads import waited_tickets
+from kvps.runtime.ticket import TURNS, Ticket, is_profiled, profiled
 from kvps.runtime.transport import open_transport
 from kvps.tensors import Memory
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 
 from kvps.errors import KvpsError, Timeout
-from kvps.runtime.threads import ShortTurns, waited_tickets
-from kvps.runtime.ticket import Handle, Ticket
+from kvps.runtime.threads import waited_tickets
+from kvps.runtime.ticket import Handle, ShortTurns, Ticket
 from kvps.torch.distributed.ordered_executor import OrderedExecutor
 from kvps.torch.distributed.work import Work
 
