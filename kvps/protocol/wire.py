@@ -224,7 +224,7 @@ def read_body(unread: Unread) -> Packet:
     if not required <= len(values) <= len(declared):
         raise ProtocolError(f"{kind.__name__} has {required} to {len(declared)} fields, got {len(values)}")
     message = kind(*_checked(declared, values))
-    sizes = message.payload_sizes()
+    sizes = () if kind.payload_sizes is Message.payload_sizes else message.payload_sizes()
     if payload or loans or sizes:
         if payload and loans:
             raise ProtocolError(f"a {kind.__name__} with both payload frames and loans")

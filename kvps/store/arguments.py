@@ -269,14 +269,12 @@ def shared(priorities: Sequence[int]) -> Priority:
     return some[0] if len(some) == 1 else priorities
 
 
-def version_of(min_version: int | None) -> int:
-    """Return the version that a pull waits for, 0 for any.
+def version_of(min_version: int) -> int:
+    """Return the version that a pull waits for.
 
     Raises:
         ConfigError: unless it is a whole number from 0 on.
     """
-    if min_version is None:
-        return 0
     if type(min_version) is not int or not 0 <= min_version < 1 << 63:
         raise ConfigError(f"min_version={min_version!r}: use a whole number, 0 to 2**63 - 1")
     return min_version

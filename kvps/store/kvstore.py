@@ -242,7 +242,8 @@ class KVStore(KVStoreBase, abc.ABC):
         keys = self._begin_on(key, timeout)
         if self._gradient_check is not None:
             self._gradient_check.pushed(keys.names, value)
-        urgency, limit_s = priority_of(keys.names, priority), self._limit(timeout)
+        urgency = priority if type(priority) is int else priority_of(keys.names, priority)
+        limit_s = self._limit(timeout)
         if type(weight) is not float or weight != 1:
             weight = weight_of(weight, self.average, self._name)
         pushes = self._requests.pushes(keys, value, urgency, not async_op, limit_s, weight)
@@ -286,7 +287,8 @@ class KVStore(KVStoreBase, abc.ABC):
         keys = self._begin_on(key, timeout)
         if self._gradient_check is not None:
             self._check_gradients(self._gradient_check, keys.names, out)
-        urgency, least = priority_of(keys.names, priority), version_of(min_version)
+        urgency = priority if type(priority) is int else priority_of(keys.names, priority)
+        least = 0 if min_version is None else version_of(min_version)
         request = self._requests.pull(keys, out, copy, urgency, least)
         return self._answer(request, self._limit(timeout), async_op)
 

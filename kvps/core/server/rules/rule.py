@@ -229,7 +229,9 @@ class Optimize(Rule):
             rows.update(self.store, self.chunk, span, due.sum.gathered(), due)
             return
         chunk, count, lap = self.chunk, self.shop.block_count, self.shop.meter.lap
-        weight, state = chunk.writable(), self.store.state_of(chunk)
+        weight = chunk.writable()
+        state = self.store.state_of(chunk) if chunk.state is None else chunk.own_state()
+        assert state is not None
         scratch = self.shop.block(chunk.summed_in)
         total = due.sum.block if self.updater.spends_gradients else due.sum.read
         for first, last, rates in segments(self.updater, chunk, span):

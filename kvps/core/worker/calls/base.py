@@ -183,7 +183,7 @@ def numbered(store: WorkerStore, names: tuple[str, ...]) -> Generator[Step, list
 
     The number of a push that was refused is free again, so it has to be asked which are owed.
     """
-    plan = store.plan(names)
+    plan = store.plans.get(names) or store.plan(names)
     if any(key.is_refused for key in plan.keys):
         read = yield from read_versions(store, plan, ANY, ANY)
         for key, parts in zip(plan.keys, read.by_key(), strict=True):

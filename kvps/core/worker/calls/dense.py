@@ -115,7 +115,7 @@ class PushValues(PushCall):
         Not where the servers may refuse the push for want of an optimizer: the call that pushed is to fail
         by that, and not the next.
         """
-        return self.eager and store.takes_pushes
+        return self.eager and (store.was_pushed_to or store.takes_pushes)
 
     def run(self, store: WorkerStore, values: Values) -> Operation:
         plan, numbers, sinces = yield from number_push(store, self.keys)
