@@ -182,16 +182,11 @@ class Ingest:
         """
         store, runs, since, counts_late = rule.store, message.runs, message.since, rule.store.counts_late
         is_small = len(runs) == len(message.ranks) == 1  # forms of many ranks would take much memory
-        form = (*runs[0][:2], message.dtype, message.ranks, message.weight) if is_small else None
+        form = (*runs[0][:2], message.dtype, message.ranks, message.weight, len(since)) if is_small else None
         if form is None or form not in rule.known:
             rule.check(message)
             if form is not None and len(rule.known) < FORMS_MAX:
                 rule.known.add(form)
-        if counts_late and len(since) != len(runs):
-            raise ProtocolError(
-                f"a push of {len(runs)} runs with {len(since)} numbers before them; store "
-                f"{store.name!r} counts late pushes and needs one for each"
-            )
         ranges: list[PushedRange] = []
         begin = 0
         for start, size, number in runs:
@@ -293,8 +288,7 @@ class Ingest:
         judged.late_s.append(now - round_.opened_at)
         round_.step = judged.step
         round_.backs.add(judged.back)
-        keep = store.opened.deterministic or rule.keeps_all
-        round_.add(ranks, pushed.gradient, lent=judged.is_lent, keep=keep, weight=judged.weight)
+        round_.add(ranks, pushed.gradient, lent=judged.is_lent, keep=rule.keeps_all, weight=judged.weight)
         if quorum.required <= round_.ranks or store.opened.quorum:
             self.close(rule, span, quorum, now)
 

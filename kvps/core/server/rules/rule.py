@@ -38,8 +38,9 @@ from kvps.protocol.envelope import Message
 from kvps.protocol.values import Push, StepPart
 from kvps.tensors import TORCH
 
-Form = tuple[int, int, int, tuple[int, ...], float]
-"""The start, size and element type of a push, whom it speaks for, and its weight."""
+Form = tuple[int, int, int, tuple[int, ...], float, int]
+"""The start, size and element type of a push, whom it speaks for, its weight, and how many numbers of
+earlier pushes it names."""
 FORMS_MAX = 4096
 """Forms of pushes that are known of a chunk."""
 BLOCK_COUNT = 256 << 10
@@ -93,6 +94,7 @@ class Rule(abc.ABC):
         self.store = store
         self.chunk = chunk
         self.shop = shop
+        self.keeps_all = self.keeps_all or store.opened.deterministic
         self.cut: Callable[[int, int], list[Span]] = chunk.cut
         """Returns spans that tile a range of the chunk."""
         self.known: set[Form] = set()
@@ -114,6 +116,11 @@ class Rule(abc.ABC):
             raise Mismatch(f"chunk {chunk.number} holds {chunk.dtype}, and the push has type {dtype}")
         self.check_ranks(message.ranks)
         chunk.validate(message.runs, are_filled=True)
+        if self.store.counts_late and len(message.since) != len(message.runs):
+            raise ProtocolError(
+                f"a push of {len(message.runs)} runs with {len(message.since)} numbers before them; store "
+                f"{self.store.name!r} counts late pushes and needs one for each"
+            )
 
     def check_ranks(self, ranks: tuple[int, ...]) -> None:
         """Check whom a push speaks for.
