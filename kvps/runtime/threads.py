@@ -1,4 +1,4 @@
-"""Which threads of this process wait for calls."""
+"""The threads of this process that wait for calls."""
 
 from __future__ import annotations
 

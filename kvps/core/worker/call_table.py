@@ -508,7 +508,7 @@ class CallTable:
         """A store is closed: end what is under way of it. Its pushes have left, and count."""
         for pending in [entry for entry in self.pending.values() if entry.call.store == store]:
             if pending.finished:  # the caller was told by a Timeout
-                pending.on_end = _nothing
+                pending.on_end = lambda value, error, now: None
             self.finish(pending, now, error=error)
         self._late = [late for late in self._late if late[0].store != store]
         self._unacked.pop(store, None)
@@ -558,10 +558,6 @@ class CallTable:
         for pending in self._draining:
             assert pending.waiting, f"{pending.call.title} drains, and waits for nothing"
             assert not pending.requests, f"{pending.call.title} drains, and has gone on"
-
-
-def _nothing(value: object, error: KvpsError | None, now: float) -> None:
-    return
 
 
 def _confirm(requests: Mapping[int, Request], message: p.Probed, now: float) -> None:
