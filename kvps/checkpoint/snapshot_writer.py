@@ -111,10 +111,12 @@ def _store_row(index: int, store: StoreSnapshot, columns: dict[str, Column]) -> 
 
 
 def _options(opened: Open) -> dict[str, object]:
-    """Return the options of a store; the options of its first life are as older versions read them."""
+    """Return the options of a store; options that older versions do not know are left out where they
+    change nothing."""
     options = asdict(opened)
-    if not opened.life:
-        del options["life"]
+    for name in ("life", "rebuilds"):
+        if not options[name]:
+            del options[name]
     return options
 
 

@@ -102,6 +102,7 @@ class BeatFigures(NamedTuple):
     limit_bytes: int = 0
     goes_on: bool = False
     replayed: int = 0
+    rebuilds: bool = False
 
 
 class MembershipClient:

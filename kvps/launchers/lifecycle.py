@@ -126,6 +126,8 @@ class Launch:
         self._other_code = 0
         """The exit code for the first signal, or of the first server or scheduler that failed."""
         self._goes_on = False
+        self._rebuilds = False
+        """All stores are made again from what the workers hold when a server is lost."""
         """All workers go on without a lost one, as the scheduler has it from their stores."""
         self._keys: KeyMemory | None = None
         """The keys that were made for this job, if any."""
@@ -213,6 +215,8 @@ class Launch:
                         self._show_seats(int(taken))
                     case ["ended", *words]:
                         self._why_scheduler_ended = f": {' '.join(words)}"
+                    case ["rebuilds", flag]:
+                        self._rebuilds = flag == "1"
                     case ["goes-on", flag]:
                         self._follow_policy(flag == "1")
                     case ["checkpoint", number] if self._stage is LaunchStage.DRAINING:
@@ -441,7 +445,7 @@ class Launch:
     def _is_kept(self, child: Child, code: int) -> bool:
         """Whether what a server or the scheduler knew is where its next life finds it."""
         if child.role == "server":
-            return self._plan.checkpoint_dir is not None
+            return self._plan.checkpoint_dir is not None or self._rebuilds
         return self._foothold is not None and self._foothold.has_job(code)
 
     def _warn_of_restart(self, child: Child, code: int) -> None:

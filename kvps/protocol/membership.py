@@ -47,6 +47,8 @@ class Welcome(Message):
     local_rank: int = 0
     local_size: int = 1
     master: str = ""
+    replaces: bool = False
+    """The scheduler says so to a server that takes another's place in a job that has run."""
 
 
 class Member(NamedTuple):
@@ -145,6 +147,8 @@ class Beat(Message):
     replayed: int = 0
     """The number of steps of its predecessor that a replacement passes over, so far; 0 for none.
     Of the scheduler, of all other workers together."""
+    rebuilds: bool = False
+    """The sender uses stores, and each can be made again from what its workers hold."""
 
 
 @tag(5)

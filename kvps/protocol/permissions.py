@@ -50,7 +50,8 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         | {p.Hello, p.Probe, p.Join, p.Return, p.History, p.Revive, p.Open, p.Declare, p.Find, p.Status}
         | {p.Optimize, p.Rate, p.GetState, p.SetState, p.Load, p.Push, p.Pull}
         | {p.PushRows, p.PullRows, p.PullChanged}
-        | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close},
+        | {p.Embed, p.PushTables, p.PullTables, p.Export, p.TableRate, p.Pong, p.Close}
+        | {p.Tell, p.Give},
         Role.SERVER: frozenset({p.Hello, p.Norms, p.StepNorm}),
     },
     Place.WORKER: {Role.WORKER: _SHARING | {p.Hello, p.Push, p.Pull, p.Probe, p.Join}},

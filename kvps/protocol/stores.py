@@ -39,6 +39,8 @@ class Open(Message):
     in the next round."""
     life: int = 0
     """How often all workers have closed a store of this name before, as far as the sender knows."""
+    rebuilds: bool = False
+    """Workers keep the values that they were told last, and give them to a server in another's place."""
 
 
 class Entry(NamedTuple):
@@ -144,6 +146,33 @@ class Closed(Message):
     """Answer to CLOSE: the same stores."""
 
     stores: tuple[StoreLife, ...]
+
+
+class ToldKey(NamedTuple):
+    """A key, and where its elements lay on the server whose place the addressed one has taken."""
+
+    key: str
+    dtype: int
+    shape: tuple[int, ...]
+    call: int
+    """The call that gave it its value, as in FOUND-ALL."""
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    """Where each piece begins in the key, ascending."""
+
+
+@tag(28)
+class Tell(Message):
+    """Worker to a server that has taken another's place: what I know of a store. OPEN ends it."""
+
+    store: str
+    joins: int
+    """The number of joins that are over."""
+    reason: str
+    """Why the store cannot be made again from what its workers hold; empty if it can."""
+    waits: bool
+    """Whether the sender waits for what comes of a push."""
+    keys: tuple[ToldKey, ...]
 
 
 # --- the optimizer on the servers -----------------------------------------------------------------

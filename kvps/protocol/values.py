@@ -114,6 +114,23 @@ class Load(Message):
         return (BY_ID[self.dtype].itemsize * sum(map(_size, self.runs)),)
 
 
+@tag(29)
+class Give(Message):
+    """Worker to a server that has taken another's place: values that I was told last."""
+
+    store: str
+    chunk: int
+    dtype: int
+    broadcasts: int
+    """Broadcasts of the store that the sender had made when it was told."""
+    runs: tuple[Run, ...]
+    """The elements; ``number`` is their version."""
+
+    def payload_sizes(self) -> tuple[int, ...]:
+        """One frame: the elements of all runs, side by side."""
+        return (BY_ID[self.dtype].itemsize * sum(map(_size, self.runs)),)
+
+
 @tag(31)
 class Push(Message):
     """Worker to server: a gradient for these elements."""

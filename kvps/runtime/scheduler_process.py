@@ -26,7 +26,7 @@ from kvps.core.limits import Limits
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.core.scheduler.job import CONCLUDED
 from kvps.core.scheduler.scheduler import ProcessInfo, Scheduler
-from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REPLACE_MAX_S, SEATS, Settings
+from kvps.core.scheduler.seat import DROP_GRACE_S, GOES_ON, REBUILDS, REPLACE_MAX_S, SEATS, Settings
 from kvps.errors import ConfigError, KvpsError, StorageError
 from kvps.net import descriptors
 from kvps.net.driver import Inbox, Listener, drive
@@ -42,7 +42,7 @@ log = logging.getLogger("kvps")
 STATE_FILE = "scheduler.state"
 Tell = Callable[[str, object], None]
 """Told an event and its value, as :class:`kvps.launchers.lifecycle.Launch` reads them."""
-_EVENTS = {CONCLUDED: "checkpoint", SEATS: "seats", GOES_ON: "goes-on"}
+_EVENTS = {CONCLUDED: "checkpoint", SEATS: "seats", GOES_ON: "goes-on", REBUILDS: "rebuilds"}
 THIS_PROCESS = ProcessInfo(__version__, time.time)
 """How often a name is looked up that is not known: its container may not be up yet."""
 

@@ -13,7 +13,7 @@ from typing import Any
 from kvps import config
 from kvps.core.nonfinite import ACTIONS
 from kvps.core.placement import BIGARRAY_BOUND
-from kvps.core.server.options import LATE, POLICIES
+from kvps.core.server.options import LATE, POLICIES, check_options
 from kvps.errors import ConfigError
 from kvps.observe import logs
 from kvps.protocol.envelope import KEY_MAX
@@ -27,7 +27,7 @@ from kvps.store.base import KVStoreBase, Store
 from kvps.store.device_codec import DeviceCodec
 from kvps.store.kvstore import KVStore
 from kvps.store.names import Kind, kind_of
-from kvps.store.options import WORKER_GRACE_S, StoreOptions
+from kvps.store.options import SERVER_POLICIES, WORKER_GRACE_S, StoreOptions
 from kvps.store.server_store import DistStore
 
 log = logging.getLogger("kvps")
@@ -57,6 +57,7 @@ def create(
     quorum: int | None = None,
     grace: float | str = "auto",
     late: str = "drop",
+    on_server_lost: str = SERVER_POLICIES[0],
     **options: Any,
 ) -> Any:
     """Return a store.
@@ -100,6 +101,11 @@ def create(
             num_workers`` to ``average``, although it counts lost workers, too: the mean of a round
             with few workers is as large as that of all, and workers that push in turns would move
             the weights too far.
+        on_server_lost: in ``dist_sync``, where the values of a lost server come from: ``"checkpoint"``, or
+            ``"rebuild"`` without one. Then each worker keeps the values that it was told last (a copy of the
+            model, or a lease of the servers' memory on one host), and gives them to the server that takes
+            the lost one's place. Calls wait for that, none is repeated, and sums keep their bits. This is for
+            servers that only add up, by ``pushpull``: without optimizer, compression, tables or quorum.
 
     Raises:
         ConfigError: for an unknown store or option, or an incomplete configuration of a cluster.
@@ -122,7 +128,7 @@ def create(
         raise ConfigError(
             f"create({store!r}) has no option {', '.join(sorted(options))}; see help(kvps.create)"
         )
-    shared = StoreOptions.of(timeout, on_worker_lost, worker_grace)
+    shared = StoreOptions.of(timeout, on_worker_lost, worker_grace, on_server_lost)
     if on_nonfinite not in ACTIONS:
         raise ConfigError(f"on_nonfinite={on_nonfinite!r}: use one of {', '.join(ACTIONS)}")
     if kind.mode == "local":
@@ -149,7 +155,7 @@ def create(
         on_nonfinite,
         average,
     )
-    opened = _with_quorum(opened, kind, quorum, grace, late)
+    opened = _with_quorum(_rebuilding(opened, kind, on_server_lost), kind, quorum, grace, late)
     session = process.session(shared.timeout_s)
     named = replace(opened, store=_named(session, name), chunk_bytes=default_chunk_bytes(session))
     return DistStore(kind, session, named, shared)
@@ -199,6 +205,8 @@ def create_dist(
     if not kind.is_distributed:
         return _local(kind, "local", ACTIONS[0], StoreOptions())
     opened = _opened(kind, None, options.on_worker_lost, False, None, None, ACTIONS[0], average)
+    if kind.mode == "sync":  # others of a front end hold what no worker does
+        opened = _rebuilding(opened, kind, options.on_server_lost)
     opened = _with_quorum(opened, kind, quorum, grace, late)
     session = process.session(options.timeout_s)
     name = session.next_name(RESERVED + owner)
@@ -274,6 +282,21 @@ def _opened(
         on_nonfinite=on_nonfinite,
         average=bool(average),
     )
+
+
+def _rebuilding(opened: Open, kind: Kind, on_server_lost: str) -> Open:
+    """Return the options of a store that is made again, or not, when a server is lost.
+
+    Raises:
+        ConfigError: for a store that cannot be made again.
+    """
+    if on_server_lost == SERVER_POLICIES[0]:
+        return opened
+    opened = replace(opened, rebuilds=True, bundles=False)
+    if kind.mode != "sync":
+        raise ConfigError(f"on_server_lost={on_server_lost!r} is an option of dist_sync, not of {kind.type}")
+    check_options(replace(opened, chunk_bytes=PROCESS_CHUNK_BYTES))
+    return opened
 
 
 def _with_quorum(opened: Open, kind: Kind, quorum: object, grace: object, late: object) -> Open:

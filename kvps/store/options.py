@@ -13,7 +13,9 @@ from kvps.runtime.ticket import TIMEOUT_S
 from kvps.store.arguments import seconds
 
 WORKER_GRACE_S = 240.0
-NAMES = ("timeout", "on_worker_lost", "worker_grace")
+SERVER_POLICIES = ("checkpoint", "rebuild")
+"""The sources of a lost server's values: a checkpoint, or the workers."""
+NAMES = ("timeout", "on_worker_lost", "worker_grace", "on_server_lost")
 """The options as users write them."""
 
 
@@ -24,9 +26,16 @@ class StoreOptions:
     timeout_s: float = TIMEOUT_S
     on_worker_lost: str = POLICIES[0]
     worker_grace_s: float = WORKER_GRACE_S
+    on_server_lost: str = SERVER_POLICIES[0]
 
     @classmethod
-    def of(cls, timeout: object, on_worker_lost: str, worker_grace: object) -> StoreOptions:
+    def of(
+        cls,
+        timeout: object,
+        on_worker_lost: str,
+        worker_grace: object,
+        on_server_lost: object = SERVER_POLICIES[0],
+    ) -> StoreOptions:
         """Return the options, checked.
 
         Raises:
@@ -34,7 +43,12 @@ class StoreOptions:
         """
         if on_worker_lost not in POLICIES:
             raise ConfigError(f"on_worker_lost={on_worker_lost!r}: use one of {', '.join(POLICIES)}")
-        return cls(seconds("timeout", timeout), on_worker_lost, seconds("worker_grace", worker_grace))
+        if not isinstance(on_server_lost, str) or on_server_lost not in SERVER_POLICIES:
+            raise ConfigError(
+                f"on_server_lost={on_server_lost!r:.40}: use one of {', '.join(SERVER_POLICIES)}"
+            )
+        limits = seconds("timeout", timeout), on_worker_lost, seconds("worker_grace", worker_grace)
+        return cls(*limits, on_server_lost)
 
     @classmethod
     def given(cls, options: Mapping[str, Any] | None) -> StoreOptions:
@@ -55,4 +69,5 @@ class StoreOptions:
             given.get("timeout", TIMEOUT_S),
             given.get("on_worker_lost", POLICIES[0]),
             given.get("worker_grace", WORKER_GRACE_S),
+            given.get("on_server_lost", SERVER_POLICIES[0]),
         )

@@ -79,6 +79,7 @@ class Store:
     quorum: int = 0
     grace_s: float = -1.0
     late: str = "drop"
+    rebuilds: bool = False
     push_call: type[calls.PushValues] = calls.PushValues
 
     def open(self) -> Script:
@@ -95,6 +96,7 @@ class Store:
             quorum=self.quorum,
             grace_s=self.grace_s,
             late=self.late,
+            rebuilds=self.rebuilds,
         )
         yield self._do(calls.OpenStore(self.name, opened, self.worker_grace_s))
 

@@ -116,6 +116,12 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (SERVER, m.Opened(42, 3), ()),
         (WORKER, m.Close((m.StoreLife("weights", 0), m.StoreLife("kvps.life-2.m", 2))), ()),
         (SERVER, m.Closed((m.StoreLife("weights", 0),)), ()),
+        (
+            WORKER,
+            m.Tell("sums", 1, "", True, (m.ToldKey("w", 1, (2, 3), 0, (m.Piece(3, 8, 4),), (2,)),)),
+            (),
+        ),
+        (WORKER, m.Give("sums", 3, 1, 2, (m.Run(8, 2, 5),)), (floats(0.5, -4.0),)),
         (CREATOR, m.Load(0, 1, (m.Run(0, 2, 0),)), (floats(1.0, -2.0),)),
         (WORKER, m.Push(0, 1, (3,), 1.0, True, runs), (floats(1.0, -2.0, 0.5),)),
         (SERVER, m.Ack((m.Receipt(42, 5), m.Receipt(43, 6))), ()),

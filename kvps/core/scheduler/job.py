@@ -38,7 +38,7 @@ from kvps.core.scheduler.membership import Membership
 from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
-from kvps.core.scheduler.seat import GOES_ON, SEATS, Seat, Settings, State
+from kvps.core.scheduler.seat import GOES_ON, REBUILDS, SEATS, Seat, Settings, State
 from kvps.core.scheduler.view_history import ViewHistory
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
@@ -130,7 +130,7 @@ class Job:
         self._outbox: list[Effect] = []
         self._is_concluded = False
         """The end of :meth:`conclude` was reported."""
-        self._goes_on_told = False
+        self._told_of = {GOES_ON: False, REBUILDS: False}
         self._seats_told, self._is_seated = 0, False
         """The number of taken seats that was told last, and whether it was all of them."""
         self._schedule()
@@ -188,12 +188,18 @@ class Job:
             self._outbox.append(Finish(SEATS, taken))
 
     def tell_if_it_goes_on(self) -> None:
-        """Tell whether all workers that are here go on without a lost one, each time that changes."""
-        here = self.seats.workers(State.HELD)
-        goes_on = bool(here) and all(seat.figures.goes_on for seat in here)
-        if self.settings.tells_seats and goes_on != self._goes_on_told:
-            self._goes_on_told = goes_on
-            self._outbox.append(Finish(GOES_ON, int(goes_on)))
+        """Tell whether all workers that are here go on without a lost one, or a lost server, each time
+        that changes."""
+        here = [seat.figures for seat in self.seats.workers(State.HELD)]
+        now = {
+            GOES_ON: bool(here) and all(figures.goes_on for figures in here),
+            REBUILDS: bool(here) and all(figures.rebuilds for figures in here),
+        }
+        for ticket in [
+            ticket for ticket in now if self.settings.tells_seats and now[ticket] != self._told_of[ticket]
+        ]:
+            self._told_of[ticket] = now[ticket]
+            self._outbox.append(Finish(ticket, int(now[ticket])))
 
     def on_time(self, now: float) -> None:
         """Do what is due by the time alone."""
@@ -435,7 +441,9 @@ class Job:
         if seat.node.role is Role.WORKER:
             place = (self.places() if places is None else places)[rank]
         master = self.seats.by_node[Node(Role.WORKER, 0)].master
-        return Welcome(rank, seat.incarnation, self.settings.workers, self.settings.servers, *place, master)
+        sizes = self.settings.workers, self.settings.servers
+        replaces = seat.is_replacement and seat.node.role is Role.SERVER
+        return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces)
 
     def places(self) -> dict[int, Place]:
         """Return for each worker's rank where it stands among the workers of its host."""

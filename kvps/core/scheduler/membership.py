@@ -94,12 +94,14 @@ class Membership:
         """Give a newcomer a seat, with a new incarnation; return also whether it replaces another process."""
         seat = self._choose(hello)
         is_again = seat.is_asked_again(hello)
+        was_replacement = is_again and seat.is_replacement
         replaces = seat.state is not State.EMPTY and not is_again
         for link in seat.links:
             del self.routes[link]
         self.issued += not is_again
         incarnation = seat.incarnation if is_again else self.issued
         seat.begin(incarnation, hello, now, self._enrolled.pop(route, ("", "")))
+        seat.is_replacement = was_replacement
         self._bind(route, seat, SeatLink(hello.host, hello.pid, seat.is_guarded, now), now)
         self.claims.close(route)
         return seat, replaces

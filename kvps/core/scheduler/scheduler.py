@@ -229,11 +229,11 @@ class Scheduler:
             seat = self.job.seats.attach(route, envelope, hello, now)
         else:
             seat, replaces = self.job.seats.take(route, hello, now)
-            seat.is_replacement = replaces and self.job.formed
+            seat.is_replacement |= replaces and self.job.formed
             verb = "is replaced by" if replaces else "joined:"
             text = f"{seat.node} {verb} {hello.host}:{hello.pid}"
             self.job.note("info", text, member=str(seat.node), host=hello.host)
-            if seat.is_replacement:
+            if replaces and seat.is_replacement:
                 self.job.fault_log.replaced(seat.node, f"{hello.host}:{hello.pid}", now)
             if replaces and seat.node.role is Role.SERVER:
                 self.job.return_to_cut(seat, now)
@@ -307,7 +307,7 @@ class Scheduler:
         # A supervisor knows nothing of its command's calls. Along a link by which it said no
         # HELLO, as when it changes to its session key, only their number tells.
         if not (seat.links[route].is_supervisor or seat.progress.is_older(beat.progress)):
-            went_on = seat.figures.goes_on
+            went_on = seat.figures.goes_on, seat.figures.rebuilds
             seat.figures = BeatFigures(
                 beat.rounds,
                 beat.in_bytes,
@@ -316,12 +316,13 @@ class Scheduler:
                 beat.limit_bytes,
                 beat.goes_on,
                 beat.replayed,
+                beat.rebuilds,
             )
             if beat.replayed:
                 self._replaying[seat.node] = seat
             else:
                 self._replaying.pop(seat.node, None)
-            if went_on != beat.goes_on:
+            if went_on != (beat.goes_on, beat.rebuilds):
                 self.job.tell_if_it_goes_on()
             if beat.rounds and seat.node.role is Role.WORKER:
                 self.job.hear_of_pushes(now)

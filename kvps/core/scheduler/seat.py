@@ -34,7 +34,7 @@ from kvps.protocol.membership import Challenge, Hello, Leave, Member
 
 SEATS = 2
 """The ticket that tells how many seats are taken."""
-GOES_ON = 3
+GOES_ON, REBUILDS = 3, 4
 """The ticket that tells whether the workers go on without a lost one: 1 if all do that are here, else 0."""
 SEATS_MAX = 1500
 NAME_MAX = 200

@@ -26,6 +26,7 @@ from kvps.core.server.ingest import Ingest
 from kvps.core.server.memory_budget import MemoryBudget
 from kvps.core.server.options import check_quorum
 from kvps.core.server.participation import EndedStores, JoinTracker
+from kvps.core.server.rebuild import Rebuilds
 from kvps.core.server.round_logs import Stall
 from kvps.core.server.rules import table
 from kvps.core.server.rules.book import RuleBook
@@ -55,6 +56,7 @@ class Control:
         answers: answers the reads that are woken.
         rules: the rules of the chunks.
         memory_limit: bytes that values may take, with all that belongs to them; None for any number.
+        replaces: whether the server has taken another's place.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Control:
         answers: Answers,
         rules: RuleBook,
         memory_limit: int | None,
+        *,
+        replaces: bool = False,
     ) -> None:
         self._context = context
         self._chunks = context.chunks
@@ -74,6 +78,7 @@ class Control:
             context.chunks, memory_limit, self._rules.workers, context.limits.keys, context.limits.used_memory
         )
         self._ended = EndedStores()
+        self.rebuilds = Rebuilds(context, self._make_store, is_on=replaces)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""
@@ -121,6 +126,7 @@ class Control:
         Raises:
             KvpsError: if that cannot be.
         """
+        self.rebuilds.is_on = False
         for saved in snapshot.stores:
             self._make_store(saved.opened)
             store = self._context.stores[saved.name]
@@ -382,6 +388,8 @@ class Control:
     def open(self, session: Session, seq: int, message: p.Open) -> None:
         """Make a store, or check that it was made alike; wait until its former life has ended."""
         name, rank, incarnation = message.store, session.rank, session.incarnation
+        if self.rebuilds.open(session, seq, message):
+            return
 
         def retry() -> Message | None:
             known, store = self._ended.of(name), self._context.stores.get(name)

@@ -45,6 +45,12 @@ def check_options(opened: Open) -> None:
             f"store {opened.store!r}: bundles wait for all workers of a machine, and a quorum does not; open "
             "it without bundles"
         )
+    odd = opened.mode != "sync" or opened.quorum or opened.bundles or opened.on_worker_lost == "shrink"
+    if opened.rebuilds and (odd or opened.on_nonfinite != "apply"):
+        raise ConfigError(
+            f"store {opened.store!r}: on_server_lost='rebuild' needs rounds of all workers: mode sync, "
+            "no quorum, no host aggregation, on_worker_lost 'wait' or 'fail', on_nonfinite 'apply'"
+        )
     if not CHUNK_BYTES_MIN <= opened.chunk_bytes <= CHUNK_BYTES_MAX:
         raise ConfigError(
             f"store {opened.store!r}: chunk_bytes {opened.chunk_bytes} must be from "

@@ -262,7 +262,7 @@ class Server(Core):
             self._outbox.append(Exit(self.member.stopped.exit_code, self.member.stopped.reason))
             return
         if self.member.welcome is not welcome:
-            self._begin()
+            self._begin(replaces=self.member.seat.replaces)
         elif self.member.job != job:
             self._begin()
             before = 0
@@ -280,24 +280,27 @@ class Server(Core):
         else:
             self.checkpointer.on_order(order, self.control)
 
-    def _begin(self) -> None:
+    def _begin(self, *, replaces: bool = False) -> None:
         """Start a job with no stores."""
         self.checkpointer.begin()
-        self._reset({})
+        self._reset({}, replaces=replaces)
 
-    def _reset(self, lives: dict[int, int]) -> None:
+    def _reset(self, lives: dict[int, int], *, replaces: bool = False) -> None:
         """Drop all stores and sessions; ``lives`` are the workers' incarnations."""
         seat = self.member.seat
-        self._make_parts(seat.rank, seat.servers, seat.workers, lives)
+        self._make_parts(seat.rank, seat.servers, seat.workers, lives, replaces=replaces)
 
-    def _make_parts(self, server: int, servers: int, workers: int, lives: dict[int, int]) -> None:
+    def _make_parts(
+        self, server: int, servers: int, workers: int, lives: dict[int, int], *, replaces: bool = False
+    ) -> None:
         self.counts.forget()
         chunks = Chunks(self._memory, server, servers)
         self.context = RequestContext(self.member, chunks, self._outbox, lives, self.counts, self._limits)
         self.answers = Answers(self.context)
         self.rules = RuleBook(self.context, self.answers.wake, workers, self._threads)
         self.ingest = Ingest(self.context, self.answers, self.rules)
-        self.control = Control(self.context, self.ingest, self.answers, self.rules, self._memory_limit)
+        parts = self.context, self.ingest, self.answers, self.rules, self._memory_limit
+        self.control = Control(*parts, replaces=replaces)
 
     def _return(self, loaded: Loaded) -> None:
         """Replace all stores by those of a snapshot."""
@@ -399,6 +402,12 @@ class Server(Core):
                 answers.pull_rows(session, seq, message, packet.payload)
             case p.Load():
                 ingest.load(session, seq, message, packet)
+            case p.Tell():
+                control.rebuilds.tell(message)
+                context.send(session, p.Done(seq))
+            case p.Give():
+                control.rebuilds.give(message, packet.payload[0])
+                context.send(session, p.Ack((p.Receipt(seq, 0),)))
             case p.Embed():
                 context.send(session, control.embed(seq, message))
                 context.retry()

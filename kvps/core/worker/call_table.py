@@ -56,6 +56,8 @@ takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
 """Seconds before a deadline at which the servers are asked once more what they wait for."""
 
+NO_TICKET = 0
+"""In place of the ticket of a call that is not in the table any more."""
 PUSHES = p.Push, p.PushRows, p.PushTables
 """Requests that a server acknowledges when they are taken in."""
 
@@ -105,6 +107,7 @@ class CallTable:
         losses: what is known of lost members.
         memory: where values lie that travel.
         tell_joins: hears of a store whose number of joins has changed, before a call of it ends.
+        tell_returned: tells a server that has taken another's place what this worker holds.
         outbox: of the worker.
     """
 
@@ -115,10 +118,12 @@ class CallTable:
         losses: FailurePolicy,
         memory: Memory,
         tell_joins: Callable[[WorkerStore], None],
+        tell_returned: Callable[[Connection, float], None],
         outbox: Outbox,
     ) -> None:
         self._outbox = outbox
         self._tell_joins = tell_joins
+        self._tell_returned = tell_returned
         self._member = member
         self._stores = stores
         self._losses = losses
@@ -282,7 +287,9 @@ class CallTable:
         message = packet.message
         match message:
             case p.Welcome():
-                link.ready = True
+                link.ready = not link.is_returning
+                if link.is_returning and packet.envelope.incarnation == link.incarnation:
+                    self._tell_returned(link, now)
             case p.Ack():
                 for receipt in message.receipts:
                     request = link.receive(receipt.seq)
@@ -541,6 +548,14 @@ class CallTable:
         pending.values[:] = [] if bulk else [row.clone() for row in pending.values]
         pending.finished = True
         self._outbox.append(Finish(pending.ticket, error=error))
+
+    def void(self, pending: PendingCall) -> int:
+        """Forget a call whose requests do not matter any more; return its ticket."""
+        ticket = pending.ticket
+        del self.pending[ticket]
+        pending.operation.close()
+        pending.ticket = NO_TICKET
+        return ticket
 
     def abandon(self) -> list[PendingCall]:
         """Forget all calls and what they have asked, here and of neighbours; return the calls."""

@@ -37,6 +37,8 @@ UPLINK_BYTES: from all workers of one machine to all servers. UPLINK_LEAST reque
 and SHARED_LEAST of each worker if there are several. WINDOW_BYTES: to one server. The last request may go
 beyond a limit. Payload that a server reads where it lies does not count.
 """
+FIRST = 1 << 62
+"""The priority of what is sent before anything else, also along a connection that is not ready."""
 PROBE_AFTER_S = 2.0
 PROBE_SEQS_MAX = 4096
 
@@ -199,6 +201,8 @@ class Connection:
         """The peer has answered HELLO."""
         self.refusal = ""
         """The text of the error that it answered instead."""
+        self.is_returning = False
+        """The peer has taken another's place, and is told first what this worker holds."""
         self.heard_at: float | None = None
         self.outstanding: dict[int, Request] = {}
         """Sent and not answered, by seq, oldest first."""
@@ -227,7 +231,7 @@ class Connection:
         """Return (negative priority, place in line) of the request that may be sent next; None if
         none may."""
         is_full = self._uplink.is_limited and self.bytes_away >= WINDOW_BYTES
-        if not self.ready or is_full:
+        if is_full or not (self.ready or (self.line and self.line[0][2].priority == FIRST)):
             return None
         while self.line:
             first = self.line[0][2]
@@ -339,7 +343,8 @@ class Connection:
         """Forget all requests without an answer; return them as if they were not sent, in the
         order of each lane."""
         queued = [request for lane in self._lanes.values() for request in lane if not request.dropped]
-        left = [*self.outstanding.values(), *queued]
+        loose = [request for _, _, request in sorted(self.line) if not (request.lane or request.seq)]
+        left = [*self.outstanding.values(), *queued, *[request for request in loose if not request.dropped]]
         for request in left:
             request.seq, request.received, request.link = 0, False, None
         self.outstanding.clear()

@@ -325,7 +325,8 @@ def read(
     for group in plan.groups or (plan,):
         own = own_sink(group, sink)
         urgency = priority if isinstance(priority, int) else group.picked(priority)
-        tracker = ReadTracker(group, own, group.picked(after), urgency, skips=store.skips_rounds)
+        kind = store.tracker or ReadTracker
+        tracker = kind(group, own, group.picked(after), urgency, skips=store.skips_rounds)
         requests += tracker.ask(store, group.shares, group.picked(least), may_be_deltas=True)
         reads.append(tracker)
     yield requests
@@ -363,7 +364,7 @@ def loaded(
 
     Each part is answered as soon as it is loaded. ``stamps`` are those of each server's answer to DECLARE.
     """
-    requests = ReadTracker(plan, sink).ask(store, plan.shares, ANY)
+    requests: list[Request] = (store.tracker or ReadTracker)(plan, sink).ask(store, plan.shares, ANY)
     for request in requests:
         assert isinstance(request.message, Pull)
         assert request.server is not None
@@ -372,10 +373,15 @@ def loaded(
 
 
 def read_versions(
-    store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers
+    store: WorkerStore, plan: TransferPlan, after: Numbers, least: Numbers, *, keeps: bool = False
 ) -> Generator[Step, list[Packet], ReadTracker]:
-    """Wait until the conditions hold; return the read of the keys' versions, without values."""
-    tracker = ReadTracker(plan, None, after)
+    """Wait until the conditions hold; return the read of the keys' versions.
+
+    It is without values, unless these are to be kept and the store keeps some.
+    """
+    tracker: ReadTracker = ReadTracker(plan, None, after)
+    if keeps and store.tracker is not None:
+        tracker = store.tracker(plan, HeldValues(range(len(plan.keys))), after)
     yield tracker.ask(store, plan.shares, least)
     tracker.settle(store.ordered)
     return tracker

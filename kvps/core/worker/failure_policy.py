@@ -41,10 +41,14 @@ class LostServer:
     since: float
     cut: int
     """The cut to which the servers can return once it is replaced; 0 if there is none."""
+    may_return: bool
+    """Another process may take its place."""
 
-    def until(self, grace_s: float) -> float:
-        """Return until when calls wait for a replacement."""
-        return self.since + (grace_s if self.cut else 0.0)
+    def until(self, store: WorkerStore | None, *, rebuilds: bool = False) -> float:
+        """Return until when calls of a store wait; ``rebuilds`` is of one that is not made yet."""
+        rebuilds = rebuilds if store is None else store.kept is not None
+        grace_s = math.inf if store is None else store.worker_grace_s
+        return self.since + (grace_s if self.cut or (rebuilds and self.may_return) else 0.0)
 
 
 class FailurePolicy:
@@ -67,11 +71,11 @@ class FailurePolicy:
         server, self.server = self.server, None
         for member in view.members:
             if member.role == Role.SERVER:
-                what = _why_lost(member, incarnations)
+                what = why_lost(member, incarnations)
                 if what and self.server is None:
                     since = now - member.lost_for_s if server is None else server.since
                     cut = 0 if member.state == "gone" else view.cut
-                    self.server = LostServer(what, since, cut)
+                    self.server = LostServer(what, since, cut, member.state == "lost")
                 continue
             earlier = self._lives.get(member.rank, 0)
             self._lives[member.rank] = member.incarnation
@@ -83,16 +87,16 @@ class FailurePolicy:
                     since = min(since, before.since)
                 self.workers[member.rank] = LostWorker(member, since)
         if self.server is None and view.epoch and not view.cut:
-            self.server = LostServer(view.reason, now, 0)
+            self.server = LostServer(view.reason, now, 0, may_return=False)
         self.is_any = self.server is not None or bool(self.workers)
 
-    def error(self, store: WorkerStore | None, now: float) -> KvpsError | None:
-        """Return why calls of a store cannot succeed, if they cannot."""
+    def error(self, store: WorkerStore | None, now: float, *, rebuilds: bool = False) -> KvpsError | None:
+        """Return why calls of a store cannot succeed, if they cannot; ``rebuilds`` is of one not made yet."""
+        if store is not None and store.lost is not None:
+            return store.lost
         lost_server = self.server
-        if lost_server is not None:
-            grace_s = math.inf if store is None else store.worker_grace_s
-            if now >= lost_server.until(grace_s):
-                return _server_lost(lost_server)
+        if lost_server is not None and now >= lost_server.until(store, rebuilds=rebuilds):
+            return server_lost(lost_server)
         if store is None or not store.waits_for_lost:
             return None
         for lost in self.workers.values():
@@ -104,7 +108,7 @@ class FailurePolicy:
         """When :meth:`error` will find something to say, if nothing changes."""
         until = []
         if self.server is not None:
-            until.append(self.server.until(store.worker_grace_s))
+            until.append(self.server.until(store))
         if store.waits_for_lost:
             until += [self._until(store, lost) for lost in self.workers.values()]
         return min(until, default=None)
@@ -114,7 +118,7 @@ class FailurePolicy:
         return lost.since + (store.worker_grace_s if waits else 0.0)
 
 
-def _why_lost(server: Member, incarnations: dict[int, int]) -> str:
+def why_lost(server: Member, incarnations: dict[int, int]) -> str:
     """Return why a server does not hold what it held; empty if it does."""
     name = f"server {server.rank} ({server.host} {server.endpoint})"
     if server.state not in ("held", "empty"):
@@ -124,7 +128,8 @@ def _why_lost(server: Member, incarnations: dict[int, int]) -> str:
     return ""
 
 
-def _server_lost(lost: LostServer) -> ServerLost:
+def server_lost(lost: LostServer) -> ServerLost:
+    """Return the error of calls that need a lost server."""
     if lost.cut:
         return ServerLost(
             f"{lost.what}. Checkpoint {lost.cut} is complete, and no replacement came in time. Start "

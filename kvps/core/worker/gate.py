@@ -14,6 +14,7 @@ from kvps.core.effects import Finish, Outbox
 from kvps.core.membership_client import MembershipClient
 from kvps.core.worker.calls.base import Call
 from kvps.core.worker.calls.collective import Flush
+from kvps.core.worker.calls.keys import OpenStore
 from kvps.core.worker.connection import Connection
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.store import WorkerStore
@@ -83,7 +84,8 @@ class Lost:
     @property
     def is_shut(self) -> bool:
         """Whether it may stop a call."""
-        return self._member.error is not None or not self._links or self._losses.is_any
+        is_any = self._losses.is_any or any(store.lost is not None for store in self._stores.values())
+        return self._member.error is not None or not self._links or is_any
 
     def stops(self, deferred: DeferredCall, now: float) -> bool:
         """Whether a call cannot even begin; then it has ended."""
@@ -96,7 +98,8 @@ class Lost:
         if self._member.error is not None:
             return self._member.error
         if self._links:
-            return self._losses.error(self._stores.get(call.store), now)
+            rebuilds = isinstance(call, OpenStore) and call.opened.rebuilds
+            return self._losses.error(self._stores.get(call.store), now, rebuilds=rebuilds)
         welcome = self._member.welcome
         if welcome is not None and welcome.servers == 0:
             return ConfigError(

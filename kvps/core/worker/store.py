@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvps.compression.policy import CompressionPolicy
 from kvps.core.membership_client import BeatFigures
@@ -14,9 +14,10 @@ from kvps.core.refusals import Attempts
 from kvps.core.worker.closed_stores import label_of
 from kvps.core.worker.connection import Request, Traffic
 from kvps.core.worker.error_feedback import ErrorFeedback
+from kvps.core.worker.kept_values import KeptValues
 from kvps.core.worker.plan import Key, PieceLocation, TransferPlan, make
 from kvps.dtypes import Spec
-from kvps.errors import KeyNotFound
+from kvps.errors import KeyNotFound, ServerLost
 from kvps.phrases import never_initialised
 from kvps.protocol.envelope import Message
 from kvps.protocol.stores import Open
@@ -94,6 +95,12 @@ class WorkerStore:
     """Whether rounds close without ranks that are late."""
     plans: dict[tuple[str, ...], TransferPlan] = field(default_factory=dict)
     """Names of keys -> their plan, as long as it is so."""
+    kept: KeptValues | None = None
+    """The values that this worker was told last; None for a store that does not rebuild."""
+    tracker: Callable[..., Any] | None = None
+    """Makes the trackers of reads whose values are kept; None for a store that does not rebuild."""
+    lost: ServerLost | None = None
+    """The loss of a server that has taken a part of the store with it; None if none has."""
 
     def __post_init__(self) -> None:
         self.name, self.ordered = self.opened.store, self.opened.mode == "sync"
@@ -231,6 +238,8 @@ class WorkerStore:
     def forget(self) -> None:
         """Forget all that was counted here, after a rollback."""
         self.feedback.begin_anew()
+        if self.kept is not None:
+            self.kept.clear()
         self.keys.clear()
         self.barriers.clear()
         self.attempts.clear()
@@ -266,4 +275,5 @@ def of_beat(stores: Mapping[str, WorkerStore]) -> BeatFigures:
         out_bytes=sum([store.traffic.sent_bytes for store in stores.values()]),
         goes_on=any(store.opened.on_worker_lost == "shrink" for store in stores.values()),
         replayed=sum([store.replayed for store in stores.values() if store.is_replaying]),
+        rebuilds=bool(stores) and all(store.kept is not None for store in stores.values()),
     )

@@ -29,6 +29,7 @@ from kvps.core.worker.connection import Connection, route_of
 from kvps.core.worker.failure_policy import FailurePolicy
 from kvps.core.worker.gate import DeferredCall, Gates, Lost, Resyncing, epoch_changed
 from kvps.core.worker.quiesce import Quiesce
+from kvps.core.worker.rebuild import ServerReturns, keep_values
 from kvps.core.worker.store import WorkerStore, of_beat
 from kvps.core.worker.timeout_report import (
     ASK_SCRIPT,
@@ -39,7 +40,7 @@ from kvps.core.worker.timeout_report import (
     standstill_error,
     timeout_error,
 )
-from kvps.errors import ConfigError, Fenced, KvpsError, Timeout, WorkerLost, from_code, unforeseen
+from kvps.errors import ConfigError, Fenced, KvpsError, ServerLost, Timeout, WorkerLost, from_code, unforeseen
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
 from kvps.tensors import PRIVATE, Memory
 
@@ -56,7 +57,13 @@ class Worker(Core):
         self.stores: dict[str, WorkerStore] = {}
         self.losses = FailurePolicy()
         self.table = CallTable(
-            self.member, self.stores, self.losses, memory, self._publish_joins, self.outbox
+            self.member,
+            self.stores,
+            self.losses,
+            memory,
+            self._publish_joins,
+            self._tell_returned,
+            self.outbox,
         )
         self.info = ClusterInfo(self.member.rank)
         """The snapshot that other threads may read; replaced as a whole."""
@@ -78,6 +85,7 @@ class Worker(Core):
         self._closed = ClosedStores()
         self._closing: set[str] = set()
         """Closed stores of which a call of the user is still under way."""
+        self._returns = ServerReturns(self.stores)
         self._standstill = Standstill()
         self._replayed = 0
         """The number of steps that replacements have passed over, as the scheduler said last."""
@@ -138,6 +146,8 @@ class Worker(Core):
             self._memory,
             bool(self.losses.workers),
         )
+        if call.opened.rebuilds:
+            keep_values(self.stores[name])
         if self._quiesce.is_on and self.stores[name].ordered:
             self._break_off(now)
 
@@ -431,6 +441,8 @@ class Worker(Core):
         if self._complete:
             if view.epoch != self._resyncing.epoch:
                 self._begin_epoch(view, now)
+            elif not self.stores or any(store.kept is not None for store in self.stores.values()):
+                self._follow(view, now)
             neighbours.learn(view.members)
             self.table.uplink.sharers = neighbours.count
         lives = {rank: link.incarnation for rank, link in enumerate(self.table.links)}
@@ -441,6 +453,40 @@ class Worker(Core):
         self._end_calls_of_lost_members(now)
         self.table.take_what_lags(now)
         self.table.flow(now)
+
+    def _follow(self, view: p.View, now: float) -> None:
+        """Speak to the servers that have taken another's place."""
+        for member in view.members:
+            if member.role != Role.SERVER or member.state != "held":
+                continue
+            link = self.table.links[member.rank]
+            if link.incarnation == member.incarnation:
+                continue
+            for pending in self._returns.lose(link, member, self.table.pending.values()):
+                ticket = self.table.void(pending)
+                if pending.on_end is None:
+                    self.table.begin(ticket, pending.call, pending.deadline, now)
+            self.outbox.append(self._connect(link, member))
+            self.table.greet_again(now)
+            self.member.greet(link.route)
+
+    def _tell_returned(self, link: Connection, now: float) -> None:
+        """Tell a server in another's place what this worker holds; then send what waits for it."""
+        server = self.table.links.index(link)
+        for call in self._returns.begin(server, self.table.pending.values()):
+            self._own_tickets -= 1
+            on_end = partial(self._told, server, call.store)
+            self.table.begin(self._own_tickets, call, math.inf, now, on_end)
+        self._returns.resume(server, link)
+
+    def _told(self, server: int, name: str, value: object, error: KvpsError | None, now: float) -> None:
+        """A server has made a store again, or cannot."""
+        if error is not None:
+            self.stores[name].lost = ServerLost(str(error))
+            self._gates.look()
+            self._end_calls_of_lost_members(now)
+        self._returns.end(server, name)
+        self._returns.resume(server, self.table.links[server])
 
     def _connect(self, link: Connection, server: p.Member) -> Connect:
         is_near = 0 != server.machine == self.member.identity.machine
@@ -506,12 +552,13 @@ class Worker(Core):
             if member.role == Role.SERVER:
                 link = self.table.links[member.rank]
                 link.abandon()
-                link.ready, link.refusal = False, ""
+                link.ready, link.refusal, link.is_returning = False, "", False
                 if link.incarnation != member.incarnation and member.state == "held":
                     link.incarnation, link.endpoint = member.incarnation, member.endpoint
                     self.outbox.append(self._connect(link, member))
                 self.member.greet(link.route)
         self._closed.begin_epoch(len(self.table.links), now)
+        self._returns = ServerReturns(self.stores)
         abandoned = self.table.abandon()
         held = self._quiesce.go_on()
         for pending in abandoned:
@@ -549,7 +596,7 @@ class Worker(Core):
     def _end_joining(self, now: float) -> None:
         """Answer the calls that wait for the cluster."""
         for ticket, deadline in list(self._joining.items()):
-            error = self.member.error or self.losses.error(None, now)
+            error = self.member.error or self.losses.error(None, now, rebuilds=True)
             view = self.member.view
             if error is None and view is not None and view.phase == "ending":
                 error = WorkerLost(f"the job cannot continue: {view.reason}")

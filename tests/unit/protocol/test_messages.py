@@ -11,7 +11,7 @@ TAGS = {
     **{1: "Hello", 2: "Welcome", 3: "View", 4: "Beat", 5: "Leave", 6: "Left", 7: "Barrier"},
     **{8: "Released", 9: "Stop", 10: "Error", 11: "Done", 12: "Probe", 13: "Probed", 14: "ViewChanges"},
     **{20: "Open", 21: "Declare", 22: "Declared", 23: "Find", 24: "FoundAll"},
-    **{25: "Opened", 26: "Close", 27: "Closed"},
+    **{25: "Opened", 26: "Close", 27: "Closed", 28: "Tell", 29: "Give"},
     **{30: "Load", 31: "Push", 32: "Ack", 33: "Pull", 34: "Pulled"},
     **{35: "PushRows", 36: "PullRows", 37: "PulledRows", 38: "PullChanged", 39: "Changed"},
     **{40: "Optimize", 41: "Rate", 42: "Norms", 43: "GetState", 44: "StateIs", 45: "SetState"},

@@ -507,8 +507,8 @@ def fields_of(cls: type[Message]) -> list[object]:
 @pytest.mark.parametrize(
     ("name", "values", "match"),
     [
-        ("BEAT", [], "Beat has 1 to 10 fields, got 0"),
-        ("BEAT", [1, "", 0, 0, 0, 0, 0, False, 0, 0, 0], "Beat has 1 to 10 fields, got 11"),
+        ("BEAT", [], "Beat has 1 to 11 fields, got 0"),
+        ("BEAT", [1, "", 0, 0, 0, 0, 0, False, 0, 0, False, 0], "Beat has 1 to 11 fields, got 12"),
         ("LEFT", [0], "Left has 0 to 0 fields, got 1"),
         ("BEAT", [0] * 8192, "got 8192"),
         ("BEAT", [0] * 10_000, "not msgpack"),

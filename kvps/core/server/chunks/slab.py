@@ -400,6 +400,11 @@ class Chunks:
         self.by_number[chunk.number] = chunk
         return chunk
 
+    def adopt(self, chunk: Chunk) -> None:
+        """Take in a chunk that was made with the number that it had on another server of this rank."""
+        self.by_number[chunk.number] = chunk
+        self._made = max(self._made, chunk.number // self.servers)
+
     def at(self, number: int) -> Chunk:
         """Return a chunk by its number.
 

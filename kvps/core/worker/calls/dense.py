@@ -167,7 +167,8 @@ class PushValues(PushCall):
         tracker = None
         if sink is not None:
             after = list(map((1).__add__, numbers))
-            tracker = ReadTracker(group, sink, after, urgency, skips=store.skips_rounds)
+            kind = store.tracker or ReadTracker
+            tracker = kind(group, sink, after, urgency, skips=store.skips_rounds)
             reads.append(tracker)
         requests = []
         for share in group.shares:

@@ -229,6 +229,10 @@ def _create(
         plan = make(stubs)
         if most_bytes is not None:
             plan = plans.cut(plan, most_bytes)
+        if store.kept is not None:
+            known = [(store.keys.get(name), spec) for name, spec in keys]
+            versions = [key.number if key is not None and key.spec == spec else 0 for key, spec in known]
+            store.kept.keep_loaded(plan, rows, versions, store.broadcasts)
         yield [
             bulk(store, share, p.Load(share.chunk, BY_NAME[share.dtype].id, share.runs(alike(numbers))), rows)
             for share in plan.shares

@@ -105,7 +105,8 @@ def _take_place(
     yield AwaitAcks()
     specs = yield from lookup(store, names)
     plan = store.plan(tuple(name for name in names if specs[name] is not None))
-    read = yield from read_versions(store, plan, ANY, ANY)
+    # Who knows what it owes has to hold the values before: a lost server may be made again from them.
+    read = yield from read_versions(store, plan, ANY, ANY, keeps=True)
     numbers = [owed for parts in read.by_key() for _, owed in parts.values()]
     if len(plan.keys) < len(names):
         numbers.append(0)  # of a key that is not there yet, all pushes are owed

@@ -1,0 +1,128 @@
+"""A server that has taken another's place makes stores again from what workers tell and give."""
+
+import pytest
+import torch
+
+from kvps import protocol as p
+from tests.support.server_harness import ServerStage, heard, opening, refusal
+
+KEY = p.ToldKey("w", 1, (4,), 0, (p.Piece(3, 2, 4),), (0,))
+
+
+def stage() -> ServerStage:
+    one = ServerStage(2)
+    one.pieces["w"] = list(KEY.pieces)
+    one.server.control.rebuilds.is_on = True
+    return one
+
+
+def open_of(one: ServerStage, rank: int, **options: object) -> list:  # type: ignore[type-arg]
+    return one.say(rank, opening("sync", bundles=False, rebuilds=True, **options))
+
+
+def tell(
+    one: ServerStage, rank: int, *keys: p.ToldKey, reason: str = "", joins: int = 0, waits: bool = False
+) -> None:
+    assert heard(one.say(rank, p.Tell("kv", joins, reason, waits, keys)), p.Done)
+
+
+def give(
+    one: ServerStage, rank: int, start: int, values: list[float], version: int, broadcasts: int = 0
+) -> None:
+    message = p.Give("kv", 3, 1, broadcasts, (p.Run(start, len(values), version),))
+    assert heard(one.say(rank, message, torch.tensor(values)), p.Ack)
+
+
+@pytest.mark.spec("R489", "R490")
+def test_the_newest_values_count_and_open_waits_for_all() -> None:
+    one = stage()
+    tell(one, 0, KEY)
+    give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5)
+    assert not heard(open_of(one, 0), p.Done), "one rank has not told"
+    (probed,) = heard(one.say(0, p.Probe((one.seqs[0],)), seq=0), p.Probed)
+    assert "rank 1 (has made no request here yet) has not told yet" in probed.pending[0].reason
+    tell(one, 1, KEY)
+    give(one, 1, 2, [5.0, 6.0], 6)
+    give(one, 1, 4, [7.0, 8.0], 6)
+    give(one, 1, 2, [9.0, 9.0], 4)
+    assert len(heard(open_of(one, 1), p.Done)) == 2
+    assert one.values("w") == [5.0, 6.0, 7.0, 8.0]
+    assert one.span("w").version == 6
+    assert one.chunk(3).number == 3
+    assert heard(open_of(one, 0), p.Done), "once it is made, OPEN is answered at once"
+    one.server.check()
+
+
+@pytest.mark.spec("R490")
+def test_of_one_version_the_last_broadcast_counts() -> None:
+    one = stage()
+    tell(one, 0, KEY)
+    give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5, 1)
+    give(one, 0, 2, [0.0, 0.0, 0.0, 0.0], 5, 0)
+    open_of(one, 0)
+    tell(one, 1)
+    give(one, 1, 0, [7.0], 9)  # of a key that is no more
+    open_of(one, 1)
+    assert one.values("w") == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.spec("R491")
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"reason": "it has embedding tables"}, "it has embedding tables"),
+        ({"joins": 1}, "have ended a join that others have not"),
+        ({}, "no worker holds the newest values of key 'w'"),
+    ],
+)
+def test_all_are_refused_where_it_cannot_be_made(told: dict[str, object], why: str) -> None:
+    one = stage()
+    tell(one, 0, KEY)
+    give(one, 0, 2, [1.0, 2.0], 5)
+    give(one, 0, 5, [1.0], 5)
+    open_of(one, 0)
+    tell(one, 1, KEY, **told)  # type: ignore[arg-type]
+    said = open_of(one, 1)
+    assert [why in error.text for error in heard(said, p.Error)] == [True, True]
+
+
+@pytest.mark.spec("R486")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "async"},
+        {"quorum": 1},
+        {"bundles": True},
+        {"on_worker_lost": "shrink"},
+        {"on_nonfinite": "skip"},
+    ],
+)
+def test_stores_that_cannot_be_made_again_are_refused(options: dict[str, object]) -> None:
+    given = {"mode": "sync", "bundles": False, "rebuilds": True, **options}
+    one = ServerStage(2)
+    assert "on_server_lost='rebuild' needs rounds of all workers" in refusal(one.say(0, opening(**given)))  # type: ignore[arg-type]
+
+
+def test_a_server_that_took_nobodys_place_makes_it_at_once() -> None:
+    one = ServerStage(2)
+    assert heard(open_of(one, 0), p.Done)
+
+
+@pytest.mark.spec("R491")
+def test_a_rank_that_has_left_takes_its_last_pushes_along() -> None:
+    one = stage()
+    tell(one, 0, KEY, waits=True)
+    give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5)
+    open_of(one, 0)
+    said = one.show(w1="left")
+    assert "worker 1 has left" in heard(said, p.Error)[0].text
+
+
+@pytest.mark.spec("R491")
+def test_without_room_nothing_is_made() -> None:
+    one = ServerStage(1, memory_limit=8)
+    one.server.control.rebuilds.is_on = True
+    tell(one, 0, KEY)
+    give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5)
+    assert "cannot be made again" in heard(open_of(one, 0), p.Error)[0].text
+    assert not one.server.context.stores
