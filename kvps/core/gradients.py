@@ -105,14 +105,9 @@ class GradientSum:
         """Whether every part has only some of its rows."""
         return isinstance(self.parts[0], RowGradient)
 
-    def gathered(self, *, is_read: bool = False) -> RowGradient:
-        """Return a sparse sum as one row gradient: in memory of its own, unless it ``is_read`` only."""
-        parts = [part for part in self.parts if isinstance(part, RowGradient)]
-        if is_read and len(parts) == 1 and self.divisor == 1:
-            (part,) = parts
-            if accumulator(part.rows[:0]).dtype is part.dtype:
-                return part
-        return added(parts, self.divisor)
+    def gathered(self) -> RowGradient:
+        """Return a sparse sum as one row gradient, in memory of its own."""
+        return added([part for part in self.parts if isinstance(part, RowGradient)], self.divisor)
 
     def __len__(self) -> int:
         return len(self.parts[0])

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvps.core.embedding import arena
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EVICTED, EmbeddingRows
+from tests.support.table_messages import pull_rows, push_rows
 
 IDS = st.sets(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 30), max_size=12)
 VALUES = st.integers(-3, 3)
@@ -63,7 +64,7 @@ class Model(RuleBasedStateMachine):
         self.version += 1
         order = sorted(ids)
         gradients = torch.full((len(order), DIM), float(value), dtype=torch.float64)
-        self.table.push(np.array(order, np.int64), gradients, version=self.version, step=self.version)
+        push_rows(self.table, np.array(order, np.int64), gradients, version=self.version, step=self.version)
         for one in order:
             row = self.rows.setdefault(one, Row(self.first(one)))
             row.momentum = 0.5 * row.momentum + value
@@ -81,7 +82,7 @@ class Model(RuleBasedStateMachine):
     @rule(ids=IDS)
     def pull(self, ids: set[int]) -> None:
         order = list(ids)
-        found = self.table.pull(np.array(order, np.int64))
+        found = pull_rows(self.table, np.array(order, np.int64))
         assert found.shape == (len(order), DIM)
         for one, values in zip(order, found, strict=True):
             wanted = self.rows[one].weight if one in self.rows else self.first(one)

@@ -18,6 +18,7 @@ from tests.simulation.cluster import Cluster, Script, Store
 from tests.simulation.network import Faults
 from tests.simulation.test_returns import Loss, Supervisor
 from tests.simulation.training import FEWER, Job, faults_of, once, patient, replayable, seeds
+from tests.support.table_messages import pull_rows, push_rows
 
 KEY = EMBEDDING + "t"
 DIM = 2
@@ -52,16 +53,16 @@ def push_to(rows: EmbeddingRows, job: TableJob, step: int, version: int, *ranks:
     total = torch.zeros((len(union), DIM), dtype=torch.float64)
     for rank, some in zip(ranks, ids, strict=True):
         total[torch.from_numpy(np.searchsorted(union, some))] += job.rows(rank, step)
-    rows.push(union, total, version=version, step=version)
+    push_rows(rows, union, total, version=version, step=version)
 
 
 def references(job: TableJob) -> list[torch.Tensor]:
     """All rows before the first round and after each, by one process."""
     rows = EmbeddingRows(job.recipe)
-    found = [rows.pull(ALL)]
+    found = [pull_rows(rows, ALL)]
     for step in range(job.steps):
         push_to(rows, job, step, step + 1, *range(job.workers))
-        found.append(rows.pull(ALL))
+        found.append(pull_rows(rows, ALL))
     return found
 
 
@@ -185,7 +186,7 @@ def test_each_push_counts_once(seed: int, mode: str, request: pytest.FixtureRequ
         for step in range(job.steps):
             push_to(rows, job, step, step + 1, *range(job.workers))
         for client in cluster.ended_well():
-            assert torch.allclose(client.result, rows.pull(ALL), atol=1e-9)
+            assert torch.allclose(client.result, pull_rows(rows, ALL), atol=1e-9)
 
 
 # --- cuts ------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def push_all_to(rows: list[EmbeddingRows], job: TableJob, step: int, version: in
         total = torch.zeros((len(union), DIM), dtype=torch.float64)
         for ids, gradients in (push[key] for push in pushes):
             total[torch.from_numpy(np.searchsorted(union, ids))] += gradients
-        table.push(union, total, version=version, step=version)
+        push_rows(table, union, total, version=version, step=version)
 
 
 def push_step(job: TableJob, rank: int, step: int) -> Script:
@@ -284,7 +285,7 @@ def look_at_all(job: TableJob, rows: list[EmbeddingRows]) -> Script:
     wanted = dict.fromkeys(TABLES, ALL)
     found = yield from patient(job.store.pull_tables, wanted, job.recipe, job.servers)
     for some, table in zip(found, rows, strict=True):
-        assert torch.equal(some, table.pull(ALL))
+        assert torch.equal(some, pull_rows(table, ALL))
 
 
 def train_all(job: TableJob, rank: int) -> Script:
@@ -358,4 +359,4 @@ def test_each_push_of_several_tables_counts_once(
             push_all_to(rows, job, step, step + 1, *range(job.workers))
         for client in cluster.ended_well():
             for found, table in zip(client.result, rows, strict=True):
-                assert torch.allclose(found, table.pull(ALL), atol=1e-9)
+                assert torch.allclose(found, pull_rows(table, ALL), atol=1e-9)

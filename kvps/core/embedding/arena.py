@@ -16,14 +16,14 @@ not the whole table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvps.core.embedding.pages import zeros
+from kvps.core.embedding.pages import spread, zeros
 from kvps.core.embedding.spec import WEIGHT
 from kvps.core.optim.sparse_update import Placed
 from kvps.tensors import at_address
@@ -49,14 +49,9 @@ class Arena:
     """Number of snapshots that need it unchanged."""
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """One column of all arenas."""
-
-    rows: torch.Tensor
-    """[from the lowest row to the highest, dim]."""
-    shifts: Slots
-    """By unit: what is added to the slots in it, for their places in ``rows``."""
+Window = tuple[torch.Tensor, Slots]
+"""One column of all arenas, [from the lowest row to the highest, dim]; and by unit, what is added to its
+slots, for their places there."""
 
 
 class Arenas:
@@ -73,9 +68,10 @@ class Arenas:
         self._unit_bits = max(1, ARENA_BYTES_MIN // self._row_bytes).bit_length() - 1
         """Arenas are whole units of 2 to this many rows."""
         self._arenas: list[Arena] = []
-        self._windows: dict[str, Window] = {}
         self.room = 0
         """Rows that fit in."""
+        self.moves = 0
+        """How often there were other arenas."""
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._arenas)
@@ -91,43 +87,13 @@ class Arenas:
             columns = {name: _aligned(count, *column) for name, column in self.columns.items()}
             self._arenas.append(Arena(self.room, count, columns))
             self.room += count
-        self._look()
+        self.moves += 1
 
-    def places(self, slots: Slots) -> PlacedColumns:
-        """Return where the rows at ``slots`` are; a snapshot may hold them."""
-        units = slots >> self._unit_bits
-        return {
-            name: (window.rows, torch.from_numpy(window.shifts.take(units) + slots))
-            for name, window in self._windows.items()
-        }
-
-    def places_to_write(self, slots: Slots) -> PlacedColumns:
-        """Return where the rows at ``slots`` are; they may be written to."""
-        if any(arena.holds for arena in self._arenas):
-            self._part(slots)
-        return self.places(slots)
-
-    def read(self, slots: Slots) -> Columns:
-        """Return copies of the rows at ``slots``: of each column one tensor [len(slots), dim]."""
-        if not len(slots):
-            return {name: _aligned(0, *column) for name, column in self.columns.items()}
-        return {name: rows.index_select(0, at) for name, (rows, at) in self.places(slots).items()}
-
-    def weights(self, slots: Slots, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return copies of the weights at ``slots``, [len(slots), dim]; in ``out``, if it is given."""
-        if out is None:
-            dtype, dim = self.columns[WEIGHT]
-            out = torch.empty((len(slots), dim), dtype=dtype)
-        if len(slots):
-            window = self._windows[WEIGHT]
-            at = window.shifts.take(slots >> self._unit_bits) + slots
-            torch.index_select(window.rows, 0, torch.from_numpy(at), out=out)
-        return out
-
-    def write(self, slots: Slots, columns: Columns) -> None:
-        """Write rows to ``slots``, each named once."""
-        for name, (rows, at) in self.places_to_write(slots).items():
-            rows.index_copy_(0, at, columns[name])
+    def read(self, slots: Slots, names: Sequence[str] | None = None) -> Columns:
+        """Return copies of the rows at ``slots``, [len(slots), dim], of the named columns; None for all."""
+        self.reserve(1)
+        placed = ArenaGroup((self,)).places(slots, (len(slots),))
+        return {name: placed[name][0].index_select(0, placed[name][1]) for name in names or placed}
 
     def keep(self) -> tuple[list[Arena], Callable[[], None]]:
         """Return the arenas as they are now, and a function that releases them."""
@@ -142,8 +108,10 @@ class Arenas:
 
         return kept, release
 
-    def _part(self, slots: Slots) -> None:
+    def part(self, slots: Slots) -> None:
         """Replace the arenas of ``slots`` that snapshots hold by copies."""
+        if not any(arena.holds for arena in self._arenas):
+            return
         starts = [arena.start for arena in self._arenas]
         for index in np.unique(np.searchsorted(starts, slots, side="right") - 1).tolist():
             arena = self._arenas[index]
@@ -152,22 +120,7 @@ class Arenas:
                 for name, column in columns.items():
                     column.copy_(arena.columns[name])
                 self._arenas[index] = Arena(arena.start, arena.rows, columns)
-        self._look()
-
-    def _look(self) -> None:
-        """Make the windows of the arenas as they are now."""
-        units = [arena.rows >> self._unit_bits for arena in self._arenas]
-        for name, (dtype, width) in self.columns.items():
-            row_bytes = width * dtype.itemsize
-            first = np.array([arena.columns[name].data_ptr() // row_bytes for arena in self._arenas])
-            lowest = int(first.min())
-            count = (
-                max([at + arena.rows for at, arena in zip(first.tolist(), self._arenas, strict=True)])
-                - lowest
-            )
-            rows = at_address(lowest * row_bytes, count * width, dtype).view(count, width)
-            starts = np.array([arena.start for arena in self._arenas])
-            self._windows[name] = Window(rows, np.repeat(first - lowest - starts, units))
+        self.moves += 1
 
     @property
     def size_bytes(self) -> int:
@@ -180,7 +133,8 @@ class Arenas:
         for arena in self._arenas:
             assert arena.start == stop
             assert arena.columns.keys() == self.columns.keys()
-            placed = self.places(np.array([arena.start, arena.start + arena.rows - 1]))
+            ends = np.array([arena.start, arena.start + arena.rows - 1])
+            placed = ArenaGroup((self,)).places(ends, (2,))
             for name, column in arena.columns.items():
                 assert (column.dtype, *column.shape) == (
                     self.columns[name][0],
@@ -193,6 +147,78 @@ class Arenas:
             assert arena.holds >= 0
             stop += arena.rows
         assert stop == self.room
+
+
+class ArenaGroup:
+    """The rows of some tables with the same columns, which are read and written in the same calls.
+
+    Args:
+        parts: the rows of each table.
+    """
+
+    def __init__(self, parts: Sequence[Arenas]) -> None:
+        self._parts = parts
+        self._moves = -1
+        """How often the windows of all had been made when those below were."""
+        self._windows: dict[str, Window] = {}
+        self._begins = np.zeros(0, np.int64)
+        """For each table, where its units begin in the windows."""
+
+    def _look(self) -> None:
+        """See the rows of all as they are now."""
+        moves = sum([part.moves for part in self._parts])
+        if moves == self._moves:
+            return
+        self._moves, bits = moves, self._parts[0]._unit_bits
+        arenas = [arena for part in self._parts for arena in part]
+        starts, units = np.array([(arena.start, arena.rows >> bits) for arena in arenas]).T
+        self._begins = np.array([0, *[part.room >> bits for part in self._parts]]).cumsum()[:-1]
+        for name, (dtype, width) in self._parts[0].columns.items():
+            row_bytes = width * dtype.itemsize
+            firsts = np.array([arena.columns[name].data_ptr() // row_bytes for arena in arenas])
+            lowest = int(firsts.min())
+            count = max([first + arena.rows for first, arena in zip(firsts.tolist(), arenas, strict=True)])
+            rows = at_address(lowest * row_bytes, (count - lowest) * width, dtype).view(-1, width)
+            self._windows[name] = rows, np.repeat(firsts - lowest - starts, units)
+
+    def places(self, slots: Slots, sizes: Sequence[int]) -> PlacedColumns:
+        """Return where the rows at ``slots`` are; a snapshot may hold them.
+
+        Args:
+            slots: those of each table, one table after the other.
+            sizes: the number of slots of each.
+        """
+        self._look()
+        units = (slots >> self._parts[0]._unit_bits) + spread(self._begins, sizes)
+        return {
+            name: (rows, torch.from_numpy(shifts.take(units) + slots))
+            for name, (rows, shifts) in self._windows.items()
+        }
+
+    def places_to_write(self, slots: Slots, sizes: Sequence[int]) -> PlacedColumns:
+        """Return where the rows at ``slots`` are; they may be written to."""
+        begin = 0
+        for part, size in zip(self._parts, sizes, strict=True):
+            part.part(slots[begin : begin + size])
+            begin += size
+        return self.places(slots, sizes)
+
+    def weights(self, slots: Slots, sizes: Sequence[int], out: torch.Tensor) -> None:
+        """Copy the weights at ``slots`` into ``out``, [len(slots), dim]; where a slot is -1, any other row.
+
+        At least one slot is not -1.
+        """
+        self._look()
+        rows, shifts = self._windows[WEIGHT]
+        units = (slots >> self._parts[0]._unit_bits) + spread(self._begins, sizes)
+        at = shifts.take(units, mode="clip") + slots
+        at[slots < 0] = at[slots.argmax()]
+        torch.index_select(rows, 0, torch.from_numpy(at), out=out)
+
+    def write(self, slots: Slots, sizes: Sequence[int], columns: Columns) -> None:
+        """Write rows to ``slots``, each named once."""
+        for name, (rows, at) in self.places_to_write(slots, sizes).items():
+            rows.index_copy_(0, at, columns[name])
 
 
 def _aligned(count: int, dtype: torch.dtype, width: int) -> torch.Tensor:

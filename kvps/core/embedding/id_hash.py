@@ -22,6 +22,8 @@ from kvps.splitmix import GOLDEN, Bits, mixed
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 Hashes: TypeAlias = Bits
+Seeds: TypeAlias = np.uint64 | Bits
+"""A seed for all ids, or the seed of each."""
 
 KINDS = ("zeros", "normal", "uniform")
 SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
@@ -31,14 +33,16 @@ _COLUMN = 0xD1342543DE82EF95
 _MASK = 2**64 - 1
 
 
-def hashes(ids: Ids | Hashes, salt: int) -> Hashes:
+def hashes(ids: Ids | Hashes, salt: int | Seeds) -> Hashes:
     """Return 64 well mixed bits of each id.
 
     Args:
         ids: 64-bit numbers, of any shape.
-        salt: other salts give hashes that have nothing to do with these.
+        salt: other salts give hashes that have nothing to do with these; or that of each id.
     """
-    return mixed(ids.view(np.uint64) + np.uint64((salt + 1) * GOLDEN & _MASK))
+    if isinstance(salt, np.ndarray):
+        return mixed(ids.view(np.uint64) + (salt + np.uint64(1)) * np.uint64(GOLDEN))
+    return mixed(ids.view(np.uint64) + np.uint64((int(salt) + 1) * GOLDEN & _MASK))
 
 
 def servers_of(ids: Ids, servers: int) -> npt.NDArray[np.int64]:
@@ -78,10 +82,10 @@ class Initializer(NamedTuple):
             raise ConfigError(f"init {self.kind!r} with scale {self.scale}: give it {wanted}")
         return self
 
-    def values(self, ids: Ids, dim: int, seed: int) -> npt.NDArray[np.float64]:
+    def values(self, ids: Ids, dim: int, seed: int | Seeds) -> npt.NDArray[np.float64]:
         """Return the first rows of ``ids``, of shape [len(ids), dim].
 
-        Column c of an id's row depends on the seed, the id and c, and on nothing else.
+        Column c of an id's row depends on its seed, the id and c, and on nothing else.
         """
         if self.kind == "zeros":
             return np.zeros((len(ids), dim))

@@ -7,15 +7,21 @@ at neighbouring cells part, and few passes settle all. When more than :data:`FUL
 there are twice as many; only cells move then, no row does.
 
 Slots are given out from 0 on, and those of ids that were dropped first.
+
+A request names many tables, each with an index of its own. :class:`Indexes` searches all of them in the same
+passes: it sees the arrays of all as one (:func:`~kvps.core.embedding.pages.window`), and knows for each id
+where the cells of its table begin, and how many these are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvps.core.embedding.id_hash import INDEX_SALT, Ids, hashes
-from kvps.core.embedding.pages import grown, zeros
+from kvps.core.embedding.pages import grown, selected, spread, window, zeros
 
 FULL = 0.6
 """Maximum load factor: above it, the longest probe sequences grow fast."""
@@ -26,6 +32,7 @@ SLOTS_MAX = 2**31 - 1
 _FREE = np.int32(-1)
 
 Slots = npt.NDArray[np.int64]
+Spread = np.int64 | npt.NDArray[np.int64]
 
 
 class IdIndex:
@@ -40,6 +47,10 @@ class IdIndex:
         self.used = 0
         """Slots given out so far, freed ones included."""
         self._count = 0
+        self.moves = 0
+        """How often its cells or ids have moved to another array."""
+        self.drops = 0
+        """How often ids were dropped."""
 
     def __len__(self) -> int:
         return self._count
@@ -55,36 +66,11 @@ class IdIndex:
 
     def find(self, ids: Ids) -> Slots:
         """Return the slot of each id; -1 where it has none. Ids may be repeated."""
-        cells, owners, mask = self._cells, self._ids, len(self._cells) - 1
-        at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
-        slots = cells.take(at)
-        found = slots.astype(np.int64)
-        # A free cell is taken for one of the last slot: if that has the id, what is found is still -1.
-        (left,) = (owners.take(slots) != ids).nonzero()  # np.flatnonzero takes as long again for few
-        step = 0
-        while len(left):
-            # The cells that these looked at last are free, or of others.
-            left = left.take((found.take(left) >= 0).nonzero()[0])
-            step += 1
-            nearby = at.take(left)
-            nearby += step
-            nearby &= mask
-            at[left] = nearby
-            slots = cells.take(nearby)
-            found[left] = slots
-            left = left.take((owners.take(slots) != ids.take(left)).nonzero()[0])
-        return found
+        return Indexes((self,)).find(ids, (len(ids),))
 
     def add(self, ids: Ids) -> Slots:
         """Give slots to ids that have none, each named once; return them."""
-        slots = self._new_slots(len(ids))
-        self._ids[slots] = ids
-        self._count += len(ids)
-        if self._count > FULL * len(self._cells):
-            self._rebuild(None)  # there were never as many: no slot is free
-        else:
-            self._enter(ids, slots)
-        return slots
+        return Indexes((self,)).add(ids, (len(ids),))
 
     def drop(self, slots: Slots) -> None:
         """Free these slots, each named once, for other ids.
@@ -93,16 +79,19 @@ class IdIndex:
         """
         if not len(slots):
             return
-        is_free = np.zeros(self.used, np.bool_)
-        is_free[slots] = True
-        for freed in self._free:
-            is_free[freed] = True
         self._free.append(np.sort(slots)[::-1].copy())
         self._count -= len(slots)
-        self._rebuild(is_free)
+        self.drops += 1
+        self._rebuild(len(self._cells))
 
-    def _new_slots(self, count: int) -> Slots:
-        """Return slots without ids."""
+    def new_slots(self, count: int) -> Slots:
+        """Return slots for so many ids, which are still to be written and entered into cells."""
+        size = len(self._cells)
+        while self._count + count > FULL * size:
+            size *= 2
+        if size > len(self._cells):
+            self._rebuild(size)
+        self._count += count
         taken = []
         while count and self._free:
             last = self._free.pop()
@@ -114,38 +103,25 @@ class IdIndex:
         if count:
             if self.used + count > SLOTS_MAX:
                 raise OverflowError(f"an index has at most {SLOTS_MAX} slots")
-            self._ids = grown(self._ids, self.used, self.used + count)
+            if self.used + count > len(self._ids):
+                self._ids = grown(self._ids, self.used, self.used + count)
+                self.moves += 1
             taken.append(np.arange(self.used, self.used + count))
             self.used += count
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
-    def _rebuild(self, is_free: npt.NDArray[np.bool_] | None) -> None:
-        """Enter all ids into new cells, never fewer than before.
-
-        Args:
-            is_free: by slot, whether it has no id; None if all have one.
-        """
-        size = len(self._cells)
-        while self._count > FULL * size:
-            size *= 2
+    def _rebuild(self, size: int) -> None:
+        """Enter all ids into ``size`` new cells."""
         self._cells = _free_cells(size)
+        self.moves += 1
+        is_free = np.zeros(self.used, np.bool_)
+        for freed in self._free:
+            is_free[freed] = True
         for begin in range(0, self.used, AT_ONCE):
             slots = np.arange(begin, min(begin + AT_ONCE, self.used))
-            if is_free is not None:
+            if self._free:
                 slots = slots[~is_free[slots]]
-            self._enter(self._ids[slots], slots)
-
-    def _enter(self, ids: Ids, slots: Slots) -> None:
-        """Write slots into cells."""
-        cells, mask, step = self._cells, len(self._cells) - 1, 0
-        at = (hashes(ids, INDEX_SALT) & np.uint64(mask)).view(np.int64)
-        narrow = slots.astype(np.int32)
-        while len(at):
-            (free,) = (cells.take(at) < 0).nonzero()
-            cells[at.take(free)] = narrow.take(free)  # of several at one cell, one gets it
-            (left,) = (cells.take(at) != narrow).nonzero()
-            step += 1
-            at, narrow = at.take(left) + step & mask, narrow.take(left)
+            _enter(self._cells, self._ids[slots], slots, np.int64(0), np.int64(size - 1))
 
     def check(self) -> None:
         """Assert the invariants: every id that has a slot is found there, and no other is."""
@@ -155,6 +131,84 @@ class IdIndex:
         assert np.array_equal(np.sort(self._cells[self._cells >= 0]), taken)
         assert np.array_equal(self.find(self._ids[taken]), taken)
         assert self._count <= FULL * len(self._cells)
+
+
+class Indexes:
+    """Some indexes that are searched and extended in the same passes over the ids of all.
+
+    Args:
+        parts: the indexes.
+    """
+
+    def __init__(self, parts: Sequence[IdIndex]) -> None:
+        self._parts = parts
+        self._moves = -1
+        """How often the arrays of all had moved when the fields below were made."""
+        self._cells, self._ids = parts[0]._cells, parts[0]._ids
+        """The windows of all cells, and of the ids of all slots."""
+        self._begins = self._masks = self._firsts = np.zeros(0, np.int64)
+        """For each index where its cells begin, the number of its cells less one, and where its ids begin."""
+
+    def _look(self) -> None:
+        """See the arrays of all as they are now."""
+        moves = sum([part.moves for part in self._parts])
+        if moves == self._moves:
+            return
+        self._moves = moves
+        self._cells, self._begins = window([part._cells for part in self._parts])
+        self._ids, self._firsts = window([part._ids for part in self._parts])
+        self._masks = np.array([len(part._cells) - 1 for part in self._parts])
+
+    def find(self, ids: Ids, sizes: Sequence[int]) -> Slots:
+        """Return the slot of each id in its index; -1 where it has none. Ids may be repeated.
+
+        Args:
+            ids: those of each index, one index after the other.
+            sizes: the number of ids of each.
+        """
+        self._look()
+        cells, owners = self._cells, self._ids
+        begin, mask, first = (spread(each, sizes) for each in (self._begins, self._masks, self._firsts))
+        at = hashes(ids, INDEX_SALT).view(np.int64) & mask
+        found = cells.take(at + begin).astype(np.int64)
+        # A free cell is taken for one of slot 0: if that has the id, what is found is still -1.
+        (left,) = (owners.take(np.maximum(found, 0) + first) != ids).nonzero()  # np.flatnonzero is slower
+        step = 0
+        while len(left):
+            # The cells that these looked at last are free, or of others.
+            left = left.take((found.take(left) >= 0).nonzero()[0])
+            step += 1
+            nearby = at.take(left)
+            nearby += step
+            nearby &= selected(mask, left)
+            at[left] = nearby
+            slots = cells.take(nearby + selected(begin, left)).astype(np.int64)
+            found[left] = slots
+            owner = owners.take(np.maximum(slots, 0, out=slots) + selected(first, left))
+            left = left.take((owner != ids.take(left)).nonzero()[0])
+        return found
+
+    def add(self, ids: Ids, sizes: Sequence[int]) -> Slots:
+        """Give slots to ids that have none, each named once; return them. See :meth:`find`."""
+        given = [part.new_slots(size) for part, size in zip(self._parts, sizes, strict=True) if size]
+        slots = np.concatenate([np.empty(0, np.int64), *given])
+        self._look()
+        self._ids[slots + spread(self._firsts, sizes)] = ids
+        _enter(self._cells, ids, slots, spread(self._begins, sizes), spread(self._masks, sizes))
+        return slots
+
+
+def _enter(cells: npt.NDArray[np.int32], ids: Ids, slots: Slots, begin: Spread, mask: Spread) -> None:
+    """Write slots into cells: of an index whose cells begin at ``begin`` and are ``mask`` + 1."""
+    at, narrow, step = hashes(ids, INDEX_SALT).view(np.int64) & mask, slots.astype(np.int32), 0
+    while len(at):
+        places = at + begin
+        (free,) = (cells.take(places) < 0).nonzero()
+        cells[places.take(free)] = narrow.take(free)  # of several at one cell, one gets it
+        (left,) = (cells.take(places) != narrow).nonzero()
+        step += 1
+        begin, mask = selected(begin, left), selected(mask, left)
+        at, narrow = at.take(left) + step & mask, narrow.take(left)
 
 
 def _free_cells(count: int) -> npt.NDArray[np.int32]:

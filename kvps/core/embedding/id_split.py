@@ -67,7 +67,8 @@ class SplitIds:
         self._begins = [0, *accumulate(self._sizes)]
         self._stops = (0, len(given)) if stops is None else (0, *stops)
         self._is_by_table = is_by_table
-        self._order, inorder, self._starts = _runs(given, self._begins)
+        ids = given[0] if len(given) == 1 else np.concatenate(given)
+        self._order, inorder, self._starts = runs(ids, self._begins)
         self.ids = inorder.take(self._starts)
         """The distinct ids of all tables, one table after the other."""
         self.edges: tuple[int, ...] = tuple(self._starts.searchsorted(self._begins).tolist())
@@ -183,12 +184,16 @@ class SplitIds:
         return counts
 
 
-def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Places]:
+def runs(ids: Ids, begins: Sequence[int]) -> tuple[Places, Ids, Places]:
     """Return the stable order that sorts the ids of each table, the ids in it, and where each distinct one
-    begins."""
-    ids = given[0] if len(given) == 1 else np.concatenate(given)
+    begins.
+
+    Args:
+        ids: those of each table, one table after the other.
+        begins: where the ids of each table begin, and how many ids there are.
+    """
     count = len(ids)
-    bits, table_bits = count.bit_length(), (len(given) - 1).bit_length()
+    bits, table_bits = count.bit_length(), (len(begins) - 2).bit_length()
     id_bits = int(ids.max()).bit_length() if count and ids.min() >= 0 else _NUMBER_BITS
     if table_bits + id_bits + bits <= _NUMBER_BITS:
         numbers = (ids << bits) | np.arange(count)  # each is there once, so that its order is stable
@@ -199,7 +204,7 @@ def _runs(given: Sequence[Ids], begins: Sequence[int]) -> tuple[Places, Ids, Pla
         order = np.bitwise_and(numbers, (1 << bits) - 1, out=numbers)
         inorder = ids.take(order)
         return order, inorder, _starts(inorder, begins)
-    order = np.concatenate([some.argsort() + begin for some, begin in zip(given, begins, strict=False)])
+    order = np.concatenate([ids[begin:end].argsort() + begin for begin, end in pairwise(begins)])
     inorder = ids.take(order)
     starts = _starts(inorder, begins)
     if len(starts) < count:  # the order of equal ids is undefined

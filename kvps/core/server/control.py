@@ -174,6 +174,7 @@ class Control:
                     self._ingest.close_all(rule, span)
                 else:
                     self._ingest.close(rule, span, quorum, now)
+        self._rules.move_tables()
         self._rules.report()
         for chunk in self._chunks.of_store(store.name):
             self._answers.wake(chunk.woken(0, chunk.used))

@@ -255,6 +255,7 @@ class Ingest:
             for span in spans:
                 part = item if len(spans) == 1 else item.part(span)
                 self._take(judged, part, span, quorum, now)
+        self._book.move_tables()
         self._book.is_torn = False
         if judged.store.drops is not None:
             self._book.report()
@@ -342,6 +343,7 @@ class Ingest:
             quorum = self._context.quorum(rule.store)
             for span in list(rule.chunk.spans):
                 self.close(rule, span, quorum, now)
+        self._book.move_tables()
         self._book.report()
 
 

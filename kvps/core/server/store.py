@@ -380,6 +380,11 @@ class ServerStore:
         """Add ``size`` bytes of rows, which may be negative, to the bytes that the server holds."""
         self._chunks.table_bytes[self.name] += size
 
+    def replace_rows(self, chunk: Chunk, rows: EmbeddingRows) -> None:
+        """Let a chunk stand for other rows of its table."""
+        chunk.embedding = rows
+        self._chunks.named.clear()
+
     def embedding_at(self, piece: Piece) -> EmbeddingRows:
         """Return the embedding table that a piece stands for."""
         rows = self.chunk_at(piece).embedding

@@ -18,7 +18,7 @@ from typing import Any
 
 SKIPPED = {
     *("_memory", "memory", "_blocks", "_spans", "_windows", "_other", "_memo", "lap", "_wake"),
-    *("outbox", "_outbox", "_process", "on_reply", "fill", "retry", "why"),
+    *("named", "outbox", "_outbox", "_process", "on_reply", "fill", "retry", "why"),
 }
 """Attributes without meaning: where values lie, scratch space, caches, functions, and the wall clock."""
 
@@ -131,11 +131,8 @@ class _Walk:
             case "kvps.core.embedding.id_index.IdIndex":
                 return [value._ids[: value.used], *_attributes(value, {"_ids"})]
             case "kvps.core.embedding.table.EmbeddingRows":
-                slots = value._stamps[: value._index.used].nonzero()[0]
-                return [
-                    value._arenas.read(slots),
-                    *_attributes(value, {"_arenas", "_pulled", "_pulled_count"}),
-                ]
+                slots = value._stamps[: value.index.used].nonzero()[0]
+                return [value.arenas.read(slots), *_attributes(value, {"arenas"})]
             case _:
                 return _attributes(value)
 

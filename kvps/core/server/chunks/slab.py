@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from kvps.core.embedding.alike import AlikeTables, alike_runs
 from kvps.core.embedding.table import EmbeddingRows, TableState
 from kvps.core.optim.torch_rules import State
 from kvps.core.placement import whole
@@ -43,6 +44,8 @@ PAGE_BYTES = 4096
 """Bytes of a page. Pieces of one key begin at whole pages: a reader may map them side by side."""
 
 
+NAMED_MAX = 64
+"""Maximum sets of tables that are known to have been named together."""
 PARTS_MAX = 256
 """Parts of a buffer that are kept as tensors."""
 
@@ -390,6 +393,9 @@ class Chunks:
         not counted."""
         self.table_bytes: Counter[str] = Counter()
         """Store -> bytes of the rows of its tables."""
+        self.named: dict[tuple[int, ...], tuple[AlikeTables, ...]] = {}
+        """Chunks of tables that requests have named together -> the tables, in runs of those that are alike;
+        empty after a table was replaced."""
         self._made = 0
 
     def new(self, store: str, dtype: str, capacity: int) -> Chunk:
@@ -415,6 +421,17 @@ class Chunks:
         if chunk is None:
             raise ProtocolError(f"server {self.server} has no chunk {number}")
         return chunk
+
+    def alike(self, chunks: Sequence[Chunk]) -> tuple[AlikeTables, ...]:
+        """Return the tables of these chunks, in runs of those that are alike."""
+        numbers = tuple([chunk.number for chunk in chunks])
+        known = self.named.get(numbers)
+        if known is None:
+            if len(self.named) >= NAMED_MAX:
+                del self.named[next(iter(self.named))]
+            tables = [chunk.embedding for chunk in chunks if chunk.embedding is not None]
+            known = self.named[numbers] = tuple(alike_runs(tables))
+        return known
 
     def open(self) -> Iterator[Chunk]:
         """Yield the chunks with open spans, the oldest chunk first."""
@@ -455,6 +472,7 @@ class Chunks:
         for number in numbers:
             del self.by_number[number]
         self.pushed.difference_update(numbers)
+        self.named.clear()
         self.counts.pop(store, None)
         self.table_bytes.pop(store, None)
         return numbers

@@ -13,7 +13,7 @@ from kvps.core.server.rules.clipped import Clipped, StepNorms
 from kvps.core.server.rules.finite import Finite
 from kvps.core.server.rules.published import PublishedAssign, PublishedOptimize
 from kvps.core.server.rules.rule import BLOCK_COUNT, Assign, Gate, Optimize, Refused, Rule, Workshop
-from kvps.core.server.rules.table import Table
+from kvps.core.server.rules.table import Table, move_tables
 from kvps.core.server.rules.whole_tensor import GlobalNorms, WholeTensor
 from kvps.core.server.sessions import PendingRead
 from kvps.core.server.store import ServerStore, Shard
@@ -59,9 +59,16 @@ class RuleBook:
         self._rules = Composed(self._compose)
         self.rule: Callable[[int], Rule] = self._rules.__getitem__
         """Returns the rule of a chunk, by its number; raises ProtocolError if there is no such chunk."""
-        self._shop = Workshop(workers, BLOCK_COUNT * threads, context.meter, wake, self._say, self.rule)
+        self._shop = Workshop(
+            workers, BLOCK_COUNT * threads, context.meter, wake, self._say, self.rule, context.chunks.alike
+        )
         self.norms = GlobalNorms(context.stores, context.chunks, self._shop)
         self.steps = StepNorms(context.chunks, self._shop)
+
+    def move_tables(self) -> None:
+        """Move the embedding tables whose updates wait for those of other tables."""
+        if self._shop.tables:
+            move_tables(self._shop)
 
     def _say(self, server: int, message: Message) -> None:
         """Tell another server; before the first view, which names the servers, it is told later."""

@@ -18,6 +18,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 import torch
 
+from kvps.core.embedding.alike import AlikeTables, summed
 from kvps.core.embedding.id_hash import Ids, Initializer, servers_of
 from kvps.core.embedding.spec import EmbeddingSpec, spec_of
 from kvps.core.embedding.table import EmbeddingRows
@@ -26,7 +27,7 @@ from kvps.core.placement import EMBEDDING
 from kvps.core.row_gradients import RowGradient
 from kvps.core.server.chunks.rounds import PendingUpdate, Span
 from kvps.core.server.chunks.slab import Chunk, Chunks
-from kvps.core.server.rules.rule import Rule
+from kvps.core.server.rules.rule import Rule, Workshop
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, BY_NAME, summed_in
 from kvps.errors import ConfigError, Mismatch, ProtocolError
@@ -43,7 +44,7 @@ from kvps.protocol.values import (
     TablePart,
     TableStand,
 )
-from kvps.tensors import Memory, dtype_of, from_frame, to_frame
+from kvps.tensors import Memory, accumulator, dtype_of, from_frame, to_frame
 
 EXPORT_BYTES = 32 << 20
 """Maximum bytes of one frame in an answer to EXPORT."""
@@ -130,6 +131,12 @@ ANSWER_BYTES = 64 << 20
 _piece, _stand = maker(Piece), maker(TableStand)
 
 
+def _shape(alike: AlikeTables) -> tuple[str, int]:
+    """Return what tables of one frame have in common."""
+    recipe = alike.tables[0].recipe
+    return recipe.dtype, recipe.dim
+
+
 class TableGradient(RowGradient):
     """A gradient of some rows of a table; in its chunk it stands for the table's one element."""
 
@@ -145,11 +152,13 @@ class TableRows:
 
     chunks: tuple[Chunk, ...]
     """The chunk of each table."""
-    tables: tuple[EmbeddingRows, ...]
-    """The rows of each table."""
     pieces: tuple[Piece, ...]
     """The element of each table, which counts for all of its rows here."""
     parts: tuple[TablePart, ...]
+    alike: tuple[AlikeTables, ...]
+    """The tables, in runs of those that are alike."""
+    sizes: tuple[int, ...]
+    """The number of ids of each part."""
     edges: tuple[int, ...]
     """Where the ids of each part begin among those of the request, and how many these are."""
     server: int
@@ -164,12 +173,14 @@ class TableRows:
         """
         known = chunks.by_number
         found = [known[part.chunk] if part.chunk in known else chunks.at(part.chunk) for part in parts]
-        tables = [embedding_of(chunk) if chunk.embedding is None else chunk.embedding for chunk in found]
+        for chunk in found:
+            embedding_of(chunk)
         if len({chunk.store for chunk in found}) != 1:
             raise ProtocolError(f"a request names {len(parts)} tables, and it needs some of one store")
-        edges = tuple(accumulate([part.size for part in parts], initial=0))
+        sizes = tuple([part.size for part in parts])
         pieces = tuple([_piece((part.chunk, 0, 1)) for part in parts])
-        return cls(tuple(found), tuple(tables), pieces, parts, edges, chunks.server, chunks.servers)
+        alike, edges = chunks.alike(found), tuple(accumulate(sizes, initial=0))
+        return cls(tuple(found), pieces, parts, alike, sizes, edges, chunks.server, chunks.servers)
 
     def spans(self, chunks: Chunks) -> list[Span]:
         """Return the span of each table."""
@@ -178,7 +189,7 @@ class TableRows:
     @property
     def recipes(self) -> list[EmbeddingSpec]:
         """The recipe of each table."""
-        return [table.recipe for table in self.tables]
+        return [table.recipe for alike in self.alike for table in alike.tables]
 
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
@@ -283,19 +294,20 @@ class TableRows:
         numbers, edges = ids.numpy(), self.edges
         groups, counts, frames = [], [], []
         first = 0
-        for (dtype, dim), some in groupby([(recipe.dtype, recipe.dim) for recipe in self.recipes]):
-            stop = first + len(list(some))
+        for (dtype, dim), some in groupby(self.alike, _shape):
+            start, runs = first, list(some)
+            stop = first + sum([len(alike.tables) for alike in runs])
             begin, end = edges[first], edges[stop]
             groups.append(TableGroup(BY_NAME[dtype].id, dim, stop - first))
             counts.append(end - begin)
             if begin < end:
                 values = memory.empty((end - begin) * dim, dtype)
                 rows = values.view(end - begin, dim)
-                for table, (low, high) in zip(
-                    self.tables[first:stop], pairwise(edges[first : stop + 1]), strict=True
-                ):
-                    if low < high:
-                        table.pull(numbers[low:high], rows[low - begin : high - begin])
+                for alike in runs:
+                    last = start + len(alike.tables)
+                    low, high = edges[start], edges[last]
+                    alike.pull(numbers[low:high], self.sizes[start:last], rows[low - begin : high - begin])
+                    start = last
                 frames.append(values)
             first = stop
         spans = [chunk.spans[0] for chunk in self.chunks]
@@ -308,7 +320,10 @@ class TableRows:
 
 
 class Table(Rule):
-    """The sum moves rows of an embedding table."""
+    """The sum moves rows of an embedding table, together with the tables that move by the same message.
+
+    An update waits in the workshop until all parts of the message are taken in: see :func:`move_tables`.
+    """
 
     keeps_all = True
 
@@ -316,14 +331,63 @@ class Table(Rule):
         """Refuse a push of whole keys."""
         raise ProtocolError(f"chunk {self.chunk.number} is an embedding table: push rows by PUSH-TABLES")
 
-    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None) -> None:
-        """Update the rows of a table; the element becomes their number."""
-        rows, total = embedding_of(self.chunk), due.sum.gathered(is_read=True)
-        before = len(rows)
+    def write(self, span: Span, due: PendingUpdate, norms: torch.Tensor | None = None) -> None:
+        """Let an update wait for those of other tables, but not for a later one of this table."""
+        if self.chunk.number in self.shop.tables:
+            move_tables(self.shop)
+        self.shop.tables[self.chunk.number] = self, due
+
+    apply = write
+
+
+def move_tables(shop: Workshop) -> None:
+    """Move the tables whose updates wait, alike ones in one pass; then wake the reads that waited there."""
+    waiting = list(shop.tables.values())
+    shop.tables.clear()
+    at = 0
+    for alike in shop.alike([rule.chunk for rule, _ in waiting]):
+        stop = at + len(alike.tables)
+        runs = [list(run) for _, run in groupby(waiting[at:stop], _terms)]
+        for run in runs:
+            (together,) = (alike,) if len(runs) == 1 else shop.alike([rule.chunk for rule, _ in run])
+            _move_alike(together, run)
+        at = stop
+    for rule, _ in waiting:
+        if rule.chunk.waiting:
+            shop.wake(rule.chunk.woken(0, 1))
+
+
+def _terms(waiting: tuple[Rule, PendingUpdate]) -> tuple[int, float, float]:
+    """Return the numbers in which updates must agree to be made in one pass."""
+    rule, due = waiting
+    return rule.chunk.spans[0].step, embedding_of(rule.chunk).lr, due.sum.divisor
+
+
+def _move_alike(alike: AlikeTables, run: list[tuple[Rule, PendingUpdate]]) -> None:
+    """Update the rows of alike tables; the element of each becomes the number of its rows."""
+    sums = [[part for part in due.sum.parts if isinstance(part, RowGradient)] for _, due in run]
+    sizes = tuple([sum([len(part.ids) for part in parts]) for parts in sums])
+    parts = [part for some in sums for part in some]
+    ids, rows = parts[0].ids, parts[0].rows
+    if len(parts) > 1:
+        ids, rows = torch.cat([part.ids for part in parts]), torch.cat([part.rows for part in parts])
+    numbers, rows = ids.numpy(), accumulator(rows)
+    if len(parts) > len(run):
+        numbers, sizes, rows = summed(numbers, sizes, rows)
+    divisor = run[0][1].sum.divisor
+    if divisor != 1:
+        rows = rows.div(divisor)
+    spans, befores = [rule.chunk.spans[0] for rule, _ in run], [len(table) for table in alike.tables]
+    alike.push(numbers, sizes, rows, [span.version + 1 for span in spans], spans[0].step + 1)
+    grown = 0
+    for (rule, _), span, table, before in zip(run, spans, alike.tables, befores, strict=True):
         span.step += 1
-        rows.push(total.ids.numpy(), total.rows, version=span.version + 1, step=span.step)
-        self.chunk.writable()[span.start] = len(rows)
-        self.store.grow((len(rows) - before) * rows.row_bytes)
+        span.version += 1
+        if len(table) != before:
+            rule.chunk.writable()[span.start] = len(table)
+            grown += len(table) - before
+    run[0][0].store.grow(grown * alike.tables[0].row_bytes)
+    run[0][0].shop.meter.moved(run[0][0].store.name, max([span.version for span in spans]))
 
 
 # --- exports ----------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvps.core.embedding import arena as module
-from kvps.core.embedding.arena import Arenas
+from kvps.core.embedding.arena import ArenaGroup, Arenas, Columns, Slots
 
 
 @pytest.fixture
@@ -14,6 +14,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Arenas:
     monkeypatch.setattr(module, "ARENA_BYTES_MIN", 48)
     monkeypatch.setattr(module, "ARENA_BYTES_MAX", 96)
     return Arenas({"weight": (torch.float32, 2), "sum": (torch.float16, 2)})
+
+
+def write(arenas: Arenas, slots: Slots, columns: Columns) -> None:
+    ArenaGroup((arenas,)).write(slots, (len(slots),), columns)
 
 
 def rows(count: int) -> dict[str, torch.Tensor]:
@@ -33,36 +37,37 @@ def test_each_arena_is_as_large_as_those_before_within_bounds(small: Arenas) -> 
 def test_rows_are_found_where_they_were_written(small: Arenas) -> None:
     small.reserve(24)
     order = np.random.default_rng(3).permutation(24)
-    small.write(order, rows(24))
+    write(small, order, rows(24))
     assert torch.equal(small.read(order)["weight"], rows(24)["weight"])
     assert torch.equal(small.read(order)["sum"], rows(24)["sum"])
     again = np.array([order[3], order[3], order[20]])
-    assert torch.equal(small.weights(again), rows(24)["weight"][[3, 3, 20]])
-    assert small.read(again[:0])["sum"].shape == small.weights(again[:0]).shape == (0, 2)
+    assert torch.equal(small.read(again)["weight"], rows(24)["weight"][[3, 3, 20]])
+    assert small.read(again[:0])["sum"].shape == (0, 2)
+    assert small.read(again, ("sum",)).keys() == {"sum"}
 
 
 def test_held_arenas_keep_their_values(small: Arenas) -> None:
     small.reserve(16)
     everywhere = np.arange(16)
-    small.write(everywhere, rows(16))
+    write(small, everywhere, rows(16))
     kept, release = small.keep()
     second, release_second = small.keep()
-    small.write(np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()})
+    write(small, np.array([0]), {"weight": torch.tensor([[9.0, 9.0]]), "sum": torch.zeros(1, 2).half()})
     assert kept[0].columns["weight"][0].tolist() == [0.0, 1.0]
     assert second[0].columns["weight"][0].tolist() == [0.0, 1.0]
-    assert small.weights(np.array([0])).tolist() == [[9.0, 9.0]]
+    assert small.read(np.array([0]))["weight"].tolist() == [[9.0, 9.0]]
     mine = [one.columns["weight"].data_ptr() for one in small]
     theirs = [one.columns["weight"].data_ptr() for one in kept]
     assert [a == b for a, b in zip(mine, theirs, strict=True)] == [False, True, True]
     both = np.array([1, 14])  # in an arena that is ours by now, and in one that is held
-    small.write(both, {"weight": torch.full((2, 2), 7.0), "sum": torch.zeros(2, 2).half()})
-    assert small.weights(both).tolist() == [[7.0, 7.0]] * 2
+    write(small, both, {"weight": torch.full((2, 2), 7.0), "sum": torch.zeros(2, 2).half()})
+    assert small.read(both)["weight"].tolist() == [[7.0, 7.0]] * 2
     assert kept[2].columns["weight"][6].tolist() == [28.0, 29.0]
     release()
-    small.write(np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()})
+    write(small, np.array([5]), {"weight": torch.tensor([[8.0, 8.0]]), "sum": torch.zeros(1, 2).half()})
     assert second[1].columns["weight"][1].tolist() == [10.0, 11.0]
     release_second()
     before = [one.columns["weight"].data_ptr() for one in small]
-    small.write(everywhere, rows(16))
+    write(small, everywhere, rows(16))
     assert [one.columns["weight"].data_ptr() for one in small] == before
     small.check()

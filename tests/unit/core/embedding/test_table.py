@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from kvps.core.embedding import table as module
+from kvps.core.embedding import alike as module
+from kvps.core.embedding.alike import AlikeTables
 from kvps.core.embedding.arena import Slots
 from kvps.core.embedding.id_hash import Ids
-from kvps.core.embedding.id_index import IdIndex
+from kvps.core.embedding.id_index import Indexes
 from kvps.core.embedding.spec import EmbeddingSpec, recipe_of
 from kvps.core.embedding.table import EmbeddingRows
+from kvps.dtypes import summed_in
+from kvps.tensors import TORCH
 
 
 def recipe(**given: Any) -> EmbeddingSpec:
@@ -34,16 +37,20 @@ class Driven:
 
     def __init__(self, servers: int = 1, **given: Any) -> None:
         self.table = EmbeddingRows(recipe(**given), servers)
+        self.alike = AlikeTables((self.table,))
         self.version = 0
 
     def push(self, *ids: int, value: float = 1.0) -> None:
         self.version += 1
-        gradients = torch.full((len(ids), 2), value, dtype=self.table.summed_in)
-        self.table.push(np.array(sorted(ids)), gradients, version=self.version, step=self.version)
+        gradients = torch.full((len(ids), 2), value, dtype=TORCH[summed_in(self.table.recipe.dtype)])
+        numbers = np.array(sorted(ids), np.int64)
+        self.alike.push(numbers, (len(ids),), gradients, [self.version], self.version)
         self.table.check()
 
     def rows(self, *ids: int) -> list[list[float]]:
-        return self.table.pull(np.array(ids, np.int64)).tolist()
+        out = torch.empty((len(ids), 2), dtype=TORCH[self.table.recipe.dtype])
+        self.alike.pull(np.array(ids, np.int64), (len(ids),), out)
+        return out.tolist()
 
     def ids(self, since: int = 0) -> list[int]:
         found: list[int] = []
@@ -79,7 +86,6 @@ def test_updates_go_on_by_another_rate(lr: float) -> None:
 
 def test_halves_are_summed_in_float32_and_may_have_masters() -> None:
     driven = Driven(optimizer="sgd", lr=1.0, multi_precision=True, dtype="bfloat16", init="zeros")
-    assert driven.table.summed_in is torch.float32
     driven.push(1, value=256.0)
     driven.push(1, value=0.25)
     driven.push(1, value=0.75)
@@ -128,13 +134,13 @@ def test_versions_may_need_more_than_32_bits() -> None:
 def test_a_push_takes_the_slots_that_a_pull_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(init="zeros", evict={"rows": 8})
     looked: list[list[int]] = []
-    find = IdIndex.find
+    find = Indexes.find
 
-    def found(index: IdIndex, ids: Ids) -> Slots:
+    def found(indexes: Indexes, ids: Ids, sizes: tuple[int, ...]) -> Slots:
         looked.append(ids.tolist())
-        return find(index, ids)
+        return find(indexes, ids, sizes)
 
-    monkeypatch.setattr(IdIndex, "find", found)
+    monkeypatch.setattr(Indexes, "find", found)
     monkeypatch.setattr(EmbeddingRows, "check", lambda table: None)
 
     def looks_of(*ids: int) -> list[list[int]]:
@@ -154,15 +160,11 @@ def test_a_push_takes_the_slots_that_a_pull_has_found(monkeypatch: pytest.Monkey
     assert looks_of(1, 2) == [[1, 2]]
     assert driven.rows(1, 2) == [[-1.0, -1.0], [-1.0, -1.0]]
     assert looks_of() == [[]]
-    monkeypatch.setattr(module, "PULLED_MAX", 3)
     driven.rows(1, 2)
-    driven.rows(1, 2, 27, 28)
-    driven.rows(2, 27, 28)
-    driven.rows(2, 29, 28)
-    driven.rows(2, 28)
-    assert looks_of(2, 28) == []
-    assert looks_of(1, 2) == [[1, 2]]
-    assert looks_of(1, 2, 27, 28) == [[1, 2, 27, 28]]
+    for first in range(module.PULLS_MAX):
+        driven.rows(first, 28)
+    assert looks_of(1, 28) == []
+    assert looks_of(1, 2) == [[1, 2]], "the oldest pull is forgotten"
 
 
 def test_counts_are_taken_in_where_there_are_some() -> None:

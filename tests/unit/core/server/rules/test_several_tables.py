@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvps.core.embedding.spec import message_of, recipe_of
+from kvps.core.server.chunks import slab
 from kvps.core.server.rules import table
 from kvps.dtypes import BY_NAME
 from kvps.protocol.membership import Probe, Probed
@@ -179,3 +180,27 @@ def test_a_part_that_is_refused_keeps_the_whole_push_out(monkeypatch: pytest.Mon
             said = full.push(rank, a=(number, [*range(600)]), b=(number, [*range(600)]))
             assert acked(said) or "Overload" in refusal(said)
     assert "no room for more rows of table 'a'" in refusal(full.push(0, a=(1, [7]), b=(1, [7])))
+
+
+def test_a_lost_worker_closes_several_rounds_of_several_tables() -> None:
+    tables = Tables(on_worker_lost="shrink", average=True)
+    tables.push(0, a=(0, [1]), b=(0, [2]))
+    tables.push(0, 2.0, a=(1, [1]), b=(1, [1, 2]))
+    tables.push(1, 4.0, a=(0, [1]))
+    assert tables.rows(1, 2)["a"] == [[-2.5, -2.5], [0.0, 0.0]]
+    tables.stage.show(w1="lost")
+    assert tables.rows(1, 2) == {
+        "a": [[-4.5, -4.5], [0.0, 0.0]],
+        "b": [[-2.0, -2.0], [-3.0, -3.0]],
+        "c": [[0.0], [0.0]],
+    }
+
+
+def test_sets_of_tables_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab, "NAMED_MAX", 2)
+    tables = Tables("async")
+    assert acked(tables.push(0, a=(0, [1]), b=(0, [1])))
+    assert tables.rows(1) == {"a": [[-1.0, -1.0]], "b": [[-1.0, -1.0]], "c": [[0.0]]}
+    assert len(tables.stage.server.context.chunks.named) == 2
+    assert acked(tables.push(0, a=(1, [1]), b=(1, [1])))
+    assert tables.rows(1)["b"] == [[-2.0, -2.0]]
