@@ -8,5 +8,6 @@ from kvps.protocol.envelope import *
 from kvps.protocol.membership import *
 from kvps.protocol.shared_memory import *
 from kvps.protocol.stores import *
+from kvps.protocol.streams import *
 from kvps.protocol.tracing import *
 from kvps.protocol.values import *

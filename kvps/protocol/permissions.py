@@ -74,7 +74,7 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
     },
     Place.TO_SERVER: {
         Role.SERVER: _SHARING
-        | {p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
+        | {p.StreamAt, p.Welcome, p.Error, p.Ack, p.Done, p.Probed, p.Declared, p.FoundAll}
         | {p.Pulled, p.PulledRows, p.Changed}
         | {p.PulledTables, p.Exported, p.StateIs, p.StatusIs, p.Joined, p.HistoryIs, p.Revived, p.Ping}
         | {p.Opened, p.Closed}

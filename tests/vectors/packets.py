@@ -180,6 +180,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (asking_nothing(WORKER), m.Offer(4711, 9, 1 << 34, 0x0123456789ABCDEF), ()),
         (SERVER, m.Taken(0x0123456789ABCDEF, False, "another user's"), ()),
         (asking_nothing(WORKER), m.Release(18, (4, 17)), ()),
+        (SERVER, m.StreamAt(40001, SHA256), ()),
         (WORKER, m.Join("weights", 2, True), ()),
         (SERVER, m.Joined(42, 1), ()),
         (WORKER, m.Return("weights", 2), ()),
