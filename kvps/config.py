@@ -293,6 +293,15 @@ def checksums(env: Mapping[str, str] | None = None) -> bool:
     return switch("KVPS_CHECKSUM", env, default=True)
 
 
+def streams(env: Mapping[str, str] | None = None) -> bool:
+    """Return whether packets between hosts travel along streams: no, unless the variable says yes.
+
+    Raises:
+        ConfigError: if it says neither.
+    """
+    return switch("KVPS_STREAMS", env, default=False)
+
+
 def switch_interval_s(env: Mapping[str, str] | None = None) -> float:
     """Return the interpreter's switch interval while calls are in flight, in seconds; 0 leaves it as it is.
 

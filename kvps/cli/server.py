@@ -25,6 +25,7 @@ environment, where the flag is not given:
   KVPS_JOIN_TIMEOUT, KVPS_KEYS, KVPS_INSECURE, KVPS_HTTP, KVPS_HTTP_TOKEN, KVPS_LOG_LEVEL, KVPS_LOG_FORMAT
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT: how values travel; tcp, shm (shared memory), or auto (shm where it works)
+  KVPS_STREAMS=1: with keys, packets between hosts travel along streams, sealed by AES
   KVPS_CHECKSUM=0: send packets without checksums, if the network has better checksums
   DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER, as for MXNet
 """

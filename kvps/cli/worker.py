@@ -26,6 +26,7 @@ environment, where the flag is not given:
   KVPS_LOG_LEVEL, KVPS_LOG_FORMAT,
   KVPS_SILENCE_MAX: seconds of silence after which the scheduler counts as lost (12)
   KVPS_TRANSPORT, for COMMAND: how values travel; tcp, shm (shared memory), or auto (shm where it works)
+  KVPS_STREAMS=1, for COMMAND: with keys, packets between hosts travel along streams, sealed by AES
   KVPS_HOST_AGGREGATION, for COMMAND: 0 lets the workers of a host push separately
   KVPS_SWITCH_INTERVAL, for COMMAND: the interpreter's switch interval while calls are in flight, in
   seconds (0.0001); 0 leaves it as it is

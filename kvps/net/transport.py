@@ -82,7 +82,7 @@ class Refusals(NamedTuple):
     """As :attr:`kvps.net.doorman.Doorman.counts`."""
     connections: Counter[str]
     """That were not made: ``no_key``, ``unknown_key``, ``wrong_server_key``, ``other_user``,
-    ``no_handshake`` or ``no_descriptor`` (a count of seconds)."""
+    ``no_handshake``, ``no_pass`` or ``no_descriptor`` (a count of seconds)."""
     closed: Counter[str]
     """As :attr:`kvps.net.inflow.Inflow.closings`."""
 

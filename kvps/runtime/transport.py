@@ -38,9 +38,7 @@ def open_transport(
         ConfigError: if the port is busy, or memory cannot be shared and has to be.
     """
     setting = config.transport()
-    limits = limits or config.limits()
-    role = Role.WORKER if bind is None else Role.SERVER
-    zmq = ZmqTransport(bind, checksums=config.checksums(), role=role, keys=keys, limits=limits)
+    zmq = _inner(bind, keys, limits or config.limits())
     if setting == "tcp":
         keep_freed_memory()
         alone = SharingTransport(zmq, None, why_not="KVPS_TRANSPORT=tcp is set there")
@@ -59,3 +57,16 @@ def open_transport(
     transport = SharingTransport(zmq, segment, insist=setting == "shm")
     memory = SharedMemory(segment, PageRemapper(lambda: transport.mappings))
     return transport, memory, zmq.endpoint
+
+
+def _inner(bind: str | None, keys: Keys | None, limits: Limits) -> ZmqTransport:
+    """Return what carries packets: ZeroMQ, with streams where they are wanted and can be."""
+    role, checksums = Role.WORKER if bind is None else Role.SERVER, config.checksums()
+    if not config.streams() or keys is None:
+        return ZmqTransport(bind, checksums=checksums, role=role, keys=keys, limits=limits)
+    try:
+        from kvps.net.streams import transport
+    except ImportError:
+        raise ConfigError("KVPS_STREAMS=1 needs Linux, and pip install 'kvps[aes]'") from None
+    kind = transport.WorkerStreams if bind is None else transport.ServerStreams
+    return kind(bind, checksums=checksums, role=role, keys=keys, limits=limits)

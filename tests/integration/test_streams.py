@@ -1,0 +1,366 @@
+"""Streams between a worker's and a server's transport with keys: what they carry, how they end, and strangers."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+import kvps
+from kvps.core.effects import Connect
+from kvps.core.limits import Limits
+from kvps.net import outgoing
+from kvps.net.transport import Refused
+from kvps.net.zap import Keys, new_pair
+from kvps.protocol.envelope import Envelope, Packet, Role
+from kvps.protocol.membership import Probe, Probed, Welcome
+from kvps.protocol.values import Pulled, Stand
+from tests.faults.counting import PROBE_AFTER_S, train
+from tests.faults.streams import Stream, TcpProxy
+from tests.integration.processes import until
+
+pytest.importorskip("cryptography", reason="the extra kvps[aes] is not installed")
+from kvps.net.streams import transport as streams  # it needs the extra
+from kvps.net.streams.seals import PASS_BYTES  # as above
+from kvps.net.streams.transport import ServerStreams, WorkerStreams  # as above
+
+JOB = bytes(range(16))
+WORKER = Envelope(JOB, 0, Role.WORKER, 1, 7, 1)
+SERVER = Envelope(JOB, 0, Role.SERVER, 0, 2, 0)
+NAME = "server 0"
+
+
+class Hold:
+    """Counts how often it is released."""
+
+    count = 0
+
+    def release(self) -> None:
+        self.count += 1
+
+
+class Pair:
+    """A server and a worker, who know each other's keys."""
+
+    def __init__(self) -> None:
+        session = new_pair()
+        options: dict[str, Any] = {"checksums": True, "limits": Limits()}
+        keys = Keys(role=new_pair(), session=new_pair())
+        self.server = ServerStreams("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys, **options)
+        self.server.trust({session.public: "worker:1:7"})
+        self.worker = WorkerStreams(
+            None, role=Role.WORKER, keys=Keys(("s" * 40,), session=session), **options
+        )
+        self.to = Connect(NAME, self.server.endpoint, False, keys.session.public, True)
+        self.at_server: list[tuple[Any, Any]] = []
+        self.at_worker: list[tuple[Any, Any]] = []
+
+    def poll(self) -> None:
+        """Let both do what there is to do."""
+        self.at_worker += list(self.worker.poll(0.001))
+        self.at_server += list(self.server.poll(0.001))
+
+    def until(self, is_so: Any, what: str) -> None:
+        """Poll both until something is so."""
+
+        def look() -> bool:
+            self.poll()
+            return bool(is_so())
+
+        until(look, what)
+
+    def ask(self, number: int = 1) -> Any:
+        """Send a packet to the server; return its route when it has come."""
+        self.worker.send(NAME, Packet(WORKER, Probe((number,))), None)
+        self.until(lambda: self.at_server and self.at_server[-1][1].message == Probe((number,)), "a packet")
+        return self.at_server[-1][0]
+
+    def meet(self) -> Any:
+        """Have a stream in service; return the route of the worker."""
+        self.worker.connect(self.to)
+        route = self.ask()
+        self.server.send(route, Packet(SERVER, Welcome(1, 7, 2, 1)), None)
+        self.ask(2)
+        self.until(lambda: self.is_up, "a stream")
+        return route
+
+    @property
+    def is_up(self) -> bool:
+        """Whether both ends send along a stream."""
+        return bool(self.worker._by_route and self.server._by_route)
+
+    def values(self, size: int) -> Packet:
+        """Return an answer with payload."""
+        message = Pulled(1, 1, 1, True, (Stand(0, size // 4, 1, 1),))
+        return Packet(SERVER, message, (memoryview(os.urandom(size)),))
+
+    def close(self) -> None:
+        """Close both."""
+        self.worker.close(0.0)
+        self.server.close(0.0)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
+    with closing(Pair()) as made:
+        yield made
+
+
+def stranger(pair: Pair) -> socket.socket:
+    """Return a connection to the server's port for streams."""
+    return socket.create_connection(("127.0.0.1", pair.server.port), 5.0)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other end has closed a connection."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.spec("R453", "R456")
+def test_packets_go_along_the_stream_in_their_order(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    route = pair.meet()
+    pair.at_server.clear()
+    pair.at_worker.clear()
+    monkeypatch.setattr("kvps.net.zeromq.ZmqTransport.send", None)  # nothing goes there any more
+    hold, sizes = Hold(), [4, 4096, 2 << 20, 400_000, 4, 700_000]
+    answers = [pair.values(size) for size in sizes]
+    for number, answer in enumerate(answers):
+        pair.worker.send(NAME, Packet(WORKER, Probe((number,))), None)
+        pair.server.send(route, answer, hold)
+    pair.until(lambda: len(pair.at_worker) == len(pair.at_server) == len(sizes), "all packets")
+    assert [(route, Packet(WORKER, Probe((number,)))) for number in range(len(sizes))] == pair.at_server
+    assert [(NAME, answer) for answer in answers] == pair.at_worker
+    assert all(not frame.readonly for _, answer in pair.at_worker for frame in answer.payload)
+    assert hold.count == len(sizes)
+
+
+@pytest.mark.spec("R457")
+@pytest.mark.parametrize("end", ["worker", "server"])
+def test_when_a_stream_breaks_packets_go_by_zeromq(pair: Pair, end: str) -> None:
+    route = pair.meet()
+    broken = next(iter(getattr(pair, end)._streams.values()))
+    broken._connection.shutdown(socket.SHUT_RDWR)
+    pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
+    for number in range(10, 20):
+        assert pair.ask(number) == route
+    assert not pair.is_up
+
+
+@pytest.mark.spec("R457")
+def test_where_the_port_cannot_be_reached_packets_go_by_zeromq(pair: Pair) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        pair.server.port = closed.getsockname()[1]
+    pair.worker.connect(pair.to)
+    route = pair.ask()
+    pair.server.send(route, Packet(SERVER, Welcome(1, 7, 2, 1)), None)
+    for number in range(2, 30):
+        assert pair.ask(number) == route
+    assert not pair.is_up
+    assert not pair.worker._streams
+
+
+@pytest.mark.spec("R457")
+def test_a_connection_that_is_replaced_ends_its_stream(pair: Pair) -> None:
+    pair.meet()
+    first = next(iter(pair.worker._streams.values()))
+    pair.worker.connect(pair.to)
+    assert first not in pair.worker._streams.values()
+    pair.ask(3)
+    pair.until(lambda: pair.is_up, "another stream")
+
+
+@pytest.mark.spec("R455")
+@pytest.mark.parametrize("harm", ["changed", "mute"])
+def test_a_box_in_the_path_ends_the_stream_and_changes_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    monkeypatch.setattr("kvps.net.streams.stream.SILENCE_S", 1.0)
+    monkeypatch.setattr(streams, "KNOCK_EVERY_S", 0.2)
+    monkeypatch.setattr(streams, "LOOK_EVERY_S", 0.1)
+    carried = Stream()
+    with closing(TcpProxy(f"tcp://127.0.0.1:{pair.server.port}", lambda number: carried)) as box:
+        pair.server.port = int(box.endpoint.rpartition(":")[2])
+        pair.meet()
+        if harm == "changed":
+            carried.damage = True
+            take = carried.take
+            monkeypatch.setattr(carried, "take", lambda data: bytes([data[0] ^ 1]) + take(data)[1:])
+        else:
+            carried.is_mute = True
+        pair.at_server.clear()
+        pair.worker.send(NAME, Packet(WORKER, Probe((77,))), None)
+        pair.until(lambda: not pair.worker._streams, "the end of the stream")
+        assert not pair.at_server
+        pair.worker.connect(pair.to)
+        pair.ask(78)
+
+
+@pytest.mark.spec("R458")
+def test_a_thousand_strangers_stop_nobody(pair: Pair) -> None:
+    pair.meet()
+    said = [b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(PASS_BYTES), os.urandom(100_000), b"\0"]
+    strangers = []
+    for number in range(1000):
+        one = stranger(pair)
+        one.setblocking(False)
+        one.send(said[number % len(said)])
+        strangers.append(one)
+        if number % 10 == 0:
+            pair.poll()
+    pair.ask(5)
+    pair.until(lambda: len(pair.server._strangers) <= streams.STRANGERS_MAX, "most to be turned away")
+    now = time.monotonic()
+    pair.until(lambda: sum(map(is_closed, strangers)) == 1000, "all to be turned away")
+    assert time.monotonic() < now + streams.STRANGER_S + 10
+    assert pair.server.refused.connections["no_pass"] == 1000
+    assert pair.is_up
+    for one in strangers:
+        one.close()
+
+
+@pytest.mark.spec("R458")
+def test_a_pass_is_good_for_one_connection(pair: Pair) -> None:
+    pair.meet()
+    ((_, shown),) = pair.server._places.values()
+    with stranger(pair) as again:
+        again.send(shown)
+        pair.until(lambda: is_closed(again), "the end of the second")
+    assert pair.is_up
+
+
+@pytest.mark.spec("R455", "R458")
+def test_a_pass_without_its_secret_opens_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerStreams, "_open", lambda *_: None)
+    pair.worker.connect(pair.to)
+    route = pair.ask()
+    pair.server.send(route, Packet(SERVER, Welcome(1, 7, 2, 1)), None)
+    pair.ask(2)
+    ((_, shown),) = pair.server._places.values()
+    with stranger(pair) as thief:
+        thief.send(shown)
+        pair.until(lambda: pair.server._streams, "a stream")
+        thief.send((16).to_bytes(4, "big") + (16 ^ 0xFFFFFFFF).to_bytes(4, "big") + os.urandom(16))
+        pair.until(lambda: is_closed(thief), "its end")
+    assert not pair.server._by_route
+    pair.ask(3)
+
+
+@pytest.mark.spec("R454")
+def test_a_member_speaks_for_itself_alone(pair: Pair) -> None:
+    pair.meet()
+    pair.worker.send(NAME, Packet(WORKER._replace(rank=3), Probe((9,))), None)
+    with pytest.raises(Refused):
+        pair.until(lambda: False, "a refusal")
+
+
+@pytest.mark.spec("R459")
+def test_a_peer_that_does_not_read_costs_no_more_than_the_limit(pair: Pair) -> None:
+    route = pair.meet()
+    unread = pair.server._unread_max_bytes
+    answer = pair.values(unread // 4)
+    began = time.monotonic()
+    for _ in range(40):
+        pair.server.send(route, answer, None)
+    (stream,) = pair.server._streams.values()
+    assert stream._copied_bytes <= unread
+    assert pair.server.refused.packets["unread"] >= 30
+    assert time.monotonic() < began + 20
+    pair.at_worker.clear()
+    pair.until(lambda: not stream.waiting, "all to leave")
+    pair.server.send(route, pair.values(8), None)
+    pair.until(lambda: pair.at_worker and pair.at_worker[-1][1].payload[0].nbytes == 8, "the last")
+    assert all(packet == answer for _, packet in pair.at_worker[:-1])
+
+
+@pytest.mark.spec("R459")
+def test_holds_are_released_when_a_stream_ends(pair: Pair) -> None:
+    route, hold = pair.meet(), Hold()
+    for _ in range(10):
+        pair.server.send(route, pair.values(4 << 20), hold)
+    assert hold.count < 10
+    (stream,) = pair.server._streams.values()
+    pair.server._finish(stream, "it is over")
+    assert hold.count == 10
+
+
+@pytest.mark.spec("R458")
+def test_an_offer_that_nobody_takes_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerStreams, "_open", lambda *_: None)
+    monkeypatch.setattr(streams, "MADE_S", 0.2)
+    monkeypatch.setattr(streams, "LOOK_EVERY_S", 0.1)
+    pair.worker.connect(pair.to)
+    pair.server.send(pair.ask(), Packet(SERVER, Welcome(1, 7, 2, 1)), None)
+    pair.ask(2)
+    assert pair.server._offers
+    pair.until(lambda: not pair.server._offers, "its end")
+
+
+@pytest.mark.spec("R458")
+def test_nobody_who_was_not_welcomed_is_offered_a_stream(pair: Pair) -> None:
+    pair.worker.connect(pair.to)
+    for number in range(5):
+        pair.ask(number)
+    assert not pair.server._offers
+    assert not pair.worker._streams
+
+
+def test_answers_that_wait_leave_when_a_server_closes(pair: Pair) -> None:
+    route = pair.meet()
+    answer = Packet(SERVER, Probed((8,), ()))
+    pair.server.send(route, answer, None)
+    pair.server.close(1.0)
+    pair.at_worker += list(pair.worker.poll(5.0))
+    assert (NAME, answer) in pair.at_worker
+
+
+@pytest.mark.spec("R457")
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_each_push_counts_once_while_streams_break(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    for name, value in (("KVPS_STREAMS", "1"), ("KVPS_TRANSPORT", "tcp"), ("KVPS_CHUNK_BYTES", "64K")):
+        monkeypatch.setenv(name, value)
+    for module in ("connection", "call_table"):
+        monkeypatch.setattr(f"kvps.core.worker.{module}.PROBE_AFTER_S", PROBE_AFTER_S)
+    monkeypatch.setattr(outgoing, "is_kin", lambda endpoint: False)
+    servers, counts, ended = [], Counter[str](), threading.Event()
+    create = ServerStreams.__init__
+
+    def created(self: ServerStreams, *given: Any, **named: Any) -> None:
+        create(self, *given, **named)
+        servers.append(self)
+
+    monkeypatch.setattr(ServerStreams, "__init__", created)
+
+    def harm() -> None:
+        chance = random.Random(3)
+        while not ended.wait(chance.uniform(0.05, 0.2)):
+            up = [stream for one in servers for stream in list(one._by_route.values())]
+            if up:
+                counts["broken"] += 1
+                with suppress(OSError):
+                    broken = chance.choice(up)
+                    broken._connection.shutdown(socket.SHUT_RDWR)
+
+    with kvps.LocalCluster(workers=2, servers=2) as cluster:
+        thread = threading.Thread(target=harm)
+        thread.start()
+        try:
+            cluster.run(lambda rank: train(mode, 12, rank))
+        finally:
+            ended.set()
+            thread.join()
+    assert counts["broken"] >= 2

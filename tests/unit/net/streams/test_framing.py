@@ -1,0 +1,135 @@
+"""The framing of streams: any frames come out as they went in, however they are cut, and nothing else does."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvps.errors import ProtocolError
+from kvps.net.streams import framing
+from kvps.net.streams.framing import Buffer, Reader, Writer, memory, rest_of
+from kvps.protocol.wire import FRAME_BYTES_MAX, PAYLOAD_FRAMES_MAX
+
+LIMIT = 1 << 20
+
+
+class Numbered:
+    """In place of a cipher: bytes are changed, and their number is behind them."""
+
+    octets = 2
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def seal(self, piece: Buffer, into: memoryview) -> None:
+        into[:] = bytes(octet ^ 0x5A for octet in piece) + struct.pack("!H", self.count)
+        self.count += 1
+
+    def open(self, piece: Buffer, into: memoryview) -> None:
+        if bytes(piece[-2:]) != struct.pack("!H", self.count):
+            raise ProtocolError("another was due")
+        self.count += 1
+        into[:] = bytes(octet ^ 0x5A for octet in piece[:-2])
+
+
+def octets_of(packets: Sequence[Sequence[bytes]]) -> bytes:
+    """Return what goes along a stream."""
+    writer = Writer(Numbered())
+    return b"".join([b"".join(map(bytes, some)) for frames in packets for some in writer.record(frames)])
+
+
+def read(octets: bytes, sizes: Sequence[int] = (LIMIT,)) -> list[list[bytes]]:
+    """Give a reader some octets, in parts of these sizes at most, and return what it finds."""
+    found: list[list[memoryview]] = []
+    at, turn = 0, 0
+    for piece in Reader(Numbered(), LIMIT, found.append).pieces():
+        while len(piece):
+            if at == len(octets):
+                return [[bytes(frame) for frame in frames] for frames in found]
+            part = octets[at : at + min(len(piece), sizes[turn % len(sizes)])]
+            piece[: len(part)] = part
+            at, turn, piece = at + len(part), turn + 1, piece[len(part) :]
+    raise AssertionError("a reader never ends")
+
+
+@pytest.mark.spec("R453")
+@given(
+    st.lists(st.lists(st.binary(max_size=6000), max_size=4), max_size=6),
+    st.lists(st.integers(1, 9000), min_size=1, max_size=5),
+)
+def test_packets_come_out_as_they_went_in(payloads: list[list[bytes]], sizes: list[int]) -> None:
+    packets = [[], *[[b"a head", *frames] if frames != [b""] else [] for frames in payloads]]
+    assert read(octets_of(packets), sizes) == packets
+
+
+def test_a_frame_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framing, "SEGMENT_BYTES", 1000)
+    chance = random.Random(7)
+    packets = [[b"head", chance.randbytes(size), chance.randbytes(10)] for size in (999, 1000, 1001, 5000)]
+    assert read(octets_of(packets), [700]) == packets
+
+
+def test_unfinished_payload_is_counted() -> None:
+    octets, found = octets_of([[], [b"head", bytes(5000)]]), []
+    reader, at = Reader(Numbered(), LIMIT, found.append), 0
+    counts = []
+    for piece in reader.pieces():
+        counts.append(reader.unfinished)
+        if at == len(octets):
+            break
+        piece[:] = octets[at : at + len(piece)]
+        at += len(piece)
+    assert counts == [0, 0, 0, 0, 5000, 0]
+    assert list(map(len, found)) == [0, 2]
+
+
+def length(size: int) -> bytes:
+    """Return the bytes of a length."""
+    return struct.pack("!II", size, size ^ 0xFFFFFFFF)
+
+
+def record(first: bytes) -> bytes:
+    """Return a record whose first piece is ``first``, behind a knock."""
+    seal = Numbered()
+    knock, sealed = memory(2), memory(len(first) + 2)
+    seal.seal(b"", knock)
+    seal.seal(first, sealed)
+    return length(2) + bytes(knock) + length(len(sealed)) + bytes(sealed)
+
+
+@pytest.mark.spec("R454")
+@pytest.mark.parametrize(
+    "octets",
+    [
+        length(framing.KNOCK_BYTES_MAX + 3),
+        record(b"")[:12] + length(framing.FIRST_BYTES_MAX + 3),
+        length(1),
+        struct.pack("!II", 2, 2),
+        record(b"\0"),
+        record(struct.pack("!HI", 2, 5)),
+        record(struct.pack("!H", 0)),
+        record(struct.pack("!HI", 1, FRAME_BYTES_MAX + 1) + b"head"),
+        record(struct.pack("!HII", 2, LIMIT, 1) + b"head"),
+        record(struct.pack(f"!H{PAYLOAD_FRAMES_MAX + 1}I", PAYLOAD_FRAMES_MAX + 1, *[1] * 65) + b"head"),
+    ],
+)
+def test_a_bad_record_is_refused_before_memory_is_taken(octets: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a stream has a record"):
+        read(octets)
+
+
+@pytest.mark.spec("R454")
+def test_a_first_record_is_short() -> None:
+    with pytest.raises(ProtocolError, match="first piece has"):
+        read(octets_of([[bytes(framing.KNOCK_BYTES_MAX)]]))
+
+
+@pytest.mark.parametrize("count", range(8))
+def test_the_rest_of_some_bytes(count: int) -> None:
+    left = rest_of([b"abc", b"", memoryview(b"de"), b"fg"], count)
+    assert b"".join(map(bytes, left)) == b"abcdefg"[count:]
