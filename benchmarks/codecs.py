@@ -32,7 +32,7 @@ def main() -> None:
     print(f"{'codec':8s} {'write':>7s} {'read':>7s} {'both':>7s}  octets of four")
     for name, number in CODECS.items():
         code = CodecSpec(number, 0.01 if name.endswith("k") else 0.5)
-        gradient = torch.randn(args.elements, device=args.device)
+        gradient = torch.randn(args.elements).to(args.device)
         rest, out = torch.zeros_like(gradient), torch.empty_like(gradient)
         octets = encode(code, rest, gradient)
         write = best(args, lambda: encode(code, rest, gradient))  # noqa: B023  it is called here
@@ -51,7 +51,7 @@ def best(args: argparse.Namespace, work: Callable[[], object]) -> float:
         began = time.perf_counter()
         work()
         if args.device != "cpu":
-            torch.cuda.synchronize()
+            torch.accelerator.synchronize()
         times.append(time.perf_counter() - began)
     return min(times)
 

@@ -1,6 +1,7 @@
-"""Checks and measures kvps on a CUDA device, within eight minutes, and writes a report.
+"""Checks and measures kvps on an accelerator, within eight minutes, and writes a report.
 
-    make gpu                                    every part, on a machine with a GPU and torch 2.11 or later
+    make gpu                                    every part, on a machine with a GPU and torch 2.11 or later;
+                                                without a GPU a rehearsal
     python -m benchmarks.gpu copies overlap     some parts, by name
 
 The parts, in order of worth; each is a process of its own with a limit of seconds, so that a part that fails
@@ -19,12 +20,16 @@ or hangs costs no other part:
             and with DistributedOptimizer, which sends gradients during the backward pass
   codecs    each codec of gradient compression on the device (benchmarks/codecs.py)
 
+Without an accelerator it rehearses: every part runs, at a small size, on a simulated device of the tests, and
+the report says so. Its times mean nothing then, but its values and its counts of copies hold.
+
 Prints a paragraph for benchmarks/LOG.md. Writes that and ``gpu.json`` to ``--out``.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import platform
@@ -35,7 +40,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -45,12 +51,19 @@ from torch import nn
 
 import kvps
 import kvps.torch
+from kvps.runtime import device as seam
+from kvps.runtime.device import Staging, bring_back
 from kvps.tools.bench.workloads import shapes_of
 
 ROOT = Path(__file__).resolve().parent.parent
-ROUNDS = 10
+IS_REHEARSAL = not torch.accelerator.is_available()
+DEVICE = str(torch.accelerator.current_accelerator() or "")
+WORLDS: list[Any] = []
+"""The simulated devices of a rehearsal."""
+ROUNDS = 2 if IS_REHEARSAL else 10
 WARM = 2
 PER_KEY = 4
+WIDTH = 16 if IS_REHEARSAL else 512
 BUCKETS_MIB = (2, 4, 16, 32)
 LIMITS_S = {"tests": 240, "copies": 60, "speed": 60, "overlap": 60, "codecs": 40}
 """The most seconds that each part may take: 460 in all."""
@@ -69,10 +82,9 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := set(args.parts) - LIMITS_S.keys():
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(LIMITS_S)}")
-    if not torch.cuda.is_available():
-        raise SystemExit("this machine has no CUDA device; nothing was measured")
     if args.here:
-        args.here.write_text(json.dumps(PARTS[args.parts[0]]()))
+        with stage():
+            args.here.write_text(json.dumps(PARTS[args.parts[0]]()))
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"machine": machine()}
@@ -86,10 +98,35 @@ def main() -> int:
     return any("failed" in report[name] for name in report)
 
 
+@contextmanager
+def stage() -> Iterator[None]:
+    """Give a rehearsal a simulated device; nothing where there is an accelerator."""
+    global DEVICE
+    if not IS_REHEARSAL:
+        yield
+        return
+    from torch.utils import backend_registration
+
+    backend_registration._setup_privateuseone_for_python_backend(rename="simulated")
+    from tests.support import simulated_device
+
+    DEVICE = simulated_device.KIND
+    with simulated_device.simulated("all late") as world:
+        WORLDS.append(world)
+        yield
+
+
+def name_of_device() -> str:
+    """Return the name of the accelerator."""
+    return str(torch.get_device_module(DEVICE).get_device_name())
+
+
 def machine() -> dict[str, str]:
     """Return what the figures were measured on."""
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": "a simulated device: a REHEARSAL, whose times mean nothing"
+        if IS_REHEARSAL
+        else name_of_device(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "kvps": kvps.__version__,
@@ -118,19 +155,30 @@ def part(name: str) -> dict[str, Any]:
     return {**found, "seconds": round(time.monotonic() - began, 1)}
 
 
+def there() -> str:
+    """Return the device on which everything is measured."""
+    return f"{DEVICE}:0"
+
+
+def drain() -> None:
+    """Wait for all that is queued on the device."""
+    torch.accelerator.synchronize()
+
+
 # --- tests ------------------------------------------------------------------------------------------
 
 
 def run_tests() -> dict[str, Any]:
     """Run every test that is marked ``cuda``; return how many passed, and what failed."""
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.cuda" in path.read_text()]
+    if IS_REHEARSAL:
+        files = [ROOT / "tests/unit/runtime/test_device_waits.py", ROOT / "tests/integration/test_devices.py"]
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results.xml")
         flags = [
             "-q",
             "--all",
-            "-m",
-            "cuda",
+            *(() if IS_REHEARSAL else ("-m", "cuda")),
             f"--junitxml={results}",
             "-p",
             "no:cacheprovider",
@@ -158,7 +206,7 @@ def model_of(layers: int, width: int) -> nn.Sequential:
     """Return layers of ``width`` x ``width`` on the device."""
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
-    return nn.Sequential(*blocks).cuda()
+    return nn.Sequential(*blocks).to(there())
 
 
 def a_step(
@@ -201,16 +249,23 @@ def copies_of(front_end: str) -> dict[str, str]:
     """Profile one step; return the copies by kind: times, bytes, and bytes of the model's."""
 
     def work(rank: int) -> dict[str, str]:
-        model = model_of(8, 512)
+        model = model_of(8, WIDTH)
         size = sum(param.nbytes for param in model.parameters())
-        step = a_step(front_end, model, torch.randn(64, 512, device="cuda"))
+        step = a_step(front_end, model, torch.randn(64, WIDTH).to(there()))
         for _ in range(WARM + 1):
             step()
-        torch.cuda.synchronize()
+        drain()
+        if IS_REHEARSAL:
+            WORLDS[0].copies.clear()
+            step()
+            drain()
+            found = +WORLDS[0].copies
+            assert not found["pageable"], f"{front_end}: {found}"
+            return {kind: f"{number} copies" for kind, number in sorted(found.items())}
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             step()
-            torch.cuda.synchronize()
+            drain()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             profile.export_chrome_trace(str(path))
@@ -253,26 +308,31 @@ def timed(work: Callable[[], object]) -> list[float]:
     """Return the milliseconds that each of ``ROUNDS`` calls took, the device's work included."""
     found = []
     for number in range(ROUNDS + WARM):
-        torch.cuda.synchronize()
+        drain()
         began = time.perf_counter()
         work()
-        torch.cuda.synchronize()
+        drain()
         if number >= WARM:
             found.append(1e3 * (time.perf_counter() - began))
     return found
 
 
+def shapes() -> list[Any]:
+    """Return the shapes of ResNet-50's arrays: of the first few in a rehearsal."""
+    return list(shapes_of("resnet50"))[: 8 if IS_REHEARSAL else None]
+
+
 def bare_copies() -> dict[str, str]:
     """Return the speed of copies of ResNet-50's bytes in one piece, the bound of what can be reached."""
-    elements = sum(torch.Size(shape).numel() for shape in shapes_of("resnet50"))
-    there = torch.randn(elements, device="cuda")
-    here = torch.randn(elements).pin_memory()
+    elements = sum(torch.Size(shape).numel() for shape in shapes())
+    far = torch.randn(elements).to(there())
+    here = seam.pinned((elements,), torch.float32).normal_()
     pageable = torch.randn(elements)
     gigabytes = 4 * elements / 1e9
     ways: dict[str, Callable[[], object]] = {
-        "bare copy down": lambda: here.copy_(there, non_blocking=True),
-        "bare copy up": lambda: there.copy_(here, non_blocking=True),
-        "pageable copy down": lambda: pageable.copy_(there),
+        "bare copy down": lambda: here.copy_(far, non_blocking=True),
+        "bare copy up": lambda: far.copy_(here, non_blocking=True),
+        "pageable copy down": lambda: pageable.copy_(far),
     }
     found = {name: statistics.median(timed(way)) for name, way in ways.items()}
     return {name: f"{ms:.2f} ms, {gigabytes / ms * 1e3:.1f} GB/s" for name, ms in found.items()}
@@ -280,19 +340,17 @@ def bare_copies() -> dict[str, str]:
 
 def speed_worker(out_path: str) -> None:
     """Measure as one worker, the ways in turns."""
-    from kvps.runtime.device import Staging, bring_back
-
-    shapes = shapes_of("resnet50")
-    keys = [f"k{index}" for index in range(len(shapes))]
-    gradients = [[torch.randn(shape, device="cuda") for shape in shapes] for _ in range(PER_KEY)]
-    out = [torch.empty(shape, device="cuda") for shape in shapes]
+    sizes = shapes()
+    keys = [f"k{index}" for index in range(len(sizes))]
+    gradients = [[torch.randn(shape).to(there()) for shape in sizes] for _ in range(PER_KEY)]
+    out = [torch.zeros(shape).to(there()) for shape in sizes]
     stores = {name: kvps.create(name) for name in ("dist_sync", "dist_sync_device")}
     for kv in stores.values():
-        kv.init(keys, [torch.zeros(shape) for shape in shapes])
+        kv.init(keys, [torch.zeros(shape) for shape in sizes])
     plain, on_device = stores["dist_sync"], stores["dist_sync_device"]
     every = [list(values) for values in zip(*gradients, strict=True)]
     staging = Staging((0, 0))
-    rows = staging.bring(gradients[0], lambda indices: [torch.empty(shapes[i]) for i in indices])
+    rows = staging.bring(gradients[0], lambda indices: [torch.empty(sizes[i]) for i in indices])
 
     def pageable() -> None:
         found = plain.pushpull(keys, [value.cpu() for value in gradients[0]])
@@ -315,10 +373,10 @@ def speed_worker(out_path: str) -> None:
         for name, way in ways.items():
             for value in (value for values in gradients for value in values):
                 value.normal_()
-            torch.cuda.synchronize()
+            drain()
             began = time.perf_counter()
             way()
-            torch.cuda.synchronize()
+            drain()
             if number >= WARM:
                 times[name].append(1e3 * (time.perf_counter() - began))
             given = every if name.startswith("4") else [[value] for value in gradients[0]]
@@ -347,8 +405,9 @@ def measure_overlap() -> dict[str, Any]:
 
 def overlap_worker(out_path: str) -> None:
     """Measure as one of two workers that share the device."""
-    model = model_of(12, 1536)
-    x = torch.randn(16384, 1536, device="cuda")
+    width = WIDTH if IS_REHEARSAL else 1536
+    model = model_of(12, width)
+    x = torch.randn(32 if IS_REHEARSAL else 16384, width).to(there())
     kv = kvps.create("dist_sync", name="by hand")
     keys = [name for name, _ in model.named_parameters()]
     params = list(model.parameters())
@@ -366,10 +425,10 @@ def overlap_worker(out_path: str) -> None:
         found = []
         for number in range(ROUNDS + WARM):
             kv.barrier()
-            torch.cuda.synchronize()
+            drain()
             began = time.perf_counter()
             step()
-            torch.cuda.synchronize()
+            drain()
             if number >= WARM:
                 found.append(1e3 * (time.perf_counter() - began))
         return statistics.median(found)
@@ -395,22 +454,28 @@ def overlap_worker(out_path: str) -> None:
 
 def measure_codecs() -> dict[str, Any]:
     """Return the table of benchmarks/codecs.py, line by line."""
-    command = [sys.executable, "benchmarks/codecs.py", "--device", "cuda"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return {"table": done.stdout.splitlines()}
+    from benchmarks import codecs
+
+    # Of torch's factories the simulated device has empty() alone, so a rehearsal is on the CPU.
+    where = ("cpu", "--elements", "4096", "--repeat", "1") if IS_REHEARSAL else (there(),)
+    sys.argv = ["codecs", "--device", *where]
+    with redirect_stdout(io.StringIO()) as said:
+        codecs.main()
+    return {"table": said.getvalue().splitlines()}
 
 
 def paragraph(report: dict[str, Any]) -> str:
     """Return the report as a paragraph for benchmarks/LOG.md."""
     told = report["machine"]
+    place = "On no GPU" if "REHEARSAL" in told["device"] else "On a GPU"
     lines = [
-        f"**On a GPU** ({told['date']}; {told['device']}, torch {told['torch']}, Python {told['python']},"
+        f"**{place}** ({told['date']}; {told['device']}, torch {told['torch']}, Python {told['python']},"
         f" {told['cores']} cores; `make gpu`)."
     ]
     for name in (name for name in LIMITS_S if name in report):
         figures = report[name]
         if isinstance(figures.get("failed"), str):
-            lines.append(f"* {name}: failed, {figures['failed'].splitlines()[-1]}")
+            lines.append(f"* {name}: failed, {figures['failed'].strip().splitlines()[-1]}")
         elif name == "codecs":
             lines += [f"* {name}:", "  ```", *(f"  {line}" for line in figures["table"]), "  ```"]
         else:
@@ -425,7 +490,19 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "overlap": measure_overlap,
     "codecs": measure_codecs,
 }
-WORKERS = {"speed": speed_worker, "overlap": overlap_worker}
+
+
+def staged(worker: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a script of a cluster that has its own device in a rehearsal."""
+
+    def run(out_path: str) -> None:
+        with stage():
+            worker(out_path)
+
+    return run
+
+
+WORKERS = {"speed": staged(speed_worker), "overlap": staged(overlap_worker)}
 
 
 if __name__ == "__main__":

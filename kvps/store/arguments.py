@@ -76,9 +76,9 @@ def check_values(
     values: list[list[Array]],
     specs: Mapping[str, Spec],
     what: str,
-    is_one_type: bool = False,
+    is_sum: bool = False,
 ) -> None:
-    """Check each value against the spec of its key, and for one type of device where that is asked for.
+    """Check each value against the spec of its key, and for one type of device if they are summed there.
 
     Raises:
         KeyNotFound: for a key without a spec.
@@ -92,7 +92,7 @@ def check_values(
             other = spec_of(value)
             if other != spec:
                 raise Mismatch(f"key {name!r} is {spec}; cannot {what} {other}")
-        if is_one_type and len(types := {value.device.type for value in map(as_tensor, devices)}) > 1:
+        if is_sum and len(types := {value.device.type for value in map(as_tensor, devices)}) > 1:
             raise Mismatch(
                 f"key {name!r} has values on {' and '.join(sorted(types))}, but this store sums on a "
                 "device: move all of them to one type of device"

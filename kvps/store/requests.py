@@ -244,7 +244,7 @@ class Requests:
     ) -> tuple[torch.Tensor, ...]:
         """Return one row for each key: its value as it is, or the sum of its values."""
         values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push", is_one_type=self._on_device)
+        check_values(names, values, self._specs, "push", self._on_device)
         return self.rows_of(names, values, limit_s)
 
     def rows_of(
@@ -302,7 +302,7 @@ class ServerRequests(Requests):
         if self._codec is None or self.compression.are_off:
             return super().rows(names, is_many, value, limit_s)
         values = values_of(names, is_many, value)
-        check_values(names, values, self._specs, "push", is_one_type=self._on_device)
+        check_values(names, values, self._specs, "push", self._on_device)
         settings = [self.setting_of(name) for name in names]
         decoded = [
             devices if setting is None else self._codec.decoded(name, setting, devices)

@@ -35,10 +35,11 @@ from torch.utils.backend_registration import _DummyDeviceGuard
 
 from kvps.runtime import device as seam
 
-KIND = "privateuseone"
+KIND = torch._C._get_privateuse1_backend_name()
 """The type that torch keeps for devices which it does not know."""
 aten = torch.ops.aten
-torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())  # type: ignore[attr-defined]
+if KIND == "privateuseone":
+    torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard())  # type: ignore[attr-defined]
 WAIT = {aten.nonzero, aten.masked_select, aten.index, aten._unique2, aten.repeat_interleave, aten.bincount}
 """Operations whose result has a shape that depends on the elements."""
 EMPTY, TO = torch.empty, torch.Tensor.to
@@ -274,6 +275,9 @@ class World:
 
     def empty(self, *shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         """Stand for ``torch.empty``."""
+        device = torch.device(options.get("device") or "cpu")
+        if device.type == KIND:
+            return self.make(EMPTY(*shape, **{**options, "device": "cpu"}), device.index or 0)
         if not pin_memory:
             return EMPTY(*shape, **options)
         like = EMPTY(*shape, **options)
