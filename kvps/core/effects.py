@@ -46,7 +46,7 @@ class Connect:
     key: str = ""
     """The peer's public key; empty without keys, and of the scheduler, whose key everybody knows."""
     is_member: bool = False
-    """By this process's session key, and not by that of its role."""
+    """Whether to connect by this process's session key, and not by its role's."""
 
 
 @dataclass(frozen=True, slots=True)

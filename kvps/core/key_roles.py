@@ -67,7 +67,7 @@ class Keyring:
 
     Args:
         user: the number of the user that this process runs as.
-        roles: by public key, what it opens here.
+        roles: public key -> the roles that its holder may have here.
         learns: a session key may become known after its process connects.
     """
 

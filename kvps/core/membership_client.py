@@ -117,7 +117,7 @@ class MembershipClient:
         self.welcome: p.Welcome | None = None
         self.view: p.View | None = None
         self._quorum: tuple[p.View, Quorum] | None = None
-        """That of the view it was made for."""
+        """The number of the view that it was made for."""
         self.reason = f"no answer from the scheduler at {identity.scheduler}"
         self.error: KvpsError | None = None
         """Why this process can be no member (any more)."""

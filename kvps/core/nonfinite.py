@@ -48,7 +48,7 @@ class Flaw(NamedTuple):
 
 
 def describe(key: str, flaw: Flaw) -> str:
-    """Return in words what is wrong with a gradient of ``key``."""
+    """Return a text that describes the NaN and Inf in a gradient of ``key``."""
     what = "1 value" if flaw.values == 1 else f"{flaw.values} values"
     verb = "is" if flaw.values == 1 else "are"
     return f"{what} of key {key[:64]!r} {verb} not finite ({_source(flaw.ranks)})"

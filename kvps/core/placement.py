@@ -221,7 +221,7 @@ def _owed(held: list[int], count: int, unit: int) -> dict[int, int]:
 
 
 def whole(width: int, align: int, most: int) -> int:
-    """Return what is whole rows and whole ``align``, the least there is; 0 if it is over ``most``.
+    """Return the least multiple of a row and of ``align``, in elements; 0 if it is over ``most``.
 
     Example:
         >>> whole(48, 1024, 4096), whole(49, 1024, 4096)

@@ -134,7 +134,7 @@ class Supervisor(Core):
     # --- what follows -------------------------------------------------------------------------
 
     def _pass_on(self, effect: Effect) -> None:
-        """Perform an effect of the membership; its end is that of the command, which is asked first."""
+        """Perform an effect of the membership; it ends with the command, which is asked to end first."""
         if isinstance(effect, Exit) and self.stage is Stage.RUNNING:
             self.outbox.append(Note("error", f"{effect.reason}; ending the command"))
             self._ask(signal.SIGTERM, self.member.heard_at)

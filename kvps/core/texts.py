@@ -55,7 +55,7 @@ def demand_printable(what: str, text: str) -> None:
 
 
 def demand_address(what: str, text: str) -> None:
-    """Refuse what is no address that can be connected to.
+    """Refuse an address that cannot be connected to.
 
     Raises:
         ProtocolError: unless it reads ``tcp://HOST:PORT``.

@@ -305,7 +305,7 @@ def _gather(obj: Any, name: str | None, root: int | None, kv: KVStore) -> list[A
         return [obj]
     key = f"gather/{name or ''}"[:240]
     sizes = _exchanged_sizes(kv, f"{key}/sizes", -len(packed) if error else len(packed))
-    # Whoever has all sizes knows that all workers have read the bytes of the call before: the key
+    # A worker that has all sizes knows that all workers have read the bytes of the call before: the key
     # may be replaced.
     row = torch.zeros(sum(map(abs, sizes)), dtype=torch.uint8, device="cpu")
     kv.broadcast(f"{key}/bytes", row, out=row)

@@ -69,7 +69,7 @@ class DeferredUpdates:
         module: the model, whose parameters wait.
         model: its parameters in the store.
         optimizer: over them.
-        on_store: what comes back are weights.
+        on_store: the servers return weights.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class DeferredUpdates:
             for group in self._optimizer.param_groups
         ]
         for name in buckets:
-            self._model.params[name].grad = None  # what comes next is of another step
+            self._model.params[name].grad = None  # the next gradients are of another step
         self._ahead.put_off(buckets)
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class DeferredUpdates:
         self._ahead.close()
 
     def _update(self, names: list[str]) -> None:
-        """Wait for what these parameters need, and update them."""
+        """Wait for the gradients or weights of these parameters, and update them."""
         buckets = {name: self._buckets.pop(name) for name in names}
         try:
             for bucket in buckets.values():

@@ -20,7 +20,7 @@ class Bags(NamedTuple):
     """The ids of one input."""
 
     ids: torch.Tensor
-    """int64 [k], on the CPU, without those of padding."""
+    """int64 [k], on the CPU, without the ids of padding."""
     offsets: torch.Tensor | None
     """int64 [bags + 1]: where each bag begins among the given ids, and their number; None if rows are not
     pooled."""
@@ -223,7 +223,7 @@ def _pooled_alone(
 
     Args:
         rows: [n, dim], on the device of ``bags``.
-        ids: [n], ascending: those of ``rows``.
+        ids: [n], ascending: the ids of ``rows``.
         places: the index in ``rows`` of each of the ids of ``bags``.
         lookup: how rows are pooled; and an id whose row counts as zeros, and gets no gradient.
         bags: the input.

@@ -152,7 +152,7 @@ class EmbeddingCollection(torch.nn.Module):
         yield from held
 
     def _ids(self, bags: Mapping[str, Bags]) -> list[torch.Tensor]:
-        """Return the ids of each table, those of its features one after the other."""
+        """Return the ids of each table: its features' ids, one feature after the other."""
         return [_joined([bags[name].ids for name in names]) for names in self._features]
 
     def extra_repr(self) -> str:

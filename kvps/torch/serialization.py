@@ -72,7 +72,7 @@ class Packer:
         return _packed(self._plain(obj, "obj", 0))
 
     def extra(self, obj: Any) -> tuple[int, object] | None:
-        """Return the number of an extension, and what is packed in it; None for no extension."""
+        """Return the number of an extension, and its packed content; None for no extension."""
         return None
 
     def _plain(self, obj: object, at: str, depth: int) -> object:
@@ -206,7 +206,7 @@ _MADE: dict[int, Callable[[Any], Any]] = {
     **{COMPLEX: lambda parts: complex(*parts), TENSOR: tensor_of, ARRAY: _array},
     SCALAR: lambda head: _array(head)[()],
 }
-"""Extension -> what makes an object of what is packed in it."""
+"""Extension -> the function that makes an object of its packed content."""
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def init(lazy: bool = True) -> None:
 def shutdown() -> None:
     """Wait until the operations of this rank are over, and leave; nothing before :func:`init`.
 
-    What was begun is not lost: BytePS's own waits for all ranks, too. An operation that another
+    Operations in flight are not lost: BytePS's own waits for all ranks, too. An operation that another
     rank does not begin within a minute fails.
     """
     engine = current().engine

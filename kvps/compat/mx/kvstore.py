@@ -188,7 +188,7 @@ class KVStore(KVStoreBase):
         optimizer.bind(self.store)
 
     def _set_updater(self, updater: Updater) -> None:
-        """Have ``updater(key, received, stored)`` change what is stored at each push, in this process.
+        """Have ``updater(key, received, stored)`` change the stored value at each push, in this process.
 
         Raises:
             ConfigError: in a store of several processes, or one that has an optimizer or compresses.

@@ -193,7 +193,7 @@ def ones_like(data: torch.Tensor) -> NDArray:
 
 
 def waitall() -> None:
-    """Wait until the GPUs have computed what was asked for; calls of a store need no waiting."""
+    """Wait for the kernels that are queued on GPUs; calls of a store need no waiting."""
     settle_all()
 
 

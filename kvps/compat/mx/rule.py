@@ -31,7 +31,7 @@ WAYS_OUT = {
 
 
 class Rule(NamedTuple):
-    """One optimizer of MXNet: its arguments, and what they are in kvps."""
+    """One optimizer of MXNet: its arguments, and their names in kvps."""
 
     name: str
     """The name of the optimizer in kvps."""

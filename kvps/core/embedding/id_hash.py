@@ -29,7 +29,7 @@ KINDS = ("zeros", "normal", "uniform")
 SERVER_SALT, INDEX_SALT, COUNT_SALT = 1, 2, 3
 """Salts of the hashes for different purposes, which must be independent."""
 _COLUMN = 0xD1342543DE82EF95
-"""Apart from column to column. Not GOLDEN, or the hash of one salt would be that of a neighbour."""
+"""Distance between the salts of two columns. Not GOLDEN, or two salts would give the same hashes."""
 _MASK = 2**64 - 1
 
 

@@ -11,7 +11,7 @@ eighth of them at once, since the index is made anew for it, and so seldom. An i
 begins again.
 
 The optimizer updates the rows that a push names, and no others: momenta of the rest stand still,
-as :class:`torch.optim.SparseAdam` has it. Its step is that of the whole table.
+as :class:`torch.optim.SparseAdam` has it. Its step counts updates of the whole table.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EmbeddingRows:
     """The rows of one table on one server.
 
     Args:
-        recipe: what it is made by.
+        recipe: the arguments that it is made by.
         servers: how many share its rows.
     """
 

@@ -1,4 +1,4 @@
-"""The interface of an updater: what is common to all update rules.
+"""The interface of an updater, and the steps that all update rules share.
 
 The rules are in :mod:`~kvps.core.optim.torch_rules` and :mod:`~kvps.core.optim.extra_rules`, their
 parameters in :mod:`~kvps.core.optim.hyperparams`. A plug-in adds others by ``register``.

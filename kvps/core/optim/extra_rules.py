@@ -207,7 +207,7 @@ class Signum(Updater):
 
 
 class DcAsgd(Updater):
-    """Asynchronous SGD that corrects a gradient for what happened while it was computed.
+    """Asynchronous SGD that corrects a gradient for the updates applied while it was computed.
 
     Zheng et al.: Asynchronous Stochastic Gradient Descent with Delay Compensation, ICML 2017,
     arXiv:1609.08326, algorithm 2; momentum as MXNet::

@@ -84,7 +84,7 @@ class CheckpointCoordinator:
         self.epoch = 0
         self.recovery: Rollback | None = None
         self.failure = ""
-        """Why the servers could not return to a cut: what they hold is of no use from then on."""
+        """Why the servers could not return to a cut; their values are of no use from then on."""
         self._outbox: list[CheckpointEffect] = []
         """Effects of the call that is being made, in order."""
         self.has_changed = False
@@ -99,7 +99,7 @@ class CheckpointCoordinator:
         self._final = 0
         """The newest cut that was begun to conclude the job."""
         self._shelves: dict[int, Shelf] = {}
-        """By server, what it said of its place for cuts."""
+        """Server -> its answer about where it keeps cuts."""
         self._cut: Cut | None = None
         self._requests: dict[str, CheckpointRequest] = {}
         self._served: dict[str, CheckpointRequest] = {}
@@ -116,7 +116,7 @@ class CheckpointCoordinator:
         self._is_running = False
 
     def resume(self, begun: int, kept: int, epoch: int, is_returning: bool) -> None:
-        """Go on from what a former scheduler had."""
+        """Go on from the state of a former scheduler."""
         self.begun, self.kept, self.epoch = begun, kept, epoch
         self.has_pushed = bool(kept)
         if is_returning:
@@ -265,7 +265,7 @@ class CheckpointCoordinator:
     # --- what follows -------------------------------------------------------------------------
 
     def on_time(self, now: float) -> None:
-        """Begin what is due, and say again what has no answer."""
+        """Begin the cuts that are due, and repeat questions that have no answer."""
         if self._cut is not None:
             self._cut.on_time(now)
         if self._is_unpushed and self.concluded is None and now >= self._unpushed_at:

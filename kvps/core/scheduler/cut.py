@@ -129,7 +129,7 @@ class Cut:
     # --- what is heard ------------------------------------------------------------------------
 
     def hear(self, node: Node, message: Message) -> None:
-        """Take in what a member says of this cut."""
+        """Take in a member's message about this cut."""
         rank = node.rank
         match message:
             case p.Halted() if rank in self.workers:
@@ -249,7 +249,7 @@ class Rollback:
         return len(self.restored) == self.servers
 
     def hear(self, rank: int, message: Message) -> None:
-        """Take in what a server says."""
+        """Take in a server's message."""
         match message:
             case Shelf() if message.epoch == self.epoch:
                 self.shelves[rank] = frozenset(message.cuts)

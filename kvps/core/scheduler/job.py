@@ -62,7 +62,7 @@ UNUSED = (
     "kvps.torch?"
 )
 STRANGERS_JOB = bytes(16)
-"""In place of the job's name, which its members know each other by, in what others are told."""
+"""Stands for the job's name, by which its members know each other, in messages to others."""
 SHOWN_OCTETS = 4
 """Bytes of the name that a status query shows: enough to distinguish jobs."""
 
@@ -202,7 +202,7 @@ class Job:
             self._outbox.append(Finish(ticket, int(now[ticket])))
 
     def on_time(self, now: float) -> None:
-        """Do what is due by the time alone."""
+        """Run the timers that are due."""
         still_s, self._looked_at = now - self._looked_at, now
         if still_s > STILL_S:
             self.note(
@@ -496,7 +496,7 @@ class Job:
         self.send(route, self._views.since(number, view))
 
     def flush(self, outbox: Outbox) -> None:
-        """Have performed what is to be done now, in this order."""
+        """Append the effects that are due now, in this order."""
         if self.seats.has_new_suspect:
             self._schedule()
         effects, self._outbox = self._outbox, []

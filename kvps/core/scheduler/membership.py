@@ -205,7 +205,7 @@ class Membership:
         return self.holder(Node(Role(hello.role), rank), envelope.incarnation)
 
     def _rivals(self, seat: Seat, hello: Hello, now: float) -> dict[Route, SeatLink]:
-        """Return by what other process the command under a seat's supervisor speaks already."""
+        """Return the other process by which the command under a seat's supervisor speaks already."""
         if not seat.is_guarded or hello.guardian:
             return {}
         return {
@@ -269,7 +269,7 @@ class Membership:
             self.has_new_suspect = True
 
     def evict(self, seat: Seat, why: str, now: float) -> None:
-        """End the life of a seat's holder: what it says from now on is of an incarnation that is over."""
+        """End the life of a seat's holder: its later packets are of an incarnation that is over."""
         for route in list(seat.links):
             self.drop(route, now)
         self.issued += 1

@@ -22,7 +22,7 @@ class ViewRateLimiter:
 
     def __init__(self) -> None:
         self._paid_at = -math.inf
-        """When what was sent so far would have been sent at an even pace."""
+        """The time at which the messages sent so far would have been sent at an even pace."""
 
     @property
     def free_at(self) -> float:

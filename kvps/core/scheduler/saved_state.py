@@ -121,7 +121,7 @@ def dump(snapshot: SavedState) -> bytes:
 
 
 def _demand(values: Sequence[object], types: Sequence[type]) -> None:
-    """Check the types of what was read, one by one.
+    """Check the types of the values read, one by one.
 
     Raises:
         TypeError: if one is another.

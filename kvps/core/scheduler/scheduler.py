@@ -524,7 +524,7 @@ class Scheduler:
         """Refuse a sender that neither has a seat by its connection nor names one with its incarnation.
 
         Raises:
-            KvpsError: what it is to be told.
+            KvpsError: the refusal that its sender is to be told.
         """
         seat = self.job.seats.routes.get(route)
         if envelope.incarnation:

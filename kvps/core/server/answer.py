@@ -50,7 +50,7 @@ class Answers:
         self._meter = context.meter
 
     def pull(self, session: Session, seq: int, message: p.Pull) -> None:
-        """Answer with runs of a chunk, as soon as they are what is asked for."""
+        """Answer with runs of a chunk, as soon as they have the asked version."""
         chunk = self._chunks.at(message.chunk)
         store = self._context.stores[chunk.store]
         is_ready = message.call is None
@@ -92,7 +92,7 @@ class Answers:
         self._read_rows(reading)
 
     def wake(self, woken: Iterable[PendingRead]) -> None:
-        """Try reads again that waited for what has moved."""
+        """Try reads again that waited for a span which has moved."""
         for reading in woken:
             if not self._context.is_pending(reading):
                 continue
@@ -106,7 +106,7 @@ class Answers:
                 self._context.refuse(reading.session, reading.seq, error)
 
     def read(self, reading: PendingRead, store: ServerStore, chunk: Chunk, *, is_woken: bool = False) -> bool:
-        """Answer ``reading`` if its conditions hold; else let it wait at what holds it up.
+        """Answer ``reading`` if its conditions hold; else let it wait at the first span that fails one.
 
         Args:
             reading: the request.
@@ -237,7 +237,7 @@ def why(
     quorum: StoreQuorum,
     describe: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """Return the text of what ``reading`` waits for; ``describe`` describes a rank."""
+    """Return a text that says for which ranks ``reading`` waits; ``describe`` describes a rank."""
     span = next(chunk.spans_in(reading.at, reading.at + 1))
     key, _, _ = next(chunk.pieces(reading.at, reading.at + 1))
     if reading.call is not None:

@@ -482,7 +482,7 @@ class Control:
         self._ended.begin(opened.store, opened.life)
 
     def history(self, session: Session, seq: int, message: p.History) -> Message:
-        """Return what was set in a store so far."""
+        """Return the settings of a store so far."""
         store = self._context.store(message.store)
         return p.HistoryIs(
             seq,

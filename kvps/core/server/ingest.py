@@ -88,7 +88,7 @@ class Ingest:
         self._acknowledge(session, seq, version)
 
     def _decoded(self, rule: Rule, message: p.Push, packet: Packet) -> DenseGradient:
-        """Return what was pushed compressed.
+        """Return the values of a compressed push.
 
         Raises:
             Mismatch: if the chunk holds what cannot be compressed.
@@ -232,7 +232,7 @@ class Ingest:
     # --- applying ---------------------------------------------------------------------------
 
     def apply(self, judged: JudgedPush, payload: Sequence[memoryview], now: float) -> bool:
-        """Take in what was judged COUNTED, close rounds that are complete by it, and wake reads.
+        """Take in the parts that were judged COUNTED, close rounds that they complete, and wake reads.
 
         Nothing here refuses a push: whatever is raised was not foreseen, and leaves values torn.
 
@@ -273,9 +273,9 @@ class Ingest:
     def _take(
         self, judged: JudgedPush, pushed: PushedRange, span: Span, quorum: StoreQuorum, now: float
     ) -> None:
-        """Take in what is pushed to one span."""
+        """Take in the part of a push that is for one span."""
         rule, store, ranks, number = pushed.rule, judged.store, judged.ranks, pushed.number
-        span.take(ranks, number)  # not before its turn: who is woken would think it applied
+        span.take(ranks, number)  # not before its turn: a read that is woken would take the push for applied
         if not store.ordered:
             age = self._meter.stale(ranks, rule.chunk.number, span.start, span.version)
             total = GradientSum((pushed.gradient,))
@@ -313,7 +313,7 @@ class Ingest:
                 self.close(rule, part, quorum, now)
 
     def close_all(self, rule: Rule, span: Span) -> None:
-        """Close every open round of ``span`` with what is in it."""
+        """Close every open round of ``span`` with the contributions that it has."""
         while span.rounds:
             for part in self._close_first(rule, span):
                 self.close_all(rule, part)

@@ -68,7 +68,7 @@ class MemoryPressure:
         return self.used_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def take_in(self, used_bytes: int, total_bytes: int) -> str:
-        """Take in a reading; return what has changed by it, for the log, and "" if nothing has.
+        """Take in a reading; return a text for the log if a state has changed by it, else "".
 
         Args:
             used_bytes: memory in use, without what the kernel can free at once.
@@ -106,7 +106,7 @@ class MemoryPressure:
 
 
 class Reservation(NamedTuple):
-    """Bytes that values take, by what for."""
+    """Use -> the bytes that values take for it."""
 
     weights: int = 0
     copies: int = 0
@@ -134,7 +134,7 @@ class MemoryTerms(NamedTuple):
     one."""
     updater: Updater | None
     has_residuals: bool = False
-    """Answers are compressed, and what is lost by that is kept."""
+    """Answers are compressed, and their errors kept as residuals."""
 
     def reserve(self, counts: Mapping[str, int]) -> Reservation:
         """Return what so many elements of each type take."""

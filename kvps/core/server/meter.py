@@ -202,7 +202,7 @@ class Meter(Counts):
         return most_late([self._lateness[store]] if store in self._lateness else [], limit)
 
     def latest_news(self, limit: int) -> dict[str, float]:
-        """Return that of the stores to which there were pushes since this was asked last."""
+        """Return the latest figures of the stores that had pushes since the last call."""
         news = [lateness for lateness in self._lateness.values() if lateness.take_news()]
         return most_late(news, limit)
 

@@ -52,7 +52,7 @@ class NonFiniteLog:
             pieces: where it lies on this server.
             rank: whose push it was; None for a round.
             number: of the round, or of the push.
-            flaw: what was wrong with it.
+            flaw: the reason, such as the count of NaN.
         """
         self.counts[key] = self.counts.get(key, 0) + 1
         self._news.append((key, rank, number, flaw))
@@ -81,13 +81,13 @@ class NonFiniteLog:
     # --- the log ----------------------------------------------------------------------------------
 
     def report(self) -> Iterator[Note]:
-        """Log what is new, unless a line was logged a short while ago."""
+        """Log news, unless a line was logged a short while ago."""
         if self._news and not self._is_quiet:
             self._is_quiet = True
             yield self._line()
 
     def look(self) -> Iterator[Note]:
-        """Log what is new in one line; called periodically."""
+        """Log all news in one line; called periodically."""
         self._is_quiet = bool(self._news)
         if self._news:
             yield self._line()
@@ -113,14 +113,14 @@ class Stall(NamedTuple):
 
 
 class StragglerLog:
-    """Remembers what was logged, so that it is logged once."""
+    """Remembers the rounds that were logged, so that each is logged once."""
 
     def __init__(self) -> None:
         self._told: dict[str, Stall] = {}
         """Store -> its stall when it was logged."""
 
     def look(self, oldest: Iterable[Stall]) -> Iterator[Note]:
-        """Log what is new about the oldest open rounds, one for each store that has any."""
+        """Log news of the oldest open rounds, one for each store that has any."""
         now = {stall.store: stall for stall in oldest if stall.age_s >= STALL_AFTER_S and stall.missing}
         told = {}
         for store, stall in now.items():

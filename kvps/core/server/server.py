@@ -350,7 +350,7 @@ class Server(Core):
         early, self._early = self._early, {}
         for route, envelope, message in early.values():
             if not self._serves(envelope, p.Hello):
-                continue  # it asks again when what is held is not about to be dropped
+                continue  # it asks again when the values held are not about to be dropped
             try:
                 self._on_hello(route, envelope, message)
             except KvpsError as error:
@@ -459,7 +459,7 @@ class Server(Core):
         self._outbox.append(order)
 
     def _revive(self, reviving: Reviving, answer: FoundCuts | Loaded) -> None:
-        """Answer with the list of cuts, or restore a store from what was read."""
+        """Answer with the list of cuts, or restore a store from a snapshot that was read."""
         session, seq, message = reviving
         if session.pending.pop(seq, None) is None:
             return  # its rank was replaced, or this server returned to a cut

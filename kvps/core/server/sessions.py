@@ -59,7 +59,7 @@ class Link:
     """The link to one worker. A method that returns True asks for a PING with :attr:`number`."""
 
     number: int = 0
-    """That of the newest PING."""
+    """The number of the newest PING."""
     _until: float = -math.inf
     """When the watch ends."""
     _asked_at: float | None = None

@@ -397,7 +397,7 @@ class ServerStore:
         """Install ``hyper``. Under the same rule state is kept, under another it begins anew.
 
         Raises:
-            ConfigError: if it cannot update what is there; nothing is changed.
+            ConfigError: if it cannot update a key of the store; nothing is changed.
             Overload: if there is no room for its state; nothing is changed.
         """
         opened = self.opened

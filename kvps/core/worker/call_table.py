@@ -54,7 +54,7 @@ OWN_LIMIT = 0.5
 """The share of the store's limit under which the limit of a call is the user's. What the call
 takes from its script to this core is taken from its time."""
 LAST_PROBE_S = 0.25
-"""Seconds before a deadline at which the servers are asked once more what they wait for."""
+"""Seconds before a deadline at which the servers are asked once more for which ranks they wait."""
 
 NO_TICKET = 0
 """In place of the ticket of a call that is not in the table any more."""
@@ -87,11 +87,11 @@ class PendingCall:
     is_asking: bool = False
     """Not all of this step's requests are made yet; some may be answered already."""
     finished: bool = False
-    """The caller has the result; what is still under way is reported nowhere."""
+    """The caller has the result; errors of requests still in flight are reported nowhere."""
     limit_s: float = 0.0
     """The time that its caller has given it."""
     requests: list[Request] = field(default_factory=list)
-    """Those of this step; empty while it drains."""
+    """The requests of this step; empty while it drains."""
     answers: dict[Request, Packet] = field(default_factory=dict)
     waiting: dict[Request, None] = field(default_factory=dict)
     """Requests that this step waits for: its own, or all pushes of the store. Their order is kept, since a
@@ -104,7 +104,7 @@ class CallTable:
     Args:
         member: the worker's membership.
         stores: name -> store, of all stores that were opened; the worker adds to it.
-        losses: what is known of lost members.
+        losses: the lost members that are known.
         memory: where values lie that travel.
         tell_joins: hears of a store whose number of joins has changed, before a call of it ends.
         tell_returned: tells a server that has taken another's place what this worker holds.
@@ -512,7 +512,7 @@ class CallTable:
             self._late = [*self._late[-LATE_MAX + 1 :], (pending.call, value)]
 
     def forget(self, store: str, error: KvpsError, now: float) -> None:
-        """A store is closed: end what is under way of it. Its pushes have left, and count."""
+        """End the calls in flight of a store that is closed. Its pushes have left, and count."""
         for pending in [entry for entry in self.pending.values() if entry.call.store == store]:
             if pending.finished:  # the caller was told by a Timeout
                 pending.on_end = lambda value, error, now: None
@@ -521,7 +521,7 @@ class CallTable:
         self._unacked.pop(store, None)
 
     def _drop(self, pending: PendingCall) -> None:
-        """Forget what was asked for this step and has no answer, unless it changes values."""
+        """Forget the unanswered requests of this step, except those that change values."""
         if pending in self._draining:
             self._draining.remove(pending)
         for request in pending.requests:
@@ -558,7 +558,7 @@ class CallTable:
         return ticket
 
     def abandon(self) -> list[PendingCall]:
-        """Forget all calls and what they have asked, here and of neighbours; return the calls."""
+        """Forget all calls and their requests, here and at neighbours; return the calls."""
         abandoned = list(self.pending.values())
         for pending in abandoned:
             pending.operation.close()

@@ -69,7 +69,7 @@ class ClosedStores:
         self.again_at = now + AGAIN_S
 
     def letters(self, now: float) -> Iterator[tuple[int, Close]]:
-        """Yield what is to be said now, and to whom."""
+        """Yield the messages that are due, and their receivers."""
         self.again_at = now + AGAIN_S
         for server, stores in self._untold.items():
             names = list(stores)

@@ -145,7 +145,7 @@ class SendScheduler:
         self.order = count(1)
         """The places in line of requests."""
         self.bytes_away = self.requests_away = 0
-        """Those of all connections."""
+        """The bytes and requests in flight, of all connections."""
 
     def flow(self, now: float, send: Callable[[Connection, Request], None]) -> None:
         """Have the requests sent that may be sent now, over all links in order."""

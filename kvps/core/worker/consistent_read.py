@@ -58,7 +58,7 @@ class LaggingReads(list[Request]):
 
 
 Step = list[Request] | AwaitAcks
-"""A step of an operation: what it waits for next."""
+"""A step of an operation: the answers that it waits for next."""
 Steps = Generator[Step, list[Packet], None]
 
 _RUNS, _STAND = itemgetter(1), attrgetter("version", "owed")
@@ -78,7 +78,7 @@ class ReadInParts(Protocol):
         """Whether the caller stopped waiting, and will not hear of dropped updates."""
 
     def settle(self, ordered: bool) -> bool:
-        """Note in the keys what is applied; return whether some parts may lag behind."""
+        """Note in the keys the pushes that are applied; return whether some parts may lag behind."""
 
     def lagging(self, store: WorkerStore) -> list[Request]:
         """Return requests for the parts that lag behind others of their key; none if no key is torn."""
@@ -257,7 +257,7 @@ class ReadTracker:
         return by_key
 
     def settle(self, ordered: bool) -> bool:
-        """Note in the keys what is applied, and here which keys were read torn; return whether any were."""
+        """Note applied pushes in the keys, and here which keys were read torn; return whether any were."""
         stands = set(map(_STAND, chain.from_iterable(map(_RUNS, self.answers))))
         if len(stands) == 1:  # the usual case, and cheap
             version, owed = stands.pop()

@@ -60,7 +60,7 @@ class ErrorFeedback:
         self.rules, self.is_on = rules, not rules.are_off
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what is cached of these keys: they have new values, or lie elsewhere."""
+        """Drop the cached codecs of these keys: they have new values, or lie elsewhere."""
         for name in names:
             self._cached.pop(name, None)
 
@@ -183,7 +183,7 @@ class ErrorFeedback:
         """Return the values of ``share`` in an answer, in one piece; they are for reading.
 
         Raises:
-            ProtocolError: if they cannot be what was asked for.
+            ProtocolError: if they do not fit the request.
         """
         answer = packet.message
         assert isinstance(answer, Pulled)

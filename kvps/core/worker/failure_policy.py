@@ -35,7 +35,7 @@ class LostWorker:
 
 @dataclass(frozen=True, slots=True)
 class LostServer:
-    """A server that holds nothing of what this worker knows."""
+    """A server that holds none of the values that this worker knows."""
 
     what: str
     since: float
@@ -119,7 +119,7 @@ class FailurePolicy:
 
 
 def why_lost(server: Member, incarnations: dict[int, int]) -> str:
-    """Return why a server does not hold what it held; empty if it does."""
+    """Return why a server has lost its values; empty if it has not."""
     name = f"server {server.rank} ({server.host} {server.endpoint})"
     if server.state not in ("held", "empty"):
         return f"{name} is lost: {server.reason}"

@@ -357,7 +357,7 @@ class TransferPlan:
     payload_bytes: int = field(init=False)
     """Bytes of all elements of its keys."""
     is_by_deltas: bool = field(init=False)
-    """Whether servers answer with what has changed, encoded."""
+    """Whether servers answer with encoded changes."""
     _sizes: Sizes | None = field(default=None, repr=False)
     _digest: tuple[tuple[int, ...], int] = field(default=((), 0), repr=False)
     """The hash of the step that :meth:`step` returned last, and how far its keys were behind."""

@@ -130,18 +130,18 @@ class Quiesce:
         return self.is_on and now >= self.deadline(heard_at)
 
     def break_off(self) -> list[DeferredCall]:
-        """Go on by itself, so that the cut will be given up; return what was held."""
+        """Go on by itself, so that the cut will be given up; return the calls that were held."""
         self.stood = False
         return self.go_on()
 
     def proceed(self, order: Proceed) -> tuple[bool, list[DeferredCall]]:
-        """The cut is taken, or given up: return whether this worker stood, and what was held."""
+        """The cut is taken, or given up: return whether this worker stood, and the calls that were held."""
         if order.cut > self.cut:
             self.cut, self.stood = order.cut, False
         return self.stood and order.cut == self.cut, self.go_on()
 
     def go_on(self) -> list[DeferredCall]:
-        """Stand no more; return what was held."""
+        """Stand no more; return the calls that were held."""
         self.is_on = self.is_asked = False
         held, self.held = self.held, []
         return held

@@ -124,7 +124,7 @@ class RowRead(Generic[PartT]):
         return [part.ask(store.name, self.after, 0, self.priority) for part in self.parts]
 
     def settle(self, ordered: bool) -> bool:
-        """Note in the key what is applied; return whether some parts may lag behind."""
+        """Note in the key the pushes that are applied; return whether some parts may lag behind."""
         key, told = self.key, [part.told for part in self.parts]
         if len(told) == len(ranges(key)):  # nothing is known of servers that were not asked
             applied = min([answer.lowest if ordered else answer.owed for answer in told])

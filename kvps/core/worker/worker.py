@@ -241,7 +241,7 @@ class Worker(Core):
         self.member.send(route, answer)
 
     def on_timer(self, now: float) -> None:
-        """Beat, probe, say HELLO again, and end what is over its deadline."""
+        """Beat, probe, say HELLO again, and end calls that are over their deadline."""
         self._due = None
         self.member.waits_in = next((call.title for call in self._waited_for()), "")
         beat_at = self.member.deadline()
@@ -545,7 +545,7 @@ class Worker(Core):
             self.on_call(deferred.ticket, deferred.call, deferred.deadline, now)
 
     def _begin_epoch(self, view: p.View, now: float) -> None:
-        """The servers return to a cut: what was asked of them is void. Ask what they have now."""
+        """The servers return to a cut: earlier requests are void. Ask which versions they have now."""
         self._resyncing.epoch, self._since = view.epoch, view.since
         self.table.greet_again(now)
         for member in view.members:

@@ -157,7 +157,7 @@ def _retries(restarts: int) -> int:
 
 
 class RayFoothold:
-    """The scheduler's port, and the memory for its state: what it finds again when it is started again.
+    """The scheduler's port, and the memory for its state, which it finds again when it is started again.
 
     Args:
         host: the address of this node.

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous handler over the scheduler, and what it does at each round.
+"""torchrun's rendezvous handler over the scheduler, and its steps at each round.
 
 torch's own :class:`DynamicRendezvousHandler` decides which nodes take part and which rank each
 gets. Here it keeps its state on the scheduler, and not on the first node. Each round needs a

@@ -1,1 +1,1 @@
-"""``kvps doctor``: measurements of a process's way to its cluster, and what they mean."""
+"""``kvps doctor``: measurements of a process's way to its cluster, with their meaning."""

@@ -2,7 +2,7 @@
 mean, and what to do.
 
 Everything here is decided from :class:`Measurements`, which :mod:`kvps.tools.doctor.examination` takes. A
-finding is one line: what was looked at, whether it is well, the figure, and the next step.
+finding is one line: the thing measured, whether it is well, the figure, and the next step.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ _MADE: dict[int, Callable[[Any], Any]] = {
     RECORD: lambda head: CLASSES[head[0]](*head[1]),
     **{ERROR: lambda head: from_code(*head), RANGE: lambda head: range(*head)},
 }
-"""Extension -> what makes an object of what is packed in it."""
+"""Extension -> the function that makes an object of its packed content."""
 
 
 class Encoder(Packer):
@@ -88,7 +88,7 @@ class Encoder(Packer):
         self._seen: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}
 
     def extra(self, obj: Any) -> tuple[int, object] | None:
-        """Return the extension of an object that only records have, and what is packed in it."""
+        """Return the extension of an object that only records have, and its packed content."""
         place = self._place(obj)
         if place is not None:
             return THING, place

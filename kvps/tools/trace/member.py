@@ -155,7 +155,7 @@ class TracedMember:
         return ClockIs(message.number, message.sent, clock)
 
     def bound(self) -> None:
-        """Leave out what is too much; called now and then."""
+        """Drop events beyond the limit; called now and then."""
         surplus = len(self.spans) - WAITING_MAX
         if surplus > 0:
             del self.spans[-surplus:]

@@ -127,7 +127,7 @@ class Tracer:
         self._before = done
 
     def finish(self) -> None:
-        """Note that the core has done what it was called for."""
+        """Note that the core has returned from a call."""
         if self._came is not None:
             (route, packet), self._came = self._came, None
             self._handled(route, packet, self._began, self.clock())

@@ -250,7 +250,7 @@ class CallChecker:
         return pause * max(1.0, ranks / RANKS_AT_ONCE)
 
     def _look(self) -> bool:
-        """Write and compare what is new, and fail what waits in a group that has ended; return
+        """Write and compare new calls, and fail the calls that wait in a group that has ended; return
         whether to go on."""
         waiting = self._executor.waiting()
         with self._lock:

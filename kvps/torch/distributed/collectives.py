@@ -119,7 +119,7 @@ class Collectives:
             yield [added, self._board.closed([name], self._timeout_s)]
 
     def _deliver(self, total: torch.Tensor, staged: Staged, op: str) -> None:
-        """Deliver what came of a round."""
+        """Deliver the results of a round."""
         if op == "AVG":
             divide(total, len(self._ranks))
         if total.data_ptr() == staged.row.data_ptr():

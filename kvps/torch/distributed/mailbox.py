@@ -11,7 +11,7 @@ pushes a second key; the version of that says how many have read. The writer wri
 The work of a collective ends for the writer, too, when all have read: a rank whose call no other
 rank meets must not take it for done. A message between two ranks ends when it is written.
 
-The first value of a key makes it, and is its version 0; so version k is what was written k uses later.
+The first value of a key makes it, and is its version 0; so version k is the post of k uses later.
 
 *Size classes.* A key has one size for ever, and scripts send tensors of many sizes (a pickled object has
 another one each time). The first shapes get keys that fit exactly, so that the buckets of a model travel
@@ -86,7 +86,7 @@ class Board:
         return self._session.info.workers_in("left")
 
     def close(self) -> None:
-        """Wait until what was pushed is taken in, and end both stores."""
+        """Wait until all pushes are acknowledged, and end both stores."""
         self._sums.close()
         self._posts.close()
 
@@ -220,7 +220,7 @@ def tell(
     readers: int,
     confirms: bool = False,
 ) -> Steps:
-    """Write posts when what was there before has been read.
+    """Write posts when the posts before them have been read.
 
     Args:
         told: name and value of each.
@@ -300,7 +300,7 @@ def _sink(row: torch.Tensor) -> torch.Tensor:
 
 
 def _unfold(row: torch.Tensor, sink: torch.Tensor) -> None:
-    """Give ``row`` what was read for it."""
+    """Copy the values read for ``row`` into it."""
     if len(sink) != row.nbytes:
         octets(row).copy_(sink[: row.nbytes])
 

@@ -62,7 +62,7 @@ class OrderedExecutor:
         self._failed: dict[str, BaseException] = {}
         """Why nothing can be begun in a group."""
         self._confirmed: set[_Run] = set()
-        """Collectives that are off their tracks, and wait for what their steps returned."""
+        """Collectives that have left their tracks, and wait for the tickets that their steps returned."""
         self._is_closed = False
         self._ready: queue.SimpleQueue[_Run | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvps collectives", daemon=True)
@@ -99,7 +99,7 @@ class OrderedExecutor:
             return [runs[0] for runs in self._runs.values()] + list(self._confirmed)
 
     def fail(self, group: str, error: BaseException) -> None:
-        """End what waits in a group, and refuse what is begun there later."""
+        """End the collectives that wait in a group, and refuse later ones."""
         error = self._failed.setdefault(group, error)
         with self._lock:
             firsts = [runs[0] for runs in self._runs.values() if runs[0].group == group]
@@ -115,7 +115,7 @@ class OrderedExecutor:
             self._end_confirmed(run)
 
     def close(self) -> None:
-        """End the thread after its present step; fail what is under way, and refuse what is begun later."""
+        """End the thread after its present step; fail collectives in flight, and refuse later ones."""
         self._is_closed = True
         self._ready.put(None)
         if threading.current_thread() is not self._thread:
@@ -159,7 +159,7 @@ class OrderedExecutor:
             except StopIteration as stop:
                 self._confirm(run, stop.value or ())
                 return True
-            except BaseException as raised:  # it must reach whoever waits
+            except BaseException as raised:  # it must reach the thread that waits
                 error = raised
                 break
             if self._must_wait(run):

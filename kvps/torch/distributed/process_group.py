@@ -1,7 +1,7 @@
 """torch.distributed's process group "kvps": from torch's calls to collectives, and no more.
 
 Each method takes what torch gives (lists of lists, options), checks that the shapes fit together, and
-begins one collective. It returns at once; what comes of it is in the
+begins one collective. It returns at once; the result is in the
 :class:`~kvps.torch.distributed.work.Work`. Each call is noted, so that calls that differ between
 ranks are told to all of them; and so is a call that is refused here, for which other ranks would wait.
 """
@@ -49,7 +49,7 @@ def noted(
     @functools.wraps(method)
     def wrapped(self: ProcessGroup, /, *args: P.args, **kwargs: P.kwargs) -> Work:
         try:
-            with DisableTorchFunction():  # a default device of the script's is not that of our tensors
+            with DisableTorchFunction():  # the script's default device is not the device of our tensors
                 return method(self, *args, **kwargs)
         except Exception as error:
             self._calls.add_refused(error)

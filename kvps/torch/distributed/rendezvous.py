@@ -195,7 +195,7 @@ def make(options: Any, more: Any) -> ProcessGroup:
     """Return a process group; torch calls this. Tell other ranks, which wait for this one, if it
     is refused."""
     try:
-        with DisableTorchFunction():  # a default device of the script's is not that of our tensors
+        with DisableTorchFunction():  # the script's default device is not the device of our tensors
             return _made(options, more)
     except ConfigError as error:
         with suppress(RuntimeError):
@@ -251,7 +251,7 @@ def _agree(store: Store, session: Any, timeout_s: float) -> str:
     rank, size = session.rank, session.info.workers
     mine = f"{session.info.incarnation(rank)}.{_shared.generations}"
     _shared.generations += 1
-    store.delete_key(f"{REFUSED}.{rank}")  # that of an earlier attempt
+    store.delete_key(f"{REFUSED}.{rank}")  # the refusal of an earlier attempt
     store.set(f"kvps.{rank}", mine)
     _await_all(store, session, time.monotonic() + timeout_s)
     until = time.monotonic() + min(timeout_s, ALL_HERE_MAX_S)
@@ -359,7 +359,7 @@ def _close() -> None:
     checker.close()
     try:
         board.close()
-    except KvpsError as error:  # whoever had to know of it has heard it from wait()
+    except KvpsError as error:  # the caller has got it from wait()
         log.warning("destroy_process_group: %s", error)
     tracks.close()
     if began:

@@ -71,7 +71,7 @@ class Work(dist.Work):
             self._ended.set()
             wakes, self._wakes = self._wakes, []
         for wake in wakes:
-            # What was hung on the future runs with it, and may wait for other collectives: that
+            # Callbacks of the future run with it, and may wait for other collectives: that
             # must not keep those from going on.
             threading.Thread(target=wake, name="kvps callback", daemon=True).start()
 

@@ -105,7 +105,7 @@ class DiLoCo:
             ``"pull": True`` to compress the merged weights, too.
         mode: ``"sync"`` waits for the other workers. ``"async"`` applies each pseudo-gradient at once,
             divided by the number of workers.
-        weight: what this worker counts in the mean: a number above 0, ``"tokens"`` for those of
+        weight: of this worker in the mean: a number above 0, ``"tokens"`` for those of
             :meth:`add_tokens`, or None for 1. Needs ``mode="sync"`` and ``late="drop"``, where there is a
             mean.
         quorum: merge when so many workers have pushed and ``grace`` is over, without waiting for the others.

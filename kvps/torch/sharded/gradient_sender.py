@@ -7,7 +7,7 @@ waits until earlier ones have arrived, in their order.
 The optimizer of a sharded model, which runs on the servers.
 
 The script says it by a torch optimizer, which is never run and whose numbers a scheduler may change; or by
-a name and numbers. What has changed is sent before the first gradient of a step leaves. By then this rank has
+a name and numbers. Changed ones are sent before the first gradient of a step leaves. By then this rank has
 pulled every weight for that step, so the round before is closed, and it was closed by the old numbers.
 """
 
@@ -97,7 +97,7 @@ class RemoteOptimizer(ParameterSync):
         self._given = self._given.with_lr(lr)
 
     def send(self) -> None:
-        """Give the store what has changed since the last step.
+        """Give the store the hyper-parameters that have changed since the last step.
 
         Raises:
             Mismatch: if rank 0 wants something else. EpochChanged: at a return.
@@ -145,7 +145,7 @@ class GradientSender:
         """Let a gradient leave, with others.
 
         Raises:
-            KvpsError: what has become of an earlier one.
+            KvpsError: if an earlier one has failed.
         """
         self._collected[name] = gradient
         self._send(self._buckets.add(name))
@@ -178,7 +178,7 @@ class GradientSender:
         """Wait until at most ``left_bytes`` are in flight.
 
         Raises:
-            KvpsError: what has become of one of them.
+            KvpsError: if one of them has failed.
         """
         while self._away and (self._away_bytes > left_bytes or self._away[0][0].done()):
             handle, size = self._away.popleft()
@@ -340,7 +340,7 @@ class GradientHooks:
         self.begin()
 
     def begin(self) -> None:
-        """A step is over: what comes from now on is of the next."""
+        """A step is over: later gradients are of the next."""
         self._outgoing.begin()
         self.hooks.begin()
         self._left.clear()

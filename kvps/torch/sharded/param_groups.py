@@ -47,7 +47,7 @@ _HOLDERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 @dataclass(eq=False, slots=True)
 class ParamGroup:
-    """A module, and what it needs to compute.
+    """A module, and the weights that it needs to compute.
 
     Attributes:
         path: of the module in the model; empty for the rest.
@@ -243,7 +243,7 @@ class GroupHooks:
         self._hooks.clear()
 
     def expect_first(self) -> None:
-        """Ask for what the next forward pass begins with."""
+        """Ask for the weights that the next forward pass begins with."""
         first = self._order.first()
         self._weights.expect(self._blocks[REST].names)
         if first is not None:

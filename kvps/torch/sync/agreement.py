@@ -248,10 +248,10 @@ def check_clipping(max_norm: float | None, on_store: bool, overlaps: bool, here:
 
 
 def divisor_of(kv: Store, op: str) -> int:
-    """Return by what a worker divides what comes back, as the store does not.
+    """Return the number by which a worker divides sums that the store does not divide.
 
     Raises:
-        Mismatch: if it would have to, and cannot know by what.
+        Mismatch: if it has to divide, and cannot know by which number.
     """
     if is_free(str(kv.type)) or kv.num_workers == 1:
         return 1

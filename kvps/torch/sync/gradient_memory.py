@@ -44,7 +44,7 @@ class Place:
     """The memory of one gradient.
 
     Args:
-        sent: what is pushed, and where a sum comes back.
+        sent: the tensor that is pushed, and to which the sum is written.
     """
 
     sent: torch.Tensor

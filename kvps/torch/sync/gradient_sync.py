@@ -83,12 +83,12 @@ class GradientSync:
     Args:
         model: whose; the store must know its keys.
         passes: how many backward passes make up a step.
-        limit_bytes: how much leaves at once; None for what suits the store.
-        divisor: what comes back is divided by it.
+        limit_bytes: bytes that leave at once; None for a number that suits the store.
+        divisor: of the results.
         before: called before the first gradient of a step leaves.
-        brings_weights: what comes back does not belong into ``.grad``.
+        brings_weights: the results are weights, and do not belong into ``.grad``.
         is_awaited: backward returns when everything is back.
-        is_released: what is away may be waited for in the next step (:meth:`release`).
+        is_released: gradients in flight may be waited for in the next step (:meth:`release`).
         is_whole: all gradients of a step leave in one call, as one step of a store that clips
             their global norm.
         advice: for the front end's user.
@@ -217,7 +217,7 @@ class GradientSync:
         if names and self._brings_weights:
             raise self._taken_back(names)
         for name in names:
-            del self.values[name]  # what comes back has no place any more
+            del self.values[name]  # its result has no place any more
         self.wait(names)
 
     def _is_added(self, name: str, gradient: torch.Tensor) -> bool:
@@ -235,7 +235,7 @@ class GradientSync:
         )
 
     def _note(self, name: str) -> None:
-        """Note a gradient as it is now, to notice what is done to it."""
+        """Note a gradient as it is now, to notice later changes."""
         gradient = self._model.params[name].grad
         if gradient is not None:
             self._made[name] = gradient, gradient._version
@@ -431,7 +431,7 @@ class GradientSync:
             raise failure
 
     def _deliver(self, bucket: InFlight) -> None:
-        """Put what has come back where the optimizer looks for it."""
+        """Put the results where the optimizer looks for them."""
         if self._brings_weights:
             return
         for name, value in bucket.values.items():
@@ -490,7 +490,7 @@ class GradientSync:
             self.begin()
 
     def begin(self) -> None:
-        """A step is over: what comes from now on is of the next."""
+        """A step is over: later gradients are of the next."""
         self._buckets.begin()
         self.hooks.begin()
         self._away.clear()
@@ -508,7 +508,7 @@ def _now(call: Callable[[], Handle]) -> Handle:
 
 
 def holder_of(kv: Store) -> DistStore | None:
-    """Return the store if its servers may keep what came back unchanged until the end of a step.
+    """Return the store if its servers may keep results unchanged until the end of a step.
 
     Where each push is applied by itself, they would copy what others push to meanwhile.
     """

@@ -1,4 +1,4 @@
-"""Gradients that leave together: the buckets that they are collected in, and what comes back in their place.
+"""Gradients that leave together: the buckets that they are collected in, and their results.
 
 A sum comes back where the gradients were. Weights stay where the servers have them until they are
 written to the parameters (:class:`HeldBucket`); from stores that cannot leave them there, they
@@ -114,7 +114,7 @@ class Buckets:
             (self._open.add if self._missing[chunk] > 0 else self._open.discard)(chunk)
         self._to_come -= 1
         if self._to_come == 0:
-            return []  # what is left is small, and comes soon
+            return []  # the rest is small, and comes soon
         is_whole = not self._open or self._bytes >= LATE * self._limit_bytes
         return self._leave(big=True) if self._bytes >= self._limit_bytes and is_whole else []
 
@@ -173,7 +173,7 @@ class BegunElsewhere:
 
 
 class InFlight(Protocol):
-    """Gradients that have left together, and what comes back in their place."""
+    """Gradients that have left together, and their results."""
 
     values: dict[str, torch.Tensor]
     """Name -> the tensor in which its weight or dense sum comes back."""
@@ -182,11 +182,11 @@ class InFlight(Protocol):
         """Wait until they are back.
 
         Raises:
-            KvpsError: what has become of them.
+            KvpsError: if they have failed.
         """
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return what came back, in the layout in which the gradient left."""
+        """Return the result, in the layout in which the gradient left."""
 
     def bring(self, names: Iterable[str], params: Mapping[str, torch.Tensor]) -> None:
         """Write the weights that came back to the parameters ``names``, and perhaps to others of
@@ -199,7 +199,7 @@ class GradientBucket:
     Args:
         values: by name, the tensors in which they come back.
         handle: of the store's call.
-        divisor: what comes back is divided by it.
+        divisor: of the results.
         sparse: the parameters whose gradients were sparse, and shall be.
         is_marked: as :func:`~kvps.torch.sync.sparse_gradients.sum_of` has it.
     """
@@ -223,7 +223,7 @@ class GradientBucket:
         """Wait until they are back.
 
         Raises:
-            KvpsError: what has become of them.
+            KvpsError: if they have failed.
         """
         self._handle.wait()
         if self._divisor != 1:
@@ -232,7 +232,7 @@ class GradientBucket:
             self._divisor = 1
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return what came back, in the layout in which the gradient left."""
+        """Return the result, in the layout in which the gradient left."""
         value = self.values[name]
         return sum_of(value, value, is_marked=self._is_marked) if name in self._sparse else value
 
@@ -260,7 +260,7 @@ class HeldBucket:
         """Wait until they are back.
 
         Raises:
-            KvpsError: what has become of them.
+            KvpsError: if they have failed.
         """
         self._handle.wait()
 
@@ -280,7 +280,7 @@ class SparseBucket:
 
     Args:
         name: of the parameter.
-        value: the parameter, where its weight comes back; else what has left.
+        value: the parameter, where its weight comes back; else the gradient that has left.
         wait: waits for the store's answer and returns it: the parameter, or the sum.
         divisor: a sum is divided by it.
     """
@@ -297,7 +297,7 @@ class SparseBucket:
         """Wait until it is back.
 
         Raises:
-            KvpsError: what has become of it.
+            KvpsError: if it has failed.
         """
         if self._found is None:
             self._found = self._wait()

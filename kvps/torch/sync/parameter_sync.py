@@ -149,7 +149,7 @@ class ParameterSync:
             log.debug("%s", error)  # this rank is one step apart from rank 0, whose rate counts
 
     def want(self, new: HyperParams) -> None:
-        """Give the store what has changed since the last step: a rate alone costs less than a rule.
+        """Give the store the hyper-parameters that have changed: a rate alone costs less than a rule.
 
         Raises:
             Mismatch: if rank 0 wants something else. EpochChanged: at a return.
@@ -216,7 +216,7 @@ def _trained(params: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def named(params: object) -> dict[str, torch.Tensor]:
-    """Return name -> parameter, each parameter once, of what a front end was given.
+    """Return name -> parameter, each parameter once, of a front end's argument.
 
     Raises:
         ConfigError: for something else than parameters, or none that is trained.
@@ -300,7 +300,7 @@ def store_of(
             "creates the store that you pass as kvstore="
         )
     if kvstore is None or isinstance(kvstore, KVStoreBase):
-        return cast("Store | None", kvstore)  # a plug-in has the methods of what it is capable of
+        return cast("Store | None", kvstore)  # a plug-in has the methods that its capabilities need
     raise ConfigError(f"kvstore: give the name of a store, a store or None, got {type(kvstore).__name__}")
 
 

@@ -55,7 +55,7 @@ class SparseGradients:
         """Push a gradient that has rows; it must not change before its answer is there.
 
         Returns:
-            What waits for the answer. It returns ``param``, to which it has written what is new, or the
+            A function that waits for the answer. It returns ``param`` with the new rows written to it, or the
             sum, a sparse tensor where ``param`` is.
         """
         pushed = self._kv.push(name, gradient, priority=priority, async_op=True)

@@ -61,7 +61,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Deal out what was not processed; each rank gets equally many, and some indices twice if need be."""
+        """Deal out unprocessed indices; each rank gets equally many, and some indices twice if need be."""
         engine = current().running()
         rest = [sample for sample in range(len(self.dataset)) if sample not in self.processed_indices]
         if self.shuffle:

@@ -1,4 +1,4 @@
-"""States of elastic training: what is committed, restored, and sent to a rank that came back.
+"""States of elastic training: committed, restored, and sent to a rank that came back.
 
 After a rank was lost, any rank may be the new process, rank 0 too. So the state comes from the
 rank that has committed most often, the lowest of them.

@@ -317,7 +317,7 @@ class Engine:
             operation.end(error)
 
     def _fail(self, error: BaseException) -> None:
-        """End what is not decided, and refuse everything from now on."""
+        """End operations that are not decided, and refuse later ones."""
         with self._lock:
             self._error = error
             self._idle.notify_all()

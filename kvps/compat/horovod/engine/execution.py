@@ -32,7 +32,7 @@ class Operation:
         request: its part in the negotiation.
         tensors: the tensors that travel, on any device. A reduction and a broadcast leave their result there.
         is_list: whether the result is a list, one for each tensor.
-        results: what is returned in place of ``tensors``, whose memory it shares.
+        results: returned in place of ``tensors``, whose memory they share.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ posts between the ranks that take part, or letters of one rank to the others
 (:mod:`kvps.torch.distributed.mailbox`).
 
 Operations that travel together are never the same for long, and keys are kept by the servers. So
-sums and broadcasts are cut into pieces of one size, and only what is left of a row has a key of
+sums and broadcasts are cut into pieces of one size, and only the rest of a row has a key of
 its class: the servers need no more memory than for the largest row, and some MiB for the classes.
 
 Every method returns the track of the operation and its steps, and makes its choices from the

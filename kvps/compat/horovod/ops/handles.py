@@ -42,7 +42,7 @@ def begin(
         tensors: dense tensors, which stay unchanged until the operation is over, or hold its result.
         process_set: the ranks that take part.
         is_list: whether the result is a list.
-        results: what is returned in place of ``tensors``, whose memory it shares.
+        results: returned in place of ``tensors``, whose memory they share.
         more: the other fields of the request.
 
     Raises:

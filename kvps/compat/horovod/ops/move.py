@@ -132,7 +132,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Tensor:
-    """Replace a tensor by that of one rank, and return it; see :func:`broadcast`."""
+    """Replace a tensor by one rank's, and return it; see :func:`broadcast`."""
     synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return tensor
 

@@ -144,7 +144,7 @@ def grouped_allreduce(
         name: matches the calls of the ranks; by default, the number of the call.
         compression: applied before the tensors travel.
         op: the reduction; Average by default.
-        args: as those of kwargs.
+        args: as in kwargs.
         kwargs: ``prescale_factor``, which multiplies the tensors before the reduction;
             ``postscale_factor``, which multiplies the results; ``process_set``, the ranks that take part.
 
@@ -193,7 +193,7 @@ def grouped_reducescatter(
         tensors: of the same types and shapes on every rank, with 1 dimension or more.
         name: matches the calls of the ranks; by default, the number of the call.
         compression: applied before the tensors travel.
-        args: as those of kwargs.
+        args: as in kwargs.
         kwargs: ``op``, Average or Sum; ``process_set``, the ranks that take part; ``prescale_factor``, which
             multiplies the tensors before the reduction; ``postscale_factor``, which multiplies the results.
 

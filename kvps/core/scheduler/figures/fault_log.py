@@ -1,4 +1,4 @@
-"""The fault log: each loss of a member, and what was done about it, step by step.
+"""The fault log: each loss of a member, and the steps of its repair.
 
 A fault begins when a member is lost, evicted or replaced. It is over when its seat is held again
 and no rollback is under way. What happens later is added to it as steps. The newest faults, and

@@ -43,7 +43,7 @@ class _Server:
 
     incarnation: int
     number: int = 0
-    """That of the newest question; 0 before the first."""
+    """The number of the newest question; 0 before the first."""
     asked_at: float = 0.0
     """When the oldest question without an answer was asked, or the last question."""
     sent_at: float = 0.0

@@ -317,7 +317,7 @@ class Span:
         return min((other for other in sorted(live) if self.pushed.get(other)), key=self._clock)
 
     def replace(self, rank: int, live: frozenset[int]) -> None:
-        """Let the clock of ``rank``, which a new process holds, start at that of the slowest live rank."""
+        """Let the clock of ``rank``, which a new process holds, start at the slowest live rank's."""
         others = [self._clock(other) for other in live - {rank} if self.pushed.get(other)]
         if others and self.pushed.get(rank):
             own = self.pushed[rank] - self.clock_from.get(rank, 0)

@@ -23,7 +23,7 @@ from kvps.protocol.envelope import Message
 
 
 class Composed(dict[int, Rule]):
-    """Chunk -> its rule, composed when it is asked for, and as long as what it was composed of is so."""
+    """Chunk -> its rule, composed when first asked for; dropped when an option of the rule changes."""
 
     def __init__(self, compose: Callable[[int], Rule]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class RuleBook:
         return (Optimize if chunk.back is None else PublishedOptimize)(store, chunk, shop, updater)
 
     def _gated(self, rule: Rule) -> Rule:
-        """Return a mover behind what lets updates wait, drops or refuses them."""
+        """Return a mover behind the rules that delay, drop or refuse updates."""
         store, chunk, updater = rule.store, rule.chunk, rule.store.updater
         if isinstance(rule, Table):  # it has an optimizer of its own
             return rule
@@ -120,7 +120,7 @@ class RuleBook:
         to be known to be finite waits on.
 
         Raises:
-            ConfigError: if it cannot update what is there, or does not clip and rounds wait to be
+            ConfigError: if it cannot update a key of the store, or does not clip and rounds wait to be
                 clipped; nothing is changed.
         """
         clips = hyper.optional("clip_global_norm") is not None
@@ -163,7 +163,7 @@ class RuleBook:
         return self._chunks.retire(shard.pieces)
 
     def forget(self, store: ServerStore, shards: Collection[Shard]) -> None:
-        """Forget what was told of updates of these keys: their numbers will be those of others."""
+        """Forget the updates of these keys that other servers told: their numbers will occur again."""
         self.norms.forget(store.name, {shard.key for shard in shards})
         self.steps.forget(store.name)
         if store.drops is not None:
@@ -192,7 +192,7 @@ class RuleBook:
         self.report()
 
     def hear_step(self, message: p.StepNorm, server: int) -> None:
-        """Take in what another server tells of a step, and apply the step if it is complete by it.
+        """Take in another server's part of a step, and apply the step if that completes it.
 
         Raises:
             KvpsError: if there is no such store or step; nothing was changed.
@@ -207,7 +207,7 @@ class RuleBook:
         self.is_torn = False
 
     def repeat(self) -> None:
-        """Tell other servers again what they may have missed, and ask for what is missing here."""
+        """Repeat the parts that other servers may have missed, and ask for those missing here."""
         self.norms.repeat()
         self.steps.repeat()
 

@@ -1,4 +1,4 @@
-"""The rules of values that are pulled compressed: values move by what pullers can be sent.
+"""The rules of values that are pulled compressed: values move by encoded steps alone.
 
 An update goes to values and residual together. What a codec can express of it becomes the values that are
 pulled, and the rest stays in the residual (:mod:`kvps.core.server.chunks.history`). A round that no rank
@@ -70,7 +70,7 @@ def _history(rule: Rule, span: Span, due: PendingUpdate) -> CompressedHistory | 
 
 
 def _publish(rule: Rule, history: CompressedHistory, span: Span, due: PendingUpdate, *, adds: bool) -> None:
-    """Move the values of ``span`` by what can be written of their residuals."""
+    """Move the values of ``span`` by the part of their residuals that the code can hold."""
     values, version, hyper = rule.chunk.writable(), span.version + 1, rule.store.hyper
     for key, start, stop in rule.chunk.pieces(span.start, span.stop):
         lr = hyper.for_key(key)[0] if adds and hyper is not None else None

@@ -62,7 +62,7 @@ class KeyRows:
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the row numbers of a request, counted from the first row here.
 
-        They are copied: what was checked must not be changed by its sender afterwards.
+        They are copied: their sender must not change them after the check.
 
         Raises:
             ProtocolError: unless they ascend and are all here.
@@ -84,7 +84,7 @@ class KeyRows:
         return self.ranges.numbers(ids)
 
     def gradient(self, message: PushRows, payload: Sequence[memoryview]) -> RowGradient:
-        """Return what was pushed, by rows counted from the first here.
+        """Return the pushed rows, numbered from the first that this server holds.
 
         Raises:
             ProtocolError, Mismatch: if it is no gradient of this key.

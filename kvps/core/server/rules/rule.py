@@ -3,7 +3,7 @@
 A rule is composed when the first request asks for the chunk, of what its store was opened with, of the
 optimizer, and of what pushes have asked for (:class:`~kvps.core.server.rules.book.RuleBook`). So
 ``Finite(PublishedOptimize(...))`` reads as the options of the store, and an option that is off is not asked
-for. A change of what a rule depends on has it composed anew. A rule keeps nothing of its own: values,
+for. A change of these has the rule composed anew. A rule keeps nothing of its own: values,
 states and histories are the chunk's, and what waits is in its spans.
 
 *Movers* change values: without an optimizer the sum of a round becomes the values; an optimizer moves them by

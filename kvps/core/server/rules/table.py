@@ -160,7 +160,7 @@ class TableRows:
     sizes: tuple[int, ...]
     """The number of ids of each part."""
     edges: tuple[int, ...]
-    """Where the ids of each part begin among those of the request, and how many these are."""
+    """For each part, the index of its first id in the request, and its number of ids."""
     server: int
     servers: int
 
@@ -194,7 +194,7 @@ class TableRows:
     def ids(self, payload: Sequence[memoryview]) -> torch.Tensor:
         """Return the ids of a request.
 
-        They are copied: what was checked must not be changed by its sender afterwards.
+        They are copied: their sender must not change them after the check.
 
         Raises:
             ProtocolError: if the rows of some are not on this server.

@@ -89,7 +89,7 @@ def check(store: ServerStore, table: TableSnapshot) -> None:
 
 
 def revive(store: ServerStore, table: TableSnapshot, server: int, servers: int) -> Piece:
-    """Replace or make a table of a store by that of a snapshot; return its piece."""
+    """Make a table of a store from a snapshot's, or replace it; return its piece."""
     piece = embedding_rows.embed(store, table.key, table.recipe, server, servers)
     chunk = store.chunk_at(piece)
     before = len(embedding_rows.embedding_of(chunk))

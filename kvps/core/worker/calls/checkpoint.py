@@ -182,7 +182,7 @@ def _told(store: str, cut: int, there: dict[int, int], damaged: list[int]) -> tu
 
 @frozen
 class RejoinStore(Call):
-    """Open the store anew, and count from what the servers hold; finishes with the version of each key.
+    """Open the store anew, count from the versions of the servers; finishes with each key's version.
 
     The core makes it itself, when the servers have returned to a cut.
     """

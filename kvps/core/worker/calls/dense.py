@@ -44,7 +44,7 @@ _payload_bytes = attrgetter("payload_bytes")
 
 
 class Views(enum.Enum):
-    """The wish for values where they lie."""
+    """Asks for values where they lie."""
 
     VIEWS = "views"
     """One tensor for each key."""
@@ -75,7 +75,7 @@ def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None
         return
     own_starts = np.fromiter(map(torch.Tensor.data_ptr, values), np.int64, len(sizes))
     starts = np.fromiter(map(torch.Tensor.data_ptr, sinks), np.int64, len(sizes))
-    starts[sizes == 0] = 0  # what is empty lies nowhere
+    starts[sizes == 0] = 0  # an empty value lies nowhere
     order = np.argsort(starts)
     in_order = starts[order]
     # The highest address of each sink in the order of memory, and those before it.
@@ -91,7 +91,7 @@ def unshare(values: Values, sinks: Sequence[torch.Tensor], sizes: Sizes) -> None
 
 @frozen
 class PushValues(PushCall):
-    """Push ``rows``, contiguous and one per key, and perhaps pull what comes of it."""
+    """Push ``rows``, contiguous and one per key, and pull the results if asked."""
 
     title = "push()"
     is_step: ClassVar[bool] = False

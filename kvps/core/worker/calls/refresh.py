@@ -66,7 +66,7 @@ class ChangedRows(ServerPart):
         )
 
     def take(self, answer: PulledRows | Changed, payload: Sequence[memoryview]) -> None:
-        """Keep the rows; those of an earlier answer count no more."""
+        """Keep the rows; they replace those of an earlier answer."""
         self.patch = self._patch(payload) if answer.count else None
 
     def _patch(self, payload: Sequence[memoryview]) -> Patch:

@@ -147,7 +147,7 @@ def _history(store: WorkerStore, place: Place, replays: bool) -> Generator[Step,
 
 
 def inherit(store: WorkerStore) -> Steps:
-    """Count the calls of all ranks from what the servers know of them."""
+    """Count the calls of all ranks from the counts that the servers have."""
     answers = yield store.everywhere(p.History(store.name))
     known = [answer.message for answer in answers if isinstance(answer.message, p.HistoryIs)]
     newest = max(known, key=lambda history: history.rate_calls)

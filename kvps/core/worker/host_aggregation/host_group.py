@@ -76,7 +76,7 @@ class HostGroup:
         self._servers = servers
         self._own = own
         self.beside = SendScheduler(is_limited=False)
-        """Without a window: a request that waits for other workers must not hold back what they wait for."""
+        """Without a window: a request that waits for other workers must not hold back theirs."""
         self._mute: set[int] = set()
         """Ranks that hold their seat and do not speak: they lead nothing until they do."""
         self._asked_at: dict[int, float] = {}
