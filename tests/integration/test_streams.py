@@ -347,7 +347,7 @@ def test_each_push_counts_once_while_streams_break(monkeypatch: pytest.MonkeyPat
 
     def harm() -> None:
         chance = random.Random(3)
-        while not ended.wait(chance.uniform(0.05, 0.2)):
+        while not ended.wait(chance.uniform(0.001, 0.02)):
             up = [stream for one in servers for stream in list(one._by_route.values())]
             if up:
                 counts["broken"] += 1
