@@ -83,11 +83,12 @@ METRICS = (
         "(no_key), with a key that is not known here (unknown_key), that expects another key here "
         "(wrong_server_key), of another user of this host (other_user), or that ended before or within its "
         "handshake (no_handshake), as that of a peer without keys may. Seconds in which all file "
-        "descriptors were in use (no_descriptor).",
+        "descriptors were in use (no_descriptor). Connections to a server's port for streams without a "
+        "pass (no_pass).",
         label="reason",
         labels=(
             *("no_key", "unknown_key", "wrong_server_key", "other_user", "no_handshake"),
-            "no_descriptor",
+            *("no_descriptor", "no_pass"),
         ),
     ),
     Metric(

@@ -73,7 +73,7 @@ def bags_read(
         if offsets is not None:
             raise Mismatch(f"{where}: ids of two dimensions have a bag in each row; omit the offsets")
         bags, width = ids.shape
-        edges = torch.arange(bags + 1) * width
+        edges = torch.arange(bags + 1, device="cpu") * width
     elif ids.dim() == 1:
         edges = _edges(where, offsets, len(ids), has_last=has_last)
     else:
@@ -108,7 +108,7 @@ def _edges(where: str, offsets: object, count: int, *, has_last: bool) -> torch.
     if edges.dim() != 1 or len(edges) < has_last:
         raise Mismatch(f"{where}: offsets have one dimension, and one for each bag; got {list(edges.shape)}")
     if not has_last:
-        edges = torch.cat([edges, torch.tensor([count])])
+        edges = torch.cat([edges, torch.tensor([count], device="cpu")])
     falls = (edges[1:] < edges[:-1]).nonzero()
     if int(edges[0]) != 0 or int(edges[-1]) != count or len(falls):
         shown = edges[int(falls[0, 0]) :][:2].tolist() if len(falls) else edges[[0, -1]].tolist()
@@ -206,11 +206,14 @@ def _pooled_at_once(
         offsets = [bags.offsets for bags in inputs if bags.offsets is not None]
         shapes = [(len(some) - 1,) for some in offsets]
         firsts = [some[:-1] + begin for some, begin in zip(offsets, begins, strict=True)]
-        edges = torch.cat([*firsts, torch.tensor([total])])
+        edges = torch.cat([*firsts, torch.tensor([total], device="cpu")])
     rows = _RowsOfBags.apply(leaf, batch, group, edges)  # type: ignore[no-untyped-call]  # torch has no types
     # Not views: a script may write to them, as relu_() does.
     parts = torch.unsafe_split_with_sizes(rows, [prod(shape) for shape in shapes])
-    return [part.view(*shape, leaf.shape[1]) for part, shape in zip(parts, shapes, strict=True)]
+    return [
+        part if len(shape) == 1 else part.view(*shape, leaf.shape[1])
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 def _pooled_alone(

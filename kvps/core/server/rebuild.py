@@ -161,9 +161,8 @@ class Rebuilds:
                 for piece in key.pieces:
                     self._fill(store, key.key, piece, told)
         except KvpsError as error:
-            if opened.store in context.stores:
-                context.chunks.drop(opened.store)
-                del context.stores[opened.store]
+            context.chunks.drop(opened.store)
+            context.stores.pop(opened.store, None)
             return str(error)
         store.joins = JoinTracker(max(told.joins, 0), {}, dict.fromkeys(context.lives, max(told.joins, 0)))
         return ""
@@ -207,9 +206,8 @@ class Rebuilds:
             low, high = max(given.start, reached), min(given.start + len(given.values), stop)
             if given.start > reached:
                 break
-            if high > low:
-                chunk.buffer.tensor[low:high] = given.values[low - given.start : high - given.start]
-                reached = high
+            chunk.buffer.tensor[low:high] = given.values[low - given.start : high - given.start]
+            reached = max(reached, high)
         if reached < stop:
             raise ServerLost(f"no worker holds the newest values of key {name!r}")
         for span in chunk.cut(piece.start, stop):

@@ -49,10 +49,11 @@ class KeptReads(ReadTracker):
         ReadTracker.take(self, share, feedback, packet, wanted)
         answer, store = packet.message, self.store
         assert store is not None
+        assert store.kept is not None
         assert isinstance(answer, p.Pulled)
-        if packet.payload and store.kept is not None:
+        for frame in packet.payload:  # one; none of a share without elements
             runs = tuple([p.Run(start, size, version) for start, size, version, _ in answer.runs])
-            store.kept.keep(Held(share, store.broadcasts, runs, packet.payload[0]))
+            store.kept.keep(Held(share, store.broadcasts, runs, frame))
 
 
 def keep_values(store: WorkerStore) -> None:

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvps.core.gradients import GradientSum
 from kvps.core.row_gradients import RowGradient, added, coalesce
 
 
@@ -67,19 +66,6 @@ def test_sums_are_taken_in_order(dtype: torch.dtype) -> None:
     assert torch.equal(total.rows, expected[total.ids])
     assert total.dtype is (torch.float32 if dtype is torch.bfloat16 else dtype)
     assert not len(added([RowGradient(part.ids[:0], part.rows[:0], 60) for part in parts]).ids)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "divisor", "is_same"),
-    [(torch.float32, 1, True), (torch.float32, 2, False), (torch.half, 1, False)],
-)
-def test_a_sum_that_is_only_read_may_be_its_only_part(
-    dtype: torch.dtype, divisor: float, is_same: bool
-) -> None:
-    one = sparse({0: [1, 2], 3: [3, 4]}, 5, dtype)
-    total = GradientSum((one,), divisor).gathered(is_read=True)
-    assert (total is one) == is_same
-    assert torch.equal(total.rows, one.rows.float() / divisor)
 
 
 def test_a_sum_is_in_memory_of_its_own() -> None:

@@ -154,6 +154,21 @@ def test_sinks_fit_after_others_as_they_do_alone(
         assert keys.rows([inferred], as_sinks=True) is None
 
 
+def test_sinks_of_inference_mode_are_seen_within_an_operator() -> None:
+    """Below autograd, torch's guard takes them for the others that it was made of."""
+    keys, fits = KeyList(("a",), True, SPECS), []
+
+    @torch.library.custom_op("kvps_tests::judge", mutates_args=("outs",))
+    def judge(outs: list[torch.Tensor]) -> None:
+        fits.append(keys.rows(list(outs), as_sinks=True) is not None)
+
+    judge([torch.zeros(2, 2)])
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 2)
+    judge([inferred])
+    assert fits == [True, False]
+
+
 def test_a_list_keeps_no_value_alive() -> None:
     keys, value = bound("a"), torch.zeros(2, 2)
     assert keys.rows([value]) is not None

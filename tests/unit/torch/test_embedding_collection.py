@@ -35,6 +35,24 @@ def tables_of(kv: Any, dims: dict[str, int] | None = None) -> dict[str, kvps.Emb
     }
 
 
+def test_sums_of_bags_are_the_scripts_own(kv: Any) -> None:
+    ours = EmbeddingCollection({name: EmbeddingBag(table) for name, table in tables_of(kv).items()})
+    given = {name: (torch.arange(20), OFFSETS[:-1]) for name in DIMS}
+    with torch.no_grad():
+        found = ours(given)
+    found["a"].mul_(torch.ones(4, requires_grad=True))
+    assert found["a"].requires_grad
+    ours(given)["b"].detach_()
+
+
+def test_inputs_stay_on_their_device_under_another_default(kv: Any) -> None:
+    ours = EmbeddingCollection({"a": EmbeddingBag(tables_of(kv)["a"])})
+    ids = torch.arange(20)
+    with torch.device("meta"):
+        found = [ours({"a": (ids, OFFSETS[:-1])})["a"], ours({"a": (ids.view(4, 5),)})["a"]]
+    assert [one.device.type for one in found] == ["cpu", "cpu"]
+
+
 @pytest.mark.parametrize("count", [40, 3000])
 @pytest.mark.parametrize("kind", [Embedding, EmbeddingBag])
 def test_alike_tables_equal_modules_of_torch_bit_for_bit(kv: Any, kind: Any, count: int) -> None:

@@ -69,6 +69,15 @@ def test_reasons_for_which_a_store_cannot_be_made_again() -> None:
     assert why_not(store, 0, []) == "its values travel compressed"
 
 
+def test_values_from_before_a_rollback_are_given_to_nobody() -> None:
+    store = WorkerStore(Open("kv", "sync", 0, False, "wait", 9, rebuilds=True), 0, 1, 1.0)
+    keep_values(store)
+    assert store.kept is not None
+    store.kept.keep(held(key("a", 0), version=1))
+    store.forget()
+    assert not store.kept.versions(0)
+
+
 def test_a_server_that_is_lost_again_is_told_anew() -> None:
     store = WorkerStore(Open("kv", "sync", 0, False, "wait", 9, rebuilds=True), 0, 1, 1.0)
     keep_values(store)

@@ -31,7 +31,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("at_s", [0.089, 0.091, 0.096, 0.1, 0.104, MIDDLE_S, 0.125])
-@pytest.mark.parametrize("again_s", [None, 3.096])
+@pytest.mark.parametrize("again_s", [None, 3.01])
 def test_a_job_goes_on(at_s: float, again_s: float | None) -> None:
     def prepare(cluster: Cluster) -> None:
         cluster.network.at(at_s, lambda: lose(cluster))
