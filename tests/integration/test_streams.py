@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,11 @@ import pytest
 import kvps
 from kvps.core.effects import Connect
 from kvps.core.limits import Limits
+from kvps.errors import ConfigError
 from kvps.net import outgoing
 from kvps.net.transport import Refused
 from kvps.net.zap import Keys, new_pair
+from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Envelope, Packet, Role
 from kvps.protocol.membership import Probe, Probed, Welcome
 from kvps.protocol.values import Pulled, Stand
@@ -29,7 +32,7 @@ from tests.integration.processes import until
 
 pytest.importorskip("cryptography", reason="the extra kvps[aes] is not installed")
 from kvps.net.streams import transport as streams  # it needs the extra
-from kvps.net.streams.seals import PASS_BYTES  # as above
+from kvps.net.streams.seals import PASS_BYTES, SECRET_BYTES, TO_SERVER, TO_WORKER, AesSeal  # as above
 from kvps.net.streams.transport import ServerStreams, WorkerStreams  # as above
 
 JOB = bytes(range(16))
@@ -52,13 +55,11 @@ class Pair:
 
     def __init__(self) -> None:
         session = new_pair()
-        options: dict[str, Any] = {"checksums": True, "limits": Limits()}
         keys = Keys(role=new_pair(), session=new_pair())
-        self.server = ServerStreams("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys, **options)
+        self.server = ServerStreams("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys, limits=Limits())
         self.server.trust({session.public: "worker:1:7"})
-        self.worker = WorkerStreams(
-            None, role=Role.WORKER, keys=Keys(("s" * 40,), session=session), **options
-        )
+        self.options: dict[str, Any] = {"keys": Keys(("s" * 40,), session=session), "limits": Limits()}
+        self.worker = WorkerStreams(None, role=Role.WORKER, **self.options)
         self.to = Connect(NAME, self.server.endpoint, False, keys.session.public, True)
         self.at_server: list[tuple[Any, Any]] = []
         self.at_worker: list[tuple[Any, Any]] = []
@@ -159,6 +160,115 @@ def test_when_a_stream_breaks_packets_go_by_zeromq(pair: Pair, end: str) -> None
     for number in range(10, 20):
         assert pair.ask(number) == route
     assert not pair.is_up
+
+
+@pytest.mark.spec("R457")
+@pytest.mark.parametrize("end", ["worker", "server"])
+def test_a_descriptor_that_a_child_has_copied_keeps_no_stream(pair: Pair, end: str) -> None:
+    pair.meet()
+    (stream,) = pair.worker._streams.values()
+    copy = os.dup(stream.fd)  # as fork does
+    if end == "worker":
+        pair.worker._finish(stream, "it is over")
+    else:
+        (other,) = pair.server._streams.values()
+        pair.server._finish(other, "it is over")
+    pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
+    assert not pair.worker._epoll.poll(0)
+    os.close(copy)
+
+
+@pytest.mark.spec("R458")
+def test_a_descriptor_that_a_child_has_copied_keeps_no_stranger(pair: Pair) -> None:
+    with stranger(pair) as one:
+        pair.until(lambda: pair.server._strangers, "the stranger")
+        copy = os.dup(next(iter(pair.server._strangers)))
+        one.send(bytes(PASS_BYTES))
+        pair.until(lambda: is_closed(one), "its end")
+        assert not pair.server._epoll.poll(0)
+        os.close(copy)
+
+
+def test_a_port_that_is_busy_is_named(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keys(role=new_pair(), session=new_pair())
+    with pytest.raises(ConfigError, match=f"{pair.server.endpoint}: Address already in use"):
+        ServerStreams(pair.server.endpoint, role=Role.SERVER, keys=keys, limits=Limits())
+    monkeypatch.setattr(socket, "create_server", lambda *_, **__: os.close(-1))
+    with pytest.raises(ConfigError, match=r"for streams at 127\.0\.0\.1: .* without KVPS_STREAMS"):
+        ServerStreams("tcp://127.0.0.1:0", role=Role.SERVER, keys=keys, limits=Limits())
+
+
+@pytest.mark.spec("R457")
+def test_a_member_has_one_stream(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WorkerStreams, "_replace", lambda *_: None)  # its own streams it does not close
+    pair.meet()
+    other = WorkerStreams(None, role=Role.WORKER, **pair.options)
+    other.connect(pair.to)
+    for number in range(10, 20):
+        before = list(pair.server._streams.values())
+        ZmqTransport.send((other, pair.worker)[number % 2], NAME, Packet(WORKER, Probe((number,))), None)
+
+        def is_replaced(before: list[Any] = before) -> bool:
+            list(other.poll(0))
+            streams_now = list(pair.server._streams.values())
+            return streams_now != before and all(stream.is_up for stream in streams_now)
+
+        pair.until(is_replaced, "another stream")
+        assert len(pair.server._streams) == 1
+    other.close(0.0)
+
+
+@pytest.mark.spec("R459")
+def test_where_no_memory_is_left_the_stream_ends(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    route = pair.meet()
+
+    def none_left(size: int) -> memoryview:
+        raise MemoryError
+
+    monkeypatch.setattr("kvps.net.streams.framing.memory", none_left)
+    pair.server.send(route, pair.values(1 << 20), None)
+    pair.until(lambda: not (pair.worker._streams or pair.server._streams), "the end of the stream")
+    pair.ask(3)
+
+
+@pytest.mark.spec("R458")
+def test_a_connection_that_cannot_be_watched_is_closed(pair: Pair) -> None:
+    class Full:
+        inner = pair.server._epoll
+
+        def register(self, *_: object) -> None:
+            raise OSError("no watch is left")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    pair.server._epoll = Full()  # type: ignore[assignment]
+    with stranger(pair) as one:
+        pair.until(lambda: is_closed(one), "its end")
+    assert not pair.server._strangers
+
+
+@pytest.mark.spec("R203")
+def test_of_unfinished_packets_the_largest_ends(pair: Pair) -> None:
+    pair.server._limits = replace(pair.server._limits, members=9)
+    streams_of = {}
+    for size in (7, 1, 4, 3):
+        connection, secret = stranger(pair), os.urandom(SECRET_BYTES)
+        seals = AesSeal(secret, TO_WORKER), AesSeal(secret, TO_SERVER)
+        made = pair.server._stream(connection, b"%d" % size, f"worker:{size}:1", seals)
+        made.reader.unfinished = size
+        streams_of[size] = made
+    pair.server._look(time.monotonic())
+    assert list(pair.server._streams.values()) == [streams_of[size] for size in (1, 4, 3)]
+
+
+@pytest.mark.spec("R458")
+def test_an_event_of_an_earlier_connection_turns_nobody_away(pair: Pair) -> None:
+    with stranger(pair) as one:
+        pair.until(lambda: pair.server._strangers, "the stranger")
+        pair.server._is_ready(next(iter(pair.server._strangers)))
+        assert pair.server._strangers
+        assert not is_closed(one)
 
 
 @pytest.mark.spec("R457")

@@ -80,7 +80,7 @@ class Reader:
     ) -> None:
         self._seal, self._payload_bytes_max, self._deliver = seal, payload_bytes_max, deliver
         self.unfinished = 0
-        """How many bytes the payload has that is being received."""
+        """How many bytes of an unfinished packet's payload have come."""
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the memory to be filled next, each when the one before is full.
@@ -100,7 +100,6 @@ class Reader:
             self._seal.open(sealed, first)
             first_max = FIRST_BYTES_MAX
             sizes, frames = self._sizes(first) if len(first) else ((), [])
-            self.unfinished = sum(sizes)
             for size in sizes:
                 frames.append(memory(size))
                 for at in range(0, size or 1, SEGMENT_BYTES):
@@ -108,6 +107,7 @@ class Reader:
                     sealed = buffer[: len(segment) + octets]
                     yield sealed
                     self._seal.open(sealed, segment)
+                    self.unfinished += len(segment)
             self.unfinished = 0
             self._deliver(frames)
 

@@ -26,6 +26,18 @@ SILENCE_S = 20.0
 """A stream is ended along which nothing moves for so long."""
 
 
+def hang_up(connection: socket.socket, epoll: epoll) -> None:
+    """Close a connection, also where a process that was forked has a copy of its descriptor.
+
+    Such a copy keeps the connection open, and has ``epoll`` tell of it for ever, unless both are ended first.
+    """
+    with suppress(OSError, ValueError):
+        epoll.unregister(connection)
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
 class Stream:
     """One connection.
 
@@ -153,6 +165,6 @@ class Stream:
 
     def close(self) -> None:
         """End it; what waits is let go."""
-        self._connection.close()
+        hang_up(self._connection, self._epoll)
         while self.waiting:
             self._left()

@@ -23,10 +23,11 @@ from typing import Any
 
 from kvps.core.effects import Connect, Hold, Route
 from kvps.core.limits import Limits
-from kvps.errors import ProtocolError
+from kvps.errors import ConfigError, ProtocolError
+from kvps.net import descriptors
 from kvps.net.inflow import data_limits
 from kvps.net.streams.seals import PASS_BYTES, SECRET_BYTES, TO_SERVER, TO_WORKER, AesSeal, Seals, pass_of
-from kvps.net.streams.stream import Stream
+from kvps.net.streams.stream import Stream, hang_up
 from kvps.net.tcp_watch import moved
 from kvps.net.transport import Disconnected
 from kvps.net.zeromq import ZmqTransport
@@ -89,7 +90,7 @@ class StreamTransport(ZmqTransport):
         frames = self.encoding.encode(packet, checked=self._checksums)
         try:
             stream.send(frames, hold, copied)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             self._finish(stream, str(error))
 
     def poll(self, timeout_s: float | None) -> Iterator[tuple[Route, Packet | Disconnected]]:
@@ -152,7 +153,7 @@ class StreamTransport(ZmqTransport):
                     stream.send(())
                 stream.is_up = True
                 self._by_route[stream.route] = stream
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, MemoryError) as error:
             self._finish(stream, str(error))
             return False
         return True
@@ -161,7 +162,7 @@ class StreamTransport(ZmqTransport):
         """Close the streams that nobody needs, or that take too much."""
         self._looked_at = now
         unfinished = 0
-        for stream in list(self._streams.values()):
+        for stream in sorted(self._streams.values(), key=lambda stream: stream.reader.unfinished):
             unfinished += stream.reader.unfinished
             counted = moved(stream.fd)
             if not stream.is_up and now >= stream.since + MADE_S:
@@ -180,19 +181,34 @@ class ServerStreams(StreamTransport):
     """The transport of a server."""
 
     def __init__(self, bind: str | None, **options: Any) -> None:
-        super().__init__(bind, **options)
-        host = _host_of(self.endpoint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=STRANGERS_MAX)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
-        self._epoll.register(self._listener, EPOLLIN)
+        descriptors.demand("a server with streams", descriptors.LEAST + STRANGERS_MAX + 2)  # port and epoll
+        super().__init__(None, **options)
+        self._listeners: list[socket.socket] = []
+        """The socket that listens for streams, once there is one."""
         self._places: dict[tuple[bytes, int, int], tuple[Route, bytes]] = {}
         """By job, rank and incarnation: the route by which a worker spoke last, and the pass of its offer."""
         self._offers: dict[bytes, tuple[bytes, Route, str, float]] = {}
         """By pass: the secret, the worker's route and name, and the time."""
         self._strangers: dict[int, tuple[socket.socket, float]] = {}
         """The connections that have shown no pass, and since when."""
+        if bind is not None:
+            self.listen(bind)
+            self._listen_for_streams(_host_of(self.endpoint))
+
+    def _listen_for_streams(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, 0), family=family, backlog=STRANGERS_MAX)
+        except OSError as error:
+            self.close(0.0)
+            raise ConfigError(
+                f"cannot listen for streams at {host}: {error}. Bind to an address of this host, "
+                "or start without KVPS_STREAMS"
+            ) from error
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self.port: int = listener.getsockname()[1]
+        self._epoll.register(listener, EPOLLIN)
 
     def send(self, route: Route, packet: Packet, hold: Hold | None) -> None:
         """Send; a worker that is welcomed will be offered a stream."""
@@ -206,8 +222,8 @@ class ServerStreams(StreamTransport):
 
     def close(self, linger_s: float) -> None:
         """Close all connections."""
-        for connection in (self._listener, *[stranger for stranger, _ in self._strangers.values()]):
-            connection.close()
+        for connection in (*self._listeners, *[stranger for stranger, _ in self._strangers.values()]):
+            hang_up(connection, self._epoll)
         super().close(linger_s)
 
     def _takes(self, route: Route, packet: Packet) -> bool:
@@ -221,47 +237,56 @@ class ServerStreams(StreamTransport):
             self._places[life] = route, pass_of(secret)
             name = name_of(envelope.node, envelope.incarnation)
             self._offers[pass_of(secret)] = secret, route, name, time.monotonic()
-            super().send(route, Packet(self._me, StreamAt(self.port, secret.hex())), None)
+            ZmqTransport.send(self, route, Packet(self._me, StreamAt(self.port, secret.hex())), None)
         return False
 
     def _is_ready(self, fd: int) -> None:
         """Accept connections, or read the pass of one."""
-        if fd == self._listener.fileno():
-            self._accept()
+        for listener in self._listeners:
+            if fd == listener.fileno():
+                self._accept(listener)
         if (stranger := self._strangers.get(fd)) is None:
             return
-        shown = b""
-        with suppress(OSError):
-            shown = stranger[0].recv(PASS_BYTES)
-        if (offer := self._offers.pop(shown, None)) is None:
+        try:
+            secret, route, name, _ = self._offers.pop(stranger[0].recv(PASS_BYTES))
+            seals = AesSeal(secret, TO_WORKER), AesSeal(secret, TO_SERVER)
+            made = self._stream(stranger[0], route, name, seals)
+        except BlockingIOError:  # the event was of a connection that had this descriptor before
+            return
+        except (OSError, KeyError, MemoryError):
             self._turn_away(fd)
             return
         del self._strangers[fd]
-        secret, route, name, _ = offer
-        self._stream(stranger[0], route, name, (AesSeal(secret, TO_WORKER), AesSeal(secret, TO_SERVER)))
+        for stream in [stream for stream in self._streams.values() if stream.name == name]:
+            if stream is not made:
+                self._finish(stream, "another takes its place")
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(STRANGERS_MAX):
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except BlockingIOError:
                 return
             except OSError:  # no descriptor is left; others may be free in a second
-                self._epoll.modify(self._listener, 0)
+                self._epoll.modify(listener, 0)
                 return
             connection.setblocking(False)
             if len(self._strangers) >= STRANGERS_MAX:
                 self._turn_away(next(iter(self._strangers)))
             self._strangers[connection.fileno()] = connection, time.monotonic()
-            self._epoll.register(connection, EPOLLIN)
+            try:
+                self._epoll.register(connection, EPOLLIN)
+            except OSError:  # no memory, or the kernel's limit of watches
+                self._turn_away(connection.fileno())
 
     def _turn_away(self, fd: int) -> None:
-        self._strangers.pop(fd)[0].close()
+        hang_up(self._strangers.pop(fd)[0], self._epoll)
         self._incoming.failures["no_pass"] += 1
 
     def _look(self, now: float) -> None:
         super()._look(now)
-        self._epoll.modify(self._listener, EPOLLIN)
+        for listener in self._listeners:
+            self._epoll.modify(listener, EPOLLIN)
         for fd in [fd for fd, (_, since) in self._strangers.items() if now >= since + STRANGER_S]:
             self._turn_away(fd)
         self._offers = {shown: offer for shown, offer in self._offers.items() if now < offer[3] + MADE_S}
@@ -277,6 +302,7 @@ class WorkerStreams(StreamTransport):
 
     def connect(self, to: Connect) -> None:
         """Open a connection; the stream of its name ends."""
+        descriptors.demand(f"the connection to {to.to} and its stream", descriptors.CONNECTION + 1)
         super().connect(to)
         self._replace(to.to)
         self._far[to.to] = _host_of(to.endpoint) if to.is_near is False else ""
@@ -286,7 +312,7 @@ class WorkerStreams(StreamTransport):
         offer = packet.message
         if type(offer) is not StreamAt:
             return False
-        with suppress(ValueError, OSError):
+        with suppress(ValueError, OSError, MemoryError):
             host, secret = ip_address(self._far[str(route)]), bytes.fromhex(offer.secret)
             if len(secret) == SECRET_BYTES and 0 < offer.port < 1 << 16:
                 self._open(str(route), (str(host), offer.port), secret)

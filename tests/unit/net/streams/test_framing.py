@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvps.errors import ProtocolError
 from kvps.net.streams import framing
-from kvps.net.streams.framing import Buffer, Reader, Writer, memory, rest_of
+from kvps.net.streams.framing import SEGMENT_BYTES, Buffer, Reader, Writer, memory, rest_of
 from kvps.protocol.wire import FRAME_BYTES_MAX, PAYLOAD_FRAMES_MAX
 
 LIMIT = 1 << 20
@@ -75,7 +75,7 @@ def test_a_frame_of_several_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unfinished_payload_is_counted() -> None:
-    octets, found = octets_of([[], [b"head", bytes(5000)]]), []
+    octets, found = octets_of([[], [b"head", bytes(SEGMENT_BYTES + 5000), bytes(7)]]), []
     reader, at = Reader(Numbered(), LIMIT, found.append), 0
     counts = []
     for piece in reader.pieces():
@@ -84,8 +84,8 @@ def test_unfinished_payload_is_counted() -> None:
             break
         piece[:] = octets[at : at + len(piece)]
         at += len(piece)
-    assert counts == [0, 0, 0, 0, 5000, 0]
-    assert list(map(len, found)) == [0, 2]
+    assert counts == [0, 0, 0, 0, 0, SEGMENT_BYTES, SEGMENT_BYTES + 5000, 0]
+    assert list(map(len, found)) == [0, 3]
 
 
 def length(size: int) -> bytes:
