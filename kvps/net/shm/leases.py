@@ -20,7 +20,7 @@ import weakref
 from collections import deque
 
 from kvps.core.effects import Hold
-from kvps.protocol.shared_memory import Release
+from kvps.protocol.transports import Release
 
 NAMED_MAX = 4096
 """How many leases that are still held one RELEASE names."""

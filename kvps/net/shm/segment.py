@@ -34,7 +34,7 @@ import numpy as np
 from kvps.errors import KvpsError, ProtocolError
 from kvps.net.memory import machine_bytes
 from kvps.net.shm.leases import Postings
-from kvps.protocol.shared_memory import Offer
+from kvps.protocol.transports import Offer
 
 NAME = "kvps"
 PAGE_BYTES = mmap.PAGESIZE

@@ -34,7 +34,7 @@ from kvps.net.shm.segment import Mapping, Segment, Unshared
 from kvps.net.transport import Demanded, Disconnected, Encoding, Guard, Refusals, Transport, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, maker
 from kvps.protocol.membership import Welcome
-from kvps.protocol.shared_memory import Offer, Release, Taken
+from kvps.protocol.transports import Offer, Release, Taken
 from kvps.tensors import PRIVATE, TORCH, keep_frame
 
 log = logging.getLogger("kvps")

@@ -34,7 +34,7 @@ from kvps.net.zeromq import ZmqTransport
 from kvps.protocol.envelope import Packet, Role
 from kvps.protocol.membership import Welcome
 from kvps.protocol.permissions import name_of
-from kvps.protocol.streams import StreamAt
+from kvps.protocol.transports import StreamAt
 
 log = logging.getLogger("kvps")
 LOOK_EVERY_S = 1.0

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvps.net.shm import leases
 from kvps.net.shm.leases import Borrowed, Lease, Lent, Postings, PostingsOfPeer
 from kvps.protocol.envelope import Envelope, Packet, Role
-from kvps.protocol.shared_memory import Release
+from kvps.protocol.transports import Release
 from kvps.protocol.wire import decode, encode
 
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvps.errors import ProtocolError
 from kvps.net.shm import segment as segments
 from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
-from kvps.protocol.shared_memory import Offer
+from kvps.protocol.transports import Offer
 
 MIB = 1 << 20
 PAGES = 64

@@ -19,7 +19,7 @@ from kvps.net.shm.segment import PAGE_BYTES, Block, Mapping, Segment, Unshared
 from kvps.net.shm.transport import SHARE_MIN_BYTES, SWEEP_EVERY_S, SharingTransport
 from kvps.net.transport import DROPPED, Demanded, Disconnected, Guard, Unserved
 from kvps.protocol.envelope import Envelope, Loan, Message, Packet, Role
-from kvps.protocol.shared_memory import Offer
+from kvps.protocol.transports import Offer
 from kvps.tensors import to_frame
 from tests.support.memory_network import MemoryNetwork
 from tests.support.server_harness import ServerStage, opening, refusal

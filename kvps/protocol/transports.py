@@ -1,4 +1,4 @@
-"""Messages about memory that two processes of one host share."""
+"""Messages about the ways of packets beside ZeroMQ: memory that two processes share, and streams."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ class Release(Message):
 
     before: int
     but: tuple[int, ...]
+
+
+@tag(63)
+class StreamAt(Message):
+    """Server to a worker that it has welcomed: you may connect to this port, by this secret."""
+
+    port: int
+    secret: str
+    """64 hexadecimal digits."""
