@@ -35,7 +35,8 @@ from kvps.protocol.membership import Challenge, Hello, Leave, Member
 SEATS = 2
 """The ticket that tells how many seats are taken."""
 GOES_ON, REBUILDS = 3, 4
-"""The ticket that tells whether the workers go on without a lost one: 1 if all do that are here, else 0."""
+"""The tickets that tell whether the workers go on without a lost worker, and whether they make a lost server
+again: 1 if all do that are here, else 0."""
 SEATS_MAX = 1500
 NAME_MAX = 200
 """Seats of a job, and bytes of a host, an endpoint or a reason: a view must fit into a head."""

@@ -78,7 +78,7 @@ class Control:
             context.chunks, memory_limit, self._rules.workers, context.limits.keys, context.limits.used_memory
         )
         self._ended = EndedStores()
-        self.rebuilds = Rebuilds(context, self._make_store, is_on=replaces)
+        self.rebuilds = Rebuilds(context, self._make_store, memory_limit, is_on=replaces)
 
     def oldest(self, now: float) -> Iterator[Stall]:
         """Yield the oldest open round of each store that has one."""

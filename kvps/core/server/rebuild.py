@@ -13,7 +13,8 @@ answer. So the server needs no counts of pushes. Keys lie in the same chunks as 
 again is the same bytes.
 
 Where a piece has no values, or a worker says why the store cannot be made again, all are answered by
-ServerLost.
+ServerLost. What was told and given is held until then, within the memory limit, and by no server that has the
+store, or that took nobody's place.
 """
 
 from __future__ import annotations
@@ -32,10 +33,13 @@ from kvps.core.server.participation import JoinTracker
 from kvps.core.server.sessions import Describe, PendingRequest, Session
 from kvps.core.server.store import ServerStore, Shard
 from kvps.dtypes import BY_ID, Spec
-from kvps.errors import KvpsError, ServerLost
+from kvps.errors import KvpsError, ProtocolError, ServerLost
 from kvps.phrases import ranks_in_words
 from kvps.protocol.envelope import Message, Role
 from kvps.tensors import from_frame
+
+KEY_BYTES = 1024
+"""Bytes of Python objects that a key takes which was told, roughly."""
 
 
 class Given(NamedTuple):
@@ -61,6 +65,15 @@ class Statements:
     keys: dict[str, p.ToldKey] = field(default_factory=dict)
     given: dict[int, dict[tuple[int, int], Given]] = field(default_factory=lambda: defaultdict(dict))
     """Chunk -> (start, size) -> the newest values that were given of just these elements."""
+    held_bytes: int = 0
+    """Bytes of the keys and of the values."""
+
+    def give_up(self, reason: str) -> None:
+        """Hold nothing; an empty ``reason`` says that the store is made."""
+        self.reason = self.reason or reason
+        self.keys.clear()
+        self.given.clear()
+        self.held_bytes = 0
 
 
 class Rebuilds:
@@ -69,36 +82,70 @@ class Rebuilds:
     Args:
         context: of the server's requests.
         make_store: makes a store that has no keys.
+        limit_bytes: the most that is held of what workers tell and give; None for any number.
         is_on: whether the server has taken another's place.
     """
 
     def __init__(
-        self, context: RequestContext, make_store: Callable[[p.Open], None], *, is_on: bool = False
+        self,
+        context: RequestContext,
+        make_store: Callable[[p.Open], None],
+        limit_bytes: int | None,
+        *,
+        is_on: bool = False,
     ) -> None:
         self._context = context
         self._make_store = make_store
+        self._limit_bytes = limit_bytes
         self.is_on = is_on
         self._told: dict[str, Statements] = defaultdict(Statements)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what workers have told and given."""
+        return sum([told.held_bytes for told in self._told.values()])
+
     def tell(self, message: p.Tell) -> None:
         """A worker says where keys of a store lay."""
-        told = self._told[message.store]
+        told = self._hears(message.store)
+        if told is None:
+            return
         told.reason, told.waits = told.reason or message.reason, told.waits or message.waits
         if told.joins not in (-1, message.joins):
             told.reason = told.reason or "some workers have ended a join that others have not"
         told.joins = message.joins
+        before = len(told.keys)
         told.keys.update({key.key: key for key in message.keys})
+        self._hold(told, (len(told.keys) - before) * KEY_BYTES)
 
     def give(self, message: p.Give, frame: memoryview) -> None:
         """A worker gives values that it was told last."""
-        given, at = self._told[message.store].given[message.chunk], 0
+        told = self._hears(message.store)
+        if told is None:
+            return
+        given, at = told.given[message.chunk], 0
         values = from_frame(frame, BY_ID[message.dtype].name)
         for start, size, version in message.runs:
             known = given.get((start, size))
             if known is None or known[:2] < (version, message.broadcasts):
                 own = values[at : at + size].clone()  # a frame may be its sender's memory
                 given[start, size] = Given(version, message.broadcasts, start, own)
+                told.held_bytes += own.nbytes if known is None else 0
             at += size
+        self._hold(told, 0)
+
+    def _hears(self, store: str) -> Statements | None:
+        """Return the statements about a store; None where no more are heard."""
+        if not self.is_on or store in self._context.stores:
+            return None
+        told = self._told[store]
+        return None if told.reason else told
+
+    def _hold(self, told: Statements, more_bytes: int) -> None:
+        """Count bytes that are held, and hold none where they are too many."""
+        told.held_bytes += more_bytes
+        if self._limit_bytes is not None and self.held_bytes > self._limit_bytes:
+            told.give_up(f"it takes more than the {self._limit_bytes} bytes of the server's memory limit")
 
     def open(self, session: Session, seq: int, message: p.Open) -> bool:
         """Let OPEN wait for those of the other workers; return whether it concerns a store that is made
@@ -116,7 +163,7 @@ class Rebuilds:
                     f"what its workers hold: {told.reason}. Start the job again from saved weights"
                 )
             if name not in context.stores and not self._missing(told):
-                told.reason = self._left(told) or self._build(message, told)
+                told.give_up(self._left(told) or self._build(message, told))
                 return retry()
             return p.Done(seq) if name in context.stores else None
 
@@ -180,6 +227,8 @@ class Rebuilds:
                 dtypes[number] = spec.dtype
             chunks.counts[store.name][spec.dtype] += count
         for number, placed in there.items():
+            if number in chunks.by_number or number % chunks.servers != chunks.server:
+                raise ProtocolError(f"chunk {number} of store {store.name!r} cannot be here")
             stop = max([start + size for start, size, _ in placed])
             chunk = Chunk(number, store.name, dtypes[number], stop, chunks.memory)
             holes = []

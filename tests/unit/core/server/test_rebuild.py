@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvps import protocol as p
+from kvps.core.server.rebuild import KEY_BYTES
 from tests.support.server_harness import ServerStage, heard, opening, refusal
 
 KEY = p.ToldKey("w", 1, (4,), 0, (p.Piece(3, 2, 4),), (0,))
@@ -103,9 +104,44 @@ def test_stores_that_cannot_be_made_again_are_refused(options: dict[str, object]
     assert "on_server_lost='rebuild' needs rounds of all workers" in refusal(one.say(0, opening(**given)))  # type: ignore[arg-type]
 
 
-def test_a_server_that_took_nobodys_place_makes_it_at_once() -> None:
+@pytest.mark.spec("R489")
+def test_a_server_that_took_nobodys_place_makes_it_at_once_and_holds_nothing() -> None:
     one = ServerStage(2)
+    tell(one, 0, KEY)
+    give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5)
+    assert not one.server.control.rebuilds.held_bytes
     assert heard(open_of(one, 0), p.Done)
+
+
+@pytest.mark.spec("R489")
+def test_nothing_is_held_of_a_store_that_is_made() -> None:
+    one = stage()
+    for rank in (0, 1):
+        tell(one, rank, KEY)
+        give(one, rank, 2, [1.0, 2.0, 3.0, 4.0], 5)
+        assert one.server.control.rebuilds.held_bytes == KEY_BYTES + 16
+        open_of(one, rank)
+    assert one.values("w") == [1.0, 2.0, 3.0, 4.0]
+    assert not one.server.control.rebuilds.held_bytes
+    tell(one, 0, KEY)
+    give(one, 0, 2, [9.0, 9.0, 9.0, 9.0], 6)
+    assert not one.server.control.rebuilds.held_bytes
+    assert one.values("w") == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("number", [3, 4])
+def test_chunks_of_others_are_not_replaced(number: int) -> None:
+    one = stage()
+    chunks = one.server.context.chunks
+    chunks.servers = 2
+    chunks.server = 1
+    other = chunks.new("other", "float32", 8)
+    other.append("x", 8)
+    tell(one, 0, KEY._replace(pieces=(p.Piece(number, 2, 4),)))
+    open_of(one, 0)
+    tell(one, 1)
+    assert f"chunk {number} of store 'kv' cannot be here" in heard(open_of(one, 1), p.Error)[0].text
+    assert chunks.by_number == {3: other}
 
 
 @pytest.mark.spec("R491")
@@ -119,10 +155,14 @@ def test_a_rank_that_has_left_takes_its_last_pushes_along() -> None:
 
 
 @pytest.mark.spec("R491")
-def test_without_room_nothing_is_made() -> None:
-    one = ServerStage(1, memory_limit=8)
+@pytest.mark.parametrize("limit", [KEY_BYTES - 1, KEY_BYTES + 15])
+def test_without_room_nothing_is_made(limit: int) -> None:
+    one = ServerStage(1, memory_limit=limit)
     one.server.control.rebuilds.is_on = True
     tell(one, 0, KEY)
     give(one, 0, 2, [1.0, 2.0, 3.0, 4.0], 5)
-    assert "cannot be made again" in heard(open_of(one, 0), p.Error)[0].text
+    said = heard(open_of(one, 0), p.Error)[0].text
+    assert "cannot be made again" in said
+    assert f"it takes more than the {limit} bytes of the server's memory limit" in said
     assert not one.server.context.stores
+    assert not one.server.control.rebuilds.held_bytes
