@@ -29,6 +29,7 @@ import torch
 from kvps import protocol as p
 from kvps.core.server.chunks.slab import Chunk
 from kvps.core.server.context import RequestContext
+from kvps.core.server.options import CHUNK_BYTES_MAX
 from kvps.core.server.participation import JoinTracker
 from kvps.core.server.sessions import Describe, PendingRequest, Session
 from kvps.core.server.store import ServerStore, Shard
@@ -198,6 +199,8 @@ class Rebuilds:
         try:
             self._make_store(opened)
             store = context.stores[opened.store]
+            for key in told.keys.values():
+                _check(key)
             names = {
                 name: (BY_ID[key.dtype].name, sum(piece.size for piece in key.pieces))
                 for name, key in told.keys.items()
@@ -233,6 +236,8 @@ class Rebuilds:
             chunk = Chunk(number, store.name, dtypes[number], stop, chunks.memory)
             holes = []
             for start, size, name in sorted(placed):
+                if start < chunk.used:
+                    raise ProtocolError(f"two keys lie at element {start} of chunk {number}; one is {name!r}")
                 if start > chunk.used:  # keys were replaced here, or their owner has ended
                     holes.append(chunk.append("", start - chunk.used))
                 chunk.append(name, size)
@@ -261,6 +266,17 @@ class Rebuilds:
             raise ServerLost(f"no worker holds the newest values of key {name!r}")
         for span in chunk.cut(piece.start, stop):
             span.version = newest[0]
+
+
+def _check(key: p.ToldKey) -> None:
+    """Refuse a key that no server can have had.
+
+    Raises:
+        ProtocolError: for a piece that is empty, or reaches beyond a chunk.
+    """
+    for _, start, size in key.pieces:
+        if not size or (start + size) * BY_ID[key.dtype].itemsize > CHUNK_BYTES_MAX:
+            raise ProtocolError(f"key {key.key!r} has {size} elements from {start} of a chunk")
 
 
 def _within(given: dict[tuple[int, int], Given], start: int, stop: int) -> Iterator[Given]:

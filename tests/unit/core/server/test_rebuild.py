@@ -87,6 +87,26 @@ def test_all_are_refused_where_it_cannot_be_made(told: dict[str, object], why: s
     assert [why in error.text for error in heard(said, p.Error)] == [True, True]
 
 
+@pytest.mark.spec("R491")
+@pytest.mark.parametrize(
+    "told",
+    [
+        KEY._replace(pieces=(p.Piece(3, 2, 0),)),
+        KEY._replace(pieces=(p.Piece(3, 1 << 40, 4),)),
+        KEY._replace(key="v", pieces=(p.Piece(3, 4, 4),)),
+    ],
+)
+def test_keys_that_no_server_has_had_are_refused(told: p.ToldKey) -> None:
+    one = stage()
+    tell(one, 0, KEY)
+    tell(one, 0, told)
+    open_of(one, 0)
+    tell(one, 1)
+    assert "cannot be made again" in heard(open_of(one, 1), p.Error)[0].text
+    assert not one.server.context.stores
+    assert not one.server.context.chunks.by_number
+
+
 @pytest.mark.spec("R486")
 @pytest.mark.parametrize(
     "options",
