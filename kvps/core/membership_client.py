@@ -200,6 +200,10 @@ class MembershipClient:
             if member.role == Role.WORKER and member.state in states
         )
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a worker's script has ended, and nobody takes its place."""
+        return self.view is not None and rank in self._ranks("left")
+
     def silent_for(self, now: float) -> float:
         """Seconds since the scheduler was last heard."""
         return now - self.heard_at

@@ -72,6 +72,22 @@ class HyperParams:
         maps: dict[str, WireValue] = {"lr_mult": dict(self.lr_mult), "wd_mult": dict(self.wd_mult)}
         return {**self.values, **maps}
 
+    def beside(self, other: object) -> str:
+        """Return the name, and the hyper-parameters that are not those of ``other``.
+
+        Example::
+
+            >>> resolve("sgd", {"lr": 0.1}).beside(resolve("sgd", {"lr": 0.2}))
+            'sgd with lr=0.1'
+        """
+        if not isinstance(other, HyperParams) or other.name != self.name:
+            return self.name
+        theirs = other.to_wire()
+        unlike = [
+            f"{name}={reprlib.repr(value)}" for name, value in self.to_wire().items() if value != theirs[name]
+        ]
+        return f"{self.name} with {', '.join(unlike)}" if unlike else self.name
+
     def with_lr(self, lr: object) -> HyperParams:
         """Return the same with another learning rate.
 

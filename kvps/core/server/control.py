@@ -215,6 +215,11 @@ class Control:
             while len(known) < len(message.entries):
                 entry = message.entries[len(known)]
                 place = store.find(entry, message.call, early=message.early)
+                if place is None and self._context.member.has_left(message.creator):
+                    raise KeyNotFound(
+                        f"rank {message.creator} has left without giving key {entry.key!r} of store "
+                        f"{store.name!r} a value. Initialise the same keys on every rank"
+                    )
                 if place is None:
                     return None
                 known.append(place)
@@ -311,7 +316,8 @@ class Control:
             if is_same_call and setting.value != value:
                 setter = self._setter(store)
                 error = Mismatch(
-                    f"rank {session.rank} set {title} {value}, rank {setter} set {setting.value}; "
+                    f"rank {session.rank} set {title} {_value_in_words(value, setting.value)}, "
+                    f"rank {setter} set {_value_in_words(setting.value, value)}; "
                     f"rank {setter}'s counts; give the same on every rank"
                 )
                 store.refusals.keep((title,), attempt, error)
@@ -603,6 +609,11 @@ class Control:
         }
         store.restore(chunk, message.start, message.start + message.size, message.step, rows)
         return p.Done(seq)
+
+
+def _value_in_words(value: object, other: object) -> str:
+    """Return a setting in words; of an optimizer, what is not as in ``other``."""
+    return value.beside(other) if isinstance(value, HyperParams) else str(value)
 
 
 def _of(rank: int, what: str) -> Callable[[Describe], str]:

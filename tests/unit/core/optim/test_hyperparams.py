@@ -196,6 +196,16 @@ def test_equal_settings_are_equal_however_they_were_spelled() -> None:
     assert one != other.with_lr(2)
 
 
+def test_two_in_words_differ_in_what_is_not_alike() -> None:
+    sgd = resolve("sgd", {"lr": 0.1, "momentum": 0.9})
+    other = resolve("sgd", {"lr": 0.1, "lr_mult": {"bias": 2.0}})
+    assert sgd.beside(other) == "sgd with momentum=0.9, lr_mult={}"
+    assert other.beside(sgd) == "sgd with momentum=0.0, lr_mult={'bias': 2.0}"
+    assert sgd.beside(resolve("adam", {})) == "sgd"
+    assert sgd.beside(sgd) == "sgd"
+    assert sgd.beside(None) == "sgd"
+
+
 def test_with_lr_changes_only_the_rate() -> None:
     before = resolve("sgd", {"lr": 0.1, "momentum": 0.9, "lr_mult": {"w": 3}})
     after = before.with_lr(np.float64(0.5))

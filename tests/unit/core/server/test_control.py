@@ -83,6 +83,15 @@ def test_another_rank_creates_where_the_call_names_it(stage: ServerStage) -> Non
     assert to(said, 0) == [Declared(50, (Place(False, (Piece(1, 0, 2),)),), 1)]
 
 
+@pytest.mark.spec("R444")
+def test_a_key_that_its_creator_has_not_made_when_it_leaves_is_refused(stage: ServerStage) -> None:
+    stage.init("a", [1.0, 2.0])
+    assert stage.say(1, declaring("a", "b"), seq=50) == []
+    said = stage.show(w0="left")
+    assert "KeyNotFound: rank 0 has left without giving key 'b' of store 'kv' a value" in refusal(said)
+    assert len(heard(stage.say(1, declaring("a"), seq=51), Declared)) == 1
+
+
 @pytest.mark.spec("R45")
 def test_a_wrong_shape_is_told_to_who_asked_for_it_and_to_nobody_else(stage: ServerStage) -> None:
     stage.say(1, declaring("a", count=3), seq=50)
