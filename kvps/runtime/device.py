@@ -7,6 +7,9 @@ Both ways between devices and the memory that servers read go through page-locke
 own, so that they run at the speed of the bus and beside the kernels of the script. Gradients land where the
 servers read them: in this process's segment, at the place that :meth:`KVStore.empty_like` would give them. So
 nothing is copied but over the bus. Pulled values land in torch's own page-locked memory.
+
+A copy costs as much as some hundred KiB on the bus. So small tensors whose rows lie side by side in memory
+cross it in one copy: a kernel gathers or scatters them on the device, in at most :data:`PIECE_BYTES` there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
@@ -24,6 +28,13 @@ import torch
 from kvps.tensors import row_of
 
 T = TypeVar("T")
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor of a device, and its row in memory."""
+
+SMALL_BYTES = 512 << 10
+"""The most bytes of a tensor that crosses the bus together with others: a copy of 10 us."""
+PIECE_BYTES = 8 << 20
+"""The most bytes that cross it together, and so of a device's memory that copies take in each direction."""
 
 
 def kind() -> str | None:
@@ -46,6 +57,23 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an empty row in page-locked memory."""
     with torch.inference_mode(False):  # else only a thread in that mode may write to it
         return torch.empty(shape, dtype=dtype, pin_memory=True, device="cpu")
+
+
+def pinned_rows(targets: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an empty row in page-locked memory for each tensor; those of small ones lie side by side."""
+    rows = list(targets)
+    small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, target in enumerate(targets):
+        if target.nbytes <= SMALL_BYTES:
+            small.setdefault((target.device, target.dtype), []).append(index)
+        else:
+            rows[index] = pinned(target.shape, target.dtype)
+    for (_, dtype), indices in small.items():
+        whole = pinned((sum([targets[index].numel() for index in indices]),), dtype)
+        parts = torch.split(whole, [targets[index].numel() for index in indices])
+        for index, part in zip(indices, parts, strict=True):
+            rows[index] = part.view(targets[index].shape)
+    return rows
 
 
 def select(device: torch.device) -> None:
@@ -165,15 +193,16 @@ class Staging:
             values: on any devices.
             allocate: returns new rows for those of ``values`` with these indices.
         """
-        away = [index for index, value in enumerate(values) if not value.is_cpu and is_away(value)]
+        accelerator = kind()
+        away = [index for index, value in enumerate(values) if value.device.type == accelerator]
         there = set(away)
         rows = [value if index in there else row_of(value) for index, value in enumerate(values)]
         if away:
             with self._mutex:  # pages must not be unlocked under a copy
-                places = [self._locked(memory_of) for memory_of in allocate(away)]
+                places = self._locked(allocate(away))
                 for index, row in zip(away, places, strict=True):
                     rows[index] = row
-                _copy_down([values[index] for index in away], places)
+                _copy_down([(values[index], rows[index]) for index in away])
         return tuple(rows)
 
     def close(self) -> None:
@@ -181,15 +210,23 @@ class Staging:
         with self._mutex:
             self._locks.release()
 
-    def _locked(self, row: torch.Tensor) -> torch.Tensor:
-        """Return ``row`` with its pages locked; another one if it cannot be done."""
-        storage = row.untyped_storage()
-        start = storage.data_ptr()
-        stop = start + storage.nbytes()
+    def _locked(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return ``rows`` with their pages locked; others in place of those of which it cannot be done."""
         first, size_bytes = self._segment
-        if first <= start and stop <= first + size_bytes and self._locks.cover(start, stop):
-            return row
-        return pinned(row.shape, row.dtype)
+        blocks: dict[int, bool] = {}
+        """The first address of each block of memory, and whether it is locked."""
+        starts = []
+        for storage in [row.untyped_storage() for row in rows]:
+            start = storage.data_ptr()
+            starts.append(start)
+            if start not in blocks:
+                stop = start + storage.nbytes()
+                is_there = first <= start and stop <= first + size_bytes
+                blocks[start] = is_there and self._locks.cover(start, stop)
+        others = iter(
+            pinned_rows([row for row, start in zip(rows, starts, strict=True) if not blocks[start]])
+        )
+        return [row if blocks[start] else next(others) for row, start in zip(rows, starts, strict=True)]
 
 
 class CallsBehindKernels:
@@ -220,28 +257,38 @@ class CallsBehindKernels:
             return call()
 
 
-def bring_back(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def bring_back(copies: Iterable[Pair]) -> None:
     """Copy rows into the user's tensors, given as (target, row), wherever either is.
 
     What the script does next on a target's current stream waits for the copy; the script does not.
     """
-    streams: dict[torch.device, torch.Stream] = {}
+    accelerator = kind()
+    up = []
     for target, row in copies:
-        if not row.is_cpu and is_away(row):
+        if row.device.type == accelerator:
             target.copy_(row)
             row.record_stream(torch.accelerator.current_stream(row.device))
-        elif target.is_cpu or not is_away(target):
-            target.copy_(row)
+        elif target.device.type == accelerator:
+            up.append((target, row))
         else:
-            stream = streams.get(target.device)
-            if stream is None:
-                streams[target.device] = stream = _stream(target.device, "up")
-                stream.wait_stream(torch.accelerator.current_stream(target.device))  # it may still read there
-            with on(stream):
-                target.copy_(row, non_blocking=True)
-            target.record_stream(stream)
-    for device, stream in streams.items():
-        torch.accelerator.current_stream(device).wait_stream(stream)
+            target.copy_(row)
+    for device, pieces in _pieces(up).items():
+        script, stream = torch.accelerator.current_stream(device), _stream(device, "up")
+        stream.wait_stream(script)  # it may still read there
+        try:
+            with torch.no_grad(), on(stream):
+                alone = [piece for piece in pieces if len(piece.rows) == 1]
+                if alone:
+                    targets, rows = [piece.tensors[0] for piece in alone], [piece.rows[0] for piece in alone]
+                    torch._foreach_copy_(targets, rows, non_blocking=True)
+                for piece in pieces:
+                    if len(piece.rows) > 1:
+                        _scatter(piece)
+        finally:
+            for piece in pieces:
+                for target in piece.tensors:
+                    target.record_stream(stream)
+            script.wait_stream(stream)
 
 
 def ready_on_device(value: torch.Tensor) -> torch.Tensor:
@@ -252,17 +299,82 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
     return row
 
 
-def _copy_down(values: Sequence[torch.Tensor], rows: Sequence[torch.Tensor]) -> None:
-    streams = {device: _stream(device, "down") for device in {value.device for value in values}}
+def _copy_down(pairs: Sequence[Pair]) -> None:
+    """Copy tensors of devices into their rows; return when all are there."""
+    pieces = _pieces(pairs)
+    streams = {device: _stream(device, "down") for device in pieces}
     for device, stream in streams.items():
         stream.wait_stream(torch.accelerator.current_stream(device))  # which makes the values
     try:
-        for value, row in zip(values, rows, strict=True):
-            with on(streams[value.device]):
-                row.copy_(value, non_blocking=True)
+        for device, of_device in pieces.items():
+            with torch.no_grad(), on(streams[device]):
+                alone = [piece for piece in of_device if len(piece.rows) == 1]
+                if alone:
+                    rows, values = [piece.rows[0] for piece in alone], [piece.tensors[0] for piece in alone]
+                    torch._foreach_copy_(rows, values, non_blocking=True)
+                for piece in of_device:
+                    if len(piece.rows) > 1:
+                        flat = [value.reshape(-1) for value in piece.tensors]
+                        piece.whole.copy_(torch.cat(flat), non_blocking=True)
     finally:  # nobody may use the memory of either end before, also if one of the copies is refused
         for stream in streams.values():
             stream.synchronize()
+
+
+def _scatter(piece: _Piece) -> None:
+    """Copy rows to their device at once, and from there into their tensors."""
+    there = piece.whole.to(piece.tensors[0].device, non_blocking=True)
+    parts = torch.split(there, [row.numel() for row in piece.rows])
+    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, piece.tensors, strict=True)]
+    torch._foreach_copy_(piece.tensors, shaped)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """Tensors of a device that cross the bus in one copy: one, or small ones."""
+
+    tensors: list[torch.Tensor]
+    rows: list[torch.Tensor]
+    """Theirs: neighbours in one block of memory."""
+    stop: int
+    """The address behind the rows; -1 if nothing may be added."""
+    limit: int
+    """The last address that may be."""
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The rows as one."""
+        first = self.rows[0]
+        return first.as_strided(((self.stop - first.data_ptr()) // first.element_size(),), (1,))
+
+
+def _pieces(pairs: Sequence[Pair]) -> dict[torch.device, list[_Piece]]:
+    """Return the copies of each device."""
+    found: dict[torch.device, list[_Piece]] = {}
+    begins = [row.data_ptr() for _, row in pairs]
+    for index in sorted(range(len(pairs)), key=begins.__getitem__):
+        tensor, row = pairs[index]
+        begin, size_bytes = begins[index], row.nbytes
+        if not size_bytes:
+            continue
+        of_device = found.setdefault(tensor.device, [])
+        piece = of_device[-1] if of_device else None
+        is_small = size_bytes <= SMALL_BYTES
+        if (
+            piece is not None
+            and is_small
+            and piece.stop == begin
+            and begin + size_bytes <= piece.limit
+            and piece.rows[0].dtype is row.dtype
+        ):
+            piece.tensors.append(tensor)
+            piece.rows.append(row)
+            piece.stop += size_bytes
+        else:
+            block = row.untyped_storage()
+            limit = min(begin + PIECE_BYTES, block.data_ptr() + block.nbytes())
+            of_device.append(_Piece([tensor], [row], begin + size_bytes if is_small else -1, limit))
+    return found
 
 
 @cache

@@ -20,7 +20,7 @@ from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
-from kvps.runtime.device import bring_back, is_away, pinned
+from kvps.runtime.device import bring_back, is_away, pinned_rows
 from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
@@ -140,19 +140,35 @@ def outcome_for(names: tuple[str, ...], is_many: bool, out: object, specs: Mappi
             new.append(_blank(spec.shape, TORCH[spec.dtype]))
         result: object = new if is_many else new[0]
         return tuple(new), lambda _: result
+    of_keys = targets_for(names, is_many, out, specs)
+    # A row is copied on to its device when the call is over: the script could write to a row of its own.
+    far = [next(filter(is_away, targets), None) for targets in of_keys]
+    locked = iter(pinned_rows([target for target in far if target is not None]))
     rows: list[torch.Tensor] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for targets in targets_for(names, is_many, out, specs):
-        direct = next((target for target in targets if is_row(target)), None)
-        row = direct if direct is not None else _blank_for(targets[0])
+    for targets, on_device in zip(of_keys, far, strict=True):
+        direct = None if on_device is not None else next(filter(is_row, targets), None)
+        if on_device is not None:
+            row = next(locked)
+        else:
+            row = direct if direct is not None else _blank(targets[0].shape, targets[0].dtype)
         rows.append(row)
         copies.extend((target, row) for target in targets if target is not direct)
+    return tuple(rows), _delivery(copies, out)
 
+
+def outcome_on_devices(targets: Sequence[torch.Tensor], out: object) -> Outcome:
+    """Return the outcome that writes to ``targets``, a tensor of a device for each key, of its shape."""
+    rows = pinned_rows(targets)
+    return tuple(rows), _delivery([*zip(targets, rows, strict=True)], out)
+
+
+def _delivery(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], out: object) -> Callable[[Any], Any]:
     def deliver(_: object) -> object:
         bring_back(copies)
         return out
 
-    return tuple(rows), deliver
+    return deliver
 
 
 def targets_for(
@@ -188,11 +204,6 @@ def is_row(target: torch.Tensor) -> bool:
     """Whether it can be written to where it is, by another thread than the caller's."""
     # A tensor that is_neg() shows its memory negated.
     return target.is_cpu and target.is_contiguous() and not (target.is_inference() or target.is_neg())
-
-
-def _blank_for(target: torch.Tensor) -> torch.Tensor:
-    """A row; page-locked where its values go to a GPU."""
-    return pinned(target.shape, target.dtype) if is_away(target) else _blank(target.shape, target.dtype)
 
 
 def _blank(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

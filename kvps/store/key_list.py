@@ -21,6 +21,7 @@ from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound
 from kvps.phrases import never_initialised
 from kvps.protocol.envelope import KEY_MAX
+from kvps.runtime.device import is_away
 from kvps.tensors import TORCH
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -53,12 +54,15 @@ class KeyList:
         found = [] if self.unknown else [specs[name] for name in names]
         self._forms = [_Form(begin, found[begin : begin + BLOCK]) for begin in range(0, len(found), BLOCK)]
 
-    def rows(self, value: object, *, as_sinks: bool = False) -> tuple[torch.Tensor, ...] | None:
+    def rows(
+        self, value: object, *, as_sinks: bool = False, on_devices: bool = False
+    ) -> tuple[torch.Tensor, ...] | None:
         """Return ``value`` as one row for each key, if it is one tensor for each that is a row as it is.
 
         Args:
             value: a user's value of one key, or list of values.
             as_sinks: they may be written to, too, as they are.
+            on_devices: they lie on accelerators, and are rows but for that.
         """
         if not self.is_many:
             values: tuple[torch.Tensor, ...] = (value,)  # type: ignore[assignment]  # looked at below
@@ -68,7 +72,7 @@ class KeyList:
             return None
         for form in self._forms:
             part = values[form.begin : form.begin + BLOCK]
-            guard = form.guards[as_sinks]
+            guard = form.guards[as_sinks + 2 * on_devices]
             if not (
                 # Numbers, where they will do: a hundred thousand shapes are work for the collector.
                 list(map(torch.Tensor.numel, part)) == form.counts
@@ -77,7 +81,7 @@ class KeyList:
                 # Within an operator, the guard takes them for others.
                 and not (as_sinks and any(map(torch.Tensor.is_inference, part)))
                 if guard is not None and guard.check(*part)
-                else form.is_passed(part, as_sinks)
+                else form.is_passed(part, as_sinks, on_devices)
             ):
                 return None
         return values
@@ -94,25 +98,26 @@ class _Form:
         self.deep = [index for index, spec in enumerate(specs) if len(spec.shape) > 1]
         """The values with more than one dimension: the shape of the others follows from their size."""
         self.deep_shapes = [specs[index].shape for index in self.deep]
-        self.guards: list[Any] = [None, None]
-        """Those of the values and of the sinks that :meth:`is_passed` has passed last; None for none."""
+        self.guards: list[Any] = [None] * 4
+        """Those of the values and of the sinks that :meth:`is_passed` has passed last, then of these on
+        devices; None for none."""
 
-    def is_passed(self, part: tuple[torch.Tensor, ...], as_sinks: bool) -> bool:
+    def is_passed(self, part: tuple[torch.Tensor, ...], as_sinks: bool, on_devices: bool) -> bool:
         """Look at each value by itself; if all are rows as they are, have a guard know those like them."""
         try:
-            is_passed = all(map(_fits, part, self.specs, repeat(as_sinks)))
+            is_passed = all(map(_fits, part, self.specs, repeat(as_sinks), repeat(on_devices)))
         except RuntimeError:  # a nested tensor knows nothing of that
             return False
         if is_passed and not torch.is_inference_mode_enabled():  # there, all tensors look alike
-            self.guards[as_sinks] = _guard_of(part)
+            self.guards[as_sinks + 2 * on_devices] = _guard_of(part)
         return is_passed
 
 
-def _fits(tensor: torch.Tensor, spec: Spec, as_sink: bool) -> bool:
+def _fits(tensor: torch.Tensor, spec: Spec, as_sink: bool, on_device: bool) -> bool:
     return (
         type(tensor) in PLAIN
         and (tensor.dtype, tensor.layout, tensor.shape) == (TORCH[spec.dtype], torch.strided, spec.shape)
-        and tensor.is_cpu
+        and (is_away(tensor) if on_device else tensor.is_cpu)
         and tensor.is_contiguous()
         and not (as_sink and (tensor.is_inference() or tensor.is_neg()))
     )

@@ -27,6 +27,7 @@ from kvps.store.arguments import (
     are_dense,
     check_values,
     outcome_for,
+    outcome_on_devices,
     reduce,
     rows_of,
     shared,
@@ -37,7 +38,7 @@ from kvps.store.device_codec import DeviceCodec
 from kvps.store.key_list import KeyList, KeyLists, names_of
 from kvps.store.row_copies import Copies, Marks, changes_of, marks_of
 from kvps.store.rows import apart, have_rows, picks_of, table_of
-from kvps.tensors import Array, spec_of
+from kvps.tensors import row_of, spec_of
 
 COPY_FALSE = "copy=False returns read-only views of the values and takes no out=; remove out="
 
@@ -229,11 +230,15 @@ class Requests:
         """Return one row for each key, times ``weight``; None if some values are rows of a table."""
         rows = keys.rows(value) if self.takes_plain else None
         if rows is None:
+            far = keys.rows(value, on_devices=True) if self.takes_plain else None
             given = value if keys.is_many else [value]
-            if not are_dense(given) and have_rows(keys.names, given, self._specs):
+            if far is None and not are_dense(given) and have_rows(keys.names, given, self._specs):
                 return None
             try:
-                rows = self.rows(keys.names, keys.is_many, value, limit_s)
+                if far is None:
+                    rows = self.rows(keys.names, keys.is_many, value, limit_s)
+                else:
+                    rows = self.here(keys.names, list(map(torch.Tensor.detach, far)), limit_s)
             except RuntimeError as error:  # of a device, which has no memory, or is gone
                 error.add_note(f"the values of {names_in_words(keys.names)} were not pushed")
                 raise
@@ -245,13 +250,13 @@ class Requests:
         """Return one row for each key: its value as it is, or the sum of its values."""
         values = values_of(names, is_many, value)
         check_values(names, values, self._specs, "push", self._on_device)
-        return self.rows_of(names, values, limit_s)
+        return self.here(names, [reduce(devices, self._on_device) for devices in values], limit_s)
 
-    def rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    def here(
+        self, names: tuple[str, ...], values: Sequence[torch.Tensor], limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key: the sum of its values, in this machine's memory."""
-        return rows_of(values, self._on_device)
+        """Return the value of each key as a row in this machine's memory."""
+        return tuple(map(row_of, values))
 
     def wanted(self, keys: KeyList, out: object, copy: bool) -> Outcome:
         """Return the end of a pull: where its values go."""
@@ -262,6 +267,9 @@ class Requests:
         plain = None if out is None else keys.rows(out, as_sinks=True)
         if plain is not None:
             return plain, lambda _: out
+        far = None if out is None else keys.rows(out, as_sinks=True, on_devices=True)
+        if far is not None:
+            return outcome_on_devices(far, out)
         return outcome_for(keys.names, keys.is_many, out, self._specs)
 
 
@@ -308,23 +316,23 @@ class ServerRequests(Requests):
             devices if setting is None else self._codec.decoded(name, setting, devices)
             for name, setting, devices in zip(names, settings, values, strict=True)
         ]
-        return self.rows_of(names, decoded, limit_s)
+        return self.here(names, [reduce(devices, self._on_device) for devices in decoded], limit_s)
 
-    def rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    def here(
+        self, names: tuple[str, ...], values: Sequence[torch.Tensor], limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key, on its device where it is compressed there, else in this
-        machine's memory."""
-        reduced = [reduce(devices, self._on_device) for devices in values]
-        rows: list[torch.Tensor | None] = [
-            ready_on_device(row)
-            if not row.is_cpu and is_away(row) and self._codec is None and self.setting_of(name)
-            else None  # a compressed row leaves its device as few bytes
-            for name, row in zip(names, reduced, strict=True)
-        ]
+        """Return the value of each key as a row, on its device where it is compressed there, else in
+        this machine's memory."""
+        if self._codec is not None or self.compression.are_off:
+            rows: list[torch.Tensor | None] = [None] * len(values)
+        else:
+            rows = [
+                ready_on_device(value) if is_away(value) and self.setting_of(name) else None
+                for name, value in zip(names, values, strict=True)
+            ]  # a compressed row leaves its device as few bytes
         left = [index for index, row in enumerate(rows) if row is None]
         brought = self._staging.bring(
-            [reduced[index] for index in left],
+            [values[index] for index in left],
             lambda indices: self._allocate(tuple([names[left[index]] for index in indices]), limit_s),
         )
         for index, row in zip(left, brought, strict=True):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import kvps
+from kvps.runtime.device import pinned
 from tests.support.simulated_device import KIND, SCHEDULES, World, simulated
 
 DEVICES = [f"{KIND}:0", f"{KIND}:1"]
@@ -60,9 +61,51 @@ def test_model_goes_down_and_up_once_in_each_step(world: World) -> None:
         kv.init(["w", "b"], [torch.zeros(3, 4), torch.zeros(4)])
         grads = [world.put(torch.rand(3, 4)) * 2, world.put(torch.rand(4)) * 2]
         for _ in range(3):
-            world.copies.clear()
+            world.octets.clear()
             kv.pushpull(["w", "b"], grads, out=grads)
-            assert +world.copies == {"down": 2, "up": 2}
+            assert world.octets == {"down": 64, "up": 64}
+
+    run(work)
+
+
+def test_script_may_write_to_a_host_tensor_whose_value_went_to_a_device_too(world: World) -> None:
+    """The call is over before the copy to the device is."""
+
+    def work(rank: int) -> None:
+        kv = kvps.create("dist_sync")
+        kv.init("w", torch.zeros(6))
+        value = torch.rand(6)
+        here, there = pinned((6,), torch.float32), world.put(torch.rand(6))
+        kv.pushpull("w", value, out=[here, there])
+        assert torch.equal(here, value)
+        here.fill_(7.0)
+        assert torch.equal(there.cpu(), value)
+
+    run(work)
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_many_small_keys_cross_the_bus_in_few_copies(world: World, is_plain: bool) -> None:
+    """One in each direction for each server; a turned value, or a second one of a key, is no reason for more."""
+
+    def work(rank: int) -> None:
+        kv = kvps.create("dist_sync_device")
+        keys = [f"k{number}" for number in range(60)]
+        kv.init(keys, [torch.zeros(2, number % 7) for number in range(60)])
+        for _ in range(3):
+            given = [torch.rand(2, number % 7) for number in range(60)]
+            values: list[object] = [world.put(value) for value in given]
+            if not is_plain:
+                values[5], values[6] = world.put(given[5].t().contiguous()).t(), [values[6], values[6]]
+            out = [world.put(torch.rand(value.shape)) for value in given]
+            world.copies.clear()
+            kv.pushpull(keys, values, out=out)
+            assert world.copies["down"] <= 4
+            assert world.copies["up"] == 1
+            assert not world.copies["pageable"]
+            for number, (target, value) in enumerate(zip(out, given, strict=True)):
+                factor = 2 if number == 6 and not is_plain else 1
+                torch.testing.assert_close(target.cpu(), value * factor)
 
     run(work)
 

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _DummyDeviceGuard
 
 from kvps.runtime import device as seam
+from kvps.store import arguments, key_list
 
 KIND = torch._C._get_privateuse1_backend_name()
 """The type that torch keeps for devices which it does not know."""
@@ -201,6 +202,8 @@ class World:
         """The largest tensor that can still be allocated, in bytes; None for any."""
         self.copies: Counter[str] = Counter()
         """Copies between a device and the host: "down", "up", and of these "pageable", "in the script's stream"."""
+        self.octets: Counter[str] = Counter()
+        """The bytes that went "down" and "up"."""
         self.scripts = [Stream(self, index, "script") for index in range(2)]
         self.streams = list(self.scripts)
         self._locked: dict[int, int] = {}
@@ -346,6 +349,10 @@ class World:
             return self._copy(
                 args[0], args[1], bool(args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             )
+        if func is aten._foreach_copy_.default:
+            for target, source in zip(args[0], args[1], strict=True):
+                self._copy(target, source, bool(args[2] if len(args) > 2 else kwargs.get("non_blocking")))
+            return None
         if func is aten._to_copy.default:
             return self._to_copy(args[0], **kwargs)
         index = given[0].device.index
@@ -425,6 +432,7 @@ class World:
         host, is_up = (source, True) if ends[0] is target else (target, False)
         is_locked = self.is_pinned(host)
         self.copies["up" if is_up else "down"] += 1
+        self.octets["up" if is_up else "down"] += into.nbytes
         self.copies["pageable"] += not is_locked
         self.copies["in the script's stream"] += self.current(index) in self.scripts
         if is_up and not is_locked:
@@ -462,6 +470,8 @@ def simulated(schedule: str) -> Iterator[World]:
         }.items():
             patch.setattr(torch.accelerator, name, stand_in)
         patch.setitem(sys.modules, f"torch.{KIND}", SimpleNamespace(_lazy_init=lambda: None))
+        for module in (key_list, arguments):  # as torch.Tensor is
+            patch.setattr(module, "PLAIN", key_list.PLAIN | {DeviceTensor})
         patch.setattr(torch, "Stream", world.stream)
         patch.setattr(torch, "Event", Event)
         patch.setattr(torch, "empty", world.empty)

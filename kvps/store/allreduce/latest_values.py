@@ -22,10 +22,9 @@ from kvps.phrases import never_initialised
 from kvps.runtime.device import bring_back
 from kvps.runtime.ticket import Ticket
 from kvps.store.allreduce.queue import Collective, CollectiveQueue
-from kvps.store.arguments import Outcome, reduce, targets_for
+from kvps.store.arguments import Outcome, targets_for
 from kvps.store.key_list import KeyList
 from kvps.store.requests import COPY_FALSE, Requests
-from kvps.tensors import Array
 
 
 class LatestValues:
@@ -155,14 +154,13 @@ class CollectiveTicket(Ticket):
 class AllreduceRequests(Requests):
     """The requests of one ``allreduce`` store."""
 
-    def rows_of(
-        self, names: tuple[str, ...], values: list[list[Array]], limit_s: float
+    def here(
+        self, names: tuple[str, ...], values: Sequence[torch.Tensor], limit_s: float
     ) -> tuple[torch.Tensor, ...]:
-        """Return one row for each key, all of them on one device."""
-        reduced = [reduce(devices, self._on_device) for devices in values]
-        if len({row.device for row in reduced}) > 1:  # one collective is of one device
-            reduced = [row.cpu() for row in reduced]
-        return tuple(reduced)
+        """Return the value of each key as it is: all of them on one device, as one collective needs."""
+        if len({value.device for value in values}) > 1:
+            return tuple([value.cpu() for value in values])
+        return tuple(values)
 
     def plain_pushpull(
         self, keys: KeyList, value: object, out: object, urgency: Priority

@@ -56,6 +56,53 @@ def values_come_down_when_their_kernels_are_done(world: World) -> None:
     assert not world.is_pinned(whole[:50])
 
 
+def small_neighbours_come_down_in_one_copy(world: World) -> None:
+    whole, staging = host_of(world)
+    given = [torch.rand(3, 4), torch.rand(8), torch.rand(5), torch.rand(300)]
+    values = [world.put(value) * 2 for value in given[:3]] + [world.put(given[3], 1) * 2]
+    places = [whole[20:32].view(3, 4), whole[:8], whole[8:13], whole[32:332]]  # 13 to 20 are another's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "SMALL_BYTES", 100)
+        rows = staging.bring(values, lambda found: places)
+    for row, value, place in zip(rows, given, places, strict=True):
+        assert row.data_ptr() == place.data_ptr()
+        assert torch.equal(row, value * 2)
+    assert not whole[13:20].any()
+    assert (world.copies["down"], world.octets["down"]) == (3, sum(value.nbytes for value in given))
+
+
+def small_targets_come_up_in_one_copy(world: World) -> None:
+    given = [torch.rand(3, 4), torch.rand(40), torch.rand(0), torch.rand(5), torch.rand(7)]
+    targets = [world.put(torch.rand(value.shape)) for value in given[:4]] + [world.put(torch.rand(7), 1)]
+    before = [target * 2 for target in targets]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "SMALL_BYTES", 100)
+        rows = seam.pinned_rows(targets)
+        for row, value in zip(rows, given, strict=True):
+            row.copy_(value)
+        seam.bring_back(zip(targets, rows, strict=True))
+    after = [target * 3 for target in targets]
+    assert world.octets["up"] == sum(value.nbytes for value in given)
+    assert (world.copies["up"], world.copies["pageable"]) == (3, 0)
+    for value, target in zip(given, after, strict=True):
+        assert torch.equal(target.cpu(), value * 3)
+    assert not any(value.cpu().isnan().any() for value in before)
+
+
+def copies_in_one_piece_are_bounded(world: World) -> None:
+    given = [torch.rand(8) for _ in range(6)]
+    targets = [world.put(torch.rand(8)) for _ in given]
+    rows = seam.pinned_rows(targets)
+    for row, value in zip(rows, given, strict=True):
+        row.copy_(value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "PIECE_BYTES", 2 * rows[0].nbytes)
+        seam.bring_back(zip(targets, rows, strict=True))
+    assert world.copies["up"] == 3
+    for value, target in zip(given, targets, strict=True):
+        assert torch.equal(target.cpu(), value)
+
+
 def rows_elsewhere_are_replaced_by_locked_ones(world: World) -> None:
     (row,) = seam.Staging((0, 0)).bring([world.put(torch.arange(5.0))], lambda found: [torch.empty(5)])
     assert torch.equal(row, torch.arange(5.0))
@@ -213,6 +260,9 @@ def steps_are_timed_on_the_device(world: World) -> None:
 
 PROGRAMS: list[Callable[[World], None]] = [
     values_come_down_when_their_kernels_are_done,
+    small_neighbours_come_down_in_one_copy,
+    small_targets_come_up_in_one_copy,
+    copies_in_one_piece_are_bounded,
     rows_elsewhere_are_replaced_by_locked_ones,
     refused_copy_waits_for_those_before_it,
     rows_come_up_between_what_is_queued_before_and_after,
