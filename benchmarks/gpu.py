@@ -46,13 +46,17 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import pytest
 import torch
 from torch import nn
 
 import kvps
 import kvps.torch
+from kvps.core.worker import calls
 from kvps.runtime import device as seam
 from kvps.runtime.device import Staging, bring_back
+from kvps.store import arguments
+from kvps.store.server_store import DistStore
 from kvps.tools.bench.workloads import shapes_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -257,11 +261,15 @@ def copies_of(front_end: str) -> dict[str, str]:
         drain()
         if IS_REHEARSAL:
             WORLDS[0].copies.clear()
+            WORLDS[0].octets.clear()
             step()
             drain()
             found = +WORLDS[0].copies
             assert not found["pageable"], f"{front_end}: {found}"
-            return {kind: f"{number} copies" for kind, number in sorted(found.items())}
+            went = WORLDS[0].octets
+            return {
+                way: f"{found[way]} copies, {went[way] / size:.3f} of the model" for way in ("down", "up")
+            }
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             step()
@@ -365,7 +373,8 @@ def speed_worker(out_path: str) -> None:
         "pageable": pageable,
         "4 on device": lambda: on_device.pushpull(keys, every, out=out),
         "4 on CPU": lambda: plain.pushpull(keys, every, out=out),
-        "161 copies up": lambda: bring_back(zip(out, rows, strict=True)),
+        "161 gradients down": down,
+        "161 gradients up": lambda: bring_back(zip(out, rows, strict=True)),
         "host values": lambda: plain.pushpull(keys, list(rows)),
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -441,12 +450,82 @@ def overlap_worker(out_path: str) -> None:
         )
         for mib in BUCKETS_MIB
     }
+    kv.barrier()
+    buckets = Trace().of(a_step("DistributedOptimizer", model, x))
     hidden = (after_ms - beside_ms) / (after_ms - alone_ms)
     figures = {"alone": alone_ms, "after": after_ms, "beside": beside_ms, **sizes}
     if kv.rank == 0:
         rounded = {name: f"{ms:.1f} ms" for name, ms in figures.items()}
-        Path(out_path).write_text(json.dumps({**rounded, "hidden": f"{hidden:.0%}"}))
+        Path(out_path).write_text(json.dumps({**rounded, "hidden": f"{hidden:.0%}", "trace": buckets}))
     kv.barrier()
+
+
+class Trace:
+    """The way of each bucket of a step: when its gradients are ready, and so on, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._device = torch.device(there())
+        self._lines: list[dict[str, float | torch.Event]] = []
+
+    def of(self, step: Callable[[], object]) -> list[str]:
+        """Return a line for each bucket of a step, after some that warm up."""
+        for _ in range(WARM + 1):
+            step()
+        drain()
+        with pytest.MonkeyPatch.context() as patch:
+            self._wrap(patch, seam.CallsBehindKernels, "begin", self._on_begin)
+            self._wrap(patch, Staging, "bring", self._on_bring)
+            self._wrap(patch, DistStore, "_start", self._on_start)
+            self._wrap(patch, arguments, "bring_back", self._on_answer)
+            began, base = time.perf_counter(), seam.stamp(self._device)
+            step()
+            end = seam.stamp(self._device)
+            drain()
+        names = ("hook", "ready", "taken", "down", "sent", "answered", "seen", "up")
+        found = [" ".join(names)]
+        for line in self._lines:
+            values = [line[name] for name in names]
+            found.append(
+                " ".join(
+                    f"{1e3 * (at - began) if isinstance(at, float) else base.elapsed_time(at):.1f}"
+                    for at in values
+                )
+            )
+        return [*found, f"step {base.elapsed_time(end):.1f}"]
+
+    def _wrap(self, patch: pytest.MonkeyPatch, owner: object, name: str, on_call: Callable[..., Any]) -> None:
+        before = getattr(owner, name)
+        patch.setattr(owner, name, lambda *args, **options: on_call(before, *args, **options))
+
+    def _on_begin(self, begin: Callable[..., Any], *args: Any) -> Any:
+        self._lines.append({"hook": time.perf_counter(), "ready": seam.stamp(self._device)})
+        return begin(*args)
+
+    def _line(self, name: str) -> dict[str, float | torch.Event]:
+        """Return the first bucket that has not come to ``name``: they come in their order."""
+        return next(line for line in self._lines if name not in line)
+
+    def _on_bring(self, bring: Callable[..., Any], *args: Any) -> Any:
+        line = self._line("taken")
+        line["taken"] = time.perf_counter()
+        rows = bring(*args)
+        line["down"] = time.perf_counter()
+        return rows
+
+    def _on_start(self, start: Callable[..., Any], store: Any, call: Any, *args: Any) -> Any:
+        ticket = start(store, call, *args)
+        if isinstance(call, calls.PushValues):
+            line = self._line("sent")
+            line["sent"] = time.perf_counter()
+            ticket.when_over(lambda: line.setdefault("answered", time.perf_counter()))
+        return ticket
+
+    def _on_answer(self, bring_back: Callable[..., Any], *args: Any) -> None:
+        line = self._line("up")
+        line["seen"] = time.perf_counter()
+        bring_back(*args)
+        with seam.on(seam._stream(self._device, "up")):
+            line["up"] = seam.stamp(self._device)
 
 
 # --- codecs, and the report ---------------------------------------------------------------------------
@@ -476,10 +555,11 @@ def paragraph(report: dict[str, Any]) -> str:
         figures = report[name]
         if isinstance(figures.get("failed"), str):
             lines.append(f"* {name}: failed, {figures['failed'].strip().splitlines()[-1]}")
-        elif name == "codecs":
-            lines += [f"* {name}:", "  ```", *(f"  {line}" for line in figures["table"]), "  ```"]
-        else:
-            lines.append(f"* {name}: " + "; ".join(f"{key}: {value}" for key, value in figures.items()))
+            continue
+        plain = {key: value for key, value in figures.items() if not isinstance(value, list)}
+        lines.append(f"* {name}: " + "; ".join(f"{key}: {value}" for key, value in plain.items()))
+        for table in (value for value in figures.values() if isinstance(value, list)):
+            lines += ["  ```", *(f"  {line}" for line in table), "  ```"]
     return "\n".join([*lines, ""])
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -31,6 +32,7 @@ T = TypeVar("T")
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor of a device, and its row in memory."""
 
+NO_EVENTS: Mapping[torch.device, torch.Event] = MappingProxyType({})
 SMALL_BYTES = 512 << 10
 """The most bytes of a tensor that crosses the bus together with others: a copy of 10 us."""
 PIECE_BYTES = 8 << 20
@@ -257,10 +259,22 @@ class CallsBehindKernels:
             return call()
 
 
-def bring_back(copies: Iterable[Pair]) -> None:
+def reached(tensors: Iterable[torch.Tensor]) -> dict[torch.device, torch.Event]:
+    """Return an event behind what this thread has queued until now, for each device of the tensors."""
+    accelerator = kind()
+    devices = {tensor.device for tensor in tensors if tensor.device.type == accelerator}
+    return {device: torch.accelerator.current_stream(device).record_event() for device in devices}
+
+
+def bring_back(copies: Iterable[Pair], after: Mapping[torch.device, torch.Event] = NO_EVENTS) -> None:
     """Copy rows into the user's tensors, given as (target, row), wherever either is.
 
     What the script does next on a target's current stream waits for the copy; the script does not.
+
+    Args:
+        copies: the targets and rows.
+        after: by device, an event behind the last use of the targets (:func:`reached`); without it, copies
+            wait for all that this thread has queued there.
     """
     accelerator = kind()
     up = []
@@ -274,7 +288,8 @@ def bring_back(copies: Iterable[Pair]) -> None:
             target.copy_(row)
     for device, pieces in _pieces(up).items():
         script, stream = torch.accelerator.current_stream(device), _stream(device, "up")
-        stream.wait_stream(script)  # it may still read there
+        event = after.get(device)
+        stream.wait_event(event) if event is not None else stream.wait_stream(script)
         try:
             with torch.no_grad(), on(stream):
                 alone = [piece for piece in pieces if len(piece.rows) == 1]

@@ -20,7 +20,7 @@ from kvps.core.worker.plan import Priority, alike
 from kvps.dtypes import Spec
 from kvps.errors import ConfigError, KeyNotFound, Mismatch
 from kvps.phrases import never_initialised
-from kvps.runtime.device import bring_back, is_away, pinned_rows
+from kvps.runtime.device import bring_back, is_away, pinned_rows, reached
 from kvps.store.key_list import PLAIN
 from kvps.tensors import TORCH, Array, accumulator, as_tensor, row_of, spec_of
 
@@ -164,8 +164,11 @@ def outcome_on_devices(targets: Sequence[torch.Tensor], out: object) -> Outcome:
 
 
 def _delivery(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], out: object) -> Callable[[Any], Any]:
+    # A call that is under way owns its outputs: they wait for no kernel that is queued behind it.
+    before = reached([target for target, _ in copies])
+
     def deliver(_: object) -> object:
-        bring_back(copies)
+        bring_back(copies, before)
         return out
 
     return deliver

@@ -150,6 +150,24 @@ def rows_come_up_between_what_is_queued_before_and_after(world: World) -> None:
     )
 
 
+def rows_come_up_beside_kernels_that_are_queued_later(world: World) -> None:
+    row, value = seam.pinned((6,), torch.float32), torch.rand(6)
+    row.copy_(value)
+    target = world.put(torch.rand(6))
+    before = target * 2
+    event = seam.reached([target, row])
+    later = world.put(torch.rand(6)) * 2
+    done = world.scripts[0].queued
+    seam.bring_back([(target, row)], event)
+    for stream in world.streams[2:]:
+        stream.synchronize()
+    assert torch.equal(target.elements, value)
+    assert not before.elements.isnan().any()
+    assert world.scripts[0].done < done or world.is_early(world.scripts[0])
+    assert not torch.equal(before.cpu(), value * 2)
+    assert not later.cpu().isnan().any()
+
+
 def targets_let_go_are_not_used_again_too_early(world: World) -> None:
     row = seam.pinned((6,), torch.float32).fill_(3.0)
     with on(world, 0) as own:
@@ -266,6 +284,7 @@ PROGRAMS: list[Callable[[World], None]] = [
     rows_elsewhere_are_replaced_by_locked_ones,
     refused_copy_waits_for_those_before_it,
     rows_come_up_between_what_is_queued_before_and_after,
+    rows_come_up_beside_kernels_that_are_queued_later,
     targets_let_go_are_not_used_again_too_early,
     rows_of_a_device_are_written_to_targets_anywhere,
     blocks_beside_the_script_end_when_their_work_is_done,
