@@ -291,14 +291,8 @@ def bring_back(copies: Iterable[Pair], after: Mapping[torch.device, torch.Event]
         event = after.get(device)
         stream.wait_event(event) if event is not None else stream.wait_stream(script)
         try:
-            with torch.no_grad(), on(stream):
-                alone = [piece for piece in pieces if len(piece.rows) == 1]
-                if alone:
-                    targets, rows = [piece.tensors[0] for piece in alone], [piece.rows[0] for piece in alone]
-                    torch._foreach_copy_(targets, rows, non_blocking=True)
-                for piece in pieces:
-                    if len(piece.rows) > 1:
-                        _scatter(piece)
+            with on(stream):
+                _cross(pieces, is_up=True)
         finally:
             for piece in pieces:
                 for target in piece.tensors:
@@ -322,26 +316,28 @@ def _copy_down(pairs: Sequence[Pair]) -> None:
         stream.wait_stream(torch.accelerator.current_stream(device))  # which makes the values
     try:
         for device, of_device in pieces.items():
-            with torch.no_grad(), on(streams[device]):
-                alone = [piece for piece in of_device if len(piece.rows) == 1]
-                if alone:
-                    rows, values = [piece.rows[0] for piece in alone], [piece.tensors[0] for piece in alone]
-                    torch._foreach_copy_(rows, values, non_blocking=True)
-                for piece in of_device:
-                    if len(piece.rows) > 1:
-                        flat = [value.reshape(-1) for value in piece.tensors]
-                        piece.whole.copy_(torch.cat(flat), non_blocking=True)
+            with on(streams[device]):
+                _cross(of_device, is_up=False)
     finally:  # nobody may use the memory of either end before, also if one of the copies is refused
         for stream in streams.values():
             stream.synchronize()
 
 
-def _scatter(piece: _Piece) -> None:
-    """Copy rows to their device at once, and from there into their tensors."""
-    there = piece.whole.to(piece.tensors[0].device, non_blocking=True)
-    parts = torch.split(there, [row.numel() for row in piece.rows])
-    shaped = [part.view(tensor.shape) for part, tensor in zip(parts, piece.tensors, strict=True)]
-    torch._foreach_copy_(piece.tensors, shaped)
+@torch.no_grad()
+def _cross(pieces: Sequence[_Piece], *, is_up: bool) -> None:
+    """Copy tensors to their rows, or rows to their tensors, on the current stream."""
+    tensors: list[torch.Tensor] = []
+    rows: list[torch.Tensor] = []
+    for piece in pieces:
+        if len(piece.rows) > 1:
+            with suppress(torch.OutOfMemoryError):  # then each by itself
+                (piece.scatter if is_up else piece.gather)()
+                continue
+        tensors += piece.tensors
+        rows += piece.rows
+    if tensors:
+        into, out_of = (tensors, rows) if is_up else (rows, tensors)
+        torch._foreach_copy_(into, out_of, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -361,6 +357,17 @@ class _Piece:
         """The rows as one."""
         first = self.rows[0]
         return first.as_strided(((self.stop - first.data_ptr()) // first.element_size(),), (1,))
+
+    def gather(self) -> None:
+        """Copy the tensors to their rows at once."""
+        self.whole.copy_(torch.cat([tensor.reshape(-1) for tensor in self.tensors]), non_blocking=True)
+
+    def scatter(self) -> None:
+        """Copy the rows to the device at once, and from there into their tensors."""
+        there = self.whole.to(self.tensors[0].device, non_blocking=True)
+        parts = torch.split(there, [row.numel() for row in self.rows])
+        shaped = [part.view(tensor.shape) for part, tensor in zip(parts, self.tensors, strict=True)]
+        torch._foreach_copy_(self.tensors, shaped)
 
 
 def _pieces(pairs: Sequence[Pair]) -> dict[torch.device, list[_Piece]]:
