@@ -23,7 +23,8 @@ are compared in all ways: the sign of a gradient that is nearly 0 decides about 
 
 Printed are medians of the slower rank in ms, for a step and its phases: the lookup of rows; forward and
 backward of the dense part, in which DDP exchanges gradients; backward of the tables, which pushes; and the
-step of the optimizers, in which kvps waits for its exchange. "MB sent" is by a worker and step, as stores of
+step of the optimizers. In all ways of kvps the dense part has ``overlap_forward=True``: its forward waits for
+the exchange of the step before, after the lookup. "MB sent" is by a worker and step, as stores of
 kvps count it, or as gloo writes it to sockets. "cpu" is the processor time of all processes, servers among
 them, for a step of one worker, in ms: other work on the machine changes it less. A table of kvps holds the
 rows that were pushed, the others hold all rows.

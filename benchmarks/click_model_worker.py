@@ -159,7 +159,9 @@ def with_kvps(way: str, task: Task, tower: nn.Module) -> tuple[Lookup, nn.Module
     names = [name_of(table) for table in range(task.tables)]
     modules = {name: kvps.torch.Embedding(kv.embedding(name, task.dim, **hyper)) for name in names}
     sgd = torch.optim.SGD(tower.parameters(), lr=DENSE_RATE * rates[dense])
-    optimizer = kvps.torch.DistributedOptimizer(sgd, tower, dense, update_on_kvstore=dense == "dist_async")
+    optimizer = kvps.torch.DistributedOptimizer(
+        sgd, tower, dense, update_on_kvstore=dense == "dist_async", overlap_forward=True
+    )
 
     def each(ids: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: modules[name](some) for name, some in ids.items()}
