@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvps import protocol as p
-from kvps.core.effects import Connect, Exit, Note, Outbox, Route, Send
+from kvps.core.effects import Connect, Exit, Finish, Note, Outbox, Route, Send
 from kvps.core.liveness import SILENCE_MAX_S
 from kvps.errors import ConfigError, Fenced, KvpsError, ProtocolError, SchedulerLost, Unauthorized, from_code
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role, maker
@@ -30,6 +30,8 @@ WAITS_S = 30.0
 """A worker that waits longer for its place in the job says so, and again whenever that time has doubled."""
 EXIT_TEMPORARY = 75
 EXIT_CONFIG = 78
+SEATED = 6
+"""The ticket that tells that a server of a job with copies has a seat; its value is the WELCOME."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Identity:
     """The session key of the command that it runs as a supervisor."""
     is_enrolled: bool = False
     """A supervisor has enrolled that key for the seat that it holds."""
+    standby: bool = False
+    """The process wants to be the standby of some server, and no server."""
 
 
 def check_protocol(hello: p.Hello, me: str) -> None:
@@ -131,6 +135,8 @@ class MembershipClient:
         """The number of its standstill; 0 if it may go on by itself."""
         self.figures: Callable[[], BeatFigures] = BeatFigures
         """Returns the numbers for the next BEAT; asked once per second."""
+        self.standing: Callable[[], p.Standing] | None = None
+        """Returns what a server says of its copy beside each BEAT; None while it says nothing."""
         self.heard_at = now
         self._leave: p.Leave | None = None
         """The LEAVE that was sent, until it is acknowledged."""
@@ -247,7 +253,7 @@ class MembershipClient:
             p.Hello(
                 *PROTOCOL,
                 identity.software,
-                0,
+                p.STANDBY_FEATURE if identity.standby else 0,
                 identity.role,
                 self.rank if self.welcome else identity.rank,
                 identity.host,
@@ -258,6 +264,11 @@ class MembershipClient:
                 identity.machine,
             ),
         )
+
+    def stand(self) -> None:
+        """Say how the copy of a server stands; done beside each BEAT, and at once when that changes."""
+        if self.standing is not None:
+            self.send(SCHEDULER, self.standing())
 
     def leave(self, done: bool, exit_code: int, replaceable: bool, reason: str) -> None:
         """Say that this process ends, and how."""
@@ -281,6 +292,8 @@ class MembershipClient:
                         self._outbox.append(self._connect(is_member=True))
                     self.send(SCHEDULER, p.Beat(self.progress, self.waits_in))
                     self._next_beat = now + BEAT_EVERY_S
+                    if message.replicas and self.identity.role is Role.SERVER:
+                        self._outbox.append(Finish(SEATED, message))
             case p.View():
                 # One that overtakes a WELCOME is sent again: beats say which view is known.
                 is_new = message.number > self.number or packet.envelope.job != self.job
@@ -330,6 +343,7 @@ class MembershipClient:
             figures = self.figures()._asdict()
             beat = p.Beat(self.progress, self.waits_in, standstill=self.standstill, **figures)
             self.send(SCHEDULER, beat)
+            self.stand()
             if self._leave is not None:
                 self.send(SCHEDULER, self._leave)
         elif self.silent_for(now) < self.identity.join_max_s:

@@ -37,6 +37,9 @@ class Role(enum.IntEnum):
     SCHEDULER = 0
     SERVER = 1
     WORKER = 2
+    STANDBY = 3
+    """The role of a seat in views and in answers to LOOK only: in its envelope, a standby is the server whose
+    values it copies."""
 
     def __str__(self) -> str:
         return self.name.lower()

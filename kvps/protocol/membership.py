@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from kvps.protocol.envelope import Answer, Message, tag
 
+STANDBY_FEATURE = 1
+"""The bit of HELLO's ``features`` by which a server says that it wants to be the standby of another."""
 PING_BYTES_MAX = 256 << 10
 """Octets of payload of a PING, and of its answer."""
 
@@ -49,6 +51,10 @@ class Welcome(Message):
     master: str = ""
     replaces: bool = False
     """The scheduler says so to a server that takes another's place in a job that has run."""
+    follows: bool = False
+    """The scheduler says so to a standby: it copies the values of the server of this rank."""
+    replicas: int = 0
+    """The number of standbys that each server of the job is to have."""
 
 
 class Member(NamedTuple):
@@ -58,7 +64,8 @@ class Member(NamedTuple):
     rank: int
     incarnation: int
     state: str
-    """``empty``, ``held``, ``left``, ``lost`` (a replacement may come) or ``gone`` (none will)."""
+    """``empty``, ``held``, ``left``, ``lost`` (a replacement may come) or ``gone`` (none will); of a standby
+    ``empty``, ``held`` or ``level`` (it may take the server's place)."""
     endpoint: str
     host: str
     lost_for_s: float
@@ -388,6 +395,33 @@ class Wait(NamedTuple):
     """The workers that it waits for; none if that is not known."""
 
 
+class Copy(NamedTuple):
+    """The copy of a server's values."""
+
+    rank: int
+    """The server."""
+    state: str
+    """The state of its standby, as in a view."""
+    who: str
+    """HOST:PID of the standby's process; empty if it has none."""
+    copied: int
+    """The percentage of the values that the standby has."""
+    behind_bytes: int
+    """Bytes that the server has sent to it, and that are not confirmed."""
+    reason: str
+    """Why it is not level; empty where it is, or soon will be."""
+
+
+class Promotion(NamedTuple):
+    """A standby that has taken the seat of its server."""
+
+    rank: int
+    incarnation: int
+    who: str
+    """HOST:PID of its process."""
+    ago_s: float
+
+
 @tag(79)
 class Seen(Answer):
     """Answer to LOOK."""
@@ -407,6 +441,10 @@ class Seen(Answer):
     """In the order of ``members``."""
     waits: tuple[Wait, ...] = ()
     """The calls in which workers have waited for some seconds."""
+    copies: tuple[Copy, ...] = ()
+    """One for each server, in a job with copies."""
+    promotions: tuple[Promotion, ...] = ()
+    """The newest promotions of standbys, the oldest first."""
 
 
 @tag(130)
@@ -546,6 +584,25 @@ class Alive(Message):
     """The number of the challenge."""
     guardian: bool = False
     """The sender holds the seat for a command that it runs."""
+
+
+# --- standbys -------------------------------------------------------------------------------------
+
+
+@tag(115)
+class Standing(Message):
+    """Standby to scheduler: how its copy stands; and server to scheduler, about its standby."""
+
+    level: bool = False
+    """A standby has all that its server has answered, and will have it until it says otherwise."""
+    copied: int = 0
+    """The percentage of the values that a standby has copied."""
+    behind_bytes: int = 0
+    """Bytes that a server has sent to its standby, and that are not confirmed."""
+    dismiss: int = 0
+    """The incarnation of a standby with which a server cannot go on; 0 for none."""
+    reason: str = ""
+    """Why it is dismissed, or why it cannot be level; empty where it is, or soon will be."""
 
 
 # --- the rendezvous of another launcher -----------------------------------------------------------

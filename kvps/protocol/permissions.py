@@ -43,7 +43,8 @@ ALLOWED: Mapping[Place, Mapping[Role, frozenset[type[Message]]]] = {
         Role.WORKER: _MEMBER
         | {p.Evict, p.Rendezvous, p.Barrier, p.Resume, p.Checkpoint, p.Halted, p.Proceeding, p.Trace, p.Fetch}
         | {p.Close},
-        Role.SERVER: _MEMBER | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored},
+        Role.SERVER: _MEMBER
+        | {p.Measured, p.ImageTaken, p.ImageKept, p.Committed, p.Shelf, p.Restored, p.Standing},
     },
     Place.SERVER: {
         Role.WORKER: _SHARING

@@ -95,7 +95,7 @@ array or map of which :mod:`kvps.protocol` says nothing else."""
 
 _INT_MAX = 2**63 - 1
 
-_ROLES: dict[int, Role] = {role.value: role for role in Role}
+_ROLES: dict[int, Role] = {role.value: role for role in Role if role is not Role.STANDBY}
 _unpack_head = struct.Struct(HEAD.format.replace("x", "B")).unpack_from
 """Reads the reserved octet, too."""
 _size: Callable[[Loan], int] = attrgetter("size")

@@ -202,6 +202,8 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
                 12,
                 (m.Figures("0.1.0", 200, 4096, 2048, 0, 0, 0.25),),
                 (m.Wait(3, "push()", 12.5, (2, 5)),),
+                (m.Copy(1, "level", "gpu-2:4712", 100, 4096, ""),),
+                (m.Promotion(0, 9, "gpu-2:4712", 42.5),),
             ),
             (),
         ),
@@ -270,6 +272,7 @@ def _all() -> list[tuple[Envelope, Message, tuple[memoryview, ...]]]:
         (Envelope(NOBODY, 0, Role.WORKER, 0, 0, 1), m.Evict(2, 3), ()),
         (SCHEDULER, m.Challenge(1_700_000_042), ()),
         (asking_nothing(WORKER), m.Alive(1_700_000_042, True), ()),
+        (asking_nothing(SERVER), m.Standing(False, 43, 0, 0, "store 'kv' is async"), ()),
         (SCHEDULER, m.Measure(5), ()),
         (
             SERVER,

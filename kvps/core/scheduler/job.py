@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvps.core.counts import Counts
@@ -39,14 +40,19 @@ from kvps.core.scheduler.phase import Phase, assess, told
 from kvps.core.scheduler.rate_limits import ViewRateLimiter
 from kvps.core.scheduler.saved_state import RendezvousTable, SavedState, dump, load
 from kvps.core.scheduler.seat import GOES_ON, REBUILDS, SEATS, Seat, Settings, State
+from kvps.core.scheduler.standbys import Standbys
 from kvps.core.scheduler.view_history import ViewHistory
+from kvps.errors import ConfigError
 from kvps.protocol.checkpoint import Checkpoint
 from kvps.protocol.envelope import Envelope, Message, Node, Packet, Role
-from kvps.protocol.membership import Error, Released, Seen, Stop, View, Welcome
+from kvps.protocol.membership import Beat, Error, Hello, Released, Seen, Standing, Stop, View, Welcome
 
 EXIT_DONE, EXIT_LOST, EXIT_TEMPORARY = 0, 1, 75
 CONCLUDED = 1
 """The ticket of :meth:`Job.conclude`; its value is the number of the last checkpoint, or 0."""
+SUSPECT = 5
+"""The ticket that asks whether somebody listens at the endpoint of a :class:`Suspect`; the answer, if nobody
+does, is :meth:`~kvps.core.scheduler.scheduler.Scheduler.on_ended`. Asked only in a job with copies."""
 LOOK_EVERY_S = 2.0
 """How often the scheduler looks at the time while anything can be due."""
 STILL_S = 5.0
@@ -70,6 +76,14 @@ SHOWN_OCTETS = 4
 def next_job(name: bytes) -> bytes:
     """Return the name of the job that follows job ``name`` under ``--keep-alive``."""
     return hashlib.blake2b(name, digest_size=16).digest()
+
+
+class Suspect(NamedTuple):
+    """A server, or a standby, whose connection broke, and where it listened."""
+
+    rank: int
+    incarnation: int
+    endpoint: str
 
 
 class Place(NamedTuple):
@@ -100,6 +114,7 @@ class Job:
         self.formed = False
         """All seats of this job have been taken once."""
         self.seats = Membership(settings)
+        self.standbys = Standbys(self.seats)
         self.barriers = Barriers(range(settings.workers), settings.limits.barrier_names)
         self.checkpoints = self._coordinator()
         self.since = 0
@@ -158,6 +173,8 @@ class Job:
         if self.due is None:
             self._looked_at = now
         before = self.phase
+        if self.settings.replicas:
+            self._promote(now)
         self.phase, self.reason = self.assess(now)
         if self.phase is Phase.RUNNING and not self.formed:
             self.formed = True
@@ -169,6 +186,8 @@ class Job:
         self.tell_if_it_goes_on()
         answers = self._assemble()
         self._meet(now)
+        if self.settings.replicas:
+            self._assign(now)
         if self.phase is Phase.ENDING and not self.seats.has_held_worker:
             is_well = len(self.seats.workers(State.LEFT)) == self.settings.workers
             self._end(EXIT_DONE if is_well else EXIT_LOST, self.reason, now)
@@ -180,9 +199,106 @@ class Job:
         self.answer(answers)
         self._schedule()
 
+    def _promote(self, now: float) -> None:
+        """Give the seats of lost servers to standbys that are level; leave out standbys that are lost."""
+        ours = self.standbys
+        for seat in ours.clear_lost():
+            self.note(
+                "warning", f"the standby of server {seat.node.rank} is lost ({seat.reason}): it has no copy"
+            )
+        for server in ours.fallen() if self.formed else ():
+            self._meet(now)  # a cut that is being made ends here: the standby has no image of it
+            if (standby := ours.promote(server, now)) is None:
+                if why := ours.miss(server):
+                    self.note("warning", f"nobody takes the place of {server.node}: {why}")
+                continue
+            who = f"{standby.host}:{standby.pid}"
+            text = f"{server.node} is lost ({server.reason}): its standby {who} goes on in its place"
+            self.note("warning", text, member=str(server.node), state="promoted")
+            self.fault_log.promoted(server.node, who, now)
+            self.counts.add("kvps_promotions_total")
+
+    def _assign(self, now: float) -> bool:
+        """Give spares the empty seats of standbys, while the job runs; return whether one was given."""
+        given = self.standbys.assign(now) if self.phase is Phase.RUNNING else []
+        for seat in given:
+            self.note("info", f"{seat.host}:{seat.pid} becomes the standby of server {seat.node.rank}")
+        return bool(given)
+
+    def may_be_spare(self, hello: Hello) -> bool:
+        """Whether a server that joins a job with copies finds no seat, as all are held."""
+        wanted = [
+            seat
+            for seat in self.seats.by_node.values()
+            if seat.node.role == hello.role and hello.rank in (None, seat.node.rank)
+        ]
+        is_server = bool(self.settings.replicas and self.formed and hello.role == Role.SERVER and wanted)
+        return is_server and all(seat.links and not seat.is_free_for(hello) for seat in wanted)
+
+    def offer(self, route: Route, hello: Hello, now: float) -> None:
+        """A process wants the seat of a standby; it is told to wait if it does not get one at once.
+
+        Raises:
+            ConfigError: if it cannot be one in this job.
+        """
+        if not self.settings.replicas:
+            raise ConfigError(
+                "the servers of this job have no standbys: start kvps-scheduler with --replicas 1"
+            )
+        self.standbys.offer(route, hello, now)
+        if self._assign(now):
+            self.apply_changes(now)
+        else:
+            self.send(route, Beat(0, "a spare: it waits until a server has no standby"))
+            self._schedule()
+
+    def drop(self, route: Route, now: float) -> None:
+        """A connection broke; if it was the last one of a server or standby, ask whether that has ended."""
+        seat = self.seats.routes.get(route)
+        self.seats.drop(route, now)
+        if self.settings.replicas:
+            self.standbys.withdraw(route)
+            if seat is not None and seat.dropped_at == now and seat.node.role is not Role.WORKER:
+                suspect = Suspect(seat.node.rank, seat.incarnation, seat.endpoint)
+                self._outbox.append(Finish(SUSPECT, suspect))
+
+    def end_of(self, rank: int, incarnation: int, now: float) -> None:
+        """The process of a server or standby whose connection broke has ended."""
+        for node in (Node(Role.SERVER, rank), Node(Role.STANDBY, rank)):
+            seat = self.seats.by_node.get(node)
+            if seat is not None and seat.incarnation == incarnation and seat.dropped_at is not None:
+                seat.lose("its process has ended", now)
+                self._tell_lost(seat, now)
+                self.apply_changes(now)
+
+    def hear_of_copy(self, seat: Seat, standing: Standing, now: float) -> None:
+        """A standby says how its copy stands, or a server that it cannot go on with its standby."""
+        if not self.standbys.hear(seat, standing):
+            return
+        rank = seat.node.rank
+        if seat.node.role is Role.STANDBY:
+            how = "is level: 2 of 2 copies" if seat.is_level else "is not level any more: 1 of 2 copies"
+            self.note("info", f"the standby of server {rank} ({seat.host}:{seat.pid}) {how}")
+        else:
+            self.standbys.defer(rank, now)
+            self.dismiss([Node(Role.STANDBY, rank)], standing.reason)
+        self.apply_changes(now)
+
+    def dismiss(self, nodes: Sequence[Node], reason: str) -> None:
+        """Let standbys go: their processes are told to stop, and others may get their seats."""
+        for node in nodes:
+            seat = self.seats.by_node[node]
+            if seat.state is State.EMPTY:
+                continue
+            for route in seat.links:
+                self.send(route, Stop(EXIT_DONE, f"the standby of server {node.rank} is dismissed: {reason}"))
+            self.standbys.clear(seat)
+            self.note("warning", f"the standby of server {node.rank} is dismissed: {reason}")
+
     def _tell_seats(self) -> None:
         """Tell how many seats are taken, as long as not all of them were."""
-        taken = sum([seat.is_taken for seat in self.seats.by_node.values()])
+        seats = self.seats.by_node.values()
+        taken = sum([seat.is_taken for seat in seats if seat.node.role is not Role.STANDBY])
         if self.settings.tells_seats and taken != self._seats_told and not self._is_seated:
             self._seats_told, self._is_seated = taken, self.formed
             self._outbox.append(Finish(SEATS, taken))
@@ -212,11 +328,9 @@ class Job:
             self.seats.excuse(now)
         lost = self.seats.expire(now)
         for seat in lost:
-            self.counts.add("kvps_members_lost_total", str(seat.node.role))
-            text = f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}"
-            self.note("warning", text, member=str(seat.node), state="lost")
-            self.fault_log.lost(seat.node, seat.reason, now)
-        if lost or self.assess(now)[0] is not self.phase:
+            self._tell_lost(seat, now)
+        is_time = self.standbys.due is not None and now >= self.standbys.due
+        if lost or is_time or self.assess(now)[0] is not self.phase:
             self.apply_changes(now)
         if self._patience_until is not None and now >= self._patience_until:
             code = EXIT_TEMPORARY if self.phase is Phase.FORMING else EXIT_LOST
@@ -228,6 +342,13 @@ class Job:
             self._perform_checkpoints()
         self._tell(now)
         self._schedule()
+
+    def _tell_lost(self, seat: Seat, now: float) -> None:
+        self.counts.add("kvps_members_lost_total", str(seat.node.role))
+        text = f"{seat.node} ({seat.host}:{seat.pid}) lost: {seat.reason}"
+        self.note("warning", text, member=str(seat.node), state="lost")
+        if seat.node.role is not Role.STANDBY:
+            self.fault_log.lost(seat.node, seat.reason, now)
 
     def _tell_if_deserted(self, now: float) -> None:
         """Say once why a job without workers still stands, and for how long."""
@@ -281,6 +402,7 @@ class Job:
             self.fault_log.rollback_began(seat.node, ours.epoch, ours.kept, now)
             self.barriers.clear(range(self.settings.workers))
             self.since = self.number + 1
+            self.dismiss([each.node for each in self.standbys.all()], f"epoch {ours.epoch} begins")
             if left := self.seats.workers(State.LEFT):
                 ranks = ", ".join(str(seat.node.rank) for seat in left)
                 self.note(
@@ -342,7 +464,10 @@ class Job:
     def _schedule(self) -> None:
         self.seats.has_new_suspect = False
         view_at = self._pace.free_at if self.is_untold else None
-        times = (self.seats.due(self.formed), self._patience_until, view_at, self.checkpoints.due)
+        times = (
+            *(self.seats.due(self.formed), self._patience_until, view_at),
+            *(self.checkpoints.due, self.standbys.due),
+        )
         if self.stop is None:
             due = min((time for time in times if time is not None), default=None)
             self.due = None if due is None else min(due, self._looked_at + LOOK_EVERY_S)
@@ -361,6 +486,7 @@ class Job:
         for seat in self.seats.workers(*State):
             for route in seat.links:
                 self.send(route, Stop(code, reason))
+        self.dismiss([each.node for each in self.standbys.all()], reason)
         self.has_changed = True
         self.name, self.formed, self._patience_until = next_job(self.name), False, None
         self.seats.next_job()
@@ -376,14 +502,14 @@ class Job:
     def halt(self, stop: Stop, code: int, now: float) -> None:
         """Stop every member, and this process with ``code`` once all of them can have heard it."""
         self.stop = stop
-        for route in self.seats.routes:
+        for route in (*self.seats.routes, *self.standbys.spares):
             self.send(route, stop)
         if self.settings.persist:
             self._outbox.append(Save(b""))
         self.has_changed = False
         self._last_word = Exit(code, stop.reason)
         self._untold = {
-            (seat.node, seat.incarnation)
+            (seat.speaker, seat.incarnation)
             for seat in self.seats.by_node.values()
             if seat.state is State.HELD and not seat.links
         }
@@ -443,7 +569,8 @@ class Job:
         master = self.seats.by_node[Node(Role.WORKER, 0)].master
         sizes = self.settings.workers, self.settings.servers
         replaces = seat.is_replacement and seat.node.role is Role.SERVER
-        return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces)
+        follows, replicas = seat.node.role is Role.STANDBY, self.settings.replicas
+        return Welcome(rank, seat.incarnation, *sizes, *place, master, replaces, follows, replicas)
 
     def places(self) -> dict[int, Place]:
         """Return for each worker's rank where it stands among the workers of its host."""
@@ -526,6 +653,7 @@ class Job:
         job = cls(settings, former.job, now)
         job.counts.now = now
         job.number, job.formed, job.seats = former.number, former.formed, former.seats
+        job.standbys = Standbys(job.seats)
         job.rendezvous = former.rendezvous
         job.barriers.restore(former.passed, former.resumed)
         begun, kept, epoch, is_returning, job.since = former.cuts

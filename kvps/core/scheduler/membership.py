@@ -58,7 +58,11 @@ class Membership:
         """The newest incarnation; the next is one more."""
         self.by_node: dict[Node, Seat] = {
             node: Seat(node)
-            for role, count in ((Role.SERVER, settings.servers), (Role.WORKER, settings.workers))
+            for role, count in (
+                (Role.SERVER, settings.servers),
+                (Role.WORKER, settings.workers),
+                (Role.STANDBY, settings.servers * settings.replicas),
+            )
             for node in (Node(role, rank) for rank in range(count))
         }
         self.routes: dict[Route, Seat] = {}
@@ -84,7 +88,7 @@ class Membership:
     def sessions(self) -> dict[str, str]:
         """Return by public key the name of the connections of each member."""
         return {
-            key: name_of(seat.node, seat.incarnation)
+            key: name_of(seat.speaker, seat.incarnation)
             for seat in self.by_node.values()
             for key in seat.keys
             if key
@@ -92,7 +96,26 @@ class Membership:
 
     def take(self, route: Route, hello: Hello, now: float) -> tuple[Seat, bool]:
         """Give a newcomer a seat, with a new incarnation; return also whether it replaces another process."""
-        seat = self._choose(hello)
+        return self._take(route, self._choose(hello), hello, now)
+
+    def seat_standby(self, route: Route, hello: Hello, node: Node, now: float) -> Seat:
+        """Give a spare the empty seat of a standby, with a new incarnation."""
+        return self._take(route, self.by_node[node], hello, now)[0]
+
+    def give(self, standby: Seat, node: Node) -> None:
+        """Give the seat of a lost server to the holder of its standby's, with all its connections."""
+        self.vacate(node)
+        self.by_node[standby.node] = Seat(standby.node)
+        standby.node, standby.is_level = node, False
+        self.by_node[node] = standby
+
+    def vacate(self, node: Node) -> None:
+        """Empty a seat; its holder is fenced from then on."""
+        for link in self.by_node[node].links:
+            del self.routes[link]
+        self.by_node[node] = Seat(node)
+
+    def _take(self, route: Route, seat: Seat, hello: Hello, now: float) -> tuple[Seat, bool]:
         is_again = seat.is_asked_again(hello)
         was_replacement = is_again and seat.is_replacement
         replaces = seat.state is not State.EMPTY and not is_again
@@ -219,7 +242,7 @@ class Membership:
     def recognise(self, route: Route, envelope: Envelope, now: float) -> Seat:
         """Return the seat that a packet speaks for; its route is bound to that seat by now."""
         seat = self.routes.get(route)
-        if seat is None or (envelope.incarnation and (seat.node, seat.incarnation) != _named(envelope)):
+        if seat is None or (envelope.incarnation and (seat.speaker, seat.incarnation) != _named(envelope)):
             seat = self.holder(*_named(envelope))
             self._bind(route, seat, SeatLink(seat.host, seat.pid, None, now), now)
         seat.links[route].heard_at = seat.heard_at = now
@@ -230,8 +253,10 @@ class Membership:
         seat = self.by_node.get(node)
         if seat is None or incarnation == 0:
             raise ProtocolError(f"{node} is not known on this connection: send HELLO first")
-        if incarnation == seat.incarnation:
-            return seat
+        standby = self.by_node.get(Node(Role.STANDBY, node.rank)) if node.role is Role.SERVER else None
+        for held in (seat, standby):
+            if held is not None and held.incarnation == incarnation:
+                return held
         if incarnation > self.issued:
             raise Mismatch(
                 f"incarnation {incarnation} of {node} was not issued by this scheduler; it started "
@@ -314,12 +339,10 @@ class Membership:
         return max(lost_at) + self.settings.replace_max_s
 
     def next_job(self) -> None:
-        """Empty the seats of workers, and of servers that are not here."""
+        """Empty the seats of workers and standbys, and of servers that are not here."""
         for node, seat in self.by_node.items():
-            if node.role is Role.WORKER or seat.state is not State.HELD:
-                for route in seat.links:
-                    del self.routes[route]
-                self.by_node[node] = Seat(node)
+            if node.role is not Role.SERVER or seat.state is not State.HELD:
+                self.vacate(node)
 
     # --- looking ----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class Phase(enum.Enum):
 def assess(seats: Mapping[Node, Seat], settings: Settings, formed: bool, now: float) -> tuple[Phase, str]:
     """Decide how the job stands, and say why. ``formed``: all seats have been taken once."""
     workers = [seat for seat in seats.values() if seat.node.role is Role.WORKER]
+    seats = {node: seat for node, seat in seats.items() if node.role is not Role.STANDBY}
     absent = [seat for seat in seats.values() if seat.state in (State.LOST, State.GONE)]
     if all(seat.state is State.LEFT for seat in workers):
         return Phase.ENDING, f"every worker left ({settings.workers} of {settings.workers})"

@@ -78,13 +78,13 @@ class RendezvousTable:
         return RendezvousIs(seq, *present, present.state == request.state)
 
 
-FORMAT = 7
+FORMAT = 8
 _NAMES = (
     *("incarnation", "host", "pid", "endpoint", "master", "machine"),
-    *("is_guarded", "is_replacement", "has_said_so", "has_begun", "reason"),
+    *("is_guarded", "is_replacement", "has_said_so", "has_begun", "is_level", "reason"),
 )
 """Fields of a seat that outlive the process."""
-_TYPES = (int, str, int, str, str, int, bool, bool, bool, bool, str, str, str)
+_TYPES = (int, str, int, str, str, int, bool, bool, bool, bool, bool, str, str, str)
 """The types of these fields, and of the two keys of the seat."""
 
 
@@ -112,7 +112,7 @@ def dump(snapshot: SavedState) -> bytes:
     ]
     passed = [(*name, *last) for name, last in snapshot.passed.items()]
     resumed = [(*place, pushed) for place, pushed in snapshot.resumed.items()]
-    counts = (settings.workers, settings.servers)
+    counts = (settings.workers, settings.servers, settings.replicas)
     head = (FORMAT, counts, snapshot.job, snapshot.number, snapshot.formed, snapshot.seats.issued)
     runs = [(run, *found) for run, found in snapshot.rendezvous.runs.items()]
     rendezvous = (snapshot.rendezvous.issued, runs)
@@ -145,13 +145,19 @@ def load(state: bytes, settings: Settings, now: float) -> SavedState:
         _demand(cuts, (int, int, int, bool, int))
         if version != FORMAT:
             raise StorageError(f"the scheduler's state has format {version}, expected {FORMAT}")
-        _demand(counts, (int, int))
-        if counts != [settings.workers, settings.servers]:
+        _demand(counts, (int, int, int))
+        *sizes, replicas = counts
+        if sizes != [settings.workers, settings.servers]:
             raise ConfigError(
                 "the scheduler's state is of a job with {} workers and {} servers, and now there "
                 "are to be {} and {}: start it as before, or with another --state".format(
-                    *counts, settings.workers, settings.servers
+                    *sizes, settings.workers, settings.servers
                 )
+            )
+        if replicas != settings.replicas:
+            raise ConfigError(
+                f"the scheduler's state is of a job with --replicas {replicas}, and now it is to be "
+                f"{settings.replicas}: start it as before, or with another --state"
             )
         seats = Membership(settings)
         seats.issued = issued

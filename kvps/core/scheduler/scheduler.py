@@ -20,14 +20,14 @@ A beat costs O(1); a change of a seat, and each :meth:`Scheduler.on_timer`, O(me
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvps import protocol as p
 from kvps.core.effects import CoreOutbox, Route
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Waiter
 from kvps.core.scheduler.figures.measurements import printable
-from kvps.core.scheduler.figures.status import figures, sights, waits
+from kvps.core.scheduler.figures.status import copies, figures, promotions, sights, waits
 from kvps.core.scheduler.job import EXIT_DONE, EXIT_TEMPORARY, Job, next_job
 from kvps.core.scheduler.phase import Phase
 from kvps.core.scheduler.rate_limits import RateLimit
@@ -147,6 +147,8 @@ class Scheduler:
                     self._on_cut(route, envelope, message, Role.SERVER, now)
                 case p.Resume():
                     self._on_resume(route, envelope, message, now)
+                case p.Standing():
+                    self._on_standing(route, envelope, message, now)
                 case p.Measured():
                     self._on_measured(route, envelope, message, now)
                 case _:
@@ -170,7 +172,14 @@ class Scheduler:
     def on_drop(self, route: Route, now: float) -> None:
         """The connection along ``route`` broke: its seat has a moment to speak again."""
         self.job.counts.now = now
-        self.job.seats.drop(route, now)
+        self.job.drop(route, now)
+        self.job.flush(self.outbox)
+
+    def on_ended(self, rank: int, incarnation: int, now: float) -> None:
+        """Nobody listens any more where this server, or this standby of it, did; see :data:`SUSPECT`."""
+        self.job.counts.now = now
+        if self.job.stop is None:
+            self.job.end_of(rank, incarnation, now)
         self.job.flush(self.outbox)
 
     def on_timer(self, now: float) -> None:
@@ -223,7 +232,7 @@ class Scheduler:
         elif self._is_nameless(route, envelope):
             self.job.send(route, p.Beat(0, "the scheduler waits for ENROL before HELLO"))
             return
-        elif self._is_doubtful(route, envelope, hello, now):
+        elif self._is_spare(route, envelope, hello, now) or self._is_doubtful(route, envelope, hello, now):
             return
         elif envelope.incarnation:
             seat = self.job.seats.attach(route, envelope, hello, now)
@@ -251,6 +260,13 @@ class Scheduler:
         """Whether a newcomer has not said by which key it will speak, and has to: its ENROL was lost."""
         is_new = self.job.settings.has_keys and not envelope.incarnation
         return is_new and not self.job.seats.has_enrolled(route)
+
+    def _is_spare(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> bool:
+        """Whether a newcomer waits for the seat of a standby: as it wants to, or as no server's is free."""
+        if envelope.incarnation or not (hello.features & p.STANDBY_FEATURE or self.job.may_be_spare(hello)):
+            return False
+        self.job.offer(route, hello, now)
+        return True
 
     def _is_doubtful(self, route: Route, envelope: Envelope, hello: p.Hello, now: float) -> bool:
         """Whether a newcomer must wait until it is known which holder is alive; then all of them are told."""
@@ -466,8 +482,18 @@ class Scheduler:
         numbers = barriers.next_numbers(rank, resume.store) if resume.pushed is None else {}
         self.job.send(route, p.Resumed(envelope.seq, True, numbers))
 
+    def _on_standing(self, route: Route, envelope: Envelope, standing: p.Standing, now: float) -> None:
+        seat = self._recognise(route, envelope, now)
+        if seat.node.role is Role.WORKER:
+            raise ProtocolError(f"{seat.node} sent Standing; only servers and standbys may")
+        self.job.revive(seat, now)
+        said = replace(standing, reason=shortened(standing.reason))
+        self.job.hear_of_copy(seat, said, now)
+
     def _on_measured(self, route: Route, envelope: Envelope, measured: p.Measured, now: float) -> None:
         seat = self._recognise(route, envelope, now)
+        if seat.node.role is Role.STANDBY:
+            return
         if seat.node.role is not Role.SERVER:
             raise ProtocolError(f"{seat.node} sent figures; only servers may")
         rank, measured = seat.node.rank, printable(measured)
@@ -493,6 +519,8 @@ class Scheduler:
             job.checkpoints.kept,
             figures(seats, report, now),
             waits(seats, job.barriers, rounds, now),
+            copies(job.standbys),
+            promotions(job.standbys, now),
         )
 
     def _examine(self, envelope: Envelope, hello: p.Hello) -> None:
@@ -529,7 +557,7 @@ class Scheduler:
         seat = self.job.seats.routes.get(route)
         if envelope.incarnation:
             self._demand_job(envelope)
-            if seat is None or (seat.node, seat.incarnation) != (envelope.node, envelope.incarnation):
+            if seat is None or (seat.speaker, seat.incarnation) != (envelope.node, envelope.incarnation):
                 self.job.seats.holder(envelope.node, envelope.incarnation)
         elif seat is None:
             self.job.seats.holder(envelope.node, 0)
@@ -538,7 +566,7 @@ class Scheduler:
         if envelope.incarnation:
             self._demand_job(envelope)
         seat = self.job.seats.recognise(route, envelope, now)
-        if envelope.incarnation and seat.node.role is Role.SERVER and not seat.has_begun:
+        if envelope.incarnation and seat.node.role is not Role.WORKER and not seat.has_begun:
             seat.has_begun = self.job.has_changed = True
         return seat
 

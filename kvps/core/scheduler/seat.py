@@ -30,7 +30,7 @@ from kvps.core.membership_client import BeatFigures
 from kvps.core.texts import shown
 from kvps.errors import ConfigError
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Challenge, Hello, Leave, Member
+from kvps.protocol.membership import Challenge, Hello, Leave, Member, Standing
 
 SEATS = 2
 """The ticket that tells how many seats are taken."""
@@ -84,13 +84,22 @@ class Settings:
     """Members say by which keys they will speak, and have no seat before."""
     limits: Limits = field(default_factory=Limits)
     """The named limits."""
+    replicas: int = 0
+    """The number of standbys of each server."""
 
     def __post_init__(self) -> None:
-        seats = self.workers + self.servers
+        seats = self.workers + self.servers * (1 + max(self.replicas, 0))
         if self.workers < 1 or self.servers < 0 or seats > SEATS_MAX:
             raise ConfigError(
                 f"{self.workers} workers and {self.servers} servers: a job has 1 or more workers, "
                 f"0 or more servers, and at most {SEATS_MAX} in all"
+            )
+        if self.replicas not in (0, 1):
+            raise ConfigError(f"--replicas {self.replicas}: a server has 0 or 1 copies")
+        if self.replicas and self.servers < 2:
+            raise ConfigError(
+                f"--replicas 1 with --servers {self.servers}: a copy has to lie in another server's process, "
+                "so start 2 or more servers, or leave --replicas at 0"
             )
         limits = (self.silence_max_s, self.drop_grace_s, self.replace_max_s, self.forming_max_s)
         for limit in limits:
@@ -157,6 +166,15 @@ class Seat:
     figures: BeatFigures = field(default_factory=BeatFigures)
     """From its newest BEAT."""
     links: dict[Route, SeatLink] = field(default_factory=dict)
+    is_level: bool = False
+    """A standby may take its server's seat."""
+    standing: Standing = field(default_factory=Standing)
+    """The newest word of a standby, or of a server about its standby."""
+
+    @property
+    def speaker(self) -> Node:
+        """The node in the envelopes of its holder: a standby speaks as the server whose seat it may get."""
+        return Node(Role.SERVER, self.node.rank) if self.node.role is Role.STANDBY else self.node
 
     @property
     def is_taken(self) -> bool:
@@ -182,7 +200,7 @@ class Seat:
 
         Workers may know of this incarnation, so that another would look like a loss to them.
         """
-        is_server = self.node.role is Role.SERVER and self.endpoint == hello.endpoint
+        is_server = self.node.role is not Role.WORKER and self.endpoint == hello.endpoint
         return is_server and not self.has_begun and self._was(hello)
 
     def preference(self, hello: Hello) -> tuple[bool, bool, int]:
@@ -279,13 +297,18 @@ class Seat:
             return f"{who} has not been heard since the scheduler was started again"
         return f"{who} is being asked whether it is alive"
 
+    @property
+    def shown_state(self) -> str:
+        """Its state as a view shows it."""
+        return "level" if self.is_level else self.state.value
+
     def presence(self, now: float) -> str:
         """Describe its holder to the ranks that wait for it."""
         if self.state is State.HELD:
             silent_s = now - self.heard_at
             if silent_s >= SILENT_AFTER_S:
                 return f"silent for {silent_s:.0f} s"
-            return "alive" if self.node.role is Role.SERVER else self.progress.words(now)
+            return self.progress.words(now) if self.node.role is Role.WORKER else "alive"
         if self.state is State.EMPTY:
             return "not joined yet"
         return f"{self.state.value} for {now - self.lost_at:.0f} s: {self.reason}"
@@ -296,7 +319,7 @@ class Seat:
             role=int(self.node.role),
             rank=self.node.rank,
             incarnation=self.incarnation,
-            state=self.state.value,
+            state=self.shown_state,
             endpoint=self.endpoint,
             host=self.host,
             lost_for_s=now - self.lost_at if self.state in (State.LOST, State.GONE) else 0.0,

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvps.core.effects import Connect, Effect, Exit, Note, Send
-from kvps.core.membership_client import Identity, MembershipClient, Quorum
+from kvps.core.effects import Connect, Effect, Exit, Finish, Note, Send
+from kvps.core.membership_client import SEATED, Identity, MembershipClient, Quorum
 from kvps.errors import Fenced, ProtocolError, Unauthorized
 from kvps.protocol.envelope import PROTOCOL, Envelope, Message, Node, Packet, Role
 from kvps.protocol.membership import (
@@ -17,6 +17,7 @@ from kvps.protocol.membership import (
     Hello,
     Leave,
     Left,
+    Standing,
     Stop,
     View,
     ViewChanges,
@@ -260,3 +261,29 @@ class TestKeys:
         (end,) = one.hear(Error(0, Unauthorized.code, "no such key"))
         assert end == Exit(78, "no such key")
         assert isinstance(one.member.error, Unauthorized)
+
+
+# --- standbys ------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("R522")
+def test_a_spare_says_what_it_wants_and_a_standby_how_its_copy_stands() -> None:
+    talk = Talk(Identity(Role.SERVER, "tcp://sched:1", "here", 7, "kvps 0.1", standby=True))
+    (send,) = sends(talk.effects, Hello)
+    assert send.packet.message.features == 1  # type: ignore[attr-defined]
+    talk.member.standing = lambda: Standing(copied=43)
+    welcome = Welcome(1, 9, 2, 2, follows=True, replicas=1)
+    assert Finish(SEATED, welcome) in talk.hear(welcome)
+    talk.effects.clear()
+    talk.wait(1.0)
+    assert [send.packet.message for send in sends(talk.effects, Standing)] == [Standing(copied=43)]
+    talk.member.stand()
+    assert len(sends(talk.take(), Standing)) == 1
+
+
+def test_nobody_else_is_told_of_seats_and_says_how_a_copy_stands() -> None:
+    talk = Talk()
+    effects = talk.hear(Welcome(1, 9, 2, 2, replicas=1))
+    assert not [one for one in effects if isinstance(one, Finish)]
+    talk.wait(1.0)
+    assert not sends(talk.effects, Standing)

@@ -25,7 +25,7 @@ TAGS = {
     **{94: "Checkpoint", 95: "Checkpointed", 96: "Revive", 97: "Revived"},
     **{100: "Embed", 107: "PushTables", 108: "PullTables", 109: "PulledTables"},
     **{104: "Export", 105: "Exported", 106: "TableRate"},
-    **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive"},
+    **{110: "Enrol", 112: "Evict", 113: "Challenge", 114: "Alive", 115: "Standing"},
     **{120: "Measure", 121: "Measured"},
     **{130: "Ping", 131: "Pong"},
     **{140: "Trace", 141: "Tracing", 142: "AskClock", 143: "ClockIs", 144: "Spans"},
@@ -57,7 +57,7 @@ def test_messages_have_hashes_and_new_fields_come_last(cls: type[Message]) -> No
 
 
 def test_roles_and_nodes_read_well() -> None:
-    assert [str(role) for role in Role] == ["scheduler", "server", "worker"]
+    assert [str(role) for role in Role] == ["scheduler", "server", "worker", "standby"]
     assert str(Node(Role.SCHEDULER, 0)) == "scheduler"
     assert str(Node(Role.WORKER, 3)) == "worker 3"
     assert Envelope(bytes(16), 1, Role.SERVER, 2, 3, 4).node == Node(Role.SERVER, 2)

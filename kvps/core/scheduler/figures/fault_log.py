@@ -62,6 +62,12 @@ class FaultLog:
         self._step(node, f"replaced by {who}", now)
         self._close(node, now)
 
+    def promoted(self, node: Node, who: str, now: float) -> None:
+        """The standby of a lost server has its seat."""
+        self.lost(node, "its process did not hold the seat any more", now)
+        self._step(node, f"its standby {who} goes on in its place; nothing is lost", now)
+        self._close(node, now)
+
     def returned(self, node: Node, now: float) -> None:
         """The process of a lost member is heard again."""
         self._step(node, "the same process is heard again, and goes on", now)

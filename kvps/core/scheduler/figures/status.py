@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from kvps.core.membership_client import BeatFigures
 from kvps.core.scheduler.barriers import Barriers
 from kvps.core.scheduler.seat import Seat, State
+from kvps.core.scheduler.standbys import Standbys
 from kvps.protocol.envelope import Node, Role
-from kvps.protocol.membership import Figures, Measured, OldRound, Sight, Wait
+from kvps.protocol.membership import Copy, Figures, Measured, OldRound, Promotion, Sight, Wait
 
 TOLD_MAX_S = 12.0
 """How long what a server told is shown; it tells again every few seconds."""
@@ -102,9 +103,36 @@ def waits(
     return tuple(found[:WAITS_MAX])
 
 
+def copies(standbys: Standbys) -> tuple[Copy, ...]:
+    """Return how the copy of each server stands; nothing in a job without copies."""
+    return tuple(
+        [
+            Copy(
+                seat.node.rank,
+                seat.shown_state,
+                f"{seat.host}:{seat.pid}" if seat.state is State.HELD else "",
+                100 if seat.is_level else seat.standing.copied,
+                standbys.server_of(seat).standing.behind_bytes if seat.is_level else 0,
+                "" if seat.is_level else seat.standing.reason,
+            )
+            for seat in standbys.all()
+        ]
+    )
+
+
+def promotions(standbys: Standbys, now: float) -> tuple[Promotion, ...]:
+    """Return the newest promotions."""
+    return tuple(
+        [Promotion(rank, incarnation, who, now - at) for at, rank, incarnation, who in standbys.promotions]
+    )
+
+
+_ORDER = {Role.WORKER: 0, Role.SERVER: 1, Role.STANDBY: 2}
+
+
 def in_order(seats: Iterable[Seat]) -> list[Seat]:
     """Return seats as they are shown, the workers first."""
-    return sorted(seats, key=lambda seat: (-seat.node.role, seat.node.rank))
+    return sorted(seats, key=lambda seat: (_ORDER[seat.node.role], seat.node.rank))
 
 
 def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
@@ -118,7 +146,7 @@ def sights(seats: Iterable[Seat], now: float) -> tuple[Sight, ...]:
                 int(seat.node.role),
                 seat.node.rank,
                 seat.incarnation,
-                seat.state.value,
+                seat.shown_state,
                 seat.host,
                 seat.pid,
                 "",

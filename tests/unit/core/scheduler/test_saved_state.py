@@ -53,6 +53,12 @@ def test_refuses_a_cluster_of_another_size() -> None:
         load(state, Settings(3, 1), 0.0)
 
 
+def test_refuses_a_cluster_with_other_replicas() -> None:
+    state = dump(snapshot_of(Stage(2, 2)))
+    with pytest.raises(ConfigError, match="a job with --replicas 0, and now it is to be 1"):
+        load(state, Settings(2, 2, replicas=1), 0.0)
+
+
 @pytest.mark.parametrize(
     "state", [b"", b"\xc1", b"junk", msgpack.packb([1, [], [], []]), msgpack.packb(None)]
 )
@@ -88,7 +94,7 @@ def test_refuses_fields_of_other_types() -> None:
     ):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([head, seats, *others, rendezvous]), Settings(2, 1), 0.0)
-    for counts in ([2], [2, 1, 0], ["2", "1"], {}):
+    for counts in ([2], [2, 1], [2, 1, 0, 0], ["2", "1", "0"], {}):
         with pytest.raises(StorageError, match="cannot be read"):
             load(msgpack.packb([[head[0], counts, *head[2:]], seats, *rest]), Settings(2, 1), 0.0)
     seats[0][4] = 7  # a host
