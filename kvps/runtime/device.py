@@ -204,7 +204,7 @@ class Staging:
                 places = self._locked(allocate(away))
                 for index, row in zip(away, places, strict=True):
                     rows[index] = row
-                _copy_down([(values[index], rows[index]) for index in away])
+                _copy_down(_by_device([(values[index], rows[index]) for index in away]))
         return tuple(rows)
 
     def close(self) -> None:
@@ -286,17 +286,16 @@ def bring_back(copies: Iterable[Pair], after: Mapping[torch.device, torch.Event]
             up.append((target, row))
         else:
             target.copy_(row)
-    for device, pieces in _pieces(up).items():
+    for device, pairs in _by_device(up).items():
         script, stream = torch.accelerator.current_stream(device), _stream(device, "up")
         event = after.get(device)
         stream.wait_event(event) if event is not None else stream.wait_stream(script)
         try:
             with on(stream):
-                _cross(pieces, is_up=True)
+                _cross(pairs, is_up=True)
         finally:
-            for piece in pieces:
-                for target in piece.tensors:
-                    target.record_stream(stream)
+            for target, _ in pairs:
+                target.record_stream(stream)
             script.wait_stream(stream)
 
 
@@ -308,14 +307,20 @@ def ready_on_device(value: torch.Tensor) -> torch.Tensor:
     return row
 
 
-def _copy_down(pairs: Sequence[Pair]) -> None:
+def _by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
+    found: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        found.setdefault(pair[0].device, []).append(pair)
+    return found
+
+
+def _copy_down(pairs: dict[torch.device, list[Pair]]) -> None:
     """Copy tensors of devices into their rows; return when all are there."""
-    pieces = _pieces(pairs)
-    streams = {device: _stream(device, "down") for device in pieces}
+    streams = {device: _stream(device, "down") for device in pairs}
     for device, stream in streams.items():
         stream.wait_stream(torch.accelerator.current_stream(device))  # which makes the values
     try:
-        for device, of_device in pieces.items():
+        for device, of_device in pairs.items():
             with on(streams[device]):
                 _cross(of_device, is_up=False)
     finally:  # nobody may use the memory of either end before, also if one of the copies is refused
@@ -324,33 +329,39 @@ def _copy_down(pairs: Sequence[Pair]) -> None:
 
 
 @torch.no_grad()
-def _cross(pieces: Sequence[_Piece], *, is_up: bool) -> None:
+def _cross(pairs: Sequence[Pair], *, is_up: bool) -> None:
     """Copy tensors to their rows, or rows to their tensors, on the current stream."""
-    tensors: list[torch.Tensor] = []
-    rows: list[torch.Tensor] = []
-    for piece in pieces:
+
+    def each(pairs: Sequence[Pair]) -> None:
+        if pairs:
+            tensors, rows = [tensor for tensor, _ in pairs], [row for _, row in pairs]
+            into, out_of = (tensors, rows) if is_up else (rows, tensors)
+            torch._foreach_copy_(into, out_of, non_blocking=True)
+
+    sizes = [row.nbytes for _, row in pairs]
+    # Large ones first: the bus is busy with them while the others are sorted.
+    each([pair for pair, size in zip(pairs, sizes, strict=True) if size > SMALL_BYTES])
+    rest: list[Pair] = []
+    for piece in _pieces([pair for pair, size in zip(pairs, sizes, strict=True) if 0 < size <= SMALL_BYTES]):
         if len(piece.rows) > 1:
             with suppress(torch.OutOfMemoryError):  # then each by itself
                 (piece.scatter if is_up else piece.gather)()
                 continue
-        tensors += piece.tensors
-        rows += piece.rows
-    if tensors:
-        into, out_of = (tensors, rows) if is_up else (rows, tensors)
-        torch._foreach_copy_(into, out_of, non_blocking=True)
+        rest += zip(piece.tensors, piece.rows, strict=True)
+    each(rest)
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Tensors of a device that cross the bus in one copy: one, or small ones."""
+    """Small tensors of a device that cross the bus in one copy."""
 
     tensors: list[torch.Tensor]
     rows: list[torch.Tensor]
     """Theirs: neighbours in one block of memory."""
     stop: int
-    """The address behind the rows; -1 if nothing may be added."""
+    """The address behind the rows."""
     limit: int
-    """The last address that may be."""
+    """The last address that they may come to."""
 
     @property
     def whole(self) -> torch.Tensor:
@@ -370,32 +381,24 @@ class _Piece:
         torch._foreach_copy_(self.tensors, shaped)
 
 
-def _pieces(pairs: Sequence[Pair]) -> dict[torch.device, list[_Piece]]:
-    """Return the copies of each device."""
-    found: dict[torch.device, list[_Piece]] = {}
+def _pieces(pairs: Sequence[Pair]) -> list[_Piece]:
+    """Return the copies of small tensors of one device."""
+    found: list[_Piece] = []
+    piece: _Piece | None = None
     begins = [row.data_ptr() for _, row in pairs]
     for index in sorted(range(len(pairs)), key=begins.__getitem__):
         tensor, row = pairs[index]
-        begin, size_bytes = begins[index], row.nbytes
-        if not size_bytes:
-            continue
-        of_device = found.setdefault(tensor.device, [])
-        piece = of_device[-1] if of_device else None
-        is_small = size_bytes <= SMALL_BYTES
-        if (
-            piece is not None
-            and is_small
-            and piece.stop == begin
-            and begin + size_bytes <= piece.limit
-            and piece.rows[0].dtype is row.dtype
-        ):
+        begin = begins[index]
+        stop = begin + row.nbytes
+        if piece and begin == piece.stop and stop <= piece.limit and piece.rows[0].dtype is row.dtype:
             piece.tensors.append(tensor)
             piece.rows.append(row)
-            piece.stop += size_bytes
+            piece.stop = stop
         else:
             block = row.untyped_storage()
             limit = min(begin + PIECE_BYTES, block.data_ptr() + block.nbytes())
-            of_device.append(_Piece([tensor], [row], begin + size_bytes if is_small else -1, limit))
+            piece = _Piece([tensor], [row], stop, limit)
+            found.append(piece)
     return found
 
 
